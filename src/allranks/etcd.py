@@ -13,11 +13,15 @@ import ssl
 import threading
 import time
 import urllib.parse
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from allranks.channel.frames import JsonObject
 from allranks.errors import EtcdError
 
+T = TypeVar("T")
+MAX_ANSWER_BYTES = 64 << 20
 _PAUSE_S = 0.05  # between two attempts, so that an election of etcd's own is not met by a storm
 
 
@@ -52,22 +56,21 @@ class Etcd:
 
     def get(self, key: str) -> KeyValue | None:
         """The value of a key, or None."""
-        found = self._call("/v3/kv/range", {"key": _encode(key)}).get("kvs") or []
-        return _key_value(found[0]) if found else None
+        found = self._call("/v3/kv/range", {"key": _encode(key)}, _items)
+        return next(iter(found.values()), None)
 
     def get_prefix(self, prefix: str) -> dict[str, KeyValue]:
         """All keys that begin with the prefix."""
-        found = self._call("/v3/kv/range", _range(prefix)).get("kvs") or []
-        return {base64.b64decode(item["key"]).decode(): _key_value(item) for item in found}
+        return self._call("/v3/kv/range", _range(prefix), _items)
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
         """Writes a key."""
-        self._call("/v3/kv/put", _put(key, value, lease))
+        self._call("/v3/kv/put", _put(key, value, lease), bool)
 
     def compare_and_put(self, key: str, value: bytes, revision: int, lease: int = 0) -> bool:
         """Writes only if the key's revision is as given (0: only if it does not exist). True when written."""
         compare = {"key": _encode(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
-        return bool(self._put_where(compare, _put(key, value, lease)).get("succeeded"))
+        return self._put_where(compare, _put(key, value, lease))[0]
 
     def put_guarded(
         self, guard: str, create_revision: int, key: str, value: bytes, lease: int = 0
@@ -79,38 +82,41 @@ class Etcd:
             "result": "EQUAL",
             "create_revision": str(create_revision),
         }
-        answer = self._put_where(compare, _put(key, value, lease))
-        return bool(answer.get("succeeded")), int(answer["header"]["revision"])
+        return self._put_where(compare, _put(key, value, lease))
 
     def delete(self, key: str) -> bool:
         """Removes a key; True if it was there."""
-        return int(self._call("/v3/kv/deleterange", {"key": _encode(key)}).get("deleted", 0)) > 0
+        return self._call("/v3/kv/deleterange", {"key": _encode(key)}, _deleted) > 0
 
     def delete_prefix(self, prefix: str) -> int:
         """Removes all keys that begin with the prefix; returns how many."""
-        return int(self._call("/v3/kv/deleterange", _range(prefix)).get("deleted", 0))
+        return self._call("/v3/kv/deleterange", _range(prefix), _deleted)
 
     # ---- leases -------------------------------------------------------------------------------------------
 
     def grant(self, ttl_s: int) -> Lease:
         """A lease that ends after about `ttl_s` unless kept alive."""
-        answer = self._call("/v3/lease/grant", {"TTL": str(ttl_s)})
-        return Lease(int(answer["ID"]), float(answer["TTL"]))
+        asked = {"TTL": str(ttl_s)}
+        return self._call(
+            "/v3/lease/grant", asked, lambda found: Lease(int(found["ID"]), float(found["TTL"]))
+        )
 
     def keep_alive(self, lease: int) -> float:
         """Seconds that the lease lives on; 0 when it is gone."""
-        answer = self._call("/v3/lease/keepalive", {"ID": str(lease)})
-        return float(answer.get("result", {}).get("TTL", 0))
+        asked = {"ID": str(lease)}
+        return self._call(
+            "/v3/lease/keepalive", asked, lambda found: float(found.get("result", {}).get("TTL", 0))
+        )
 
     def revoke(self, lease: int) -> None:
         """Ends a lease and what hangs on it."""
-        self._call("/v3/lease/revoke", {"ID": str(lease)})
+        self._call("/v3/lease/revoke", {"ID": str(lease)}, bool)
 
     # ---- the cluster --------------------------------------------------------------------------------------
 
     def status(self) -> JsonObject:
         """Version, leader and size, as etcd reports them."""
-        return self._call("/v3/maintenance/status", {})
+        return self._call("/v3/maintenance/status", {}, dict)
 
     def close(self) -> None:
         """Closes every connection. The next call makes a new one."""
@@ -120,16 +126,24 @@ class Etcd:
 
     # ---- inside -------------------------------------------------------------------------------------------
 
-    def _put_where(self, compare: dict[str, str], put: dict[str, str]) -> JsonObject:
-        return self._call("/v3/kv/txn", {"compare": [compare], "success": [{"request_put": put}]})
+    def _put_where(self, compare: dict[str, str], put: dict[str, str]) -> tuple[bool, int]:
+        asked = {"compare": [compare], "success": [{"request_put": put}]}
+        return self._call(
+            "/v3/kv/txn",
+            asked,
+            lambda found: (bool(found.get("succeeded")), int(found["header"]["revision"])),
+        )
 
-    def _call(self, path: str, body: JsonObject) -> JsonObject:
-        """One attempt more than there are endpoints: a connection kept for long may just have been closed."""
+    def _call(self, path: str, body: JsonObject, read: Callable[[JsonObject], T]) -> T:
+        """What `read` makes of the answer.
+
+        One attempt more than there are endpoints: a connection kept for long may just have been closed.
+        """
         failures = []
         for attempt in range(len(self.endpoints) + 1):
             endpoint = self.endpoints[getattr(self._local, "index", 0) % len(self.endpoints)]
             try:
-                return self._post(endpoint, path, json.dumps(body))
+                return self._post(endpoint, path, json.dumps(body), read)
             except (OSError, http.client.HTTPException) as error:
                 failures.append(f"{endpoint}: {error or type(error).__name__}")
                 self._drop()
@@ -138,25 +152,30 @@ class Etcd:
                     time.sleep(_PAUSE_S)
         raise EtcdError(f"no etcd answers ({'; '.join(dict.fromkeys(failures))})", hint=_HINT)
 
-    def _post(self, endpoint: str, path: str, body: str) -> JsonObject:
+    def _post(self, endpoint: str, path: str, body: str, read: Callable[[JsonObject], T]) -> T:
+        deadline = time.monotonic() + self.timeout_s
         connection = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = self._connect(endpoint)
         self._open.add(connection)
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
-        raw = response.read(64 << 20)
+        raw = bytearray()
+        while len(raw) < MAX_ANSWER_BYTES and (piece := response.read1(1 << 20)):
+            raw += piece
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no whole answer within {self.timeout_s:g} s")
         if response.status >= 500:  # this member has lost its cluster; another may not have
             raise OSError(f"HTTP {response.status} {raw[:200].decode('utf-8', 'replace')}")
         if response.status != 200:
-            raise EtcdError(f"etcd at {endpoint} answered {response.status} to {path}: {raw[:300]!r}")
+            raise EtcdError(f"etcd at {endpoint} answered {response.status} to {path}: {bytes(raw[:300])!r}")
         try:
             answer = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise EtcdError(f"{endpoint} is no etcd: it answered {raw[:100]!r}") from error
-        if not isinstance(answer, dict):
-            raise EtcdError(f"{endpoint} is no etcd: it answered {raw[:100]!r}")
-        return answer
+            if not isinstance(answer, dict):
+                raise TypeError("no object")
+            return read(answer)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise EtcdError(f"{endpoint} is no etcd: it answered {bytes(raw[:100])!r}") from error
 
     def _drop(self) -> None:
         connection, self._local.connection = getattr(self._local, "connection", None), None
@@ -199,6 +218,15 @@ def _range(prefix: str) -> dict[str, str]:
 def _put(key: str, value: bytes, lease: int) -> dict[str, str]:
     put = {"key": _encode(key), "value": _encode(value)}
     return {**put, "lease": str(lease)} if lease else put
+
+
+def _deleted(answer: JsonObject) -> int:
+    return int(answer.get("deleted", 0))
+
+
+def _items(answer: JsonObject) -> dict[str, KeyValue]:
+    found = answer.get("kvs") or []
+    return {base64.b64decode(item["key"]).decode(): _key_value(item) for item in found}
 
 
 def _key_value(item: JsonObject) -> KeyValue:

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.channel.keys import ChannelError
+from allranks.channel.frames import receive_json, send_json
+from allranks.channel.keys import ChannelError, Keyring
+from allranks.channel.server import MemberServer
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer
 from allranks.checkpoint.stores import StoreSpec, open_store
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.peer_store import PeerBlobs, receive_bytes, send_bytes
+from allranks.checkpoint.stores.peer_store import PURPOSE, PeerBlobs, receive_bytes, send_bytes
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
 
@@ -108,6 +110,48 @@ def test_bytes_changed_on_the_way_are_refused() -> None:
         sender.sendall(raw)
         with pytest.raises(ChannelError, match="wrong checksum"):
             receive_bytes(receiver, memoryview(bytearray(5)), "crc32")
+
+
+_ANSWERS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a negative length": {"length": -1},
+    "a petabyte": {"length": 1 << 50},
+    "a length in words": {"length": "many"},
+    "an unknown checksum": {"length": 2, "algorithm": "none"},
+    "no list": {"keys": 5},
+    "a list of something": {"keys": [[1], None]},
+}
+
+
+@pytest.mark.parametrize("answer", _ANSWERS.values(), ids=_ANSWERS)
+def test_a_keeper_that_answers_nonsense_counts_as_one_that_does_not_answer(
+    keeper: SnapshotServer, answer: dict[str, Any]
+) -> None:
+    """Another one has the snapshot; without another it is an OSError, which restores know."""
+    whole = {"ok": True, "version": "1", "size": 2, "algorithm": "crc32", **answer}
+
+    def lie(connection: socket.socket, purpose: str) -> None:
+        while receive_json(connection):
+            send_json(connection, whole)
+            connection.sendall(bytes(64))
+
+    lying = MemberServer(Keyring(TOKEN), PURPOSE, lie)
+    listener = socket.create_server(("127.0.0.1", 0))
+    lying.start(listener)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    every = [address], [address, keeper.address], [keeper.address]
+    alone, two, good = (PeerBlobs(addresses, "job", TOKEN, 0) for addresses in every)
+    try:
+        good.put("a/x", [memoryview(b"{}")], 2)
+        assert two.get("a/x")[0] == b"{}" and two.keys("")[0][0] == "a/x"
+        for ask in (lambda: alone.get("a/x"), lambda: alone.keys(""), lambda: alone.size("a/x")):
+            with pytest.raises(OSError, match=address):
+                ask()
+    finally:
+        alone.close()
+        two.close()
+        good.close()
+        lying.close()
 
 
 def test_a_keeper_keeps_no_more_than_its_bound(keeper: SnapshotServer) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier
-from allranks.checkpoint.stores import StoreSpec
+from allranks.checkpoint.stores import StoreSpec, object_store
 from allranks.checkpoint.stores.object_store import ObjectBlobs
 from allranks.errors import CheckpointUnreachable, ConfigurationError
 
@@ -180,8 +183,8 @@ def test_why_a_store_cannot_be_reached_is_said(endpoint: str, reason: str) -> No
 XML = "Content-Type: application/xml\r\n"
 
 
-def _listing(keys: list[str], truncated: bool = False) -> bytes:
-    """A page of ListObjectsV2, without a token to continue with."""
+def _listing(keys: list[str], truncated: bool = False, token: str = "") -> bytes:
+    """A page of ListObjectsV2, with or without a token to continue with."""
     entries = "".join(
         f"<Contents><Key>{key}</Key><LastModified>2026-11-16T06:00:00.000Z</LastModified><ETag>&quot;x&quot;</ETag>"
         "<Size>1</Size><StorageClass>STANDARD</StorageClass></Contents>"
@@ -189,6 +192,7 @@ def _listing(keys: list[str], truncated: bool = False) -> bytes:
     )
     head = f"<Name>b</Name><Prefix>run/</Prefix><KeyCount>{len(keys)}</KeyCount><MaxKeys>1000</MaxKeys>"
     flag = f"<IsTruncated>{str(truncated).lower()}</IsTruncated>"
+    flag += f"<NextContinuationToken>{token}</NextContinuationToken>" if token else ""
     return http_answer("200 OK", f"<ListBucketResult>{head}{flag}{entries}</ListBucketResult>", XML)
 
 
@@ -239,3 +243,94 @@ def test_a_list_that_says_there_is_more_and_not_how_is_continued(s3: S3Server, b
         state = manager.load_checkpoint()
         assert proxy.judged
     assert state is not None and state.step == 2
+
+
+class _Hostile:
+    """Speaks HTTP and answers every request with what `answer(number of the request)` gives, one piece after the other."""
+
+    def __init__(self, answer: Callable[[int], Iterable[bytes]]) -> None:
+        self._listener, self._asked = socket.create_server(("127.0.0.1", 0)), 0
+        self._answer, self._connections = answer, list[socket.socket]()
+        self._threads = [threading.Thread(target=self._accept, name="hostile", daemon=True)]
+        self._threads[0].start()
+        options = {"endpoint": f"http://127.0.0.1:{self._listener.getsockname()[1]}", "access_key_id": "a"}
+        options |= {"secret_access_key": "b", "timeout_s": "2", "max_retries": "0"}
+        self.blobs = ObjectBlobs(StoreSpec("s3://bucket/run", options))
+
+    def __enter__(self) -> ObjectBlobs:
+        return self.blobs
+
+    def __exit__(self, *_: object) -> None:
+        for sock in (self._listener, *self._connections):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._connections.append(connection)
+                thread = threading.Thread(target=self._serve, args=(connection,), name="hostile", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            while connection.recv(1 << 16):
+                self._asked += 1
+                for piece in self._answer(self._asked):
+                    connection.sendall(piece)
+
+
+def _large(status: str, headers: str = "") -> Callable[[int], Iterator[bytes]]:
+    """An object of a terabyte, as it says."""
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {1 << 40}\r\n{_OBJECT}{headers}\r\n"
+
+    def answer(_: int) -> Iterator[bytes]:
+        yield head.encode()
+        while True:
+            yield bytes(1 << 16)
+
+    return answer
+
+
+_OBJECT = 'ETag: "x"\r\nLast-Modified: Mon, 16 Nov 2026 06:00:00 GMT\r\n'
+
+
+def test_an_object_of_a_terabyte_in_place_of_a_manifest_is_not_read() -> None:
+    """obstore reserves as much memory as the answer claims, and aborts the whole process where it cannot."""
+    with _Hostile(_large("200 OK")) as blobs, pytest.raises(OSError, match="1099511627776 bytes"):
+        blobs.get("manifest.json")
+
+
+def test_of_an_answer_that_is_longer_than_asked_for_only_so_much_is_read() -> None:
+    """The head is right, the body goes on and on."""
+    hostile = _Hostile(_large("206 Partial Content", "Content-Range: bytes 0-99/1000\r\n"))
+    with hostile as blobs, pytest.raises(OSError, match="more than the 100 bytes"):
+        blobs.get_range("data", 0, memoryview(bytearray(100)))
+
+
+@pytest.mark.parametrize("entries", [0, 1000])
+def test_a_list_without_end_ends(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page says how to go on, whether it brings something or not."""
+    monkeypatch.setattr(object_store, "MAX_KEYS", 5000)
+
+    def answer(number: int) -> list[bytes]:
+        page = _listing([f"run/{number:06d}/{entry}" for entry in range(entries)], True, f"t{number}")
+        return [page.replace(b"Connection: close\r\n", b"")]
+
+    with _Hostile(answer) as blobs, pytest.raises(OSError, match="list of objects"):
+        blobs._list_s = 1.0
+        blobs.keys("")
+
+
+def test_what_a_store_says_cannot_move_the_cursor_of_a_terminal() -> None:
+    """Its errors end up in logs and on screens."""
+    text = _error("\x1b[31mRED\x1b]0;title\x07", "two\r\nlines \x1b[2J")
+    with _Hostile(lambda _: [http_answer("400 Bad Request", text)]) as blobs:
+        with pytest.raises(OSError, match="RED") as caught:
+            blobs.get("manifest.json")
+        assert str(caught.value).isprintable()

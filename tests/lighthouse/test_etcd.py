@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -204,14 +204,59 @@ def test_a_damaged_state_in_etcd_is_named_with_its_key(
     lighthouse.wait_log("leading job job in epoch 1")
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b"[" * 50_000, b"\xff"])
+_NONSENSE = [
+    b'{"kvs": 5}',
+    b'{"kvs": [5]}',
+    b'{"kvs": [{"key": "%%%", "value": "x"}]}',
+    b'{"ID": "x", "TTL": []}',
+]
+_NONSENSE += [b'{"succeeded": true}', b'{"deleted": "all", "result": 5, "ID": 1, "kvs": {"a": 1}}']
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"[" * 50_000, b"\xff", *_NONSENSE])
 def test_a_server_that_is_no_etcd_is_an_error_that_says_so(body: bytes) -> None:
+    with _answering(body) as client:
+        calls = [
+            lambda: client.get("/a"),
+            lambda: client.get_prefix("/a"),
+            lambda: client.grant(5),
+            lambda: client.keep_alive(5),
+            lambda: client.put_guarded("/a", 0, "/b", b""),
+            lambda: client.delete_prefix("/a"),
+        ]
+        failed = 0
+        for call in calls:
+            try:
+                call()
+            except EtcdError as error:
+                failed += "is no etcd" in str(error)
+        assert failed >= (1 if body in _NONSENSE else len(calls))
+
+
+def test_a_server_that_drips_its_answer_is_given_up_in_time() -> None:
+    """A limit for each read alone would hold the lighthouse's election for as long as the server likes."""
+    with (
+        _answering(b"{" + b" " * 10_000, drip=True) as client,
+        pytest.raises(EtcdError, match="no etcd answers"),
+    ):
+        client.get("/a")
+
+
+@contextmanager
+def _answering(body: bytes, drip: bool = False) -> Iterator[Etcd]:
+    """A client of a server that answers everything with this body."""
+    over = threading.Event()
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            with suppress(OSError):
+                for at in range(0, len(body), 1 if drip else len(body)):
+                    self.wfile.write(body[at : at + 1] if drip else body)
+                    if over.wait(0.1 if drip else 0.0):
+                        return
 
         def log_message(self, *_: object) -> None:
             pass
@@ -219,9 +264,11 @@ def test_a_server_that_is_no_etcd_is_an_error_that_says_so(body: bytes) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        client = Etcd((f"http://127.0.0.1:{server.server_port}",))
-        with pytest.raises(EtcdError, match="is no etcd"):
-            client.get("/a")
-        client.close()
-        server.shutdown()
-        thread.join(20)
+        client = Etcd((f"http://127.0.0.1:{server.server_port}",), timeout_s=0.5 if drip else 5.0)
+        try:
+            yield client
+        finally:
+            over.set()
+            client.close()
+            server.shutdown()
+            thread.join(20)

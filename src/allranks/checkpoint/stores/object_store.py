@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import configparser
 import errno
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +17,16 @@ from typing import Any
 from allranks.checkpoint.stores import Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.errors import ConfigurationError, require
+from allranks.model.parsing import printable
 
 #: Parts of a multipart upload: S3 allows 10,000 of them.
 PART_BYTES = 16 << 20
 MAX_PARTS = 9_000
 CONCURRENCY = 6
+#: What an answer may hold, whatever it claims: obstore would take any length and any list into memory.
+MAX_JSON_BYTES = 256 << 20
+MAX_KEYS = 2_000_000
+_CHUNK_BYTES = 4 << 20
 #: Where clouds hand out credentials: an error from there means that there are none.
 _METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "/latest/api/token", "/latest/meta-data/iam")
 #: Options of obstore's HTTP client. Among those of the store itself they make it panic.
@@ -37,6 +44,7 @@ _PAGE = "a web page came instead of an answer of the store: is a proxy or a logi
 #: Written with every commit: a list without entries beside it is wrong, or late.
 _MARK = ".allranks.json"
 _UNTRUE = "the store's list of objects is not complete"
+_TIMEOUT_S, _RETRIES = "60", 3.0  # of one request, and that many times as long with all its repetitions
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -56,6 +64,7 @@ class ObjectBlobs:
         _refuse_after_fork()
         self._obstore = require("obstore", feature="an object store", extra="s3")
         self._store = _connect(spec)
+        self._list_s = _RETRIES * float(spec.options.get("timeout_s", _TIMEOUT_S)) + 5.0
 
     def put(self, key: str, pieces: Pieces, length: int) -> None:
         listed = pieces if isinstance(pieces, (list, tuple)) else None
@@ -78,18 +87,23 @@ class ObjectBlobs:
     def get(self, key: str) -> tuple[bytes, str]:
         with _as_os_errors():
             found = self._obstore.get(self._store, key)
-            data = bytes(found.bytes())
+            if found.meta["size"] > MAX_JSON_BYTES:
+                raise ValueError(f"{key} has {found.meta['size']} bytes: too many for a file of ours")
+            data = b"".join(found.stream(_CHUNK_BYTES))  # memory for what has come, not for what is claimed
         if data.lstrip()[:1] == b"<":  # whatever is read at once is JSON
             raise OSError(errno.EIO, _PAGE)
         return data, str(found.meta["e_tag"])
 
     def get_range(self, key: str, start: int, view: memoryview) -> None:
+        wanted, got = {"range": (start, start + len(view))}, 0
         with _as_os_errors():
-            data = self._obstore.get_range(self._store, key, start=start, length=len(view))
-        got = memoryview(data)
-        if len(got) != len(view):
-            raise EOFError(f"{key}: {len(got)} bytes came for {len(view)} asked at {start}")
-        view[:] = got
+            for piece in self._obstore.get(self._store, key, options=wanted).stream(_CHUNK_BYTES):
+                if len(piece) > len(view) - got:
+                    raise ValueError(f"{key}: more than the {len(view)} bytes asked for at {start} came")
+                view[got : got + len(piece)] = piece
+                got += len(piece)
+        if got != len(view):
+            raise EOFError(f"{key}: {got} bytes came for {len(view)} asked at {start}")
 
     def size(self, key: str) -> int:
         with _as_os_errors():
@@ -114,12 +128,22 @@ class ObjectBlobs:
     def _list(self, prefix: str, after: str | None = None) -> list[tuple[str, float]]:
         with _as_os_errors():
             pages = self._obstore.list(self._store, prefix=prefix.rstrip("/") or None, offset=after)
-            return [
-                (meta["path"], meta["last_modified"].timestamp())
-                for page in pages
-                for meta in page
-                if meta["path"].startswith(prefix)
-            ]
+            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
+                found = thread.submit(asyncio.run, self._collect(aiter(pages))).result()
+        return [entry for entry in found if entry[0].startswith(prefix)]
+
+    async def _collect(self, pages: Any) -> list[tuple[str, float]]:
+        """All entries; an error when there is no end of them, or of pages without any."""
+        found: list[tuple[str, float]] = []
+        try:
+            while len(found) <= MAX_KEYS:
+                page = await asyncio.wait_for(anext(pages), self._list_s)
+                found += [(meta["path"], meta["last_modified"].timestamp()) for meta in page]
+        except StopAsyncIteration:
+            return found
+        except asyncio.TimeoutError:
+            raise ValueError(f"{_UNTRUE}: no entry came for {self._list_s:g} s") from None
+        raise ValueError(f"the store's list of objects has more than {MAX_KEYS:,} entries")
 
     def _has(self, key: str) -> bool:
         try:
@@ -167,7 +191,7 @@ def _connect(spec: StoreSpec) -> Any:
 def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
     from obstore.store import from_url
 
-    seconds, retries = float(options.pop("timeout_s", "60")), int(options.pop("max_retries", "5"))
+    seconds, retries = float(options.pop("timeout_s", _TIMEOUT_S)), int(options.pop("max_retries", "5"))
     if not 0 < seconds < 1e6 or not 0 <= retries < 1e6:
         raise ValueError("timeout_s must be above 0, max_retries not below")
     client = {key: options.pop(key) for key in _CLIENT_OPTIONS.split() if key in options}
@@ -187,7 +211,7 @@ def _from_url(spec: StoreSpec, options: dict[str, str]) -> Any:
         },
         retry_config={
             "max_retries": retries,
-            "retry_timeout": timedelta(seconds=3 * seconds),
+            "retry_timeout": timedelta(seconds=_RETRIES * seconds),
             "backoff": backoff,
         },
     )
@@ -252,7 +276,11 @@ def _os_error(error: BaseException) -> OSError:
 
 
 def _short(text: str) -> str:
-    """The sentence a person needs out of obstore's nested debug text."""
+    return printable(_sentence(text), 240)
+
+
+def _sentence(text: str) -> str:
+    """What a person needs out of obstore's nested debug text."""
     code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
     if code:
         return f"{code.group(1)}: {message.group(1)}" if message else code.group(1)
@@ -264,4 +292,4 @@ def _short(text: str) -> str:
     ]  # before it is the request
     inner = _INNER.findall(text)  # "error sending request" alone says nothing
     reason = inner[-1] if inner else "no answer in time" if "TimedOut" in text else ""
-    return f"{first}: {reason}"[:240] if reason else first[:240]
+    return f"{first}: {reason}" if reason else first

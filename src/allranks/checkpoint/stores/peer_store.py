@@ -47,6 +47,7 @@ PURPOSE = "snapshots"  # names the key that both sides prove
 Message: TypeAlias = dict[str, Any]
 _BACKLOG = 512
 MAX_REQUEST_BYTES = 1 << 20
+MAX_WHOLE_BYTES = 256 << 20  # of what is read at once: manifests and indexes
 
 
 @dataclass
@@ -291,9 +292,12 @@ class KeeperClient:
             answer = receive_json(sock)
             if answer.get("missing"):
                 raise FileNotFoundError(errno.ENOENT, f"{key} is not kept by {self.address}")
-            target = memoryview(bytearray(answer["length"])) if view is None else view[: answer["length"]]
+            length = int(answer["length"])
+            if not 0 <= length <= (MAX_WHOLE_BYTES if view is None else len(view)):
+                raise ValueError(f"it has {length} bytes of {key}")
+            target = memoryview(bytearray(length)) if view is None else view[:length]
             receive_bytes(sock, target, answer["algorithm"])
-        if view is not None and answer["length"] != len(view):
+        if view is not None and length != len(view):
             raise EOFError(f"{key} ends at byte {answer['size']}")
         return target, answer["version"], answer["size"]
 
@@ -437,4 +441,6 @@ class PeerBlobs:
                 if attempt == 2:
                     keeper.down_until = time.monotonic() + DOWN_S
                     raise
+            except (KeyError, TypeError, ValueError) as error:
+                raise ChannelError(f"{keeper.address} gave no proper answer: {error!r}") from error
         raise AssertionError("unreachable")
