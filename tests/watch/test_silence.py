@@ -175,6 +175,18 @@ def test_a_rank_that_froze_in_its_first_step_is_left_behind_when_the_others_wait
     assert left_behind(now + 65, 10**18, state, samples, OPTIONS, stalled)[0] is not None
 
 
+def test_a_replica_that_is_stopped_before_its_first_step_is_left_behind_at_the_notice_limit() -> None:
+    """It is not on its way in: a stopped process does nothing. The five minutes are for one that loads its state."""
+    state = observe(0.0, NoticeState(), [sample(0, 0), sample(1, -1), sample(2, 0)], REPLICAS)
+    samples = [sample(0, 90), sample(1, -1), sample(2, 90)]
+    for now, found in ((9.0, False), (11.0, True)):
+        late, _ = left_behind(
+            now, 10**18, observe(now, state, samples, REPLICAS), samples, REPLICAS, (), lambda pid: True
+        )
+        assert (late is not None and late.quiet == (1,)) == found
+    assert left_behind(11.0, 10**18, observe(11.0, state, samples, REPLICAS), samples, REPLICAS)[0] is None
+
+
 def test_a_rank_that_has_done_its_last_step_is_not_left_behind() -> None:
     """It saves its model for minutes while the other ends the same step; one that announced it may also wait."""
     now, state = trained(step_s=0.1)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from allranks.blackbox.header import STRUCT, is_alive, parse_header, read_regular
+from allranks.blackbox.header import STRUCT, is_alive, parse_header, process_state, read_regular
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
 from allranks.model.trace import Flag, RankTrace, State
@@ -99,6 +99,11 @@ def read_sample(path: str | Path) -> RankSample | None:
         attempt=head.attempt,
         step_ns=head.step_ns,
     )
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP: it does nothing until somebody continues it. A debugger's stop ends by itself."""
+    return process_state(pid) == "T"
 
 
 class OpenCall(NamedTuple):

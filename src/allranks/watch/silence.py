@@ -17,7 +17,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.model.options import option
-from allranks.watch.samples import ProcessId, RankSample, Rhythm, contradict, elsewhere, read_rhythm
+from allranks.watch.samples import (
+    ProcessId,
+    RankSample,
+    Rhythm,
+    contradict,
+    elsewhere,
+    is_stopped,
+    read_rhythm,
+)
 
 MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
 FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both samples of a hang see the calls that wait for it
@@ -287,36 +295,37 @@ def left_behind(
     samples: list[RankSample],
     options: NoticeOptions,
     stalled: Collection[ProcessId] = (),
+    stopped: Callable[[int], bool] = lambda pid: False,
 ) -> tuple[Suspicion | None, str]:
     """A rank that makes no progress while the others train on without it, in replica mode: frozen and given up.
 
     It must have trained before (a replica that starts or heals is not behind but on its way), or the others have waited
-    for it without success (`stalled`), and be more than one step back (one that has finished its last step waits for nobody).
+    for it without success (`stalled`), or its process is `stopped`, and be more than one step back (one that has finished
+    its last step waits for nobody).
     """
     running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
     general = limit_s(replace(state, excused=0), options)
     ahead = max((s.step for s in running if now_s - state.ranks[s.rank].changed_s < general), default=-1)
-    behind = []
+    behind: list[tuple[RankSample, float]] = []
     for sample in running:
+        if ahead <= sample.step + 1 or sample.expect_until_ns > now_ns:
+            continue
         known = state.ranks[sample.rank]
         patience = _own_limit_s(known, options)
-        if sample.step >= 0 and sample.process in stalled:
+        young = known.changes < TRAINED
+        if (sample.step >= 0 and sample.process in stalled) or (young and stopped(sample.pid)):
             patience = min(patience, options.floor_s)
-        late = now_s - known.changed_s >= patience
-        if late and ahead > sample.step + 1 and sample.expect_until_ns <= now_ns:
-            behind.append(sample)
+        if now_s - known.changed_s >= patience:
+            behind.append((sample, patience))
     if not behind:
         return None, "nobody is left behind"
-    first = behind[0]
+    first, limit = behind[0]
     since = state.ranks[first.rank].changed_s
     reason = (
         f"rank {first.rank} has made no progress for {now_s - since:.1f} s and is at step {first.step}; "
         f"the others continue without it and are at step {ahead}"
     )
-    limit = (
-        _own_limit_s(state.ranks[first.rank], options) if first.process not in stalled else options.floor_s
-    )
-    return Suspicion(since, now_s - since, limit, tuple(s.rank for s in behind), reason=reason), reason
+    return Suspicion(since, now_s - since, limit, tuple(s.rank for s, _ in behind), reason=reason), reason
 
 
 def not_retrying(state: NoticeState, samples: list[RankSample]) -> tuple[int, ...]:
@@ -379,7 +388,7 @@ class ProgressHistory:
         self, now_s: float, samples: list[RankSample], stalled: Collection[ProcessId] = ()
     ) -> Suspicion | None:
         """Some do not make progress, the others do; `stalled` were waited for and did not come."""
-        return left_behind(now_s, time.time_ns(), self._state, samples, self.options, stalled)[0]
+        return left_behind(now_s, time.time_ns(), self._state, samples, self.options, stalled, is_stopped)[0]
 
     def not_retrying(self, samples: list[RankSample]) -> tuple[int, ...]:
         """Some have begun the step again, these have not."""
