@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -135,6 +136,29 @@ def test_closed_incidents_are_bounded_the_oldest_go_first(tmp_path: Path) -> Non
             one.update(closed=1.0)
     assert remove_oldest(tmp_path, opened[3].current.id, 250_000) == [opened[1].path, opened[2].path]
     assert [story["reason"] for story in read_incidents(tmp_path)] == ["0", "3"]
+
+
+def test_a_file_that_somebody_laid_into_the_incidents_removes_nothing_elsewhere(tmp_path: Path) -> None:
+    """In a folder that several people write to: an id that leads out of it, a link, a pipe, something that is no incident."""
+    incidents, precious = tmp_path / "incidents", tmp_path / "precious"
+    precious.mkdir()
+    (precious / "model.pt").write_bytes(b"x" * 100_000)
+    for name, text in {
+        "up": '{"id": "../precious", "closed": 1.0}',
+        "absolute": json.dumps({"id": str(precious), "closed": 1.0}),
+        "list": "[]",
+        "deep": "[" * 100_000,
+    }.items():
+        (incidents / name).mkdir(parents=True)
+        (incidents / name / "incident.json").write_text(text)
+    (precious / "incident.json").write_text('{"id": "link", "closed": 1.0}')
+    (incidents / "link").symlink_to(precious)
+    (incidents / "pipe").mkdir()
+    os.mkfifo(incidents / "pipe" / "incident.json")
+    ours = open_incident(incidents, kind="death", job="j", reason="x")
+    remove_oldest(incidents, ours.current.id, 1000)
+    assert (precious / "model.pt").stat().st_size == 100_000 and ours.path.exists()
+    assert all(isinstance(story, dict) for story in read_incidents(incidents))
 
 
 RANK = """

@@ -222,6 +222,24 @@ def test_our_own_folder_is_closed_when_somebody_has_opened_it(
     assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: makes a folder of another user")
+def test_a_folder_that_another_user_made_in_our_name_is_refused_wherever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the temporary folder, which is used when shared memory is full: whoever owns it could lead our logs elsewhere."""
+    monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = place.fallback_folder("4711")
+    folder.parent.mkdir()
+    os.chown(folder.parent, 4242, 4242)
+    with pytest.raises(PermissionError, match="belongs to uid 4242"):
+        place.make_folder(folder)
+    monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    with pytest.raises(PermissionError, match="belongs to uid 4242"):
+        place.make_folder(folder)
+
+
 def test_runs_that_start_at_once_may_remove_the_same_finished_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from allranks.model.incident import Failure
-from allranks.supervise.logs import Terminal, _whole_lines
+from allranks.supervise.logs import Terminal, _whole_lines, open_log
 from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
 from allranks.supervise.restarts import (
     RestartHistory,
@@ -320,3 +320,16 @@ def test_lines_go_to_the_terminal_in_whole_pieces() -> None:
     assert _whole_lines(short * 100) == 4000
     assert _whole_lines(long + short) == 10_000
     assert _whole_lines(long[:-1]) == 9999
+
+
+def test_a_log_is_not_written_through_what_somebody_laid_in_its_place(tmp_path: Path) -> None:
+    """In a folder that others can write to: a link would have us write into a file of ours, a pipe would make us wait."""
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    (tmp_path / "rank0.log").symlink_to(precious)
+    os.mkfifo(tmp_path / "rank1.log")
+    assert open_log(tmp_path, "rank0.log") is None and open_log(tmp_path, "rank1.log") is None
+    for _ in range(2):
+        with open_log(tmp_path, "rank2.log") or pytest.fail("no log") as file:
+            file.write(b"line\n")
+    assert (tmp_path / "rank2.log").read_bytes() == b"line\nline\n" and precious.read_text() == "as it was"

@@ -42,10 +42,9 @@ def make_folder(folder: Path) -> None:
     missing = missing[: next((i for i, path in enumerate(missing) if path.exists()), len(missing))]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
-    if missing or folder.is_relative_to(base_folder()):
-        _check_ours(folder)
-        if folder.is_relative_to(base_folder()):
-            _check_ours(base_folder())
+    bases = [base for base in _bases() if folder.is_relative_to(base)]
+    for path in ([folder] if missing or bases else []) + bases:
+        _check_ours(path)
 
 
 def _check_ours(folder: Path) -> None:
@@ -98,10 +97,14 @@ def fallback_folder(job: str) -> Path:
     return Path(tempfile.gettempdir()) / base_folder().name / job_folder(job).name
 
 
+def _bases() -> set[Path]:
+    return {base_folder(), fallback_folder("job").parent}
+
+
 def job_folders() -> list[Path]:
     """Every folder of this machine that may hold boxes of this user's jobs; none that somebody else made in our name."""
     found = []
-    for base in {base_folder(), fallback_folder("job").parent}:
+    for base in _bases():
         with contextlib.suppress(FileNotFoundError):
             found += subfolders(base) if base.lstat().st_uid == os.getuid() else []
     return sorted(found)

@@ -14,9 +14,11 @@ import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("allranks.agent")
 
+MAX_STORY_BYTES = 64 << 20
 Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/contracts.md)
 MAX_BYTES = 2 << 30  # of all incidents in one folder
 
@@ -121,27 +124,33 @@ def open_incident(
 
 def remove_oldest(folder: Path, keep: str, max_bytes: int = MAX_BYTES) -> list[Path]:
     """Removes closed incidents, the oldest first, until all together are within the limit; returns what was removed."""
-    stories = {str(story.get("id")): story for story in read_incidents(folder)}
-    sizes = {name: folder_bytes(folder / name)[0] for name in sorted(stories)}
+    stories = {path: story for path, story in _stories(folder) if not path.is_symlink()}
+    sizes = {path: folder_bytes(path)[0] for path in stories}
     removed: list[Path] = []
-    for name in [name for name in sizes if name != keep and stories[name].get("closed") is not None]:
+    for path in [path for path in sizes if path.name != keep and stories[path].get("closed") is not None]:
         if sum(sizes.values()) <= max_bytes:
             break
-        shutil.rmtree(folder / name, ignore_errors=True)
-        del sizes[name]
-        removed.append(folder / name)
+        shutil.rmtree(path, ignore_errors=True)
+        del sizes[path]
+        removed.append(path)
     return removed
 
 
 def read_incidents(folder: Path) -> list[Story]:
     """All incidents of a folder, oldest first; unreadable ones are passed over."""
-    found = []
+    return [story for _, story in _stories(folder)]
+
+
+def _stories(folder: Path) -> Iterator[tuple[Path, Story]]:
+    """Each incident's own folder and what its file says. Others may write to the folder: anything may lie there."""
     for path in sorted(folder.glob("*/incident.json")):
         try:
-            found.append(json.loads(path.read_text()))
+            if stat.S_ISREG(path.stat().st_mode) and path.stat().st_size <= MAX_STORY_BYTES:
+                story = json.loads(path.read_text())
+                if isinstance(story, dict):
+                    yield path.parent, story
         except (OSError, ValueError, RecursionError):
             continue
-    return found
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -149,11 +150,19 @@ class LogPump:
 
 
 def open_log(folder: Path | None, name: str) -> BinaryIO | None:
-    """Opens a rank's log file for appending, or None when there is no folder or it cannot be written."""
+    """Opens a rank's log file for appending, or None when there is no folder or it cannot be written.
+
+    Not through a link, nor into a pipe: others may be able to write to the folder.
+    """
     if folder is None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return open(folder / name, "ab")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(folder / name, flags, 0o666)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return os.fdopen(fd, "ab")
+        os.close(fd)
+        return None
     except OSError:
         return None
