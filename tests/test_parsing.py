@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from allranks.model.parsing import without_secrets
+
 SOURCE = Path(__file__).parents[1] / "src" / "allranks"
 
 #: Every round makes two new classes; msgspec by itself crashes the process within a few of them.
@@ -51,3 +55,20 @@ def test_typed_values_are_read_through_one_module() -> None:
         str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if pattern.search(path.read_text())
     }
     assert found <= alone
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("train.py --api-key abc --lr 1", "train.py --api-key *** --lr 1"),
+        ("train.py\0--hf_token\0abc\0--lr\0001", "train.py\0--hf_token\0***\0--lr\0001"),
+        ("train.py --password=abc wandb.api_key=def x=1", "train.py --password=*** wandb.api_key=*** x=1"),
+        ("run --webhook https://me:abc@host/x y@z", "run --webhook https://me:***@host/x y@z"),
+        ("run --token --lr 1", "run --token --lr 1"),
+        ("run --tokenizer gpt2 --max-tokens 5 keys.py", "run --tokenizer gpt2 --max-tokens 5 keys.py"),
+        ("http://host:80/a b", "http://host:80/a b"),
+    ],
+)
+def test_a_command_line_goes_into_evidence_without_its_secrets(line: str, kept: str) -> None:
+    """Users of the machine see them in ps, but evidence leaves the machine."""
+    assert without_secrets(line) == kept

@@ -21,6 +21,18 @@ _first_use = threading.Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 MAX_YAML_DEPTH, MAX_YAML_VALUES = 100, 100_000
 
+_SECRET = re.compile(
+    r"(?i)(-[\w.-]*(?:token|secret|passw(?:or)?d|key|credentials?)[\s\0]+(?!-)|"  # --api-key VALUE
+    r"[\w.-]*(?:token|secret|passw(?:or)?d|key|credentials?)=|"  # --api-key=VALUE, wandb.api_key=VALUE
+    r"://[^\s\0/@]*:(?=[^\s\0/@]+@))"  # scheme://user:VALUE@host
+    r"[^\s\0@]+"
+)
+
+
+def without_secrets(command_line: str) -> str:
+    """A command line, its words separated by blanks or zeros, without what looks like passwords and keys: for evidence."""
+    return _SECRET.sub(r"\1***", command_line)
+
 
 def printable(text: str, limit: int = 2000) -> str:
     """Without control characters, which would steer a terminal, and not longer than `limit`."""

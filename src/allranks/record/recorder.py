@@ -23,6 +23,7 @@ from allranks.blackbox.files import fallback_folder, job_folder, remove_old, roo
 from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item, file_name
 from allranks.errors import require
+from allranks.model.parsing import without_secrets
 from allranks.record.groups import GroupState
 from allranks.record.options import TORCH_ERRORS, RecorderOptions, fast
 from allranks.record.side_thread import SideThread
@@ -243,7 +244,7 @@ class Recorder:
             "job": options.job,
             "backend": "",
             "versions": _versions(options.accelerate),
-            "argv": [word[:200] for word in sys.argv[:20]],
+            "argv": without_secrets("\0".join(word[:200] for word in sys.argv[:20])).split("\0"),
         }
         box.append(Item.META, self._facts)
 

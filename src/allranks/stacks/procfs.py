@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
 
 PROC = Path("/proc")
@@ -60,7 +61,7 @@ def read_entry(pid: int) -> ProcessEntry | None:
     fields = stat.rsplit(")", 1)[-1].split()
     if len(fields) < 20:
         return None
-    title = _read(pid, "cmdline").replace("\0", " ").strip()
+    title = _command_line(pid)
     inner = status_of(pid).get("NSpid", "").split()
     return ProcessEntry(
         pid=pid,
@@ -150,6 +151,10 @@ def _children(pid: int) -> list[int]:
     return [int(word) for thread in threads for word in _read(pid, f"task/{thread}/children").split()]
 
 
+def _command_line(pid: int) -> str:
+    return without_secrets(_read(pid, "cmdline")).replace("\0", " ").strip()
+
+
 def read_facts(pid: int) -> dict[str, object]:
     """The facts of one process in the shape of the raw capture files; raises OSError when it is gone."""
     threads = _with_mutex_owners(pid, [row for row in _threads(pid) if row])
@@ -157,7 +162,7 @@ def read_facts(pid: int) -> dict[str, object]:
         raise ProcessLookupError(f"process {pid} is gone")
     return {
         "pid": pid,
-        "cmdline": _read(pid, "cmdline").replace("\0", " ").strip(),
+        "cmdline": _command_line(pid),
         "wchan": threads[0]["wchan"],
         "at_s": round(time.time(), 3),
         "machine": platform.machine(),
