@@ -28,7 +28,7 @@ from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.torch_files import load_legacy
 from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
 from allranks.checkpoint.save.snapshot import flatten_state
-from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
+from allranks.checkpoint.save.writer import Peers, SaveJob, write_checkpoint
 from allranks.checkpoint.stores import Attempt, Pieces
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.listing import Listed, decide, prune
@@ -278,7 +278,14 @@ class LyingDisk(FileStore):
             flip(self._folder(attempt) / file, length // 2, bit=2)
 
 
-def _write_to(disk: FileStore, state: CheckpointState, retries: int, read_back: bool) -> None:
+def _write_to(
+    disk: FileStore,
+    state: CheckpointState,
+    retries: int,
+    read_back: bool,
+    rank: int = 0,
+    ranks: tuple[int, ...] = (0,),
+) -> None:
     flat = flatten_state(state, 0)
     plan = make_plan("", find_pieces(flat.tensors), None, True)
     image = bytearray(plan.arena_bytes)
@@ -286,10 +293,39 @@ def _write_to(disk: FileStore, state: CheckpointState, retries: int, read_back: 
     for source, placed in local_tensors(flat.tensors, plan):
         image[placed.start : placed.start + placed.piece.shard.bytes] = memory_of(source.contiguous())
     job = SaveJob(
-        disk.spec, Attempt("x", "0123456789ab"), 0, (0,), 1, state.step, 0, 0.0, best_algorithm(), flat.common, flat.own,
-        retries=retries, retry_delay_s=0.0, read_back=read_back,
+        disk.spec, Attempt("x", "0123456789ab"), rank, ranks, len(ranks), state.step, 0, 0.0, best_algorithm(), flat.common, flat.own,
+        retries=retries, retry_delay_s=0.0, read_back=read_back, commit_timeout_s=0.3,
     )  # fmt: skip
     write_checkpoint(job, plan.layout, memoryview(image), disk)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_is_full_to_the_last_byte_still_tells_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """There was no room for the note that says why, and the others waited ten minutes for a part that could not come."""
+
+    class Full:
+        f_blocks, f_bavail, f_frsize = 100, 0, 4096
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("allranks.checkpoint.stores.file_store.os.statvfs", lambda _: Full)
+        _write_to(FileStore(tmp_path), make_state(1), 0, read_back=False, rank=failing, ranks=(0, 1))
+    with pytest.raises(Peers, match=f"rank {failing} .*its store is full"):
+        _write_to(FileStore(tmp_path), make_state(1), 0, read_back=False, rank=1 - failing, ranks=(0, 1))
+    assert FileStore(tmp_path).names() == []
+
+
+def test_failed_saves_do_not_fill_the_disk_until_one_succeeds(tmp_path: Path) -> None:
+    """What was left behind by savers that are gone was removed after a commit only: never, on a full disk."""
+    left = tmp_path / ".saving-checkpoint_step_00000005-dd36c39f4dfe"
+    left.mkdir()
+    (left / "rank-00001.safetensors").write_bytes(b"x" * 100)
+    for path in (left / "rank-00001.safetensors", left):
+        os.utime(path, (1, 1))
+    with pytest.raises(Peers, match="no part from ranks"):
+        _write_to(FileStore(tmp_path), make_state(9), 0, read_back=False, ranks=(0, 1))
+    assert not left.exists()
 
 
 def test_a_disk_that_stores_something_else_is_found_out_by_reading_back(tmp_path: Path) -> None:

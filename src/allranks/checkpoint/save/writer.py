@@ -257,7 +257,7 @@ def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:
     if data is None:
         failed = store.staged(job.attempt, part_file(store, job.attempt, rank, "failed"))
         if failed is not None:
-            raise Peers(f"rank {rank} could not write its part: {failed.decode(errors='replace')}")
+            raise Peers(f"rank {rank} could not write its part: {_reason(failed)}")
         return None
     try:
         return _part(rank, name, data, *shards_of_index(data, name))
@@ -275,9 +275,13 @@ def _await_commit(job: SaveJob, store: Store, alive: Callable[[], bool]) -> None
                 return
         failed = store.staged(job.attempt, part_file(store, job.attempt, first, "failed"))
         if failed is not None:
-            raise Peers(f"rank {first} did not commit: {failed.decode(errors='replace')}")
+            raise Peers(f"rank {first} did not commit: {_reason(failed)}")
         if wait is None:
             raise Peers(f"rank {first} did not commit within {job.commit_timeout_s:.0f} s")
+
+
+def _reason(failed: bytes) -> str:
+    return failed.decode(errors="replace") or "its store is full (no room for the reason; see its log)"
 
 
 def _patiently(job: SaveJob, alive: Callable[[], bool]) -> Iterator[float | None]:
@@ -300,4 +304,11 @@ def _give_up(job: SaveJob, store: Store, error: BaseException) -> None:
             return
         text = f"{type(error).__name__}: {error}".encode()
         name = part_file(store, job.attempt, job.rank, "failed")
-        store.write(job.attempt, name, [memoryview(text)], len(text))
+        try:
+            store.write(job.attempt, name, [memoryview(text)], len(text))
+        except OSError as full:
+            if full.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            store.write(job.attempt, name, [], 0)  # a full disk has room for an empty file
+        if job.rank == job.ranks[0]:
+            store.tidy()  # failed attempts would fill the disk until one succeeds
