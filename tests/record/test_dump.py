@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import allranks
+from allranks.blackbox.header import read_header
 from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.cli import main as command
 from allranks.drill.ranks import Ranks
@@ -196,7 +197,7 @@ def _ends(rank: int, world: int) -> None:
 
 
 def test_a_rank_that_was_killed_gets_its_trace_file_from_its_box(folder: Path, tmp_path: Path) -> None:
-    """As torch's variables ask for it; what a rank wrote by itself, and one that exited in good order, stay alone."""
+    """As torch's variables ask for it, with one that exited in good order; what a rank wrote by itself stays as it is."""
     env = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(tmp_path / "traces" / "trace_")}
     with Ranks(_ends, 3, env=env) as ranks:
         ranks.wait_for("killed next", [0])
@@ -209,10 +210,11 @@ def test_a_rank_that_was_killed_gets_its_trace_file_from_its_box(folder: Path, t
     before = own.read_bytes()
     assert dump_ended_ranks(boxes, {}) == []
     assert dump_ended_ranks(boxes, {**env, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}) == []
-    assert dump_ended_ranks(boxes, env) == [tmp_path / "traces" / "trace_0"]
+    well = [box for box in boxes if read_header(box).closed == "exit"]
+    assert len(well) == 1 and dump_ended_ranks(well, env) == []
+    assert dump_ended_ranks(boxes, env) == [tmp_path / "traces" / f"trace_{rank}" for rank in (0, 2)]
     assert dump_ended_ranks(boxes, env) == []
     assert own.read_bytes() == before
-    assert not (tmp_path / "traces" / "trace_2").exists()
     entries = [
         pickle.loads((tmp_path / "traces" / f"trace_{rank}").read_bytes())["entries"] for rank in (0, 1)
     ]

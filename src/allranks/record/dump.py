@@ -81,8 +81,8 @@ def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path
     """Writes the files that torch's variables ask for (PREFIX + rank) for ranks that ended and could not: killed, or ended
     by an abort of their library. Returns what was written. `env` is the environment of the ranks.
 
-    For whoever started the ranks, once they have ended. A rank that exited in good order writes no file, as with torch;
-    a file that the rank itself has left is not touched.
+    For whoever started the ranks, once they have ended. When one has failed those that exited in good order get theirs,
+    too: an analyser compares all ranks. A file that the rank itself has left is not touched.
     """
     options = from_environment(env)
     if not options.dump_prefix or options.dump_whole_name or "timeout" not in options.dump_on:
@@ -91,10 +91,12 @@ def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path
     for header in filter(None, map(find_header, boxes)):
         if header.rank >= 0 and header.start_ns >= newest.get(header.rank, header).start_ns:
             newest[header.rank] = header
+    if all(header.closed == "exit" for header in newest.values()):
+        return []
     written = []
     for rank, header in sorted(newest.items()):
         target = _by_prefix(options, rank)
-        if header.closed == "exit" or is_alive(header.pid, header.start_ticks) or header.path is None:
+        if is_alive(header.pid, header.start_ticks) or header.path is None:
             continue
         if target.exists() and target.stat().st_mtime_ns >= header.start_ns:
             continue
