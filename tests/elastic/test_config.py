@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from allranks.cli import main
+from allranks.cli.run_job import read_settings
 from allranks.elastic.config import JobConfig, load_config, validate_config, validate_elastic_config
 from allranks.errors import ConfigurationError, InputError
 
@@ -179,7 +180,7 @@ def test_merge_keys_and_aliases_work(tmp_path: Path) -> None:
     assert "aliases that multiply" in validate_config(_write(tmp_path, bomb)).errors[0]
 
 
-def test_a_serving_recipe_is_accepted_as_it_is(tmp_path: Path) -> None:
+def test_a_serving_recipe_is_accepted_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own sections are named and not read, its debug section counts; a misspelt section is still an error."""
     text = (
         "name: dsr1\nmodel: {path: /models/dsr1}\nresources: {decode_nodes: 1}\nslurm: {time_limit: '04:00'}\n"
@@ -190,6 +191,10 @@ def test_a_serving_recipe_is_accepted_as_it_is(tmp_path: Path) -> None:
     warned = [w.path for w in result.warnings]  # type: ignore[attr-defined]
     assert warned == ["name", "resources", "slurm", "backend", "benchmark"]
     assert load_config(tmp_path / "job.yaml").debug.wait_seconds == 7
+    read_settings(tmp_path / "job.yaml")  # as `allranks run` does
+    assert [line.split("section ")[1].split()[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"'{name}'" for name in warned
+    ]
     assert "Unknown section 'resource'" in validate_config(_write(tmp_path, "resource: {}\n")).errors[0]
 
 

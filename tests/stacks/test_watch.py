@@ -149,6 +149,21 @@ def test_a_launcher_that_outlives_its_ranks_is_not_a_rank(tmp_path: Path) -> Non
         process.stdin.close()
 
 
+def test_allranks_itself_is_no_rank_while_its_ranks_start(tmp_path: Path) -> None:
+    """`allranks run` watches its own process for the `debug:` section of a job file."""
+    sidecar = Sidecar(DebugOptions(), tmp_path)
+    words = [sys.executable, "-m", "allranks", "watch", "-o", str(tmp_path), "--pid", str(os.getpid())]
+    with subprocess.Popen(words) as process:
+        try:
+            sidecar.take([process.pid])
+            v.wait_until(
+                lambda: " watch " in Path(f"/proc/{process.pid}/cmdline").read_text().replace("\0", " ")
+            )
+            assert sidecar._find() == []
+        finally:
+            process.terminate()
+
+
 def test_running_processes_are_watched_by_pid_and_asked_on_demand(tmp_path: Path) -> None:
     """--pid takes a running job; SIGQUIT collects at once; the watch ends with the job, with code 0."""
     out = tmp_path / "out"

@@ -118,10 +118,12 @@ FLAGS = {
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The job file as plain data, checked as a whole."""
-    from allranks.elastic.config import read_config
+    """The job file as plain data, checked as a whole; what of it is not read is said."""
+    from allranks.elastic.config import check, read_config
 
     found: dict[str, Any] = read_config(path).model_dump()
+    for warning in check(path).warnings:
+        print(f"[allranks] {path}: {warning}", file=sys.stderr, flush=True)
     return found
 
 

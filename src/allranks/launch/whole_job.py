@@ -216,7 +216,8 @@ def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
         return nobody_answers(endpoint, text)
     if name in {"RendezvousTimeoutError", "TimeoutError"}:
         return LaunchError(
-            f"the rendezvous {run_id!r} at {endpoint} was not complete in time: {text}",
+            f"the rendezvous {run_id!r} at {endpoint} was not complete in time"
+            + (f": {text}" if text else ""),
             hint="Fewer nodes than --nnodes asks for have joined. Check that every node uses the same "
             "--rdzv-id and --rdzv-endpoint, or lower the minimum (--nnodes MIN:MAX).",
         )

@@ -33,7 +33,7 @@ from allranks.stacks.debug_config import (
     TriggerState,
     decide_trigger,
 )
-from allranks.stacks.find import RANK_TITLES, Selection, Target, choose, family
+from allranks.stacks.find import RANK_TITLES, Selection, Target, choose, family, is_frontend
 from allranks.stacks.html import render_html
 from allranks.stacks.procfs import descendants, main_thread_work, scan
 from allranks.stacks.progress import Stillness
@@ -225,7 +225,7 @@ class Sidecar:
         chosen = choose(ours, boxes, Selection(titles=(*RANK_TITLES, *self.options.patterns)), own_pid=own)
         if chosen:
             self._beside |= {e.pid for e in ours}
-        python = [e.pid for e in ours if e.python and e.pid not in self._beside]
+        python = [e.pid for e in ours if e.python and e.pid not in self._beside and not is_frontend(e.title)]
         if chosen or not python:
             return chosen
         plain = [pid for pid in python if pid in self._roots] or python[:1]
