@@ -108,15 +108,15 @@ def shipped(name: str) -> tuple[str, ...]:
 
 #: programs that packages bring along, or that are written around their trainers -> package and tests
 SHIPPED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "`-m torchtitan.train`, llama3_debugmodel, FSDP2 (told to use the CPU)": (
-        "torchtitan 0.3.0",
-        ("on torch 2.13 it ends after its first step: it calls torch.distributed.set_timeout, which that torch does not have",
-         "not run on a torch that has it", "not run on a torch that has it"),
-    ),
+    "`-m torchtitan.train`, llama3_debugmodel, FSDP2 (told to use the CPU)": ("torchtitan", shipped("torchtitan")),
     "`-m trl.scripts.sft`": ("trl", shipped("trl_sft")),
     "`-m trl.scripts.sft --use_peft`": ("peft", shipped("trl_sft_lora")),
     "`-m trl.scripts.dpo`": ("trl", shipped("trl_dpo")),
-    "torchtune's `full_finetune_distributed.py`": ("torchtune", shipped("torchtune")),
+    "torchtune's `full_finetune_distributed.py`": (
+        "torchtune 0.6.1",
+        ("it cannot be imported beside torch 2.13, with us or without: its newest release needs `torchao.dtypes.nf4tensor`, which torchao 0.18"
+         " has no more, and torchao 0.12 needs a torch of its time", *("see left",) * 2),
+    ),
     "`-m open_clip_train.main`": ("open_clip_torch", shipped("open_clip")),
     "SentenceTransformerTrainer": ("sentence-transformers", shipped("sentence_transformers")),
     "diffusers' UNet with Accelerate": ("diffusers", shipped("diffusers")),
@@ -272,8 +272,9 @@ As they come from the registry, or a few lines around a package's own trainer; n
 {shipped}
 
 ## Launchers of other projects
-Typed after `allranks watch --`, with the programs that they are for. A launcher's own restarts are not touched by us;
-recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `train.py`.
+Typed after `allranks watch --`, with the programs that they are for. A launcher's own restarts are not touched by us: run with
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which ranks of torchrun meet addresses of the attempt before, with us and without (`allranks doctor`
+says so, `allranks run` sets it); recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `train.py`.
 
 {launchers}
 
@@ -294,8 +295,7 @@ The letter is the machine that the test ran on; the last column is when the olde
 
 ## Versions
 How the tests of each folder ended, by the commands of `scripts/test_all.sh` (`make test-all`; a test's last result counts, and a row that was run in part says so): number passed, failed, skipped (a program, a right or
-a version that is missing there; the log names each). The environment with torch 2.11 had no `torchfrtrace` command: the three tests of
-record that failed there call it.
+a version that is missing there; the log names each).
 
 {versions}
 

@@ -108,6 +108,28 @@ def _looked_at(*native: str, kernels: tuple[str, ...] = ()) -> RankState:
     return classify(Capture((process,))).ranks[0]
 
 
+def test_a_thread_that_stands_in_line_for_the_gil_does_not_hold_it() -> None:
+    """py-spy saw it with the GIL, /proc without: it lost it between the two looks. One that sleeps with it uses no CPU."""
+    frames = (StackFrame("crunch", "/home/user/t.py", 3),)
+
+    def found(ticks: int) -> str:
+        shots = tuple(
+            Snapshot(
+                number,
+                None,
+                tuple(ThreadStack(tid, f"T{tid}", frames, True, tid == 5) for tid in range(5, 9)),
+                tuple(
+                    ThreadFacts(tid, state="S", syscall="futex", args=(1, 0x89, 0, 7), ticks=number * ticks)
+                    for tid in range(5, 9)
+                ),
+            )
+            for number in (1, 2)
+        )
+        return classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0].cause
+
+    assert (found(ticks=20), found(ticks=0)) == ("gil_contention", "gil_held_native")
+
+
 def test_waiting_for_the_gil_and_for_an_nccl_communicator_have_their_own_words() -> None:
     """Neither is a call of unknown native code."""
     state = _looked_at("futex_wait", "take_gil", "PyGILState_Ensure")

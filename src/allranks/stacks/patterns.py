@@ -193,6 +193,8 @@ _TESTS: dict[str, Test] = {
     "busy": _flag(lambda view, process: view.busy),
     # the opposite of busy, but where nothing tells it counts as idle
     "idle": _flag(lambda view, process: not view.busy),
+    # no CPU time between the looks, or one tick, the price of being looked at
+    "unmoved": _flag(lambda view, process: (view.ticks_moved or 0) <= 1),
     "main": _flag(lambda view, process: view.main),
     # the innermost Python frame is the user's own code
     "user_top": _flag(lambda view, process: bool(view.python) and is_user_file(view.python[0].file)),
