@@ -21,17 +21,23 @@ _first_use = threading.Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 MAX_YAML_DEPTH, MAX_YAML_VALUES = 100, 100_000
 
-_SECRET = re.compile(
-    r"(?i)(-[\w.-]*(?:token|secret|passw(?:or)?d|key|credentials?)[\s\0]+(?!-)|"  # --api-key VALUE
-    r"[\w.-]*(?:token|secret|passw(?:or)?d|key|credentials?)=|"  # --api-key=VALUE, wandb.api_key=VALUE
-    r"://[^\s\0/@]*:(?=[^\s\0/@]+@))"  # scheme://user:VALUE@host
-    r"[^\s\0@]+"
-)
+_SECRET_NAME = r"(?:token|secret|passw(?:or)?d|key|credentials?)"
+_SECRET_SET = re.compile(rf"(?i)({_SECRET_NAME}=)[^\s\0]+")  # --api-key=VALUE, wandb.api_key=VALUE
+_SECRET_WORD = re.compile(rf"(?i)({_SECRET_NAME}[\s\0]+)(?!-)[^\s\0]+")  # --api-key VALUE
+_SECRET_URL = re.compile(r"(://[^\s\0/@:]{0,200}:)[^\s\0/@]{1,200}@")  # scheme://user:VALUE@host
 
 
 def without_secrets(command_line: str) -> str:
     """A command line, its words separated by blanks or zeros, without what looks like passwords and keys: for evidence."""
-    return _SECRET.sub(r"\1***", command_line)
+
+    def hide_value(found: re.Match[str]) -> str:
+        name = re.split(
+            r"[\s\0]", command_line[max(0, found.start() - 100) : found.end(1)].rstrip("\0 \t\n")
+        )[-1]
+        return f"{found[1]}***" if name.startswith("-") else found[0]
+
+    command_line = _SECRET_WORD.sub(hide_value, command_line)
+    return _SECRET_URL.sub(r"\1***@", _SECRET_SET.sub(r"\1***", command_line))
 
 
 def printable(text: str, limit: int = 2000) -> str:
