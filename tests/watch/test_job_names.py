@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cli.run import find_job_name, may_have_several_nodes
+from allranks.cli.run import _incidents, find_job_name, may_have_several_nodes
 from allranks.incidents import job_overview
 from allranks.incidents.job_overview import set_aside_earlier, write_job
 from allranks.watch.samples import RankSample, read_sample, read_samples
@@ -89,3 +89,15 @@ def test_a_job_that_may_have_several_nodes_is_told_from_one_of_this_node(
 ) -> None:
     """Without a common lighthouse each of them judges its own ranks, and `allranks run` says so."""
     assert may_have_several_nodes(words) is several
+
+
+def test_incidents_go_beside_the_black_boxes_where_the_wanted_folder_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A job is often started in a folder that only others may write to: that is said at the start, not after a death."""
+    (tmp_path / "file").touch()
+    wanted, boxes = tmp_path / "new" / "incidents", tmp_path / "boxes"
+    assert _incidents(wanted, boxes) == wanted and not capfd.readouterr().err
+    assert _incidents(tmp_path / "file" / "incidents", boxes) == boxes / "incidents"
+    said = "".join(capfd.readouterr())
+    assert str(tmp_path / "file") in said and str(boxes / "incidents") in said and "--incidents" in said

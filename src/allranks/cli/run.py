@@ -119,7 +119,7 @@ def _run(
     keep = options.snapshots if options.snapshots is not None else not options.replicas
     snapshots = start_snapshot_server(token, torchrun, stack) if keep else ""
     environment = JobEnvironment(name, token, lighthouse, folder, snapshots, options.record)
-    incidents = options.incidents or Path("allranks-incidents")
+    incidents = _incidents(options.incidents or Path("allranks-incidents"), folder)
     log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
     facts = {
         "job": name,
@@ -144,6 +144,17 @@ def _remove_finished(folder: Path) -> None:
     if removed := remove_finished(keep=folder):
         limit = MAX_LEFT_BYTES >> 20
         _say(f"removed the black boxes of {len(removed)} finished jobs: they took more than {limit} MiB")
+
+
+def _incidents(wanted: Path, folder: Path) -> Path:
+    """Where incidents go: below the black boxes when the wanted folder cannot be written."""
+    whole = wanted.absolute()
+    nearest = next(path for path in (whole, *whole.parents) if os.path.exists(path))
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return wanted
+    instead = folder / "incidents"
+    _say(f"incidents go to {instead}, since {nearest} cannot be written: --incidents DIR sets another folder")
+    return instead
 
 
 def _folder(job: str) -> Path:
