@@ -161,6 +161,15 @@ def test_a_file_that_somebody_laid_into_the_incidents_removes_nothing_elsewhere(
     assert all(isinstance(story, dict) for story in read_incidents(incidents))
 
 
+def test_an_incident_is_written_in_any_locale(tmp_path: Path) -> None:
+    """Its page has signs that ASCII lacks, and names of files may hold bytes that are no text."""
+    script = "import sys; from pathlib import Path; from allranks.incidents.folder import write_atomically; "
+    script += "write_atomically(Path(sys.argv[1]), '5 \\xb5s in \\udcff')"
+    plain = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", script, tmp_path / "page"], env=plain, timeout=60, check=True)
+    assert (tmp_path / "page").read_bytes() == b"5 \xc2\xb5s in ?"
+
+
 RANK = """
 import os, allranks
 allranks.record()

@@ -146,7 +146,7 @@ def _stories(folder: Path) -> Iterator[tuple[Path, Story]]:
     for path in sorted(folder.glob("*/incident.json")):
         try:
             if stat.S_ISREG(path.stat().st_mode) and path.stat().st_size <= MAX_STORY_BYTES:
-                story = json.loads(path.read_text())
+                story = json.loads(path.read_text(encoding="utf-8"))
                 if isinstance(story, dict):
                     yield path.parent, story
         except (OSError, ValueError, RecursionError):
@@ -157,7 +157,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces a file as a whole."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w") as out:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as out:
             out.write(text)
         os.replace(name, path)
     except BaseException:

@@ -177,7 +177,11 @@ class IncidentPublisher:
     def write_page(self, opened: IncidentFolder) -> None:
         """Only the page in the incident's folder."""
         report = opened.path / "diagnosis.txt"
-        lines = tuple(report.read_text().splitlines()) if report.exists() else ()
+        lines = (
+            tuple(report.read_text(encoding="utf-8", errors="replace").splitlines())
+            if report.exists()
+            else ()
+        )
         evidence = rank_evidence(opened.current, _traces(opened))
         body = {"incident": opened.current.id, "ranks": [one.to_dict() for one in evidence]}
         write_atomically(opened.path / EVIDENCE, json.dumps(body))
