@@ -60,7 +60,7 @@ def replica_number(name: str) -> int | None:
 def _read_file(incident: Incident, name: str) -> str:
     """A file of the incident, for the lighthouse to serve; "" when there is none or it is too large."""
     try:
-        text = (Path(incident.folder) / name).read_text()
+        text = (Path(incident.folder) / name).read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
     return text if len(text) <= MAX_STORY else ""
