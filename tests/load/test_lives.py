@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import file_name
+from allranks.blackbox.reader import read_trace
 from allranks.load import LoadOptions, load_paths
 from allranks.model.trace import CALL, Group, Progress, RankTrace, TraceHeader
 
@@ -94,3 +97,22 @@ def test_dumps_of_two_jobs_with_other_ranks_in_one_folder_are_not_mixed(tmp_path
     result = load_paths([str(tmp_path)])
     assert [trace.header.rank for trace in result.traces] == [0, 1]
     assert sum("of ranks 0-3; that of ranks 0-1 is newer" in note.note for note in result.files) == 4
+
+
+@pytest.mark.parametrize(("world", "ranks"), [(2, [0, 1]), (4, [0, 1, 2, 3]), (0, [0, 1, 2, 3])])
+def test_boxes_of_one_job_and_dumps_of_a_larger_one_are_not_mixed(
+    tmp_path: Path, world: int, ranks: list[int]
+) -> None:
+    """The boxes are newer. Of a job that has as many ranks as the dumps, or does not say, they belong together."""
+    for rank in range(4):
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(dump([entry(1)], "[0, 1, 2, 3]")))
+    box = read_trace(Path(__file__).parents[1] / "record" / "cases" / "version1.r0.box")
+    for rank in range(2):
+        header = replace(box.header, rank=rank, world_size=world, job="mine")
+        groups = tuple(replace(group, ranks=(0, 1)) if group.name else group for group in box.groups)
+        path = tmp_path / f"mine.a0.r{rank}.p{7 + rank}.box"
+        path.write_bytes(box_bytes(replace(box, header=header, groups=groups)))
+    result = load_paths([str(tmp_path)])
+    assert [trace.header.rank for trace in result.traces] == ranks
+    told = sum("the black boxes are of a job of 2 ranks" in note.note for note in result.files)
+    assert told == (4 if world == 2 else 0)

@@ -48,8 +48,9 @@ class FileChoice:
 def choose(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
     """The newest job, in it the newest attempt (or the wanted one), and in that the best file of every rank."""
     candidates, of_others = _newest_job(candidates)
+    candidates, of_another = _newer_kind(candidates)
     choice = _choose_attempt(candidates, wanted)
-    return replace(choice, dropped=(*of_others, *choice.dropped))
+    return replace(choice, dropped=(*of_others, *of_another, *choice.dropped))
 
 
 def _newest_job(
@@ -72,6 +73,27 @@ def _newest_job(
                 other |= {c.path: why for c in files}
     rest = [c for c in candidates if c.path not in other]
     return rest, [(c, other[c.path]) for c in candidates if c.path in other]
+
+
+def _newer_kind(candidates: list[TraceFile]) -> tuple[list[TraceFile], list[tuple[TraceFile, str]]]:
+    """Dumps with ranks that the job of the black boxes does not have are of another job: (the newer files, the others)."""
+    boxes = [c for c in candidates if c.raw.kind.startswith("black box")]
+    dumps = [c for c in candidates if not c.raw.kind.startswith("black box")]
+    size, needed = _world_of(boxes), _world_of(dumps)
+    known = any((c.raw.header.world_size or 0) > 1 for c in boxes)
+    if not known or needed <= size:
+        return candidates, []
+    newest = {id(files): max(c.raw.last_event_ns() for c in files) for files in (boxes, dumps)}
+    kept, left = (dumps, boxes) if newest[id(dumps)] > newest[id(boxes)] else (boxes, dumps)
+    why = f"the black boxes are of a job of {size} ranks, the dumps of one of {needed} or more: give the files of one job"
+    return kept, [(c, why) for c in left]
+
+
+def _world_of(files: list[TraceFile]) -> int:
+    """How many ranks there are at least, by the groups that the files know; 0 when they know none."""
+    groups = [group.ranks for c in files for group in c.raw.groups if len(group.ranks) > 1]
+    told = max((c.raw.header.world_size or 0 for c in files), default=0)
+    return max(1 + max(map(max, groups)), told) if groups else 0
 
 
 def _job_of(candidate: TraceFile) -> tuple[str, str]:
