@@ -291,9 +291,7 @@ class HangInvestigator:
         else:
             moved = any(progress(a) != progress(b) for a, b in pairs)
         calling = any(a.calls_completed != b.calls_completed and a.step_ns == b.step_ns for a, b in pairs)
-        sure = found.verdict is not None and found.verdict.confidence >= TRUSTED
-        blamed = found.ranks if sure else ()
-        crossed = sure and found.verdict is not None and found.verdict.cause in PROGRAM_FAULT
+        blamed, crossed = _blame(found)
         case.looks.append(
             Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling, blamed, crossed)
         )
@@ -381,6 +379,13 @@ def find_ended(
     alive = _processes(after)
     ended = [s.rank for s in before if s.alive and s.process not in alive]
     return next((rank for rank in ended if whole_job or rank in guilty), None)
+
+
+def _blame(found: Examination) -> tuple[tuple[int, ...], bool]:
+    """(the ranks that a trusted verdict names, whether their calls block each other)."""
+    if found.verdict is None or found.verdict.confidence < TRUSTED:
+        return (), False
+    return found.ranks, found.verdict.cause in PROGRAM_FAULT
 
 
 def _processes(samples: Sequence[RankSample]) -> frozenset[ProcessId]:

@@ -65,9 +65,7 @@ def find_job(name: str | None) -> Path:
     folders = sorted(job_folders(), key=_last_written, reverse=True)
     folders = [folder for folder in folders if _last_written(folder)]
     if not name:
-        if not folders:
-            raise InputError("no recorded job on this node", hint=_meant(name))
-        return next((folder for folder in folders if any(s.alive for s in read_samples(folder))), folders[0])
+        return _newest_running(folders)
     exact = [folder for folder in folders if name in (folder.name, read_job(folder).get("job"))]
     part = [folder for folder in folders if name in folder.name]
     if exact or len(part) == 1:
@@ -75,6 +73,12 @@ def find_job(name: str | None) -> Path:
     if part:
         raise InputError(f"{len(part)} jobs match {name!r}", hint=f"One of: {_some(part)}.")
     raise InputError(f"no job {name!r} on this node", hint=_meant(name))
+
+
+def _newest_running(folders: list[Path]) -> Path:
+    if not folders:
+        raise InputError("no recorded job on this node", hint=_meant(None))
+    return next((folder for folder in folders if any(s.alive for s in read_samples(folder))), folders[0])
 
 
 def _last_written(folder: Path) -> float:
