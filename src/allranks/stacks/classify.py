@@ -196,16 +196,7 @@ def classify(
     """
     table = load_patterns() if patterns is None else patterns
     causes, views, states = _classify_ranks(capture, table)
-    limits = stillness or Stillness()
-    progress = decide_progress({one.rank: one for one in capture.marks}, views, causes, limits)
-    if progress.hung is None:
-        progress = decide_by_counts(progress, ras.stood_still_s(capture.ras), limits)
-    if quiet_s and not progress.hung:
-        progress = HangDecision(True, f"no rank has made progress for {quiet_s:.0f} s")
-    if progress.hung and {state.cause for state in states.values()} == {"request_wait"}:
-        progress = replace(progress, hung=False, reason="an idle server: every rank waits for requests")
-    if progress.hung and not quiet_s and (reason := _waits_for_command(states)):
-        progress = HangDecision(None, reason)
+    progress = _decide_progress(capture, causes, views, states, stillness or Stillness(), quiet_s)
     states, culprits = _judge(capture, progress, states, table)
     if not culprits and progress.hung is not False:
         culprits = _behind(capture)
@@ -218,6 +209,27 @@ def classify(
         ras=ras.describe(capture.ras),
         notes=(*capture.notes, *(f"rank {p.rank}: {note}" for p in capture.processes for note in p.notes)),
     )
+
+
+def _decide_progress(
+    capture: Capture,
+    causes: Mapping[int, Cause],
+    views: Mapping[int, ProcessView],
+    states: Mapping[int, RankState],
+    limits: Stillness,
+    quiet_s: float,
+) -> HangDecision:
+    """Whether the job hangs: by marks, by NCCL's counts, by who watches it, and by what the ranks wait for."""
+    progress = decide_progress({one.rank: one for one in capture.marks}, views, causes, limits)
+    if progress.hung is None:
+        progress = decide_by_counts(progress, ras.stood_still_s(capture.ras), limits)
+    if quiet_s and not progress.hung:
+        progress = HangDecision(True, f"no rank has made progress for {quiet_s:.0f} s")
+    if progress.hung and {state.cause for state in states.values()} == {"request_wait"}:
+        return HangDecision(False, "an idle server: every rank waits for requests")
+    if progress.hung and not quiet_s and (reason := _waits_for_command(states)):
+        return HangDecision(None, reason)
+    return progress
 
 
 def _waits_for_command(states: Mapping[int, RankState]) -> str:
