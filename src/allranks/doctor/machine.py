@@ -70,7 +70,7 @@ def check_python(options: DoctorOptions) -> list[Check]:
         return [Check("torch", "warning", text, "pip install 'allranks[torch]'")]
     found = [Check("torch", "ok", f"Python {platform.python_version()}, torch {torch}")]
     if _restarts_mix() and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        text = f"torchrun of torch {torch} fails most restarts and every scale-up: ranks meet addresses of the attempt before"
+        text = f"torchrun of torch {torch} may fail restarts and scale-ups: ranks meet addresses of the attempt before"
         cure = "Start with `allranks run`, which cures it, or: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         found.append(Check("torchrun restarts", "warning", text, cure))
     return found
