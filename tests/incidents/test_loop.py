@@ -29,7 +29,9 @@ from allranks.watch.exits import Death
 from allranks.watch.silence import NoticeOptions, Suspicion
 from boxes import write_box
 
-START_S = time.monotonic()  # the hand-set clock runs ahead of the real one
+START_S = (
+    time.monotonic() + 1e6
+)  # the hand-set clock runs ahead of the real one, however long other tests take
 VERDICT = Finding("stuck_before_collective", (1,), "rank 1 is stuck", confidence=0.95)
 
 
@@ -50,7 +52,7 @@ class Hand:
 
 def look(watch: Watch, at_s: float) -> Suspicion | None:
     """One turn of the watch."""
-    return watch.look(START_S + 1000 + at_s)
+    return watch.look(START_S + at_s)
 
 
 def trained(

