@@ -99,6 +99,22 @@ def test_mistakes_get_one_clear_sentence(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("limit", "code"), [("-n 20", 2), ("-Sn 20", 0)])
+def test_a_low_limit_of_open_files_is_raised_or_said(tmp_path: Path, limit: str, code: int) -> None:
+    """A soft limit can be raised. A hard one ended in a traceback of the watch."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = [sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", "--no-record", str(script)]
+    env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")}
+    ran = subprocess.run(
+        ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *words],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ran.returncode == code, ran.stderr
+    assert ("only 20 files may be open at once" in ran.stderr) == (code == 2)
+    assert "Traceback" not in ran.stderr
+
+
 def test_a_good_job_is_seen_from_outside_ends_with_zero_and_leaves_boxes(tmp_path: Path) -> None:
     """Recorded without a line in the script, its output prefixed; while rank 1 sleeps rank 0 waits for it."""
     process = start(

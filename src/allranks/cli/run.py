@@ -7,6 +7,7 @@ import importlib.util
 import io
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -49,6 +50,7 @@ Every flag of torchrun is accepted: --nnodes, --nproc-per-node, --standalone,
 """
 
 #: our flags -> takes a value. The other words before the script are torchrun's.
+MIN_OPEN_FILES = 256
 FLAGS = {**takes_value(RunFlags), "-h": False, "--help": False}
 
 
@@ -90,8 +92,22 @@ def main(args: argparse.Namespace) -> int:
         raise InputError(
             "no script was given", hint="allranks run --standalone --nproc-per-node 2 train.py (see --help)"
         )
+    _need_open_files()
     with ExitStack() as stack:
         return _run(options, settings, torchrun, script, stack)
+
+
+def _need_open_files() -> None:
+    """Raises the soft limit where it is too low for a job; an error where that is not allowed."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (1 << 20 if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    if soft < MIN_OPEN_FILES <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_OPEN_FILES, limits[1]))
+    elif soft < MIN_OPEN_FILES:
+        raise InputError(
+            f"only {soft} files may be open at once (ulimit -n): a job needs {MIN_OPEN_FILES}",
+            hint="Raise the hard limit (limits.conf, docker --ulimit nofile=65536), then start again.",
+        )
 
 
 def _run(
