@@ -28,7 +28,8 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
         return _finding(context, blocked, "call_error", failed, sentence, 0.85)
     if failed and not _timed_out(context, blocked):
         first = _first_to_fail(context, blocked)
-        sentence = f"{context.call(blocked)} failed on all {len(blocked.rows)} ranks, first on {who(context.job, first)}"
+        everywhere = f" on all {len(blocked.rows)} ranks, first" if len(blocked.rows) > 1 else ""
+        sentence = f"{context.call(blocked)} failed{everywhere} on {who(context.job, first)}"
         return _finding(context, blocked, "call_error", first, sentence, 0.6)
     if blocked.passed:
         return _some_left(context, blocked)

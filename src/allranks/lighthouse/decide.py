@@ -205,14 +205,18 @@ def _why(
         joined = f", and {listed(new)} joined" if new else ""
         again = [name for name, session in before.items() if state.asking[name].session != session]
         reborn = f", {listed(again)} restarted" if again else ""
-        all_of = _count(
-            len(before), f"member of quorum {state.number} is", f"members of quorum {state.number} are"
+        number = state.number
+        who = (
+            f"all {len(before)} members of quorum {number} are"
+            if len(before) > 1
+            else f"the member of quorum {number} is"
         )
-        return "fast", f"all {all_of} there{reborn}{joined}"
+        return "fast", f"{who} there{reborn}{joined}"
     if not idle:
         lost = [f"{name} ({gone.reason})" for name, gone in sorted(state.gone.items())]
         without = f", without {listed(lost)}" if lost else ""
-        return ("everybody", f"all {_count(len(state.asking), 'replica joined', 'replicas joined')}{without}")
+        who = f"all {len(state.asking)} replicas" if len(state.asking) > 1 else "the only replica"
+        return "everybody", f"{who} joined{without}"
     asking = _count(len(state.asking), "replica asks", "replicas ask")
     return "join_timeout", f"join timeout is over: {asking}, without {listed(idle)}"
 
