@@ -165,6 +165,7 @@ class Etcd:
             raw += piece
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no whole answer within {self.timeout_s:g} s")
+        response.close()  # the connection is free for the next request
         if response.status >= 500:  # this member has lost its cluster; another may not have
             raise OSError(f"HTTP {response.status} {raw[:200].decode('utf-8', 'replace')}")
         if response.status != 200:
@@ -175,6 +176,7 @@ class Etcd:
                 raise TypeError("no object")
             return read(answer)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self._drop()  # there may be more of it
             raise EtcdError(f"{endpoint} is no etcd: it answered {bytes(raw[:100])!r}") from error
 
     def _drop(self) -> None:

@@ -17,6 +17,7 @@ from allranks.errors import HealingFailed
 from allranks.manager.heal.fetch import Fetch, HealSource
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState, Offer, make_offer, stripes
+from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh
 
 KEYS = Keyring("known to members only")
@@ -293,6 +294,22 @@ def test_callers_with_an_old_key_cannot_take_all_descriptors() -> None:
     finally:
         mesh.shutdown()
         for other in others:
+            other.close()
+
+
+def test_a_replica_may_have_more_ranks_than_a_quorum_has_voters_that_call_each_other() -> None:
+    """Its ranks connect with each other under a name of their own."""
+    mesh = ReplicaRendezvous(rank=0, world_size=2 * MAX_VOTERS).mesh
+    pairs = [socket.socketpair() for _ in range(2)]
+    try:
+        for place, (ours, _) in zip((2 * MAX_VOTERS - 1, 2 * MAX_VOTERS), pairs, strict=True):
+            mesh.arrive("replica-x", place, ours)
+        with pytest.raises(BlockingIOError):
+            pairs[0][1].recv(1, socket.MSG_DONTWAIT)
+        assert pairs[1][1].recv(1, socket.MSG_DONTWAIT) == b""
+    finally:
+        mesh.shutdown()
+        for _, other in pairs:
             other.close()
 
 

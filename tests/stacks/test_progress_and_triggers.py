@@ -196,6 +196,17 @@ def test_triggers_by_time_by_loss_by_output_and_by_an_overdue_call() -> None:
     }  # fmt: skip
 
 
+def test_a_collection_at_a_set_time_waits_for_the_first_rank() -> None:
+    """A job that starts slowly: otherwise nothing was collected, then or later."""
+    options, state, fired = DebugOptions(wait_s=2, no_progress_s=0), TriggerState(), {}
+    for second in range(20):
+        alive = frozenset({0}) if second >= 9 else frozenset()
+        reason, state = decide_trigger(Observation(float(second), alive=alive), state, options)
+        if reason:
+            fired[second] = reason
+    assert fired == {9: "2 s after the start"}
+
+
 def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
     """enabled, wait_seconds and output_dir, plus the triggers; mistakes are named."""
     file = tmp_path / "job.yaml"

@@ -41,6 +41,9 @@ class ReplicaRendezvous:
     mesh: VoteMesh = field(default_factory=VoteMesh)  # connects the ranks, for the agreement at each step
     _round: int = 0
 
+    def __post_init__(self) -> None:
+        self.mesh.places = self.world_size
+
     def connect(self, session: str, address: str, keys: Keyring, limit_s: float) -> None:
         """Connects the ranks with each other; `address` is this rank's healing server, which takes the calls."""
         if self.store is None:

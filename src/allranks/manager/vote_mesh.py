@@ -43,6 +43,7 @@ class VoteMesh:
     """At most one meeting at a time; `abort` may come from any thread and ends a blocked vote."""
 
     timeout_s: float = 60.0
+    places: int = MAX_VOTERS  # whoever calls as a voter beyond is sent away
     on_connected: Callable[[list[int], int], None] | None = None  # (descriptors, quorum number)
     _early: dict[str, dict[int, socket.socket]] = field(default_factory=dict)  # meeting -> caller -> socket
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -78,7 +79,7 @@ class VoteMesh:
 
     def arrive(self, name: str, place: int, line: socket.socket) -> None:
         """The healing server hands a caller over; it may come before we know of the meeting."""
-        if not 0 <= place < MAX_VOTERS:
+        if not 0 <= place < self.places:
             line.close()
             return
         with self._changed:

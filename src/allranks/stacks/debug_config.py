@@ -206,7 +206,7 @@ def decide_trigger(seen: Observation, state: TriggerState, options: DebugOptions
     """The reason to collect now, "" for none, and what to remember."""
     now = _remember(seen, state)
     points = options.fixed_points()
-    if now.points_done < len(points) and seen.now_s >= points[now.points_done]:
+    if seen.alive and now.points_done < len(points) and seen.now_s >= points[now.points_done]:
         reason = f"{points[now.points_done]:.0f} s after the start"
         return reason, replace(now, points_done=now.points_done + 1)
     gone = now.seen - seen.alive - now.lost

@@ -6,6 +6,7 @@ Runs in a rank. Who may connect, and how many strangers may try, is the matter o
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 import time
@@ -75,8 +76,7 @@ class HealServer:
     def _serve(self, connection: socket.socket, purpose: str) -> None:
         staging, began = Staging(), time.monotonic()
         tune_for_bulk(connection, self.timeout_s)
-        epoch, _, number = purpose.removeprefix("quorum ").partition(".")
-        quorum = (int(epoch), int(number))
+        quorum = _quorum_of(purpose)
         try:
             while (request := receive_json(connection)).get("want") != "ballot":
                 self._answer(connection, request, quorum, staging)
@@ -137,3 +137,9 @@ class HealServer:
                     return None
                 self._changed.wait(left)
             return self._offer
+
+
+def _quorum_of(purpose: str) -> tuple[int, int]:
+    """(epoch, number) of the quorum that a key is for; one of the ranks inside a replica is for none."""
+    found = re.fullmatch(r"quorum (\d+)\.(\d+)", purpose)
+    return (int(found[1]), int(found[2])) if found else (-1, -1)
