@@ -287,6 +287,29 @@ def test_a_rank_whose_process_is_gone_died_even_inside_the_call() -> None:
     _expect(diagnose(broken), "rank_died", 4)
 
 
+@pytest.mark.parametrize(("later_ms", "cause", "call"), [(500, "rank_died", 3), (-2, "call_error", 1)])
+def test_of_two_calls_that_failed_the_one_that_failed_first_is_the_root(
+    later_ms: int, cause: str, call: int
+) -> None:
+    """Rank 1 made a group of its own instead of the third call: the others ended, and its call lost them; or the reverse."""
+    members, world = {"world": (0, 1, 2), "own": (1,)}, [Do("all_reduce", "world", line=1)] * 2
+    programs = {
+        rank: [*world, Do("all_reduce", "own" if rank == 1 else "world", line=2)] for rank in range(3)
+    }
+    broken = []
+    for trace in run(members, programs, backend="gloo").traces():
+        ended = int(trace.calls["created_ns"][-1]) + 5_000_000
+        ended += later_ms * 1_000_000 if trace.header.rank == 1 else 0
+        broken.append(
+            replace(
+                trace,
+                calls=_tail(trace.calls, state=int(State.FAILED), completed_ns=ended),
+                kind="black box 1",
+            )
+        )
+    assert _expect(diagnose(broken), cause, 1).sequence == call
+
+
 def test_a_failure_long_before_the_timeout_means_that_the_peer_is_gone() -> None:
     """Black boxes of a gloo job after kill -9: the others' calls failed at once."""
     traces = _traces(with_change(LAYOUT.programs(8), 5, 6 * 4 + 5, STUCK), "nccl")

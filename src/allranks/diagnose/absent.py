@@ -17,7 +17,7 @@ from allranks.diagnose.divergence import (
 )
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.lacking import draft, explain_without_file, settled, their, waiting_text, wrong_peer
-from allranks.diagnose.phrasing import line_in, one_line, place, ranks_text, ranks_wait, who
+from allranks.diagnose.phrasing import is_secondary, line_in, one_line, place, ranks_text, ranks_wait, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import State
@@ -137,9 +137,9 @@ def _last_seen(context: Context, ranks: tuple[int, ...]) -> str:
 
 
 def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
-    """When the rank called destroy_process_group on the group of the call; 0 when it did not, or ended otherwise."""
+    """When the rank called destroy_process_group on the group of the call; 0 when it did not, or ended of an error of its own."""
     trace, name = context.job.ranks[rank].trace, context.group(blocked).name
-    if trace.progress.closed not in ("", "exit"):
+    if trace.progress.closed not in ("", "exit") and not is_secondary(trace.progress.closed):
         return 0
     return max((ns for index, ns in trace.destroyed.items() if trace.groups[index].name == name), default=0)
 

@@ -23,7 +23,7 @@ from allranks.diagnose.phrasing import count, ranks_text, ranks_wait
 from allranks.diagnose.waits import Blocked, find_blocked, is_hung, is_paused, usual_pause
 from allranks.diagnose.weak_findings import find_warnings
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
-from allranks.model.trace import RankTrace
+from allranks.model.trace import RankTrace, State
 
 #: Below this confidence the status is "unclear", not "fault".
 SURE_ENOUGH = 0.4
@@ -159,12 +159,31 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
             weights[hit] = max(weights[hit], context.graph.weight(sink))
         elif len(sink) == 1 and sink[0] >= 0:
             lacking.setdefault(context.first_for(sink[0]).index, []).append(sink[0])
+        elif (failed := _failed_before(context, calls)) is not None:
+            lacking.setdefault(failed.index, []).extend(calls[0].rows)
         elif (finding := _of_calls(context, sink)) is not None:
             weighed.append((context.graph.weight(sink), 0, finding))
     weighed += _of_absent(context, lacking, alone=not weighed)
     weighed += _mismatched(context, mismatches, weights)
     weighed.sort(key=_order)
     return [finding for _, _, finding in weighed]
+
+
+def _failed_before(context: Context, calls: list[Blocked]) -> Blocked | None:
+    """A call that these ranks had not come to and that failed at the others first: then theirs failed because those ended."""
+    if len(calls) != 1 or not (end := _failed_ns(context, calls[0])):
+        return None
+    ranks = set(calls[0].rows)
+    before = [b for b in context.blocked if ranks <= set(b.missing) and 0 < _failed_ns(context, b) < end]
+    return min(before, key=context.age, default=None)
+
+
+def _failed_ns(context: Context, blocked: Blocked) -> int:
+    """When the call began to fail; 0 unless it failed on all ranks that entered it, and that is known."""
+    calls = [(context.job.ranks[rank].trace.calls, row) for rank, row in blocked.rows.items()]
+    if not calls or any(int(rows["state"][row]) != State.FAILED for rows, row in calls):
+        return 0
+    return min(int(rows["completed_ns"][row]) for rows, row in calls)
 
 
 def _order(weighed: Weighed) -> tuple[bool, int, int, float, str, tuple[int, ...]]:
