@@ -272,9 +272,9 @@ As they come from the registry, or a few lines around a package's own trainer; n
 {shipped}
 
 ## Launchers of other projects
-Typed after `allranks watch --`, with the programs that they are for. A launcher's own restarts are not touched by us: run with
-`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which ranks of torchrun meet addresses of the attempt before, with us and without (`allranks doctor`
-says so, `allranks run` sets it); recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `train.py`.
+Typed after `allranks watch --`, with the programs that they are for. A launcher's own restarts are not touched by us: the kills were run with
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which ranks of torchrun 2.13 meet addresses of the attempt before, with us and without (`allranks doctor`
+says so, `allranks run` sets it). Recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `train.py`.
 
 {launchers}
 
