@@ -209,3 +209,23 @@ def test_who_came_late_counts_from_the_second_step_on() -> None:
             assert training.passed(generation, 1.0)
         assert generation.participants == participants  # also for who asks after the step
         training.rest()
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_step_that_was_refused_is_in_doubt_only_for_who_asked_before(asked_before: bool) -> None:
+    """States differ: who knows that says so in its claim, or one that lost the group before it knew could commit the step
+    alone. A quorum that was asked before decides for both."""
+    training = TrainingState(step=6)
+    generation = training.generation = made(ReplicaClaim(ranks=(Claim(),), beside=True))
+    attempt = training.begin()
+    assert training.bind(attempt, 1.0) is generation
+    assert training.begin_vote(attempt) is generation
+    if asked_before:
+        assert training.claim("", 0, 0, broken=True).pending
+    training.refuse(generation, "r1 must take the state of the others")
+    assert not generation.usable
+    assert bool(training.claim("", 0, 0, broken=True).pending) is asked_before
+    if asked_before:
+        training.publish(made(ReplicaClaim(ranks=(Claim(),))), rolls=True)
+    assert training.decided_otherwise(1.0) is asked_before
+    assert training.step == (7 if asked_before else 6)

@@ -389,6 +389,8 @@ class Manager:
             reason = generation.broken or f"the vote failed: {str(error).splitlines()[0]}"
             return self.training.doubtful(generation, reason, self._patience_s)
         if reason:
+            if self.training.decided_otherwise(self._patience_s):
+                return True
             attempt.spoiled = reason
             return self._no_vote(attempt)
         if tally.news:
@@ -405,7 +407,7 @@ class Manager:
         return True
 
     def _state_differs(self, generation: Generation, tally: Tally) -> str:
-        """Compares the members' digests. Returns why the step must not be committed, after all have left the group."""
+        """Compares the members' digests. Returns why the step must not be committed, after we have left the group."""
         step = self.training.step
         found = self.sums.compare(generation, tally, step)
         if found is None:
@@ -416,13 +418,17 @@ class Manager:
             raise StateDiffers(found.sentence)
         if self.options.on_difference == "report" or not found.healable:
             return ""
+        reason = f"{' and '.join(found.replicas)} must take the state of the others"
         if self.options.replica_id in found.replicas:
             self.training.healing()
-        elif self._opened is not None and self.options.rank == 0:
+        self.training.refuse(generation, reason)
+        if (
+            self._opened is not None
+            and self.options.replica_id not in found.replicas
+            and self.options.rank == 0
+        ):
             for replica, why in self.sums.corruption.repeated(found, generation.quorum, step).items():
                 self._opened.evict(replica, why)
-        reason = f"{' and '.join(found.replicas)} must take the state of the others"
-        self.training.break_group(generation, reason)
         return reason
 
     def _after_first_step(self) -> None:

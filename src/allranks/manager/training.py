@@ -318,6 +318,19 @@ class TrainingState:
             self._commit(generation.plan.term)
             return True
 
+    def refuse(self, generation: Generation, reason: str) -> None:
+        """The vote's result is known, and the step is not to be committed: unless the quorum was asked meanwhile, our claim
+        says so from now on. A vote in doubt could be committed without us."""
+        with self.changed:
+            if not self.claimed_pending:
+                self._rest()
+            self._break(generation, reason)
+
+    def decided_otherwise(self, limit_s: float) -> bool:
+        """Whether the quorum that was asked before we refused has committed the step."""
+        with self.changed:
+            return self.claimed_pending and self._wait_for_verdict(limit_s)
+
     def doubtful(self, generation: Generation, reason: str, limit_s: float) -> bool:
         """The vote was given and its result did not come: the next quorum, or a member that left, decides."""
         with self.changed:
