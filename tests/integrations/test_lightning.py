@@ -46,9 +46,9 @@ trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8, shuffle=True
             torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(32)), batch_size=32))
 bits = torch.cat([p.detach().flatten() for p in module.parameters()]).numpy().tobytes()
 scheduler = trainer.lr_scheduler_configs[0].scheduler
-print("SAYS", f"name={NAME}", f"step={trainer.global_step}", f"epoch={trainer.current_epoch}",
+says(f"name={NAME}", f"step={trainer.global_step}", f"epoch={trainer.current_epoch}",
       f"scheduler={scheduler.last_epoch}", f"lr={scheduler.get_last_lr()[0]!r}",
-      f"patience={stopping.wait_count}", f"bits={hashlib.sha256(bits).hexdigest()}", flush=True)
+      f"patience={stopping.wait_count}", f"bits={hashlib.sha256(bits).hexdigest()}")
 """
 
 

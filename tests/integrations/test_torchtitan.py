@@ -59,7 +59,7 @@ while ft.manager.current_step() < 400:
     managed.step()
     lives(ft.manager)
 bits = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]).numpy().tobytes()
-print("SAYS", f"name={NAME}", f"step={ft.manager.current_step()}", f"bits={hashlib.sha256(bits).hexdigest()}", flush=True)
+says(f"name={NAME}", f"step={ft.manager.current_step()}", f"bits={hashlib.sha256(bits).hexdigest()}")
 ft.manager.shutdown()
 """
 
@@ -90,7 +90,7 @@ while manager.current_step() < 400:
         if manager.current_step() >= 400:
             break
 bits = torch.cat([p.detach().flatten() for p in net.parameters()]).numpy().tobytes()
-print("SAYS", f"name={NAME}", f"step={manager.current_step()}", f"bits={hashlib.sha256(bits).hexdigest()}", flush=True)
+says(f"name={NAME}", f"step={manager.current_step()}", f"bits={hashlib.sha256(bits).hexdigest()}")
 manager.shutdown()
 """
 

@@ -50,11 +50,11 @@ stopping = EarlyStoppingCallback(1000)  # counts, and never stops
 trainer = FaultTolerantTrainer(model=model, args=args, train_dataset=Data(), callbacks=[Lives(), stopping],
                                eval_dataset=torch.utils.data.Subset(Data(), range(4)))
 trainer.train()
-print("SAYS", f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer.lr_scheduler.get_last_lr()[0]!r}",
+says(f"name={NAME}", f"step={trainer.state.global_step}", f"lr={trainer.lr_scheduler.get_last_lr()[0]!r}",
       f"scheduler={trainer.lr_scheduler.last_epoch}", f"epoch={trainer.state.epoch:.4f}",
       f"logged={[row['step'] for row in trainer.state.log_history if 'loss' in row][-3:]!r}".replace(" ", ""),
       f"patience={stopping.early_stopping_patience_counter}",
-      f"trained={trainer.state.trained}", f"best={bits()}", flush=True)
+      f"trained={trainer.state.trained}", f"best={bits()}")
 """
 )
 
