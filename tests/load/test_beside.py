@@ -103,6 +103,18 @@ def test_stacks_and_logs_inside_an_archive_are_read_as_those_of_a_folder(
     assert not any(unpacked_to.iterdir())
 
 
+def test_without_room_for_the_stacks_of_an_archive_its_dumps_are_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No temporary folder, say."""
+    packed = shutil.make_archive(str(tmp_path / "ticket"), "gztar", CASE)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert main(["diagnose", packed, "--json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["verdict"]["ranks"] == [2]
+    assert "stacks and logs in archives left out: " in said.err
+
+
 def test_hostile_names_in_an_archive_write_nowhere_else(tmp_path: Path) -> None:
     """Captures that would leave the folder are read below it."""
     packed, home = tmp_path / "hang.tar", tmp_path / "home"

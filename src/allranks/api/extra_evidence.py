@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,13 +83,16 @@ class Places:
 def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> Evidence:
     """Everything in the files that is no dump. Notes name files as seen from one of the `roots`."""
     places = Places(roots)
-    if any(note.status != "ok" and _ARCHIVE.match(note.path) for note in loaded.files):
-        import tempfile
+    with ExitStack() as stack:
+        if any(note.status != "ok" and _ARCHIVE.match(note.path) for note in loaded.files):
+            import tempfile
 
-        with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
-            places.unpack(loaded.files, folder)
-            return _find_evidence(loaded, traces, places)
-    return _find_evidence(loaded, traces, places)
+            try:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="allranks-"))
+                places.unpack(loaded.files, folder)
+            except OSError as error:
+                print(f"stacks and logs in archives left out: {error}", file=sys.stderr)
+        return _find_evidence(loaded, traces, places)
 
 
 def _find_evidence(loaded: LoadResult, traces: list[RankTrace], places: Places) -> Evidence:
