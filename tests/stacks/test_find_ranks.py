@@ -12,7 +12,15 @@ import pytest
 from allranks.errors import InputError
 from allranks.stacks import procfs
 from allranks.stacks.boxes import LiveBox
-from allranks.stacks.find import Selection, choose, coordinates, is_rank_title, number_ranks, split_jobs
+from allranks.stacks.find import (
+    Selection,
+    choose,
+    coordinates,
+    is_frontend,
+    is_rank_title,
+    number_ranks,
+    split_jobs,
+)
 from allranks.stacks.procfs import ProcessEntry
 
 
@@ -207,3 +215,18 @@ def test_a_mapped_file_below_a_folder_of_another_user_is_looked_for_in_the_conta
         finally:
             os.seteuid(0)
         assert found == [folder / "7" / "root" / str(box).lstrip("/")]
+
+
+@pytest.mark.parametrize(
+    ("title", "tool"),
+    [
+        ("/home/dev/my work/.venv/bin/python -m allranks watch -o out", True),
+        ("/home/dev/my work/.venv/bin/python /home/dev/my work/.venv/bin/allranks run train.py", True),
+        ("/home/dev/my work/.venv/bin/python -u -m allranks.launch.rank_entry train.py", False),
+        ("/home/dev/my work/.venv/bin/python train.py allranks", False),
+        ("/usr/bin/python /work/train.py --with /usr/bin/py-spy", False),
+    ],
+)
+def test_a_tool_is_known_below_a_folder_with_a_blank(title: str, tool: bool) -> None:
+    """Words of a command line are joined by blanks."""
+    assert is_frontend(title) is tool

@@ -34,7 +34,10 @@ NOT_RANKS = (
     r"sglang_router|launch_router|vllm[-_]router|nginx|envoy",
     # Tools, known by the program that runs; the same word in a path or an argument says nothing.
     r"^(\S*/)?(python[\d.]*\s+(-\w+\s+)*(\S*/)?)?(py-spy|cuda-gdb|allranks(\.[\w.]+\.(liveness_proxy|spares|spare_process))?)(\s|$)",
+    # The same below a folder whose name has a blank.
+    r"^/.+/python[\d.]*\s+(-\w+\s+)*(/((?!\s-|\.py\s).)*/bin/)?(py-spy|allranks(\.[\w.]+\.(liveness_proxy|spares|spare_process))?)(\s|$)",
 )
+MAX_TITLE = 2000  # of any user's process
 #: When nothing else is found.
 FALLBACK = r"python.*sglang"
 _COORDINATE = re.compile(
@@ -49,7 +52,7 @@ def is_rank_title(title: str, patterns: tuple[str, ...] = RANK_TITLES) -> bool:
 
 def is_frontend(title: str) -> bool:
     """Whether a process of this title only passes requests on, or is a tool."""
-    return any(re.search(one, title) for one in NOT_RANKS)
+    return any(re.search(one, title[:MAX_TITLE]) for one in NOT_RANKS)
 
 
 def coordinates(title: str) -> tuple[tuple[str, int], ...]:
