@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -98,10 +99,24 @@ def test_what_a_forward_may_change_is_copied_at_both_ends(server: HealServer) ->
     assert same(healing.state(), state())
 
 
+class Waiting(HealServer):
+    """A source that sends nothing before the other one is asked, too."""
+
+    asked: threading.Event
+    other: Waiting
+
+    def _send_stripe(self, connection: socket.socket, offer: Offer, *rest: Any) -> None:
+        self.asked.set()
+        assert self.other.asked.wait(20)
+        super()._send_stripe(connection, offer, *rest)
+
+
 def test_the_work_is_shared_by_all_sources() -> None:
     """Two sources both send a part."""
-    both = [HealServer(keys=KEYS).start() for _ in range(2)]
+    both = [Waiting(keys=KEYS).start() for _ in range(2)]
     try:
+        for one, other in zip(both, reversed(both), strict=True):
+            one.asked, one.other = threading.Event(), other
         for one in both:
             one.offer(make_offer((1, 5), state()))
         healing = fetch()
