@@ -220,11 +220,11 @@ def test_a_mapped_file_below_a_folder_of_another_user_is_looked_for_in_the_conta
 @pytest.mark.parametrize(
     ("title", "tool"),
     [
-        ("/home/dev/my work/.venv/bin/python -m allranks watch -o out", True),
-        ("/home/dev/my work/.venv/bin/python /home/dev/my work/.venv/bin/allranks run train.py", True),
-        ("/home/dev/my work/.venv/bin/python -u -m allranks.launch.rank_entry train.py", False),
-        ("/home/dev/my work/.venv/bin/python train.py allranks", False),
-        ("/usr/bin/python /work/train.py --with /usr/bin/py-spy", False),
+        ("/home/me/my work/.venv/bin/python -m allranks watch -o out", True),
+        ("/home/me/my work/.venv/bin/python /home/me/my work/.venv/bin/allranks run train.py", True),
+        ("/home/me/my work/.venv/bin/python -u -m allranks.launch.rank_entry train.py", False),
+        ("/home/me/my work/.venv/bin/python train.py allranks", False),
+        ("/usr/bin/python /data/train.py --with /usr/bin/py-spy", False),
     ],
 )
 def test_a_tool_is_known_below_a_folder_with_a_blank(title: str, tool: bool) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from allranks.diagnose.phrasing import is_secondary, ranks_text
 from allranks.errors import InputError
 from allranks.load import LoadResult
-from allranks.load.sources import unpack
+from allranks.load.sources import archive_of, unpack
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
 from allranks.model.trace import Frame, RankTrace
 
@@ -31,8 +31,6 @@ MAX_TEXT_BYTES = 4 << 20
 _CAPTURE = re.compile(
     r"^bundle\.json$|\.(?:pyspy|proc|gdb|cudagdb|pystack)\b|^(?:pyspy|cudagdb)_.+_\d+\.txt$|\.progress\.jsonl$"
 )
-#: The archive that a file is in, of the paths of its members.
-_ARCHIVE = re.compile(r"(.+?(?:\.tar[^/]*|\.tgz|\.tzst|\.zip))/", re.I)
 _LOG = re.compile(r"\.(?:log|out|err|txt)$|^std(?:out|err)")
 _LOG_RANK = re.compile(r"rank[_.-]?(\d{1,7})|[_/](\d{1,7})/std(?:out|err)")
 #: The last line of a traceback, perhaps behind torch's prefix; how a program in C++ ends; what shells and kernels say of a death.
@@ -73,18 +71,18 @@ class Places:
         """Those of the archives that are no dumps, into a folder."""
         wanted: dict[str, set[str]] = {}
         for note in files:
-            if note.status != "ok" and (archive := _ARCHIVE.match(note.path)):
-                wanted.setdefault(archive[1], set()).add(note.path)
-        for archive_path, members in wanted.items():
-            if place := self.find(archive_path):
-                self._unpacked |= unpack(archive_path, place, members, folder)
+            if note.status != "ok" and (archive := archive_of(note.path)):
+                wanted.setdefault(archive, set()).add(note.path)
+        for archive, members in wanted.items():
+            if place := self.find(archive):
+                self._unpacked |= unpack(archive, place, members, folder)
 
 
 def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> Evidence:
     """Everything in the files that is no dump. Notes name files as seen from one of the `roots`."""
     places = Places(roots)
     with ExitStack() as stack:
-        if any(note.status != "ok" and _ARCHIVE.match(note.path) for note in loaded.files):
+        if any(note.status != "ok" and archive_of(note.path) for note in loaded.files):
             import tempfile
 
             try:

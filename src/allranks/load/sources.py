@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Container, Iterator
@@ -65,6 +66,7 @@ class Unreadable(Exception):
         self.skip = skip
 
 
+_ARCHIVE = re.compile(r"(.+?(?:\.tar[^/]*|\.tgz|\.tzst|\.zip))/", re.I)
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 MAX_DEPTH = 32
 #: Compressed data may grow by this factor before we call it a bomb, once it is beyond BOMB_BYTES.
@@ -230,8 +232,13 @@ def _drain(stream: _Stream, compressed: int, limit: int, broken: type[Exception]
 
 def has_archive_name(path: str) -> bool:
     """Whether a file is called as tar and zip files are."""
-    name = path.lower()
-    return ".tar" in name or name.endswith((".tgz", ".tzst", ".zip"))
+    return bool(archive_of(f"{path}/"))
+
+
+def archive_of(member: str) -> str:
+    """The archive that a file is in, by the path that its member is shown with; "" when it is in none."""
+    found = _ARCHIVE.match(member)
+    return found[1] if found else ""
 
 
 def is_tar(data: bytes) -> bool:

@@ -27,15 +27,16 @@ RANK_TITLES = (
     r"^TensorRT-?LLM::|^trtllm::",
     r"\b(pretrain_gpt|pretrain_bert|pretrain_t5|pretrain_vlm|megatron[\w/.-]*/pretrain\w*)\.py",
 )
+_TOOL = r"(py-spy|cuda-gdb|allranks(\.[\w.]+\.(liveness_proxy|spares|spare_process))?)(\s|$)"
 #: Titles and command lines that are never ranks: they only pass requests on.
 NOT_RANKS = (
     r"^sglang::(router|http_server|tokenizer|detokenizer|data_parallel_controller|multi_tokenizer)",
     r"^VLLM::(APIServer|DPCoordinator|Router)",
     r"sglang_router|launch_router|vllm[-_]router|nginx|envoy",
     # Tools, known by the program that runs; the same word in a path or an argument says nothing.
-    r"^(\S*/)?(python[\d.]*\s+(-\w+\s+)*(\S*/)?)?(py-spy|cuda-gdb|allranks(\.[\w.]+\.(liveness_proxy|spares|spare_process))?)(\s|$)",
+    rf"^(\S*/)?(python[\d.]*\s+(-\w+\s+)*(\S*/)?)?{_TOOL}",
     # The same below a folder whose name has a blank.
-    r"^/.+/python[\d.]*\s+(-\w+\s+)*(/((?!\s-|\.py\s).)*/bin/)?(py-spy|allranks(\.[\w.]+\.(liveness_proxy|spares|spare_process))?)(\s|$)",
+    rf"^/.+/python[\d.]*\s+(-\w+\s+)*(/((?!\s-|\.py\s).)*/bin/)?{_TOOL}",
 )
 MAX_TITLE = 2000  # of any user's process
 #: When nothing else is found.
