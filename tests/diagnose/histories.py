@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.trace import (
     CALL,
     REDUCE_OPS,
@@ -301,3 +302,16 @@ def on_shared_tables(traces: list[RankTrace]) -> list[RankTrace]:
         rows.append(calls)
     tables = {"names": tuple(names), "shapes": tuple(shapes), "stacks": tuple(stacks)}
     return [replace(trace, calls=calls, **tables) for trace, calls in zip(traces, rows, strict=True)]
+
+
+def verdict_of(result: Diagnosis) -> Finding:
+    """The verdict, which there must be."""
+    assert result.verdict is not None, result.findings
+    return result.verdict
+
+
+def expect(result: Diagnosis, cause: str, *ranks: int) -> Finding:
+    """The verdict, which must name this cause and these ranks and no others."""
+    verdict = verdict_of(result)
+    assert (verdict.cause, verdict.ranks) == (cause, ranks), verdict.sentence
+    return verdict
