@@ -392,7 +392,7 @@ class Regrouper:
         for source in self._sources(generation):
             threading.Thread(
                 target=report_fetched,
-                args=(source, index, self.options.timeout_s, lambda: generation.usable),
+                args=(source, order, index, self.options.timeout_s, lambda: generation.usable),
                 name="allranks-heal-report",
                 daemon=True,
             ).start()

@@ -273,8 +273,10 @@ def _connections(sources: Sequence[HealSource]) -> Sequence[HealSource]:
     return [sources[turn % len(sources)] for turn in range(max(_CONNECTIONS, len(sources)))]
 
 
-def report_fetched(source: HealSource, healer: int, limit_s: float, wanted: Callable[[], bool]) -> None:
-    """Tells a source that replica `healer` of its quorum needs nothing more from it; tries again as long as `wanted`."""
+def report_fetched(
+    source: HealSource, order: tuple[int, int], healer: int, limit_s: float, wanted: Callable[[], bool]
+) -> None:
+    """Tells a source that replica `healer` of quorum `order` needs nothing more from it; tries again as long as `wanted`."""
     host, _, port = source.address.rpartition(":")
     deadline = time.monotonic() + limit_s
     while wanted() and time.monotonic() < deadline:
@@ -282,7 +284,8 @@ def report_fetched(source: HealSource, healer: int, limit_s: float, wanted: Call
             with socket.create_connection((host, int(port)), timeout=min(limit_s, _CONNECT_S)) as sock:
                 tune_for_bulk(sock, min(limit_s, _CONNECT_S))
                 greet_as_client(sock, source.credential, source.address)
-                send_json(sock, {"want": "fetched", "healer": healer})
+                said = {"want": "fetched", "quorum": list(order), "healer": healer}
+                send_json(sock, said)  # the quorum for sources of 0.3.0; others take that of our key
                 receive_json(sock)
                 return
         except (OSError, ValueError):
