@@ -1149,13 +1149,15 @@ static int add_to_key(Key *key, PyObject *part) {
     return 1;
 }
 
-/* A tensor, a list of tensors or a list of such lists; 0 when it is something else, or has very many. */
-static int add_tensors(Key *key, PyObject *given, int depth) {
+/* A tensor, a list of tensors or a list of such lists; 0 when it is something else, or has very many. In a list of lists the
+ * first tensor of each tells its type: torch refuses several in one. */
+static int add_tensors(Key *key, PyObject *given, int depth, int with_type) {
     if (!PyList_CheckExact(given))
-        return add_to_key(key, PyObject_GetAttr(given, str_shape)) && add_to_key(key, PyObject_GetAttr(given, str_dtype));
+        return add_to_key(key, PyObject_GetAttr(given, str_shape)) &&
+               (!with_type || add_to_key(key, PyObject_GetAttr(given, str_dtype)));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); i++) {
         PyObject *item = Py_NewRef(PyList_GET_ITEM(given, i)); /* a tensor of the user's class may change the list */
-        int added = depth < 2 && add_tensors(key, item, depth + 1);
+        int added = depth < 2 && add_tensors(key, item, depth + 1, with_type && !(depth && i));
         Py_DECREF(item);
         if (!added)
             return 0;
@@ -1169,11 +1171,11 @@ static int add_splits(Key *key, PyObject *splits) {
 
 static PyObject *key_of_tensors(const Form *form, PyObject *const *args) {
     Key key = {.count = 0};
-    int whole = !form->out || add_tensors(&key, args[form->out], 0);
+    int whole = !form->out || add_tensors(&key, args[form->out], 0, 1);
     if (whole && form->out && form->in)
-        whole = add_to_key(&key, Py_NewRef(Py_None)) && add_tensors(&key, args[form->in], 0);
+        whole = add_to_key(&key, Py_NewRef(Py_None)) && add_tensors(&key, args[form->in], 0, 1);
     else if (whole && form->in)
-        whole = add_tensors(&key, args[form->in], 0);
+        whole = add_tensors(&key, args[form->in], 0, 1);
     if (whole && form->out_splits)
         whole = add_splits(&key, args[form->out_splits]) && add_splits(&key, args[form->in_splits]);
     PyObject *made = whole ? PyTuple_New(key.count) : NULL;
