@@ -94,13 +94,17 @@ def watch(
            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # without us, too, restarts would meet addresses of the attempt before
            "DS_ACCELERATOR": "cpu", "PATH": f"{bin_folder}:{os.environ['PATH']}", **variables}  # fmt: skip
     said: list[str] = []
-    with subprocess.Popen(
-        command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
+    with (
+        open(folder / "output.log", "w", buffering=1) as output,
+        subprocess.Popen(
+            command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as job,
+    ):
         try:
             assert job.stdout is not None
             for line in job.stdout:
                 said.append(line)
+                output.write(line)
                 if until_seen and line.startswith(ROW):
                     _kill(job.pid)  # a rank in gloo's C++ runs no handler of SIGTERM
             code = job.wait(LIMIT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh
 from allranks.model.cluster import Member, Quorum
 
-from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
+from .cluster import LIMIT_S, Cluster, Job, LighthouseProcess, batch, fingerprint
 
 ALONE, TOGETHER = 3, 3  # steps that are made
 
@@ -229,3 +229,25 @@ def test_a_step_that_was_refused_is_in_doubt_only_for_who_asked_before(asked_bef
         training.publish(made(ReplicaClaim(ranks=(Claim(),))), rolls=True)
     assert training.decided_otherwise(1.0) is asked_before
     assert training.step == (7 if asked_before else 6)
+
+
+class OverNccl(ProcessGroupGloo):
+    """Says that it is NCCL's."""
+
+    backend_name = "nccl"
+
+
+def test_a_newcomer_over_another_backend_is_refused_and_the_running_one_goes_on(
+    lighthouse: LighthouseProcess,
+) -> None:
+    """One of the hosts has lost its GPU, and the script chose gloo there: that replica says so and ends."""
+    with Cluster(lighthouse, Job(until_told=True, pause_s=0.01)) as cluster:
+        cluster.start("runs")
+        cluster.wait_for_progress("runs", 2)
+        cluster.start("other", job=replace(cluster.job, options={"pg": OverNccl()}))
+        ended = cluster.end("other")
+        assert ended.exit_code != 0
+        assert "other communicates over nccl and runs over gloo" in str(ended.error)
+        cluster.wait_for_progress("runs", cluster.progress("runs") + 3)
+        cluster.tell_to_stop()
+        assert set(cluster.results()) == {"runs"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from allranks.manager.plan import FRESH, NOWHERE, Claim, ReplicaClaim, decide
+from allranks.manager.plan import FRESH, NOWHERE, Claim, ReplicaClaim, decide, misfit
 from allranks.manager.training import Phase, may_ask
 
 
@@ -125,6 +125,23 @@ def test_claims_survive_their_way_through_the_lighthouse() -> None:
     said = replica(Claim(1, 2, 3, 4, True, "h:1", 5, 6, True), min_replicas=2, fixed=True, beside=True)
     assert ReplicaClaim.decode(said.encode()) == said
     assert ReplicaClaim.decode(said.encode().replace('"fixed"', '"novelty":1,"fixed"')) == said
+
+
+def test_a_replica_that_cannot_compute_with_the_others_is_told_by_name() -> None:
+    """Another backend, or another number of ranks, than the replica whose state counts; versions that do not say are trusted."""
+    gpu, cpu = replica(Claim(), backend="nccl"), replica(Claim(), backend="gloo")
+    older, wide = replica(Claim()), replica(Claim(), Claim(), backend="nccl")
+    names = ["left", "right"]
+    assert (
+        misfit([gpu, gpu], names, 0)
+        == misfit([gpu, older], names, 0)
+        == misfit([older, cpu], names, 1)
+        == (-1, "")
+    )
+    odd, why = misfit([gpu, cpu], names, 1)
+    assert odd == 0 and "left communicates over nccl and right over gloo" in why
+    odd, why = misfit([gpu, wide], names, 0)
+    assert odd == 1 and "right has 2 ranks and left has 1" in why
 
 
 claims = some.builds(

@@ -1,7 +1,8 @@
 """torchft's own examples from its source distribution ($TORCHFT_SOURCE), as they are: a healthy run, and one with kills.
 
 Made smaller for two cores, nothing else: a layer of 1 GB that serves no purpose, the number of steps, and random images instead
-of a download. `import torchft` means allranks.torchft by `python -m allranks.integrations.torchtitan`.
+of a download. Each replica takes a GPU of its own by its number: where there are fewer than two, all use the CPU.
+`import torchft` means allranks.torchft by `python -m allranks.integrations.torchtitan`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ IMAGES = """
 import torchvision
 torchvision.datasets.CIFAR10 = lambda root, train, download, transform: torchvision.datasets.FakeData(
     2000, (3, 32, 32), 10, transform)
+"""
+ON_CPU = """
+import torch
+if torch.cuda.device_count() < 2:
+    torch.cuda.is_available = lambda: False
 """
 KILLED_AT_COMMITS = """
 from allranks.torchft import Manager
@@ -53,7 +59,8 @@ def run(name: str, folder: Path, kills: int) -> str:
     (folder / name).write_text(text)
     if "torchvision" in text:
         pytest.importorskip("torchvision", reason="torchvision is not installed")
-    (folder / "around.py").write_text(DIES + KILLED_AT_COMMITS + (IMAGES if "torchvision" in text else ""))
+    around = DIES + ON_CPU + KILLED_AT_COMMITS + (IMAGES if "torchvision" in text else "")
+    (folder / "around.py").write_text(around)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ALLRANKS_DIR": str(folder / "boxes"), "PYTHONPATH": str(folder),
            "ALLRANKS_PRELOAD": "around", "FOLDER": str(folder), "KILLS": str(kills)}  # fmt: skip
     words = [
@@ -66,12 +73,14 @@ def run(name: str, folder: Path, kills: int) -> str:
         "--incidents",
         str(folder / "incidents"),
     ]
-    ran = subprocess.run(
-        [*words, "-m", "allranks.integrations.torchtitan", name],
-        env=env, cwd=folder, text=True, timeout=270, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-5000:]
-    return ran.stdout
+    words += ["-m", "allranks.integrations.torchtitan", name]
+    with open(folder / "output.log", "w") as output:
+        ran = subprocess.run(
+            words, env=env, cwd=folder, timeout=270, check=False, stdout=output, stderr=subprocess.STDOUT
+        )
+    said = (folder / "output.log").read_text(errors="replace")
+    assert ran.returncode == 0, said[-5000:]
+    return said
 
 
 @pytest.mark.parametrize("name", SMALLER)

@@ -54,6 +54,7 @@ class ReplicaClaim:
     beside: bool = False  # it would rather heal beside its first step, giving zeros, than hold the others up
     prepares: bool = False  # it has no group yet, and can be invited to make one (prepared_group.py)
     prepared: str = ""  # name of the group that it has made for this quorum beside its running one
+    backend: str = ""  # of its gradients: nccl or gloo; "": not known
 
     def encode(self) -> str:
         """As JSON, for the free text of a lighthouse member."""
@@ -123,6 +124,23 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> QuorumPlan:
         rolls_forward=frozenset(rolls),
         reason=reason,
     )
+
+
+def misfit(members: Sequence[ReplicaClaim], names: Sequence[str], source: int) -> tuple[int, str]:
+    """A replica that cannot compute with the one whose state counts, and why; (-1, "") where all can."""
+    held = members[source]
+    for index, member in enumerate(members):
+        if len(member.ranks) != len(held.ranks):
+            return index, (
+                f"replica {names[index]} has {len(member.ranks)} ranks and {names[source]} has {len(held.ranks)}:"
+                " start all replicas with the same --nproc-per-node"
+            )
+        if member.backend and held.backend and member.backend != held.backend:
+            return index, (
+                f"replica {names[index]} communicates over {member.backend} and {names[source]} over {held.backend}: a script that"
+                " asks torch.cuda.is_available() may have found no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES there"
+            )
+    return -1, ""
 
 
 def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:

@@ -64,7 +64,13 @@ def invitations(quorum: Quorum, waiting: Sequence[Member]) -> dict[str, Invitati
     said = [ReplicaClaim.decode(member.data) for member in everybody]
     newcomers = [claim for claim, member in zip(said, everybody, strict=True) if member in waiting]
     distinct = len({member.replica for member in everybody}) == len(everybody)
-    if not distinct or not newcomers or not all(claim.prepares and claim.beside for claim in newcomers):
+    alike = len({claim.backend for claim in said} - {""}) < 2
+    if (
+        not distinct
+        or not alike
+        or not newcomers
+        or not all(claim.prepares and claim.beside for claim in newcomers)
+    ):
         return {}
     name = f"{quorum.epoch}.{quorum.number}+{','.join(sorted(member.session for member in waiting))}"
     host = min(waiting, key=lambda member: member.replica).store

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from allranks.errors import (
     AllranksError,
+    ConfigurationError,
     GroupAborted,
     HealingFailed,
     LighthouseRefused,
@@ -34,7 +35,7 @@ from allranks.manager.heal.fetch import Fetch, HealSource, report_fetched
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode
-from allranks.manager.plan import FRESH, NOWHERE, Claim, Position, QuorumPlan, ReplicaClaim, decide
+from allranks.manager.plan import FRESH, NOWHERE, Claim, Position, QuorumPlan, ReplicaClaim, decide, misfit
 from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open_store
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
@@ -161,7 +162,11 @@ class Regrouper:
             try:
                 generation = self._form(quorum, old)
             except (AllranksError, RuntimeError, OSError, TimeoutError) as error:
-                if self.training.closing or time.monotonic() > deadline:
+                if (
+                    isinstance(error, ConfigurationError)
+                    or self.training.closing
+                    or time.monotonic() > deadline
+                ):
                     raise
                 self.training.form(0)
                 log.warning(
@@ -197,6 +202,7 @@ class Regrouper:
             beside=options.use_async_quorum and self.training.eager and self.may_come_late(),
             prepares=self.next_group.may_be_invited,
             prepared="" if any(claim.broken for claim in claims) else self.next_group.name_if_complete(),
+            backend=self.group.backend_name,
         )
         return Member(
             replica=options.replica_id,
@@ -236,6 +242,9 @@ class Regrouper:
             raise ManagerError(f"quorum {quorum.number} does not contain us ({self.options.replica_id})")
         if plan.top == NOWHERE:
             raise HealingFailed(plan.reason)
+        odd, why = misfit(said, [member.replica for member in quorum.members], plan.sources[0])
+        if why:
+            raise ConfigurationError(why) if odd == index else GroupAborted(why)
         lost = self.training.form(quorum.number)
         if lost:
             raise GroupAborted(lost)
