@@ -66,8 +66,8 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Ray Train": (
         "ray",
-        ("1 changed import", *("test_a_worker_that_hangs_is_named_with_its_line_and_replaced",) * 3,
-         "Ray restarts all workers from the checkpoint that your function reports; bits depend on that function"),
+        ("1 changed import", *("test_a_worker_that_hangs_is_named_with_its_line_and_replaced",) * 2,
+         *("test_a_worker_that_is_killed_ten_times_comes_back_with_equal_bits",) * 2),
     ),
 }  # fmt: skip
 
