@@ -121,6 +121,11 @@ SHIPPED: dict[str, tuple[str, tuple[str, ...]]] = {
     "SentenceTransformerTrainer": ("sentence-transformers", shipped("sentence_transformers")),
     "diffusers' UNet with Accelerate": ("diffusers", shipped("diffusers")),
     "fairscale's OSS and ShardedDataParallel": ("fairscale", shipped("fairscale")),
+    "PyTorch-Ignite's Engine and idist": ("pytorch-ignite", shipped("ignite")),
+    "hydra.main with a working folder of its own": ("hydra-core", shipped("hydra")),
+    "MMEngine's Runner": ("mmengine", shipped("mmengine")),
+    "SpeechBrain's Brain": ("speechbrain", shipped("speechbrain")),
+    "fastai's Learner": ("fastai", shipped("fastai")),
 }  # fmt: skip
 
 

@@ -27,6 +27,11 @@ PACKAGES = [
     "sentence-transformers",
     "diffusers",
     "fairscale",
+    "pytorch-ignite",
+    "hydra-core",
+    "mmengine",
+    "speechbrain",
+    "fastai",
 ]
 
 

@@ -124,6 +124,11 @@ KINDS = {
     "sentence_transformers": Program("sentence_transformers", "{programs}/sentence_pairs.py out", "trained"),
     "fairscale": Program("fairscale", "{programs}/fairscale_oss.py", "trained"),
     "diffusers": Program("diffusers", "{programs}/diffusers_unet.py", "trained"),
+    "ignite": Program("ignite", "{programs}/ignite_engine.py", "trained"),
+    "hydra": Program("hydra", "{programs}/hydra_ddp.py hydra.job.chdir=True", "trained in outputs"),
+    "mmengine": Program("mmengine", "{programs}/mmengine_runner.py out", "trained"),
+    "speechbrain": Program("speechbrain", "{programs}/speechbrain_brain.py", "trained"),
+    "fastai": Program("fastai", "{programs}/fastai_learner.py", "trained"),
     "open_clip": Program(
         "open_clip_train",
         "-m open_clip_train.main --dataset-type synthetic --train-num-samples 64 --batch-size 4 --epochs 1 --model RN50"
