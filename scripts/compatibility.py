@@ -124,7 +124,6 @@ SHIPPED: dict[str, tuple[str, tuple[str, ...]]] = {
     "PyTorch-Ignite's Engine and idist": ("pytorch-ignite", shipped("ignite")),
     "hydra.main with a working folder of its own": ("hydra-core", shipped("hydra")),
     "MMEngine's Runner": ("mmengine", shipped("mmengine")),
-    "SpeechBrain's Brain": ("speechbrain", shipped("speechbrain")),
     "fastai's Learner": ("fastai", shipped("fastai")),
 }  # fmt: skip
 

@@ -30,7 +30,6 @@ PACKAGES = [
     "pytorch-ignite",
     "hydra-core",
     "mmengine",
-    "speechbrain",
     "fastai",
 ]
 

@@ -127,7 +127,6 @@ KINDS = {
     "ignite": Program("ignite", "{programs}/ignite_engine.py", "trained"),
     "hydra": Program("hydra", "{programs}/hydra_ddp.py hydra.job.chdir=True", "trained in outputs"),
     "mmengine": Program("mmengine", "{programs}/mmengine_runner.py out", "trained"),
-    "speechbrain": Program("speechbrain", "{programs}/speechbrain_brain.py", "trained"),
     "fastai": Program("fastai", "{programs}/fastai_learner.py", "trained"),
     "open_clip": Program(
         "open_clip_train",

@@ -3,9 +3,11 @@
 from functools import partial
 
 import torch
+from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.distributed import rank_distrib
-from fastai.vision.all import DataLoaders, Learner, OptimWrapper
+from fastai.learner import Learner
+from fastai.optimizer import OptimWrapper
 
 rows = [(torch.randn(8), torch.randn(1)) for _ in range(160)]
 loaders = DataLoaders(DataLoader(rows, bs=4), DataLoader(rows[:16], bs=4))
