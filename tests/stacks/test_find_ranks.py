@@ -193,7 +193,7 @@ def test_the_processes_of_a_named_container_are_those_of_its_namespace(
     assert os.getpid() in container_pids("train", [os.getpid(), 2**22 - 3], run)
     assert asked[-1] == words
     with pytest.raises(InputError, match="no running container named 'other'"):
-        container_pids("other", [], lambda line, limit_s: ToolRun("", "no such object", 0.0))
+        container_pids("other", [], lambda line, limit_s: ToolRun("", "no such object"))
 
 
 @pytest.mark.needs_root

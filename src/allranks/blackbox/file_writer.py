@@ -60,12 +60,10 @@ class Box:
         self.memory[0:8] = MAGIC  # last: a file without it is not a black box yet
 
     def set(self, **fields: int) -> None:
-        """Writes eight-byte header fields."""
         for name, value in fields.items():
             self.words[FIELD[name]] = value
 
     def get(self, field: str) -> int:
-        """One eight-byte header field."""
         return int(self.words[FIELD[field]])
 
     def mark_closed(self, how: str, now_ns: int) -> None:

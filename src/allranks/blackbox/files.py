@@ -32,7 +32,6 @@ def base_folder(uid: int | None = None) -> Path:
 
 
 def job_folder(job: str) -> Path:
-    """The default folder of one job."""
     return base_folder() / (re.sub(r"[^\w.-]", "_", job).lstrip(".") or "job")
 
 

@@ -110,5 +110,4 @@ def as_current(rows: np.ndarray, version: int) -> None:
 
 
 def ring_bytes(capacity: int) -> int:
-    """Bytes taken by the ring."""
     return capacity * CALL.itemsize

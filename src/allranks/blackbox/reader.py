@@ -65,7 +65,6 @@ class BytesFile:
         self.size = len(data)
 
     def read(self, offset: int, count: int) -> bytes:
-        """Up to `count` bytes from `offset`."""
         return self._data[offset : offset + count]
 
     def rows(self, first: int, count: int, turn: int = 0) -> np.ndarray:
@@ -84,7 +83,6 @@ class OpenFile:
         self.size = os.fstat(fd).st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        """Up to `count` bytes from `offset`."""
         return os.pread(self._fd, min(count, max(0, self.size - offset)), offset)
 
     def rows(self, first: int, count: int, turn: int = 0) -> np.ndarray:

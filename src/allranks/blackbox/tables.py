@@ -43,7 +43,6 @@ class Tables:
     _shape_numel: list[tuple[int, int]] = field(default_factory=lambda: [(-1, -1)])
 
     def name(self, text: str) -> int:
-        """The index of a name."""
         found = self._name_ids.get(text)
         if found is None:
             text = text[:MAX_TEXT]
@@ -53,7 +52,6 @@ class Tables:
         return found
 
     def shape(self, shapes: Shapes) -> int:
-        """The index of sizes and dtypes."""
         found = self._shape_ids.get(shapes)
         if found is None:
             found = self._shape_ids[shapes] = len(self.shapes)
@@ -129,7 +127,6 @@ class Heap(Run):
     destroyed: dict[int, int] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
-        """Takes over what a run holds."""
         self.bad += run.bad
         for kind, ids in run.ids.items():
             self.ids[kind].update(ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,33 +25,28 @@ _ONE = "one checkpoint (STORE/NAME), or a store: then its newest"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One sub-command per thing to do."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    ls = _action(actions, "ls", "list the checkpoints of a store")
+    ls = _action(actions, "ls", _ls, "list the checkpoints of a store")
     ls.add_argument("store", help=_ADDRESS)
-    show = _action(actions, "show", "show what a checkpoint holds")
+    show = _action(actions, "show", _show, "show what a checkpoint holds")
     show.add_argument("checkpoint", help=_ONE)
     show.add_argument("--tensors", action="store_true", help="list every tensor with shape, type and shards")
-    verify = _action(actions, "verify", "read every byte and compare every checksum; exit 1 if damaged")
+    text = "read every byte and compare every checksum; exit 1 if damaged"
+    verify = _action(actions, "verify", _verify, text)
     verify.add_argument("checkpoint", help="one checkpoint (STORE/NAME), or a store: then all of it")
     verify.add_argument("--quarantine", action="store_true", help="move damaged ones out of the way")
-    copy = _action(actions, "copy", "copy a checkpoint to another store, verified on the way")
+    copy = _action(actions, "copy", _copy, "copy a checkpoint to another store, verified on the way")
     copy.add_argument("checkpoint", help=_ONE)
     copy.add_argument("target", help="STORE, or STORE/checkpoint_step_N to rename it")
     copy.add_argument("--force", action="store_true", help="replace one of that name")
-    copy.add_argument(
-        "--target-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="as --option, for the target",
-    )
+    _add_pairs(copy, "--target-option", "as --option, for the target")
     _add_cleaning(actions)
     _add_conversions(actions)
 
 
 def _add_cleaning(actions: Actions) -> None:
-    prune = _action(actions, "prune", "remove old checkpoints; never the last good one, nor one being read")
+    text = "remove old checkpoints; never the last good one, nor one being read"
+    prune = _action(actions, "prune", _prune, text)
     prune.add_argument("store", help=_ADDRESS)
     prune.add_argument(
         "--keep", "--keep-last", type=_positive, required=True, metavar="N", help="how many to keep"
@@ -62,20 +57,18 @@ def _add_cleaning(actions: Actions) -> None:
         action="store_true",
         help="do not read the newest first; a damaged one then counts as kept",
     )
-    aside = _action(
-        actions,
-        "set-aside",
-        "take all checkpoints out of sight, so that a job starts from scratch; deletes nothing",
-    )
-    aside.add_argument("store", help=_ADDRESS)
+    text = "take all checkpoints out of sight, so that a job starts from scratch; deletes nothing"
+    _action(actions, "set-aside", _set_aside, text).add_argument("store", help=_ADDRESS)
 
 
 def _add_conversions(actions: Actions) -> None:
-    export = _action(actions, "export", "write one file: .safetensors (the model) or .pt (everything)")
+    text = "write one file: .safetensors (the model) or .pt (everything)"
+    export = _action(actions, "export", _export, text)
     export.add_argument("checkpoint", help=_ONE)
     export.add_argument("file", help="where to; the suffix decides the kind")
     export.add_argument("--force", action="store_true", help="overwrite the file")
-    take = _action(actions, "import", "make a checkpoint of a .pt, a .safetensors or a plain DCP folder")
+    text = "make a checkpoint of a .pt, a .safetensors or a plain DCP folder"
+    take = _action(actions, "import", _import, text)
     take.add_argument("file", help="the file or folder")
     take.add_argument("store", help=_ADDRESS)
     take.add_argument("--force", action="store_true", help="replace a checkpoint of that step")
@@ -87,18 +80,9 @@ def _add_conversions(actions: Actions) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs one action; 1 when something is damaged."""
-    actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "ls": _ls,
-        "show": _show,
-        "verify": _verify,
-        "copy": _copy,
-        "prune": _prune,
-        "export": _export,
-        "import": _import,
-        "set-aside": _set_aside,
-    }
     try:
-        return actions[args.action](args)
+        code: int = args.run(args)
+        return code
     except OSError as error:
         from allranks.checkpoint.stores import reason_of
 
@@ -142,26 +126,16 @@ def _show(args: argparse.Namespace) -> int:
     from allranks.checkpoint.restore.opened_checkpoint import opened
 
     with _checkpoint(args.checkpoint, args.option) as (store, name), opened(store, name) as checkpoint:
-        manifest = checkpoint.manifest
+        manifest, path = checkpoint.manifest, checkpoint.path
         tensors = tensors_of(checkpoint)
-        path = checkpoint.path
     total = sum(int(entry["bytes"]) for entry in tensors.values())
     algorithm = checkpoint.indexes[0].algorithm if checkpoint.indexes else ""
-    facts = {
-        "schema": 1,
-        "path": path,
-        "step": manifest.step,
-        "epoch": manifest.epoch,
-        "world_size": manifest.world_size,
-        "timestamp": manifest.timestamp,
-        "metrics": dict(manifest.metrics),
-        "ranks": list(manifest.ranks),
-        "bytes": total,
-        "checksum": algorithm,
-        "tensor_count": len(tensors),
-    }
     if args.json:
-        print(json.dumps({**facts, "tensors": tensors}))
+        names = ("step", "epoch", "world_size", "timestamp")
+        facts = {"schema": 1, "path": path, **{name: getattr(manifest, name) for name in names}}
+        facts |= {"metrics": dict(manifest.metrics), "ranks": list(manifest.ranks), "bytes": total}
+        facts |= {"checksum": algorithm, "tensor_count": len(tensors), "tensors": tensors}
+        print(json.dumps(facts))
         return 0
     print(f"{path}\nstep {manifest.step}, epoch {manifest.epoch}, saved by {manifest.world_size} ranks")
     print(f"{len(tensors)} tensors, {_size(total)}, checksums {algorithm}")
@@ -218,11 +192,8 @@ def _copy(args: argparse.Namespace) -> int:
             with _bar(f"copy {name}", _bytes_of(source, name), args.json) as progress:
                 manifest = copy_checkpoint(source, name, target, new_name, progress)
             path = target.path_of(new_name)
-    if args.json:
-        print(json.dumps({"schema": 1, "path": path, "step": manifest.step, "bytes": manifest.data_bytes}))
-    else:
-        print(f"Wrote {path} (step {manifest.step}, {_size(manifest.data_bytes)})")
-    return 0
+    facts = {"path": path, "step": manifest.step, "bytes": manifest.data_bytes}
+    return _answer(args, facts, f"Wrote {path} (step {manifest.step}, {_size(manifest.data_bytes)})")
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -239,35 +210,19 @@ def _prune(args: argparse.Namespace) -> int:
 
         decision = decide(list_verified(store, good), args.keep)
         removed, left = ([], []) if args.dry_run else remove(store, decision)
-    if args.json:
-        print(
-            json.dumps(
-                {
-                    "schema": 1,
-                    "reason": decision.reason,
-                    "would_remove": list(decision.remove),
-                    "removed": removed,
-                    "being_read": left,
-                }
-            )
-        )
-        return 0
-    print(decision.reason)
-    for name in decision.remove if args.dry_run else removed:
-        print(f"{'would remove' if args.dry_run else 'removed'} {name}")
-    for name in left:
-        print(f"left {name}: it is being read")
-    return 0
+    lines = [decision.reason]
+    lines += [f"would remove {name}" for name in (decision.remove if args.dry_run else ())]
+    lines += [f"removed {name}" for name in removed]
+    lines += [f"left {name}: it is being read" for name in left]
+    would = {"reason": decision.reason, "would_remove": list(decision.remove)}
+    return _answer(args, {**would, "removed": removed, "being_read": left}, "\n".join(lines))
 
 
 def _set_aside(args: argparse.Namespace) -> int:
     with _store(args.store, args.option) as store:
         moved = store.set_aside()
-    if args.json:
-        print(json.dumps({"schema": 1, "moved_to": moved}))
-    else:
-        print("\n".join(f"moved to {where}" for where in moved) or f"no checkpoints in {args.store}")
-    return 0
+    text = "\n".join(f"moved to {where}" for where in moved) or f"no checkpoints in {args.store}"
+    return _answer(args, {"moved_to": moved}, text)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -279,12 +234,9 @@ def _export(args: argparse.Namespace) -> int:
         _bar(f"export {name}", _bytes_of(store, name), args.json) as progress,
     ):
         names = export_checkpoint(store.path_of(name), args.file, _options(args.option), args.force, progress)
-    size = Path(args.file).stat().st_size
-    if args.json:
-        print(json.dumps({"schema": 1, "file": args.file, "tensors": len(names), "bytes": size}))
-    else:
-        print(f"Wrote {args.file} ({len(names)} tensors of the model, {_size(size)})")
-    return 0
+    facts = {"file": args.file, "tensors": len(names), "bytes": Path(args.file).stat().st_size}
+    size = _size(facts["bytes"])
+    return _answer(args, facts, f"Wrote {args.file} ({len(names)} tensors of the model, {size})")
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -296,21 +248,27 @@ def _import(args: argparse.Namespace) -> int:
     path = import_checkpoint(
         args.file, args.store, step=args.step, config=trust, options=_options(args.option), force=args.force
     )
-    print(json.dumps({"schema": 1, "path": path}) if args.json else f"Wrote {path}")
-    return 0
+    return _answer(args, {"path": path}, f"Wrote {path}")
 
 
-def _action(actions: Actions, name: str, text: str) -> argparse.ArgumentParser:
+def _action(
+    actions: Actions, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=text)
+    parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of the store: endpoint, region, access_key_id, secret_access_key, token (peer)",
-    )
+    of_store = "of the store: endpoint, region, access_key_id, secret_access_key, token (peer)"
+    _add_pairs(parser, "--option", of_store)
     return parser
+
+
+def _add_pairs(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
+    parser.add_argument(flag, action="append", default=[], metavar="KEY=VALUE", help=text)
+
+
+def _answer(args: argparse.Namespace, facts: Mapping[str, object], text: str) -> int:
+    print(json.dumps({"schema": 1, **facts}) if args.json else text)
+    return 0
 
 
 def _options(given: list[str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ JOBS = ("status", "top", "page")  # their argument is the name of a job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument("shell", nargs="?", choices=SHELLS, help="the shell that will read it")
     parser.add_argument(
         "--jobs", action="store_true", help="print the names of the jobs on this node instead"

@@ -9,7 +9,6 @@ from allranks.cli.terminal import use_color
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the three verbs."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     check = verbs.add_parser("check", help="report every problem of a job file, with line and column")
     check.add_argument("file", help="the job's YAML file")
@@ -39,17 +38,8 @@ def _check(args: argparse.Namespace) -> int:
 
     result = validate_config(args.file, validate_s3=args.s3)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "schema": 1,
-                    "file": args.file,
-                    "valid": result.valid,
-                    "errors": [_facts(problem) for problem in result.errors],
-                    "warnings": [_facts(problem) for problem in result.warnings],
-                }
-            )
-        )
+        found = {"errors": list(map(_facts, result.errors)), "warnings": list(map(_facts, result.warnings))}
+        print(json.dumps({"schema": 1, "file": args.file, "valid": result.valid, **found}))
         return 0 if result.valid else 1
     for kind, problems in (("error", result.errors), ("warning", result.warnings)):
         for problem in problems:

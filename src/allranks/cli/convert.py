@@ -58,7 +58,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def encode(trace: RankTrace, form: str) -> bytes:
-    """The bytes of a trace in one of the forms."""
     if form == "box":
         from allranks.blackbox.file_writer import box_bytes
 

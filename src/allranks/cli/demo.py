@@ -21,7 +21,6 @@ _COLOURS = {"title": "1", "text": "2", "bad": "31", "action": "33", "good": "32"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument(
         "--folder",
         type=Path,

@@ -82,7 +82,6 @@ class DiagnoseFlags:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument(
         "paths",
         nargs="+",

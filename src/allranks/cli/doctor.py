@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from allranks.cli.parser import add_flags, read_flags
 from allranks.cli.terminal import use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
@@ -26,7 +27,6 @@ _MARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument(
         "what",
         nargs="*",
@@ -34,31 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="explain LOG…: find the first cause in logs (files, folders, - for standard input); compare ANSWER…: "
         "what differs between nodes, from their `doctor --json`",
     )
-    parser.add_argument(
-        "--etcd",
-        default="",
-        metavar="HOST:PORT",
-        help="rendezvous etcd to check, several separated by commas",
-    )
-    parser.add_argument("--lighthouse", default="", metavar="HOST:PORT", help="lighthouse to check")
-    parser.add_argument(
-        "--s3",
-        default="",
-        metavar="BUCKET",
-        help="bucket or s3:// URL to check, with the missing permission named",
-    )
-    parser.add_argument("--s3-endpoint", default="", metavar="URL", help="endpoint of an S3-compatible store")
-    parser.add_argument(
-        "--checkpoint-folder",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="folder whose space and speed are measured; repeatable",
-    )
-    parser.add_argument(
-        "--port", action="append", type=int, default=[], help="port that must be free; repeatable"
-    )
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks that will run here")
+    add_flags(parser, DoctorOptions)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="job configuration: check what it names too"
     )
@@ -96,15 +72,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    options = DoctorOptions(
-        etcd=args.etcd,
-        lighthouse=args.lighthouse,
-        s3=args.s3,
-        s3_endpoint=args.s3_endpoint,
-        checkpoint_folders=tuple(args.checkpoint_folder),
-        ports=tuple(args.port),
-        nproc_per_node=args.nproc_per_node,
-    )
+    options = read_flags(DoctorOptions, args)
     if args.config:
         options = _with_config(options, args.config)
     found = run_checks(options)
@@ -234,7 +202,7 @@ def render_explanation(found: Explanation) -> Iterator[str]:
     else:
         line = found.first.line
         who = f"rank {line.rank}, " if line.rank is not None else ""
-        yield f"{found.first.cause}"
+        yield found.first.cause
         yield f"  first seen: {who}{line.path}:{line.number}"
         yield f"  > {line.text.strip()[:300]}"
         yield f"  what to do: {found.first.cure}"

@@ -28,7 +28,6 @@ kinds of fault:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.epilog = EPILOG
     parser.add_argument(
         "--plan", type=Path, required=True, metavar="FILE", help="the faults, in YAML or JSON"
@@ -95,7 +94,6 @@ def find_size(command: Sequence[str]) -> tuple[int | None, int]:
 
 
 def render(result: dict[str, object]) -> Iterator[str]:
-    """The report for people."""
     faults = result["faults"]
     assert isinstance(faults, (list, tuple))
     for fault in faults:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `allranks dump`."""
     parser.add_argument(
         "path",
         nargs="?",

@@ -48,7 +48,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def describe_note(note: FileNote, result: LoadResult, calls: int) -> dict[str, Any]:
-    """One file as plain data."""
     entry: dict[str, Any] = asdict(note)
     trace = next((trace for trace in result.traces if trace.path == note.path), None)
     if trace is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument("action", choices=["start", "status", "stop"], metavar="start|status|stop")
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="where data, log and pid are kept (default: per user)"

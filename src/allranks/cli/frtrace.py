@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Loads, analyses and prints."""
     from allranks.errors import ConfigurationError
     from allranks.frtrace.api import read_dir, transform_ft
 

@@ -61,7 +61,6 @@ class LighthouseFlags:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument(
         "action", nargs="?", default="serve", metavar="ACTION", help=f"{', '.join(ACTIONS)} (default: serve)"
     )

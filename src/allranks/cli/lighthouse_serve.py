@@ -30,7 +30,6 @@ START_GRACE_S = 1.5
 
 
 def serve(options: LighthouseFlags, args: argparse.Namespace) -> int:
-    """Serves until a signal and returns the exit code."""
     logging.basicConfig(
         level=options.log_level.upper(),
         stream=sys.stderr,

@@ -13,7 +13,6 @@ ANSWER_S = 5.0  # a lighthouse that takes longer to accept a connection is taken
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument(
         "job",
         nargs="?",

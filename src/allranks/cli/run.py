@@ -55,7 +55,6 @@ FLAGS = {**takes_value(RunFlags), "-h": False, "--help": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.epilog = EPILOG
     parser.usage = "allranks run [our flags] [torchrun flags] SCRIPT ARGS…"
     add_flags(parser, RunFlags)

@@ -34,8 +34,6 @@ Settings = Mapping[str, Any]  # the job file as plain data; {} without one
 
 @dataclass(frozen=True)
 class RunFlags:
-    """The flags of `allranks run`."""
-
     config: Path | None = option(None, "job configuration (YAML); flags win over it", metavar="FILE")
     job: str = option(
         "", "name of the job (default: $ALLRANKS_JOB_ID, --rdzv-id, else generated)", metavar="ID"
@@ -222,8 +220,6 @@ def notice_options(floor_s: float | None, settings: Settings, retry_s: float | N
 
 @dataclass(frozen=True)
 class NodeJob:
-    """One run of `allranks run` on this node."""
-
     options: RunFlags
     settings: Settings  # of the job file
     environment: JobEnvironment

@@ -25,7 +25,6 @@ _ALONE = {"--no-requeue", "--dry-run", "--json", "-h", "--help"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.usage = "allranks slurm ACTION [options] [arguments of `run` or `stacks`]"
     parser.add_argument(
         "action",
@@ -82,7 +81,6 @@ def arrange_words(words: Sequence[str]) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command."""
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
     if args.action == "wrap":

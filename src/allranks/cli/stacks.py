@@ -91,7 +91,6 @@ class StacksFlags:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument(
         "of_job",
         nargs="?",
@@ -234,7 +233,6 @@ def _say(text: str) -> None:
 
 
 def _signal_number(name: str) -> int:
-    """A signal by name or number."""
     import signal
 
     text = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"

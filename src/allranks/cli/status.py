@@ -21,7 +21,6 @@ WIDE = 80  # a narrower screen has fewer columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument(
         "job",
         nargs="?",

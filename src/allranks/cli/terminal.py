@@ -77,7 +77,6 @@ class ProgressBar:
         return done / max(1e-6, time.monotonic() - self._began)
 
     def clear(self) -> None:
-        """Takes the line away."""
         if self._drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

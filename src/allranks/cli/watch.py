@@ -42,7 +42,6 @@ class WatchFlags:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of this command."""
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the job to start and watch"
     )

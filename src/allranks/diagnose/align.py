@@ -61,19 +61,14 @@ def transform_ft(trace: RankTrace, group_world_size: int) -> RankTrace:
     if offset == 0:
         return trace
     moved = [index for index, group in enumerate(trace.groups) if group.desc == "default_pg" and group.ranks]
-    groups = tuple(
-        _moved(group, offset) if index in moved else group for index, group in enumerate(trace.groups)
-    )
+    groups = list(trace.groups)
     calls = trace.calls.copy()
     for index in moved:
+        groups[index] = replace(groups[index], ranks=tuple(rank + offset for rank in groups[index].ranks))
         for column in ("peer", "root"):
             rows = (calls["group"] == index) & (calls[column] >= 0)
             calls[column][rows] += offset
-    return replace(trace, groups=groups, calls=calls)
-
-
-def _moved(group: Group, offset: int) -> Group:
-    return replace(group, ranks=tuple(rank + offset for rank in group.ranks))
+    return replace(trace, groups=tuple(groups), calls=calls)
 
 
 def align(

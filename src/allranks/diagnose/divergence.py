@@ -360,7 +360,6 @@ class _Telling:
         return tuple(r for r, lane in lanes if r not in self.ranks and lane.row(self.divergence.seq) >= 0)
 
     def finding(self) -> Finding:
-        """The finding."""
         context, seq = self.context, self.divergence.seq
         maker = self.divergence.reference if self.divergence.kind == "skipped" else self.divergence.rank
         at = place(context.job.frames(maker, self.group.lanes[maker].row(seq)))

@@ -21,12 +21,12 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     ended = _ended_inside(context, blocked)
     if ended is not None:
         return ended
-    failed = tuple(rank for rank in blocked.failed if _failed(context, rank, blocked.rows[rank]))
+    failed = _ended_as(State.FAILED, context, blocked)
     if failed and len(failed) < len(blocked.rows):
         waiting = ranks_wait(rank for rank in blocked.rows if rank not in failed)
         sentence = f"{context.call(blocked)} failed on {who(context.job, failed)}, while {waiting} in it"
         return _finding(context, blocked, "call_error", failed, sentence, 0.85)
-    if failed and not _timed_out(context, blocked):
+    if failed and not _ended_as(State.TIMED_OUT, context, blocked):
         first = _first_to_fail(context, blocked)
         everywhere = f" on all {len(blocked.rows)} ranks, first" if len(blocked.rows) > 1 else ""
         sentence = f"{context.call(blocked)} failed{everywhere} on {who(context.job, first)}"
@@ -53,15 +53,9 @@ def _ended_inside(context: Context, blocked: Blocked) -> Finding | None:
     return _finding(context, blocked, "missing_rank", left, sentence, 0.8)
 
 
-def _failed(context: Context, rank: int, row: int) -> bool:
-    return int(context.job.ranks[rank].trace.calls["state"][row]) == State.FAILED
-
-
-def _timed_out(context: Context, blocked: Blocked) -> bool:
-    return any(
-        int(context.job.ranks[rank].trace.calls["state"][row]) == State.TIMED_OUT
-        for rank, row in blocked.rows.items()
-    )
+def _ended_as(state: State, context: Context, blocked: Blocked) -> tuple[int, ...]:
+    states = {r: int(context.job.ranks[r].trace.calls["state"][blocked.rows[r]]) for r in blocked.failed}
+    return tuple(rank for rank, found in states.items() if found == state)
 
 
 def _died_inside(context: Context, blocked: Blocked, rank: int) -> str:
@@ -75,7 +69,7 @@ def _died_inside(context: Context, blocked: Blocked, rank: int) -> str:
         return ""
     if closed and closed != "exit":
         return f"it ended with {one_line(closed)}"
-    failed = [r for r in blocked.failed if _failed(context, r, blocked.rows[r])]
+    failed = _ended_as(State.FAILED, context, blocked)
     everybody_else = len(failed) >= len(blocked.rows) - 1 and len(failed) > 1
     return "everybody else's call failed, its own never ended" if everybody_else else ""
 

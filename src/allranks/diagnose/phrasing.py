@@ -76,12 +76,10 @@ def who(job: Job, ranks: Iterable[int]) -> str:
 
 
 def count(number: int, word: str) -> str:
-    """ "1 rank", "7 ranks"."""
     return f"{number:,} {word}{'s' if number != 1 else ''}"
 
 
 def count_ranks(number: int) -> str:
-    """ "1 rank", "7 ranks"."""
     return count(number, "rank")
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from allranks.model.options import option
+
 Status = Literal["ok", "warning", "problem", "skipped"]
 
 
@@ -30,13 +32,18 @@ class Check:
 class DoctorOptions:
     """What the job will use; None or empty means: look at the environment, or skip."""
 
-    etcd: str = ""
-    lighthouse: str = ""
-    s3: str = ""  # bucket or s3:// URL
-    s3_endpoint: str = ""
-    checkpoint_folders: tuple[str, ...] = ()
-    ports: tuple[int, ...] = ()
-    nproc_per_node: int | None = None
+    etcd: str = option("", "rendezvous etcd to check, several separated by commas", metavar="HOST:PORT")
+    lighthouse: str = option("", "lighthouse to check", metavar="HOST:PORT")
+    s3: str = option("", "bucket or s3:// URL to check, with the missing permission named", metavar="BUCKET")
+    s3_endpoint: str = option("", "endpoint of an S3-compatible store", metavar="URL")
+    checkpoint_folders: tuple[str, ...] = option(
+        (),
+        "folder whose space and speed are measured; repeatable",
+        flags="--checkpoint-folder",
+        metavar="PATH",
+    )
+    ports: tuple[int, ...] = option((), "port that must be free; repeatable", flags="--port", metavar="PORT")
+    nproc_per_node: int | None = option(None, "ranks that will run here")
     timeout_s: float = 5.0
 
 

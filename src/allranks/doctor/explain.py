@@ -122,7 +122,6 @@ class _Launcher:
     _in_summary: bool = False
 
     def read(self, line: LogLine) -> None:
-        """Takes one more line."""
         if "Root Cause (first observed failure)" in line.text:
             self._in_summary = True
         elif self._in_summary and (found := _SUMMARY_RANK.match(line.text)):

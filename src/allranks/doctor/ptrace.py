@@ -38,7 +38,6 @@ def may_read_siblings() -> bool | None:
 
 
 def read_byte(pid: int, address: int) -> bool:
-    """Reads one byte of another process's memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     byte = ctypes.create_string_buffer(1)
     here, there = _Span(ctypes.addressof(byte), 1), _Span(address, 1)

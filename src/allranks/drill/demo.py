@@ -31,8 +31,6 @@ Say = Callable[[str, str], None]  # (kind of line, text)
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """How long and how fast."""
-
     folder: Path
     steps: int = 3000  # at most; training ends soon after both replicas have come back
     pace_s: float = 0.1
@@ -56,7 +54,6 @@ class DemoResult:
 
     @property
     def good(self) -> bool:
-        """Whether everything held."""
         drill = self.drill
         faults = all(fault.fired and fault.verdict_right for fault in drill.faults)
         close = self.loss_difference is not None and self.loss_difference < 1e-3
@@ -65,7 +62,6 @@ class DemoResult:
 
 
 def run_demo(options: DemoOptions, say: Say) -> DemoResult:
-    """The whole story."""
     out = options.folder / "training"
     out.mkdir(parents=True, exist_ok=True)
     say("title", f"1. Training on {REPLICAS} replicas, with a hang and a kill")
@@ -149,7 +145,6 @@ class _Tail:
         self._thread = threading.Thread(target=self._run, name="allranks-demo-tail", daemon=True)
 
     def start(self) -> None:
-        """Begins to follow."""
         self._thread.start()
 
     def close(self) -> None:

@@ -68,7 +68,6 @@ class Text:
         return found
 
     def load_batch(self, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets."""
         x = torch.stack([self.codes[s : s + CONTEXT] for s in starts])
         y = torch.stack([self.codes[s + 1 : s + 1 + CONTEXT] for s in starts])
         return x, y
@@ -94,7 +93,6 @@ def train_step(
 
 
 def digest(model: nn.Module) -> str:
-    """A fingerprint of all parameters."""
     seen = hashlib.sha256()
     for value in model.state_dict().values():
         seen.update(value.detach().cpu().contiguous().numpy().tobytes())

@@ -62,13 +62,10 @@ class DrillFault:
 
 @dataclass(frozen=True)
 class DrillPlan:
-    """All faults of a drill."""
-
     seed: int
     faults: tuple[DrillFault, ...]
 
     def to_json(self) -> str:
-        """What ranks read."""
         return json.dumps({"seed": self.seed, "faults": [asdict(fault) for fault in self.faults]})
 
 

@@ -75,7 +75,6 @@ class Ranks:
         self.close()
 
     def start(self) -> None:
-        """Forks every rank."""
         self._folder = tempfile.TemporaryDirectory(prefix="allranks-ranks-")
         self._port = HeldPort()
         sys.stdout.flush()

@@ -81,7 +81,6 @@ class DrillResult:
     incidents: tuple[str, ...] = field(default=())
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON object."""
         return {"schema": SCHEMA, **asdict(self)}
 
 

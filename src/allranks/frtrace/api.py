@@ -75,12 +75,10 @@ def build_db(details: Mapping[str, dict[str, Any]], args: argparse.Namespace, ve
 
 
 def analyse_details(details: Details) -> Analysis:
-    """The job and what is wrong with it."""
     return analyse(details.traces, details.files, details.now_ns)
 
 
 def as_details(details: Mapping[str, dict[str, Any]]) -> Details:
-    """Plain dictionaries of dumps → Details."""
     if isinstance(details, Details):
         return details
     reader = Reader(LoadOptions())

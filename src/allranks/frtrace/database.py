@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from allranks.errors import InputError
 from allranks.frtrace.events import STATES, Analysis, TraceProblem, lists
 from allranks.frtrace.types import Collective, Database, Group, Membership, NCCLCall, Traceback
 from allranks.model.torch_dump import profiling_name
-from allranks.model.trace import Flag, RankTrace, State
+from allranks.model.trace import Flag, Frame, RankTrace, State
 
 
 def build_database(analysis: Analysis) -> Database:
@@ -22,7 +21,7 @@ def build_database(analysis: Analysis) -> Database:
     ids = group_ids(job)
     groups = [Group(ids[view.index], view.desc, len(view.members)) for view in job.groups]
     memberships = [Membership(ids[view.index], rank) for view in job.groups for rank in view.members]
-    tracebacks = [Traceback(i, frames_text(job, i)) for i in range(len(job.tables.stacks))]
+    tracebacks = [Traceback(i, "\n".join(frame_lines(stack))) for i, stack in enumerate(job.tables.stacks)]
     collectives: list[Collective] = []
     numbers: dict[tuple[int, int], int] = {}
     for problem in analysis.problems:
@@ -42,10 +41,8 @@ def group_ids(job: Job) -> dict[int, str]:
 
 def problem_collective(job: Job, ids: dict[int, str], problem: TraceProblem, number: int) -> Collective:
     """The collective of a problem, with what is wrong filled in."""
-    made = _collective(
-        job, ids, job.groups[problem.group], problem.rank, problem.row, number, problem.expected
-    )
     group = job.groups[problem.group]
+    made = _collective(job, ids, group, problem.rank, problem.row, number, problem.expected)
     others = {
         rank: _collective(job, ids, group, rank, group.lanes[rank].row(problem.seq), number, problem.expected)
         for rank, _ in problem.errors
@@ -91,7 +88,8 @@ def _collective(
     numbers = (int(call["seq"]), int(call["p2p_seq"]), int(call["begin"]) - 1)
     sizes = (lists(shapes.inputs), lists(shapes.outputs))
     state = STATES[State(int(call["state"]))]
-    name, stack = call_name(job, rank, row), frames(job, rank, row)
+    name = call_name(job, rank, row)
+    stack = [{"name": f.name, "filename": f.file, "line": f.line} for f in job.frames(rank, row)]
     return Collective(
         number, ids[view.index], True, *numbers, view.desc, name, *sizes, set(expected), state, stack
     )
@@ -125,14 +123,8 @@ def call_name(job: Job, rank: int, row: int) -> str:
     return f"{group.backend}:{op}" if group.backend else op
 
 
-def frames(job: Job, rank: int, row: int) -> list[dict[str, Any]]:
-    """A call's stack as torch's dictionaries."""
-    return [{"name": f.name, "filename": f.file, "line": f.line} for f in job.frames(rank, row)]
-
-
-def frames_text(job: Job, stack: int) -> str:
-    """A stack, one frame per line."""
-    return "\n".join(f"{f.name} at {f.file}:{f.line}" for f in job.tables.stacks[stack])
+def frame_lines(stack: Iterable[Frame]) -> list[str]:
+    return [f"{frame.name} at {frame.file}:{frame.line}" for frame in stack]
 
 
 Filters = tuple[frozenset[int], frozenset[str]]  # selected ranks, group names; empty: all
@@ -198,9 +190,8 @@ def _block(job: Job, problem: TraceProblem) -> Iterator[str]:
     yield f"collective state: {STATES[State(int(call['state']))]}"
     if problem.errors:
         yield "error msg: " + ", ".join(f"Culprit rank {rank}; {info}" for rank, info in problem.errors)
-    stack = [f"{f.name} at {f.file}:{f.line}" for f in job.frames(problem.rank, problem.row)]
     yield "collective stack trace: "
-    yield " " + "\n".join(stack)
+    yield " " + "\n".join(frame_lines(job.frames(problem.rank, problem.row)))
 
 
 def render_entries(
@@ -215,9 +206,7 @@ def render_entries(
     yield from table(rows, [f"Rank {trace.header.rank}" for trace in shown])
     if stacks and shown:
         used = sorted({int(number) for trace in shown for number in trace.calls["stack"]} - {0})
-        texts = [
-            [str(i), "; ".join(f"{f.name} at {f.file}:{f.line}" for f in shown[0].stacks[i])] for i in used
-        ]
+        texts = [[str(number), "; ".join(frame_lines(shown[0].stacks[number]))] for number in used]
         yield from table(texts, ["stack_id", "frame_stack"])
 
 

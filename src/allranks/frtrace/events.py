@@ -72,7 +72,6 @@ class Op:
 
     @property
     def dst(self) -> int:
-        """The receiver's rank in the group."""
         return self._ends[1]
 
     def __repr__(self) -> str:
@@ -202,7 +201,6 @@ def format_frame(frame: Mapping[str, Any]) -> str:
 
 
 def format_frames(frames: Sequence[Mapping[str, Any]]) -> str:
-    """A stack, one frame per line."""
     return "\n".join(map(format_frame, frames))
 
 

@@ -31,7 +31,6 @@ class MatchInfo:
 
     @property
     def state(self) -> MatchState:
-        """The kind of disagreement."""
         return self._state
 
     def __str__(self) -> str:
@@ -55,8 +54,6 @@ class Group(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """One rank in one group."""
-
     group_id: str
     global_rank: int
 
@@ -109,8 +106,6 @@ class NCCLCall(NamedTuple):
 
 
 class Database(NamedTuple):
-    """Everything that build_db makes."""
-
     groups: list[Group]
     memberships: list[Membership]
     tracebacks: list[Traceback]

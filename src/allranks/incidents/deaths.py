@@ -243,5 +243,4 @@ class DeathIncidents:
 
 
 def _identify(death: Death, samples: list[RankSample]) -> ProcessId:
-    """The process that died; its start is 0 without a black box."""
     return ProcessId(death.pid, max((s.start_ns for s in samples if s.pid == death.pid), default=0))

@@ -154,7 +154,6 @@ def _stories(folder: Path) -> Iterator[tuple[Path, Story]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file as a whole."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as out:

@@ -109,7 +109,6 @@ def _meant(name: str | None) -> str:
 
 
 def _some(folders: list[Path]) -> str:
-    """The names of the first few."""
     more = f" and {len(folders) - 8} older ones" if len(folders) > 8 else ""
     return ", ".join(folder.name for folder in folders[:8]) + more
 
@@ -122,7 +121,6 @@ class Overview:
     _before: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def look(self) -> JobView:
-        """One look."""
         now = time.time()
         facts = read_job(self.folder)
         samples = read_samples(self.folder)

@@ -62,7 +62,6 @@ class Watch:
         self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths, self.actor)
 
     def start(self) -> None:
-        """Starts the thread."""
         if self.actor is not None:
             self.deaths.act, self.hangs.actor = self.actor.act, self.actor
         self.deaths.in_background = True

@@ -112,7 +112,6 @@ class NodeLosses:
 
 
 def describe(loss: Loss) -> str:
-    """The loss in a sentence."""
     node, ranks = loss.node.node, loss.node.ranks
     if loss.certain:
         return f"node {node} was lost with {_ranks(ranks)}: {loss.reason}"

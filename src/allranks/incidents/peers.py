@@ -61,8 +61,6 @@ EARLY_S = 2.0  # a part may arrive before its leader has opened a folder for it
 
 @dataclass(frozen=True)
 class _Facts:
-    """part.json."""
-
     missing: tuple[str, ...] = ()
 
 
@@ -86,7 +84,6 @@ class EvidenceServer:
         self._members = MemberServer(Keyring(token), PURPOSE, self._serve, "allranks-evidence")
 
     def start(self) -> None:
-        """Listens on a free port."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.create_server((self.host, 0), family=family)
         self.address = join_address(self.host, listener.getsockname()[1])
@@ -248,7 +245,6 @@ class PeerAgents:
         return self.client.options.replica
 
     def close(self) -> None:
-        """Closes the mailbox."""
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None

@@ -111,8 +111,6 @@ JOIN_S = 30.0
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What to watch and how to answer."""
-
     folder: Path  # black boxes of the job on this node
     incidents: Path  # where incident folders go; shared between nodes if there are several
     job: str
@@ -148,7 +146,6 @@ class Explained:
     _noted: dict[int, int] = field(default_factory=dict)  # pid -> epoch nanoseconds
 
     def add(self, pids: Iterable[int]) -> None:
-        """From now on."""
         self._noted.update(dict.fromkeys(pids, time.time_ns()))
 
     def covers(self, sample: RankSample) -> bool:
@@ -158,8 +155,6 @@ class Explained:
 
 @dataclass(frozen=True)
 class Examination:
-    """What one inspection found."""
-
     stacks: StacksReport | None = None
     diagnosis: Diagnosis | None = None
     missing: tuple[str, ...] = ()
@@ -171,7 +166,6 @@ class Examination:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The guilty ones."""
         return self.verdict.ranks if self.verdict is not None else ()
 
 

@@ -156,7 +156,6 @@ class IncidentPublisher:
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
 
     def publish(self, opened: IncidentFolder) -> None:
-        """To everybody."""
         receivers: tuple[Callable[[], object], ...] = (
             lambda: self.write_page(opened),
             lambda: self.on_incident(opened.current),
@@ -189,7 +188,6 @@ class IncidentPublisher:
 
 
 def payload(address: str, incident: Incident, sentence: str) -> tuple[str, dict[str, object]]:
-    """Where to send, and what."""
     if address.startswith("slack:") or "//hooks.slack.com/" in address:
         lines = [f"*{incident.job}*: {sentence}"]
         if incident.action is not None:
@@ -274,7 +272,6 @@ class IncidentUploader:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread = threading.Thread(target=self._run, name="allranks-upload", daemon=True)
         self._thread.start()
 

@@ -90,7 +90,6 @@ class JobEnvironment:
     record: bool = True
 
     def variables(self) -> dict[str, str]:
-        """The variables to add to a rank's environment."""
         found = {"ALLRANKS_JOB_ID": self.job, "ALLRANKS_RECORD": "1" if self.record else "0"}
         if self.token:
             found["ALLRANKS_TOKEN"] = self.token

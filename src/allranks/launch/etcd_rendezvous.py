@@ -87,20 +87,16 @@ class EtcdV3Store(dist.Store):
         self._life = life
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait for keys."""
         self._limit = timeout
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get` and `wait` wait for keys."""
         return self._limit
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Writes a key."""
         self._etcd.put(self._prefix + key, _bytes(value), self._life.lease())
 
     def get(self, key: str) -> bytes:
-        """Waits for a key and returns its value."""
         deadline = time.monotonic() + self._limit.total_seconds()
         while (found := self._etcd.get(self._prefix + key)) is None:
             if time.monotonic() > deadline:
@@ -109,7 +105,6 @@ class EtcdV3Store(dist.Store):
         return found.value
 
     def add(self, key: str, number: int) -> int:
-        """Adds to a counter and returns the new value."""
         while True:
             found = self._etcd.get(self._prefix + key)
             value = int(found.value) + number if found else number
@@ -130,11 +125,9 @@ class EtcdV3Store(dist.Store):
                 return _bytes(desired)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there now."""
         return all(self._etcd.get(self._prefix + key) is not None for key in keys)
 
     def wait(self, keys: list[str], override_timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there."""
         limit = override_timeout or self._limit
         deadline = time.monotonic() + limit.total_seconds()
         while not self.check(keys):
@@ -143,11 +136,9 @@ class EtcdV3Store(dist.Store):
             time.sleep(POLL_S)
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; True if it was there."""
         return self._etcd.delete(self._prefix + key)
 
     def num_keys(self) -> int:
-        """How many keys there are."""
         return len(self._etcd.get_prefix(self._prefix))
 
 

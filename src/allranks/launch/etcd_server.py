@@ -30,7 +30,6 @@ class EtcdServer:
     start_ticks: int
 
     def running(self) -> bool:
-        """Whether that very process still runs."""
         return _start_ticks(self.pid) == self.start_ticks
 
 

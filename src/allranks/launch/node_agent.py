@@ -47,7 +47,6 @@ MAX_STORY = 1 << 20  # characters of a page that is sent to the lighthouse
 
 
 def replica_name(number: int) -> str:
-    """What a replica is called at the lighthouse."""
     return f"replica-{number}"
 
 

@@ -59,7 +59,6 @@ class _Spare:
         return False
 
     def drop(self) -> None:
-        """It was not needed."""
         os.close(self.line)
         self.process.kill()
         self.process.wait()

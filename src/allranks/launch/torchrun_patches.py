@@ -177,7 +177,6 @@ class LaunchError(AllranksError):
 
 
 def port_in_use(endpoint: str, text: str) -> LaunchError:
-    """Somebody else has the port."""
     return LaunchError(
         f"the rendezvous port of {endpoint or 'this node'} is in use: {text}",
         hint="Find who holds it (ss -ltnp), or choose another with --rdzv-endpoint HOST:PORT "
@@ -186,7 +185,6 @@ def port_in_use(endpoint: str, text: str) -> LaunchError:
 
 
 def nobody_answers(endpoint: str, text: str) -> LaunchError:
-    """Nobody listens there."""
     return LaunchError(
         f"no rendezvous server answers at {endpoint}: {text}",
         hint="Is etcd running? `allranks etcd status`, `allranks etcd start`. For c10d, the node that "
@@ -195,7 +193,6 @@ def nobody_answers(endpoint: str, text: str) -> LaunchError:
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    """Host and port."""
     host, _, port = endpoint.rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
     return host.strip("[]") or "localhost", int(port) if port.isdigit() else DEFAULT_PORT
 
@@ -255,7 +252,6 @@ class RendezvousRetry:
     away_s: float | None = None  # since when its server does not answer (monotonic)
 
     def completed(self, group: WorkerGroup) -> None:
-        """A rendezvous was completed."""
         self.held += 1
         self.nodes = int(group.group_world_size)
 

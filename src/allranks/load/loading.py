@@ -150,18 +150,14 @@ def attempts_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> b
         number, begin = numbered[candidate.path], candidate.raw.header.start_ns
         begun[number] = min(begun.get(number, begin), begin)
         ended[number] = max(ended.get(number, 0), candidate.raw.last_event_ns())
-    numbers = sorted(begun)
-    pairs = itertools.pairwise(numbers)
+    pairs = itertools.pairwise(sorted(begun))
     return any(ended[earlier] > begun[later] + OVERLAP_NS for earlier, later in pairs)
 
 
 def _newest_processes(candidates: list[TraceFile], attempts: tuple[int, ...]) -> FileChoice:
     """Of every rank the file of its newest process, whatever its attempt."""
-    newest: dict[int, TraceFile] = {}
-    for candidate in candidates:
-        known = newest.get(candidate.rank)
-        if known is None or _started(candidate) > _started(known):
-            newest[candidate.rank] = candidate
+    by_start = sorted(candidates, key=lambda c: (c.raw.header.start_ns, c.path))
+    newest = {candidate.rank: candidate for candidate in by_start}
     chosen = tuple(newest[rank] for rank in sorted(newest))
     dropped = [
         (c, f"of an earlier process of rank {c.rank}, which was restarted by itself")
@@ -169,10 +165,6 @@ def _newest_processes(candidates: list[TraceFile], attempts: tuple[int, ...]) ->
         if newest[c.rank] is not c
     ]
     return FileChoice(chosen, tuple(dropped), attempts, attempts[-1])
-
-
-def _started(candidate: TraceFile) -> tuple[int, str]:
-    return (candidate.raw.header.start_ns, candidate.path)
 
 
 def number_attempts(candidates: list[TraceFile]) -> dict[str, int]:
@@ -186,7 +178,8 @@ def number_attempts(candidates: list[TraceFile]) -> dict[str, int]:
     folders: dict[str, list[TraceFile]] = defaultdict(list)
     for candidate in open_ones:
         folders[candidate.path.rpartition("/")[0]].append(candidate)
-    if len(folders) > 1 and _overlap(list(folders.values())):
+    ranks = [rank for files in folders.values() for rank in {candidate.rank for candidate in files}]
+    if len(set(ranks)) < len(ranks):  # a rank occurs in two folders
         order = sorted(
             folders.values(), key=lambda files: (max(c.raw.last_event_ns() for c in files), files[0].path)
         )
@@ -202,17 +195,6 @@ def number_attempts(candidates: list[TraceFile]) -> dict[str, int]:
         number = max(numbered.values(), default=0)
         numbered.update({candidate.path: number for candidate in open_ones})
     return numbered
-
-
-def _overlap(folders: list[list[TraceFile]]) -> bool:
-    """Whether a rank occurs in two folders."""
-    seen: set[int] = set()
-    for files in folders:
-        ranks = {candidate.rank for candidate in files}
-        if ranks & seen:
-            return True
-        seen |= ranks
-    return False
 
 
 def _newest(candidates: list[TraceFile], numbered: dict[str, int]) -> int | None:
@@ -266,25 +248,25 @@ def rank_of_name(path: str) -> int | None:
     """The rank that one path tells by itself, without looking at its neighbours; None when it does not."""
     parts = path.replace("\\", "/").split("/")
     name = parts[-1]
-    box = _BOX.search(name)
-    if box:
+    if box := _BOX.search(name):
         return int(box.group(2))
     for part in (name, *reversed(parts[:-1][-3:])):
-        found = _explicit(part)
-        if found is not None:
+        if (found := _explicit(part)) is not None:
             return found
     return _of_stem(name)
 
 
 def _of_stem(name: str) -> int | None:
     """The rank in "trace_3" or "dump.r3"."""
-    stem = _EXTENSIONS.sub("", name)
     for pattern in (_TRACE, _SHORT):
-        matches = [_plausible(match.group(1)) for match in pattern.finditer(stem)]
-        matches = [rank for rank in matches if rank is not None]
-        if matches:
-            return matches[-1]
+        matches = [_plausible(match.group(1)) for match in pattern.finditer(_stem(name))]
+        if ranks := [rank for rank in matches if rank is not None]:
+            return ranks[-1]
     return None
+
+
+def _stem(path: str) -> str:
+    return _EXTENSIONS.sub("", path.rpartition("/")[2])
 
 
 def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
@@ -300,9 +282,7 @@ def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
         if rank is not None:
             found[path] = rank
         else:
-            name = path.rpartition("/")[2]
-            stem = _EXTENSIONS.sub("", name)
-            families[_NUMBER.sub("#", stem)].append(path)
+            families[_NUMBER.sub("#", _stem(path))].append(path)
     for skeleton, members in families.items():
         if "#" in skeleton:
             found.update(_family_ranks(members))
@@ -325,16 +305,11 @@ def _not_of_folder(found: dict[str, int]) -> dict[str, int]:
 
 
 def _family_ranks(members: list[str]) -> dict[str, int]:
-    rows = [
-        [_plausible(n) for n in _NUMBER.findall(_EXTENSIONS.sub("", p.rpartition("/")[2]))] for p in members
-    ]
-    columns = list(zip(*rows, strict=False))
-    usable = [column for column in columns if None not in column]
+    rows = [[_plausible(number) for number in _NUMBER.findall(_stem(path))] for path in members]
+    usable = [column for column in zip(*rows, strict=False) if None not in column]
     distinct = [column for column in usable if len(set(column)) == len(members)]
-    best = distinct or usable
-    if not best:
-        return {}
-    return {path: rank for path, rank in zip(members, best[-1], strict=False) if rank is not None}
+    best = (distinct or usable or [()])[-1]
+    return {path: rank for path, rank in zip(members, best, strict=False) if rank is not None}
 
 
 def _explicit(part: str) -> int | None:
@@ -448,7 +423,8 @@ def _ranked(load: Share) -> tuple[list[TraceFile], list[FileNote]]:
     for source, raw in load.raws:
         rank = raw.header.rank if raw.header.rank is not None else names.get(source.path, raw.rank_hint)
         if rank is None and load.options.number_unknown:
-            rank = _free_number([file.rank for file in files], names)
+            used = {*(file.rank for file in files), *names.values()}
+            rank = next(number for number in range(len(used) + 1) if number not in used)
         problem = ""
         if rank is None:
             problem = "its rank is not in the file or its name"
@@ -468,12 +444,6 @@ def _file_ranks(paths: list[str], options: LoadOptions) -> dict[str, int]:
         return ranks_of_names(paths)
     found = {path: rank_by_prefix(path.rpartition("/")[2], options.prefix) for path in paths}
     return {path: rank for path, rank in found.items() if rank is not None}
-
-
-def _free_number(taken: list[int], names: dict[str, int]) -> int:
-    """The lowest number that no other file has."""
-    used = {*taken, *names.values()}
-    return next(number for number in range(len(used) + 1) if number not in used)
 
 
 def _dated(source: DumpSource, raw: Raw) -> Raw:
@@ -508,6 +478,6 @@ def _nothing(paths: Sequence[str], notes: list[FileNote]) -> InputError:
     shown = ", ".join(map(str, paths))
     if not notes:
         return InputError(f"{shown}: no files", hint="Give the folder that holds the dumps or black boxes.")
-    details = "\n".join(f"  {note.path}: {note.kind}: {note.note}" for note in notes[:10])
-    more = f"\n  … and {len(notes) - 10} more" if len(notes) > 10 else ""
-    return InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint=details + more)
+    details = [f"  {note.path}: {note.kind}: {note.note}" for note in notes[:10]]
+    details += [f"  … and {len(notes) - 10} more"] if len(notes) > 10 else []
+    return InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint="\n".join(details))

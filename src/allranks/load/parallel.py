@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -99,17 +99,12 @@ def _work(options: LoadOptions, sources: list[DumpSource], memory: mmap.mmap, wr
                 rows.take(share.raws[rows.taken][1])
         tables = share.reader.tables
         failed = [(source, str(error), error.kind, error.skip) for source, error in share.failed]
-        raws = [(_light(source), raw) for source, raw in share.raws]
+        raws = [(replace(source, data=None), raw) for source, raw in share.raws]  # its bytes have been read
         answer = (rows.places, raws, failed, tables.names, tables.shapes, tables.stacks)
         with os.fdopen(writing, "wb") as pipe:
             pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
     finally:
         os._exit(0)
-
-
-def _light(source: DumpSource) -> DumpSource:
-    """The source without its bytes, which have been read."""
-    return DumpSource(source.path, source.location, source.mtime_ns, source.size)
 
 
 class _SharedRows:

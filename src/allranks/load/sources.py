@@ -182,11 +182,7 @@ def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
 
 
 class _Stream(Protocol):
-    """Something that is read piece by piece."""
-
-    def read(self, count: int, /) -> bytes:
-        """Up to `count` bytes; b'' at the end."""
-        ...
+    def read(self, count: int, /) -> bytes: ...
 
 
 class _Gzip:

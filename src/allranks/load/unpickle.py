@@ -100,7 +100,6 @@ class _Salvager(_PythonUnpickler):
         return data
 
     def readline(self) -> bytes:
-        """A whole line."""
         line = self.file.readline()
         if not line.endswith(b"\n"):
             raise EOFError

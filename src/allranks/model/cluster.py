@@ -66,7 +66,6 @@ class Quorum:
         return next((i for i, member in enumerate(self.members) if member.replica == replica), None)
 
     def member(self, replica: str) -> Member | None:
-        """The member of that name, or None."""
         return next((member for member in self.members if member.replica == replica), None)
 
     def healed_by(self, replica: str) -> tuple[str, ...]:
@@ -91,8 +90,6 @@ class MemberLost:
 
 @dataclass(frozen=True)
 class MemberLeft:
-    """A replica said good-bye."""
-
     replica: str
     reason: str
     number: int = 0
@@ -262,8 +259,6 @@ class RankRow:
 
 @dataclass(frozen=True)
 class JobView:
-    """One look at a job."""
-
     job: str
     folder: str
     at: float  # epoch seconds
@@ -274,9 +269,7 @@ class JobView:
 
     @property
     def running(self) -> bool:
-        """Whether any rank runs."""
         return any(row.alive for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON shape of `allranks status --json`."""
         return {"schema": SCHEMA, "running": self.running, **asdict(self)}

@@ -53,7 +53,6 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        """For the log and the page."""
         at = f" at {self.where}" if self.where else ""
         return f"rank {self.rank} {self.reason}{at}" + (f": {self.text}" if self.text else "")
 

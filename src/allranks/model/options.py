@@ -71,7 +71,6 @@ def key_of(one: Field[Any]) -> str:
 
 
 def default_of(one: Field[Any]) -> Any:
-    """An option's default."""
     return one.default if one.default_factory is MISSING else one.default_factory()
 
 

@@ -128,8 +128,6 @@ class Capture:
 
 @dataclass(frozen=True)
 class ChildState:
-    """What a child process of a rank is doing."""
-
     child: int
     pid: int | None
     cause: str

@@ -80,7 +80,6 @@ class PyCounters:
 
     @property
     def in_batch(self) -> bool:
-        """Whether a batch is open."""
         return self._parts is not None
 
     def open_batch(self) -> None:
@@ -100,8 +99,6 @@ class PyCounters:
 
 
 class GroupState:
-    """One process group as this rank sees it."""
-
     __slots__ = ("backend", "counters", "mixed", "name", "ranks", "ref")
 
     def __init__(

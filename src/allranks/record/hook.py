@@ -189,7 +189,6 @@ class Hook:
             writer.box.append(Item.DESTROYED, [number, now])
 
     def fault(self, error: BaseException) -> None:
-        """An error of our own."""
         self._fault(error)
 
     def shapes(self, call: Call) -> Shapes:

@@ -132,7 +132,6 @@ def _needed_signal(text: Any) -> int:
 
 
 def is_true(text: str | None) -> bool:
-    """What torch takes for true in a variable."""
     return (text or "").strip().lower() in {"1", "y", "yes", "t", "true"}
 
 

@@ -40,7 +40,6 @@ class WaitedWork(dist.Work):
         self.inner = inner
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Called by C++."""
         return bool(self.inner.wait(timeout))
 
 

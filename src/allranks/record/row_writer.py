@@ -150,7 +150,6 @@ class PyRing:
         """The part in C keeps the call made last to itself; here all of them are in `pending` anyway."""
 
     def release(self) -> None:
-        """Lets go of the memory."""
         self._words.release()
 
 

@@ -49,7 +49,6 @@ class SideThread:
         self._wakes_by_fd = False
 
     def start(self) -> None:
-        """Starts the thread and takes its place at the exits of the process."""
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         _recorders.add(self._recorder)
         _register_fork_handler()

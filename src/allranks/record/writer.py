@@ -307,7 +307,6 @@ class CallWriter:
             self.asking.release()
 
     def end_capture(self) -> None:
-        """One capture less."""
         self.capturing = max(0, self.capturing - 1)
         if self.markers is not None:
             self.markers.paused = self.capturing > 0

@@ -32,7 +32,6 @@ def to_object(diagnosis: Diagnosis) -> Json:
 
 
 def render(diagnosis: Diagnosis) -> str:
-    """One line of JSON."""
     return json.dumps(to_object(diagnosis), ensure_ascii=False)
 
 

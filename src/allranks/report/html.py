@@ -23,7 +23,6 @@ SEVERITY = {"root": ("Root cause", "bad"), "consequence": ("Follows", ""), "warn
 
 
 def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.0) -> Iterator[str]:
-    """The page."""
     line = build_timeline(traces)
     verdict = diagnosis.verdict
     stacks = [] if verdict is None else without_stale(_cards(verdict))

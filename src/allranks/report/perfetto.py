@@ -27,7 +27,6 @@ MAX_DETAILS = (1 << 21) - 1  # three bytes
 
 
 def render(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Iterator[bytes]:
-    """The file, in parts."""
     span, waiting = find_span(traces), find_waiting(diagnosis, traces)
     uuids, tables = count(2), _Tables()
     guilty = set(() if diagnosis.verdict is None else diagnosis.verdict.ranks)

@@ -148,7 +148,6 @@ class RankEvidence:
     calls: tuple[str, ...] = ()  # oldest first
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
         return asdict(self)
 
 

@@ -48,7 +48,6 @@ def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator
 
 
 def headline(diagnosis: Diagnosis, options: TextOptions) -> str:
-    """The first line."""
     word = {"fault": "", "unclear": "unclear: ", "ok": "nothing wrong: "}[diagnosis.status]
     color = {"fault": "red", "unclear": "yellow", "ok": "green"}[diagnosis.status]
     return _paint(options.color, color, word + clean(headline_text(diagnosis)))
@@ -149,7 +148,6 @@ def _groups(paint: Painter, diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _paint(color: bool, style: str, text: str) -> str:
-    """The text in colour, or as it is."""
     codes = {"red": "1;31", "green": "1;32", "yellow": "1;33", "bold": "1", "dim": "2"}
     return f"\x1b[{codes[style]}m{text}\x1b[0m" if color else text
 

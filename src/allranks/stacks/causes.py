@@ -20,20 +20,11 @@ from allranks.stacks.views import (
     where,
 )
 
+#: Waits for other ranks, or for the device.
+WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
 _SHAPES = ("lock_wait", "thread_wait", "background")
 #: Waits that are telling even in a thread without a line of the user's own.
-_STRONG = frozenset(
-    [
-        "collective_wait",
-        "p2p_wait",
-        "store_wait",
-        "rendezvous_wait",
-        "checkpoint_io",
-        "cuda_wait",
-        "dataloader_wait",
-        "file_lock_wait",
-    ]
-)
+_STRONG = WAITS | {"checkpoint_io", "dataloader_wait", "file_lock_wait"}
 
 
 @dataclass(frozen=True)
@@ -107,10 +98,9 @@ def _follow(
     view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
 ) -> Cause:
     """The main thread waits for another thread: that thread's trouble is the rank's."""
-    others = [(thread, match_thread(patterns, thread, view)) for thread in view.threads if not thread.main]
-    locked = [thread for thread, match in others if match is not None and match.pattern.cause == "lock_wait"]
-    if locked:
+    if locked := _locked(view, patterns):
         return _lock_cause(view, locked, main)
+    others = [(thread, match_thread(patterns, thread, view)) for thread in view.threads if not thread.main]
     told = [
         (thread, match)
         for thread, match in others
@@ -163,12 +153,13 @@ def _weight(match: PatternMatch) -> float:
 
 def _deadlock(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause:
     """The main thread waits for a lock: with whom, or for itself?"""
-    locked = [main]
-    for thread in view.threads:
-        match = None if thread.main else match_thread(patterns, thread, view)
-        if match is not None and match.pattern.cause == "lock_wait":
-            locked.append(thread)
-    return _lock_cause(view, locked, None)
+    return _lock_cause(view, [main, *_locked(view, patterns)], None)
+
+
+def _locked(view: ProcessView, patterns: Sequence[StackPattern]) -> list[ThreadView]:
+    """Threads but the main one that wait for a lock."""
+    others = [(thread, match_thread(patterns, thread, view)) for thread in view.threads if not thread.main]
+    return [thread for thread, match in others if match is not None and match.pattern.cause == "lock_wait"]
 
 
 def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView | None) -> Cause:

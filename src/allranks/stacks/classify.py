@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from allranks.model.stacks import Capture, ChildState, ProcessCapture, RankState, StacksReport
@@ -64,12 +64,10 @@ def find_culprits(ranks: Mapping[int, RankState], hung: bool | None = True) -> t
 
     While nobody knows whether the job hangs, a rank is accused only if others wait or its cause cannot end.
     """
-    if not ranks:
-        return ()
-    if halted := tuple(sorted(rank for rank, state in ranks.items() if state.cause == "stopped")):
+    if halted := _of_causes(ranks, {"stopped"}):
         return halted  # what others do meanwhile may be a wait for it: NCCL's own threads are stopped, too
     if hung is None and not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
-        return tuple(sorted(rank for rank, state in ranks.items() if state.cause in _FOR_GOOD))
+        return _of_causes(ranks, _FOR_GOOD)
     tiers = {rank: _TIERS.get(state.cause, 0) for rank, state in ranks.items() if state.cause != "healthy"}
     if not tiers:
         return ()
@@ -80,6 +78,10 @@ def find_culprits(ranks: Mapping[int, RankState], hung: bool | None = True) -> t
     if lowest == 1:
         return () if all(state.cause == "request_wait" for state in ranks.values()) else chosen
     return _minority(ranks)
+
+
+def _of_causes(ranks: Mapping[int, RankState], causes: Collection[str]) -> tuple[int, ...]:
+    return tuple(sorted(rank for rank, state in ranks.items() if state.cause in causes))
 
 
 def _minority(ranks: Mapping[int, RankState]) -> tuple[int, ...]:
@@ -254,7 +256,8 @@ def _classify_ranks(
     states: dict[int, RankState] = {}
     for process in (one for one in capture.processes if one.child is None):
         children = families.get(process.rank, [])
-        cause, view = find_cause(process, table, _family(children))
+        read = any(shot.stacks for child in children for shot in child.snapshots)
+        cause, view = find_cause(process, table, Children(bool(children), read))
         causes[process.rank], views[process.rank] = cause, view
         states[process.rank] = _state(process, cause, _children(children, table))
     return causes, views, states
@@ -266,18 +269,13 @@ def _behind(capture: Capture) -> tuple[int, ...]:
     return tuple(sorted(p.rank for p in capture.processes if p.child is None and p.pid in pids))
 
 
-def _family(children: Sequence[ProcessCapture]) -> Children:
-    return Children(bool(children), any(shot.stacks for child in children for shot in child.snapshots))
-
-
 def _judge(
     capture: Capture, progress: HangDecision, states: dict[int, RankState], table: Sequence[StackPattern]
 ) -> tuple[dict[int, RankState], tuple[int, ...]]:
     """Causes and culprits in the light of progress: in a job that moves a wait is no fault."""
     if progress.hung is not False:
         return states, find_culprits(states, progress.hung)
-    held = tuple(sorted(rank for rank, state in states.items() if state.cause in _ALWAYS))
-    if held:
+    if held := _of_causes(states, _ALWAYS):
         return states, held
     if {state.cause for state in states.values()} == {"request_wait"}:
         return states, ()

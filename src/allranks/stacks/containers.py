@@ -23,12 +23,14 @@ def container_pids(
 ) -> set[int]:
     """Those of `pids` that run in the container `name`; InputError when no tool knows a running one of that name."""
     problems = []
-    for find in (_docker("docker"), _docker("podman"), _enroot):
-        first, problem = find(name, run)
+    for tool, find in (("docker", _docker), ("podman", _docker), ("enroot", _enroot)):
+        if shutil.which(tool) is None:
+            continue
+        first, problem = find(tool, name, run)
         if first:
             wanted = _mount_namespace(first)
             return {pid for pid in pids if wanted and _mount_namespace(pid) == wanted}
-        problems += [problem] if problem else []
+        problems.append(f"{tool}: {problem}")
     raise InputError(
         f"no running container named {name!r}: {'; '.join(problems) or 'neither docker, podman nor enroot is on the PATH'}",
         hint="names are those of `docker ps`, `podman ps` or `enroot list -f` (with pyxis: srun --container-name NAME); "
@@ -39,30 +41,21 @@ def container_pids(
 Found = tuple[int, str]  # the first process of the container, 0: none; what the tool said
 
 
-def _docker(tool: str) -> Callable[[str, Callable[[list[str], float], ToolRun]], Found]:
-    def find(name: str, run: Callable[[list[str], float], ToolRun]) -> Found:
-        if shutil.which(tool) is None:
-            return 0, ""
-        answer = run([tool, "inspect", "--format", "{{.State.Pid}}", name], LIMIT_S)
-        text = answer.output.strip()
-        if text.isdigit() and text != "0":
-            return int(text), ""
-        return 0, f"{tool}: {answer.problem or 'it does not run'}"
-
-    return find
+def _docker(tool: str, name: str, run: Callable[[list[str], float], ToolRun]) -> Found:
+    answer = run([tool, "inspect", "--format", "{{.State.Pid}}", name], LIMIT_S)
+    text = answer.output.strip()
+    return (int(text), "") if text.isdigit() and text != "0" else (0, answer.problem or "it does not run")
 
 
-def _enroot(name: str, run: Callable[[list[str], float], ToolRun]) -> Found:
+def _enroot(tool: str, name: str, run: Callable[[list[str], float], ToolRun]) -> Found:
     """`enroot list --fancy` has a line NAME PID STATE STARTED TIME MNTNS USERNS COMMAND for each process that runs."""
-    if shutil.which("enroot") is None:
-        return 0, ""
-    answer = run(["enroot", "list", "--fancy"], LIMIT_S)
+    answer = run([tool, "list", "--fancy"], LIMIT_S)
     for words in (line.split() for line in answer.output.splitlines()):
         called = words[0] if words else ""
         pyxis = called.startswith(PYXIS) and called.removeprefix(PYXIS).rpartition("_")[2] == name
         if len(words) > 1 and words[1].isdigit() and (called in (name, f"{PYXIS}{name}") or pyxis):
             return int(words[1]), ""
-    return 0, f"enroot: {answer.problem or 'it is not in the list'}"
+    return 0, answer.problem or "it is not in the list"
 
 
 def _mount_namespace(pid: int) -> str:

@@ -187,8 +187,8 @@ def parse_kernels(text: str) -> tuple[str, ...]:
         if "Kernel" in line and "Invocation" in line:
             inside = True
         elif inside and (match := _KERNEL.match(line)):
-            name = match.group(1).split("(")[0].split("<<<")[0].strip().split(" ")[-1]
-            name = _kernel_name(line) or name
+            column = match.group(1).split("(")[0].split("<<<")[0].strip().split(" ")[-1]
+            name = _kernel_name(line) or column
             if name and name not in kernels:
                 kernels.append(name)
         elif inside and not line.strip():
@@ -214,7 +214,6 @@ class ToolRun:
 
     output: str
     problem: str
-    took_s: float
 
 
 def find_pyspy() -> str | None:
@@ -230,7 +229,7 @@ def run_pyspy(binary: str, pid: int, *, native: bool = False, limit_s: float = P
     """`py-spy dump --json`. Without native frames the target is not stopped at all."""
     extra = ["--native"] if native else ["--nonblocking"]
     run = run_tool([binary, "dump", "--json", *extra, "--pid", str(pid)], limit_s)
-    return ToolRun(run.output, explain_pyspy(run.problem, pid) if run.problem else "", run.took_s)
+    return ToolRun(run.output, explain_pyspy(run.problem, pid) if run.problem else "")
 
 
 def run_gdb(pid: int, *, cuda: bool = False, limit_s: float = GDB_LIMIT_S) -> ToolRun:
@@ -238,7 +237,7 @@ def run_gdb(pid: int, *, cuda: bool = False, limit_s: float = GDB_LIMIT_S) -> To
     name = "cuda-gdb" if cuda else "gdb"
     binary = find_cuda_gdb() if cuda else shutil.which("gdb")
     if binary is None:
-        return ToolRun("", f"{name} is not installed", 0.0)
+        return ToolRun("", f"{name} is not installed")
     commands = ["set pagination off", "set width 0", "set print thread-events off"]
     commands += ["info cuda devices", "info cuda kernels"] if cuda else []
     commands += ["thread apply all bt 24" if cuda else "thread apply all bt"]
@@ -259,30 +258,28 @@ def find_cuda_gdb() -> str | None:
 
 def run_tool(words: list[str], limit_s: float, ok_codes: tuple[int, ...] = (0,)) -> ToolRun:
     """Runs a command to its end or its limit; its whole process group is killed then."""
-    begin, name, pipe = time.monotonic(), Path(words[0]).name, subprocess.PIPE
+    name, pipe = Path(words[0]).name, subprocess.PIPE
     how: dict[str, Any] = {"text": True, "encoding": "utf-8", "errors": "replace", "start_new_session": True}
     try:
         child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, **how)
     except OSError as error:
-        return ToolRun("", f"{name} could not be started: {error}", 0.0)
+        return ToolRun("", f"{name} could not be started: {error}")
     try:
         out, err = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         out, _ = child.communicate()
-        problem = f"{name} did not finish in {limit_s:.0f} s and was ended"
-        return ToolRun(out, problem, time.monotonic() - begin)
+        return ToolRun(out, f"{name} did not finish in {limit_s:.0f} s and was ended")
     finally:
         if child.returncode is None:  # interrupted
             os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
-    took = time.monotonic() - begin
     if child.returncode == 0 or (child.returncode in ok_codes and out.strip()):
-        return ToolRun(out, "", took)
+        return ToolRun(out, "")
     lines = [line for line in err.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("Error")), lines[0] if lines else "no message")
     causes = [line.strip() for line in lines if line.lstrip()[:2] in ("0:", "1:", "2:") and "::" not in line]
-    return ToolRun(out, " ".join([reason.strip(), *causes])[:400] or f"exit {child.returncode}", took)
+    return ToolRun(out, " ".join([reason.strip(), *causes])[:400] or f"exit {child.returncode}")
 
 
 _PTRACE_FIX = (

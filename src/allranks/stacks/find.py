@@ -196,7 +196,7 @@ def choose(
 ) -> list[Target]:
     """The targets among all processes: pure. The looking process and its ancestors are never targets."""
     unnamed = _unnamed_ranks(entries)
-    entries = [_with_rank(e, unnamed[e.pid]) if e.pid in unnamed else e for e in entries]
+    entries = [_with_rank(entry, unnamed.get(entry.pid)) for entry in entries]
     by_pid = {entry.pid: entry for entry in entries}
     excluded = _ancestors(own_pid, by_pid) | {own_pid}
     boxed = _match_boxes(entries, boxes)
@@ -294,7 +294,8 @@ def _unnamed_ranks(entries: Sequence[ProcessEntry]) -> dict[int, int]:
     for entry in entries:
         parent = by_pid.get(entry.ppid)
         alone = parent is not None and _env_rank(parent) is None and "LOCAL_RANK" not in parent.environ
-        if alone and _env_rank(entry) is None and (_local_rank(entry) > 0 or _is_spawned(entry)):
+        spawned = entry.spawned and entry.comm != "pt_data_worker"
+        if alone and _env_rank(entry) is None and (_local_rank(entry) > 0 or spawned):
             groups.setdefault(entry.ppid, []).append(entry)
     return {pid: rank for parent, group in groups.items() for pid, rank in _ranks_of(parent, group).items()}
 
@@ -311,17 +312,15 @@ def _ranks_of(parent: int, group: list[ProcessEntry]) -> dict[int, int]:
     return {parent: first, **{pid: first + rank for rank, pid in local.items()}}
 
 
-def _with_rank(entry: ProcessEntry, rank: int) -> ProcessEntry:
+def _with_rank(entry: ProcessEntry, rank: int | None) -> ProcessEntry:
+    if rank is None:
+        return entry
     return replace(entry, environ={"LOCAL_RANK": str(rank), **entry.environ, "RANK": str(rank)})
 
 
 def _local_rank(entry: ProcessEntry) -> int:
     value = entry.environ.get("LOCAL_RANK", "")
     return int(value) if value.isdigit() else -1
-
-
-def _is_spawned(entry: ProcessEntry) -> bool:
-    return entry.spawned and entry.comm != "pt_data_worker"
 
 
 def _launchers(entries: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox]) -> set[int]:

@@ -40,7 +40,7 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
         headline=pages.upper(report.sentence),
         reason=report.reason if report.reason not in report.sentence else "",
         about=pages.About(job, host, made_s=made_s, facts=(("Ranks", f"{len(report.ranks):,}"),)).rows(),
-        advice=[_advice(state) for state in first if state.where],
+        advice=[f"look at {s.where}: rank {s.rank} is there ({_spaced(s.cause)})" for s in first if s.where],
         commands=[],
         guilty_title=f"The guilty rank{'s' if len(report.culprits) > 1 else ''}",
         guilty_stacks=[_card(state) for state in first if state.stack],
@@ -52,8 +52,8 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
     )
 
 
-def _advice(state: RankState) -> str:
-    return f"look at {state.where}: rank {state.rank} is there ({state.cause.replace('_', ' ')})"
+def _spaced(cause: str) -> str:
+    return cause.replace("_", " ")
 
 
 def _card(state: RankState) -> StackCard:
@@ -68,9 +68,9 @@ def _rows(report: StacksReport) -> Iterator[Row]:
     for states in same_states(report):
         first, ranks = states[0], compress(s.rank for s in states)
         mood = "bad" if first.rank in report.culprits else ""
-        yield Row((ranks, first.cause.replace("_", " "), first.where, first.evidence), mood)
+        yield Row((ranks, _spaced(first.cause), first.where, first.evidence), mood)
         for child in first.children[:16]:
-            yield Row((f"└ child {child.child}", child.cause.replace("_", " "), child.where, child.evidence))
+            yield Row((f"└ child {child.child}", _spaced(child.cause), child.where, child.evidence))
 
 
 def _role_name(role: str) -> str:

@@ -89,19 +89,8 @@ def _pattern(row: object, index: int) -> StackPattern:
 
 #: Conditions whose value is a list, or one of it.
 _LISTS = frozenset(
-    [
-        "syscall",
-        "first_arg",
-        "second_arg",
-        "wchan",
-        "top",
-        "frame",
-        "also",
-        "without",
-        "leaf",
-        "native",
-        "comm",
-    ]
+    {"syscall", "first_arg", "second_arg", "wchan", "top", "frame"}
+    | {"also", "without", "leaf", "native", "comm"}
 )
 
 
@@ -167,12 +156,8 @@ def _argument(index: int) -> Test:
     )
 
 
-def _top_matches(patterns: Sequence[str], view: ThreadView, process: ProcessView) -> bool:
-    return any(frame_matches(one, top) for one in patterns for top in view.python[:1])
-
-
-def _any_frame(patterns: Sequence[str], view: ThreadView) -> bool:
-    return any(frame_matches(one, frame) for one in patterns for frame in view.python)
+def _any_frame(patterns: Sequence[str], frames: Sequence[StackFrame]) -> bool:
+    return any(frame_matches(one, frame) for one in patterns for frame in frames)
 
 
 def _flag(answer: Callable[[ThreadView, ProcessView], bool | None]) -> Test:
@@ -219,10 +204,10 @@ _TESTS: dict[str, Test] = {
     "kernels": lambda wanted, view, process: any(re.search(wanted, one) for one in process.capture.kernels),
     "name": lambda expression, view, process: bool(re.search(expression, view.name)),
     # frame patterns: for the innermost Python frame; for none of them; for any, beside `frame`
-    "top": _top_matches,
+    "top": lambda patterns, view, process: _any_frame(patterns, view.python[:1]),
     "source": _source_matches,
-    "without": lambda patterns, view, process: not _any_frame(patterns, view),
-    "also": lambda patterns, view, process: _any_frame(patterns, view),
+    "without": lambda patterns, view, process: not _any_frame(patterns, view.python),
+    "also": lambda patterns, view, process: _any_frame(patterns, view.python),
     # regular expressions: for native frames above the innermost Python frame; for any native frame of the thread
     "leaf": lambda expressions, view, process: _natives_match(expressions, view.leaf),
     "native": lambda expressions, view, process: _natives_match(expressions, view.natives),

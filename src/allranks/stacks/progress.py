@@ -14,10 +14,8 @@ from itertools import pairwise
 from statistics import median
 
 from allranks.model.stacks import RankMarks
-from allranks.stacks.causes import Cause
+from allranks.stacks.causes import WAITS, Cause
 from allranks.stacks.views import ProcessView, ThreadView
-
-WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,8 @@ def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
     if age > limit:
         return False
     recent = stillness.gaps * max(median(gaps), 0.05) if gaps else 0.0
-    return True if age <= recent or _changed_at_last_sample(one) else None
-
-
-def _changed_at_last_sample(one: RankMarks) -> bool:
-    """Marks taken between the first and the last sample mean that the rank moved while we watched."""
-    return len(one.marks) > 1 and one.marks[-1].at_s > (one.seen_s or 0.0) - 1.0
+    # Marks taken between the first and the last sample mean that the rank moved while we watched.
+    return True if age <= recent or (len(times) > 1 and age < 1.0) else None
 
 
 def _join_timed(timed: Mapping[int, bool | None], marked: Mapping[int, RankMarks]) -> HangDecision:

@@ -56,8 +56,6 @@ ON_DEMAND = signal.SIGQUIT
 
 @dataclass(frozen=True)
 class Collection:
-    """One collection that was made."""
-
     reason: str
     folder: Path
     report: StacksReport

@@ -120,7 +120,6 @@ class ThreadView:
 
     @cached_property
     def natives(self) -> tuple[StackFrame, ...]:
-        """Every native frame of the thread."""
         return tuple(frame for frame in self._mixed if frame.native)
 
     @cached_property

@@ -33,7 +33,6 @@ class Terminal:
         self._thread = threading.Thread(target=self._run, name="allranks-terminal", daemon=True)
 
     def start(self) -> None:
-        """Begins to write."""
         self._thread.start()
 
     def close(self) -> None:

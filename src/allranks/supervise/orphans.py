@@ -35,7 +35,6 @@ class Guard:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def add(self, rank: int) -> None:
-        """A rank (its pid) was started."""
         self._tell(b"+%d\n" % rank)
 
     def remove(self, rank: int) -> None:

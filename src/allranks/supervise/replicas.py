@@ -37,8 +37,6 @@ log = logging.getLogger("allranks.agent")
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What to start on this node."""
-
     command: tuple[str, ...]  # of one rank
     replicas: int
     ranks_per_replica: int = 1
@@ -146,7 +144,6 @@ class Supervisor:
         return {rank.number: rank.process.pid for r in self._replicas.values() for rank in r.ranks}
 
     def has(self, replica: int) -> bool:
-        """Whether this node runs it."""
         return 0 <= replica - self.options.first_replica < self.options.replicas
 
     def is_running(self, replica: int) -> bool:
@@ -219,7 +216,6 @@ class Supervisor:
         self._tell(Event("started", replica.number, now, f"pid {pids}", pid=replica.ranks[0].process.pid))
 
     def _environment(self, replica: _Replica, local: int, port: int) -> dict[str, str]:
-        """Of one rank of a replica."""
         size = self.options.ranks_per_replica
         total = self.options.total_replicas or self.options.replicas
         on_node = (replica.number - self.options.first_replica) * size + local
@@ -443,7 +439,6 @@ class Supervisor:
 
 
 def _ending(code: int) -> str:
-    """An exit code in words."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -95,7 +95,6 @@ class ExitWatcher:
     _wake: tuple[socket.socket, socket.socket] | None = None
 
     def start(self) -> None:
-        """Opens the sockets."""
         self._selector = selectors.DefaultSelector()
         self._wake = socket.socketpair()
         self._datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -109,7 +108,6 @@ class ExitWatcher:
             self._selector.register(end, selectors.EVENT_READ, -1)
 
     def close(self) -> None:
-        """Lets go of everything."""
         if self._selector is not None:
             self._selector.close()
             self._selector = None
@@ -217,7 +215,6 @@ class Death:
 
     @property
     def sentence(self) -> str:
-        """For the log and the page."""
         return Failure(self.rank, self.reason, self.where, self.text).sentence
 
     def failure(self, samples: Sequence[RankSample]) -> Failure | None:

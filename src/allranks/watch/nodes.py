@@ -27,8 +27,6 @@ AWAY_S = 3.0  # a lighthouse that is away for this long has gone with its node
 
 @dataclass(frozen=True)
 class Loss:
-    """A node that is gone."""
-
     node: Presence
     reason: str
     at: float  # epoch seconds, of the notice
@@ -53,12 +51,10 @@ class NodeMonitor:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to report."""
         self._thread = threading.Thread(target=self._run, name="allranks-nodes", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Reports nothing any more."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=15.0)

@@ -48,7 +48,6 @@ class RankSample:
 
     @property
     def process(self) -> ProcessId:
-        """Which process it is."""
         return ProcessId(self.pid, self.start_ns)
 
     @property

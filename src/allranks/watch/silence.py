@@ -366,7 +366,6 @@ class ProgressHistory:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def observe(self, now_s: float, samples: list[RankSample]) -> None:
-        """One more sample of the ranks."""
         with self._lock:
             self._state = observe(now_s, self._state, samples, self.options)
 
