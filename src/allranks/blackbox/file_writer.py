@@ -153,8 +153,9 @@ def box_bytes(trace: RankTrace) -> bytes:
     calls["group"] = np.array(groups, np.uint32)[calls["group"]]
     for column in ("op", "label"):
         _renumber(calls, column, lambda index: heap.add(Item.NAME, trace.names[index]))
-    _renumber(calls, "shapes", lambda index: heap.add(Item.SHAPES, _shapes(trace, index)))
-    _renumber(calls, "stack", lambda index: heap.add(Item.STACK, _frames(trace, index)))
+    _renumber(calls, "shapes", lambda index: heap.add(Item.SHAPES, list(vars(trace.shapes[index]).values())))
+    stacks = [[[frame.name, frame.file, frame.line] for frame in stack] for stack in trace.stacks]
+    _renumber(calls, "stack", lambda index: heap.add(Item.STACK, stacks[index]))
     for thread, name in trace.threads.items():
         heap.add(Item.THREAD, [thread, name])
     for index, when in trace.destroyed.items():
@@ -164,14 +165,6 @@ def box_bytes(trace: RankTrace) -> bytes:
     ring = _ring(calls)
     head = _header(trace, ring, len(heap.data), (phase, inside)).tobytes()
     return head.ljust(HEADER_BYTES, b"\0") + ring.tobytes() + heap.data
-
-
-def _shapes(trace: RankTrace, index: int) -> list[object]:
-    return list(vars(trace.shapes[index]).values())
-
-
-def _frames(trace: RankTrace, index: int) -> list[list[object]]:
-    return [[frame.name, frame.file, frame.line] for frame in trace.stacks[index]]
 
 
 def _renumber(calls: np.ndarray, column: str, number: Callable[[int], int]) -> None:

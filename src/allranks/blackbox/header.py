@@ -70,18 +70,7 @@ class Header(NamedTuple):
 
 
 #: The code of `struct` of every field in the file, in order.
-CODES = (
-    "8s",
-    "I",
-    "I",
-    *"QQQQQQ",
-    *"qqqqqqqqqqqqq",
-    "Q",
-    "q",
-    f"{CLOSED_BYTES}s",
-    *"Qqq",
-    f"{EXIT_MESSAGE_BYTES}s",
-)
+CODES = ("8s", *"IIQQQQQQ", *"qqqqqqqqqqqqqQq", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s")
 STRUCT = struct.Struct("<" + "".join(CODES))
 
 

@@ -100,9 +100,8 @@ def _explain(program: str, error: Exception) -> int:
         traceback.print_exc()
         print(f"{program}: this is a bug in allranks; please report it with the lines above", file=sys.stderr)
         return 2
-    said = f"{program}: {error}".replace(
-        f"{program}: {program} ", f"{program} "
-    )  # "allranks run needs the extra …"
+    # "allranks run needs the extra …"
+    said = f"{program}: {error}".replace(f"{program}: {program} ", f"{program} ")
     for line in f"{said}\n{hint}".rstrip().split("\n"):
         print(printable(line), file=sys.stderr)
     return 2

@@ -83,9 +83,8 @@ def main(args: argparse.Namespace) -> int:
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines of ranks stay whole when several processes write
-    if (
-        options.record and importlib.util.find_spec("torch") is None
-    ):  # not imported: replicas do that themselves
+    # not imported: replicas do that themselves
+    if options.record and importlib.util.find_spec("torch") is None:
         raise MissingExtra("allranks run", "torch")
     if not script:
         raise InputError(
@@ -136,13 +135,8 @@ def _run(
     environment = JobEnvironment(name, token, lighthouse, folder, snapshots, options.record)
     incidents = _incidents(options.incidents or Path("allranks-incidents"), folder)
     log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
-    facts = {
-        "job": name,
-        "lighthouse": lighthouse,
-        "incidents": str(incidents.absolute()),
-        "pid": os.getpid(),
-    }
-    write_job(folder, facts)
+    facts = {"job": name, "lighthouse": lighthouse, "incidents": str(incidents.absolute())}
+    write_job(folder, {**facts, "pid": os.getpid()})
     _say(f"job {name}: black boxes in {folder}, logs in {log_dir}, job token in {folder / TOKEN_FILE}")
     if lighthouse and not options.lighthouse and may_have_several_nodes(torchrun):
         _say(ALONE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from allranks.model.options import option
@@ -45,6 +46,12 @@ class DoctorOptions:
     ports: tuple[int, ...] = option((), "port that must be free; repeatable", flags="--port", metavar="PORT")
     nproc_per_node: int | None = option(None, "ranks that will run here")
     timeout_s: float = 5.0
+
+
+def make_folder(folder: Path, mode: int = 0o777) -> str:
+    """A repair: makes what is missing, and says so."""
+    folder.mkdir(mode=mode, parents=True)
+    return f"made {folder}"
 
 
 def run_checks(options: DoctorOptions) -> list[Check]:

@@ -204,17 +204,13 @@ def _bounded(log: BinaryIO, limit: int | None) -> Iterator[bytes]:
 
 
 def _time(text: str) -> float | None:
-    found = _TIME.search(text[:200])
-    if found:
-        year, month, day, hour, minute, second = (int(part) for part in found.groups()[:6])
-        fraction = float(f"0.{found.group(7)}") if found.group(7) else 0.0
-        return ((((year * 12 + month) * 31 + day) * 24 + hour) * 60 + minute) * 60 + second + fraction
-    found = _GLOG.search(text[:200])
-    if found:
-        month, day, hour, minute, second = (int(part) for part in found.groups()[:5])
-        fraction = float(f"0.{found.group(6)}") if found.group(6) else 0.0
-        return (((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second + fraction
-    return None
+    found = _TIME.search(text[:200]) or _GLOG.search(text[:200])
+    if found is None:
+        return None
+    *parts, fraction = found.groups()
+    year, month, day, hour, minute, second = map(int, [0] * (6 - len(parts)) + parts)  # glog has no year
+    whole = ((((year * 12 + month) * 31 + day) * 24 + hour) * 60 + minute) * 60 + second
+    return whole + float(f"0.{fraction or 0}")
 
 
 def _weight(match: Match, blamed: int | None) -> tuple[int, int, float, bool, int, str]:

@@ -16,9 +16,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from allranks.doctor import Check, DoctorOptions
+from allranks.doctor import Check, DoctorOptions, make_folder
 from allranks.stacks.gpus import ask_nvidia_smi, csv_cells
 
 PROBE_BYTES = 32 << 20
@@ -238,12 +239,7 @@ def check_folders(options: DoctorOptions) -> list[Check]:
 def _check_folder(path: Path) -> Check:
     name = f"folder {path}"
     if not path.exists():
-
-        def make() -> str:
-            path.mkdir(parents=True)
-            return f"made {path}"
-
-        return Check(name, "problem", "it does not exist", f"mkdir -p {path}", make)
+        return Check(name, "problem", "it does not exist", f"mkdir -p {path}", partial(make_folder, path))
     try:
         speed = _write_speed(path)
     except OSError as error:

@@ -32,8 +32,7 @@ log = logging.getLogger("allranks.drill")
 
 KINDS = ("kill", "stop", "hang", "slow", "leave", "error", "cut")
 PLACES = (
-    "step start", "before allreduce", "inside allreduce", "before vote", "half vote", "inside vote",
-    "after vote",
+    "step start", "before allreduce", "inside allreduce", "before vote", "half vote", "inside vote", "after vote",
     "before apply", "regrouping", "connecting", "sending state", "receiving state", "loading state",
 )  # fmt: skip
 
@@ -185,14 +184,11 @@ def _around(
     name: str,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
-    once: bool = False,
 ) -> None:
     """Wraps one method of one object."""
     real = getattr(target, name)
 
     def wrapped(*args: object, **kwargs: object) -> object:
-        if once:
-            setattr(target, name, real)
         if before is not None:
             before()
         result = real(*args, **kwargs)

@@ -172,9 +172,11 @@ def _partition(for_s: float) -> None:
 
     Connections that the rank makes anew are cut again; helpers are stopped first, so that they make none.
     """
+    from allranks.stacks.procfs import children_of
+
     length_s = for_s or PARTITION_S
     deadline = time.monotonic() + length_s
-    helpers = _children()
+    helpers = children_of(os.getpid())
     if helpers:
         _stop_for(helpers, length_s)
     for pid in (*helpers, os.getpid()):
@@ -238,27 +240,11 @@ def _copy_of(pid: int, fd: int) -> int:
         os.close(handle)
 
 
-def _children() -> list[int]:
-    return [
-        int(word)
-        for task in _listing("/proc/self/task")
-        for word in _text(f"/proc/self/task/{task}/children").split()
-    ]
-
-
 def _listing(path: str) -> list[str]:
     try:
         return os.listdir(path)
     except OSError:
         return []
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 def _leave(for_s: float) -> None:

@@ -38,15 +38,13 @@ class DeathIncidents:
     in_background: bool = False  # `check` only finds deaths: keeping evidence and asking others take seconds
     echo_patience_s: Callable[[], float] = lambda: ECHO_S
     _started_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another run
-    _past: set[ProcessId] = field(
-        default_factory=set
-    )  # of the attempt that ended: no times, a clock may be set
+    # of the attempt that ended: no times, a clock may be set
+    _past: set[ProcessId] = field(default_factory=set)
     _known: dict[ProcessId, IncidentFolder] = field(default_factory=dict)
     _failures_s: list[float] = field(default_factory=list)  # monotonic, of this node's ranks
     _cut: dict[tuple[int, ...], IncidentFolder] = field(default_factory=dict)  # ranks -> their last partition
-    _doubtful: tuple[float, list[Death], list[RankSample]] | None = (
-        None  # since when only secondary failures are known
-    )
+    # since when only secondary failures are known
+    _doubtful: tuple[float, list[Death], list[RankSample]] | None = None
     _echo: IncidentFolder | None = None  # the last incident that was opened for secondary failures alone
     _failed: tuple[Failure, IncidentFolder] | None = None  # the program's last failure, and its incident
     _noting: threading.Lock = field(default_factory=threading.Lock)
@@ -88,15 +86,16 @@ class DeathIncidents:
             return find_first([d for d in doubtful[1] if d.pid not in covered]), samples
         first, now = find_first(deaths), time.monotonic()
         since = doubtful[0] if doubtful else now
-        patience = self.echo_patience_s() if patience_s is None else patience_s
-        if any(not s.closed and process_state(s.pid) == "X" for s in samples):
-            patience = max(
-                patience, ENDING_S
-            )  # it said nothing and is being taken down: most likely the cause
-        if first is not None and first.echo and now - since < patience:
+        if first is not None and first.echo and now - since < self._patience_s(samples, patience_s):
             self._doubtful = (since, deaths, samples)
             return None, samples
         return first, samples
+
+    def _patience_s(self, samples: list[RankSample], given_s: float | None) -> float:
+        patience = self.echo_patience_s() if given_s is None else given_s
+        # one that said nothing and is being taken down is most likely the cause
+        ending = any(not s.closed and process_state(s.pid) == "X" for s in samples)
+        return max(patience, ENDING_S) if ending else patience
 
     def note_death(self, death: Death, samples: list[RankSample] | None = None) -> IncidentFolder | None:
         """A rank died (seen by its supervisor, or by us): keeps the evidence and opens its story, once.
@@ -105,7 +104,8 @@ class DeathIncidents:
         """
         with self._noting:
             samples = read_samples(self.options.folder) if samples is None else samples
-            process = _identify(death, samples)
+            started_ns = max((s.start_ns for s in samples if s.pid == death.pid), default=0)
+            process = ProcessId(death.pid, started_ns)
             known = self._known.get(process)
             if known is not None:
                 known.update(Moment("gone", death.at, death.reason))
@@ -240,7 +240,3 @@ class DeathIncidents:
         self.pipeline.publisher.publish(opened)
         self.pipeline.recoveries.add(opened, samples, ranks)
         return opened
-
-
-def _identify(death: Death, samples: list[RankSample]) -> ProcessId:
-    return ProcessId(death.pid, max((s.start_ns for s in samples if s.pid == death.pid), default=0))

@@ -35,9 +35,8 @@ from allranks.watch.silence import ProgressHistory, Suspicion
 
 log = logging.getLogger("allranks.agent")
 
-AGAIN_S = (
-    30.0  # a hang without an action is examined again after this long at the earliest, where one may be taken
-)
+# a hang without an action is examined again after this long at the earliest, where one may be taken
+AGAIN_S = 30.0
 LASTED_S = 10.0  # how often the duration of a hang is written
 ACTIONS = ("evict", "restart_rank", "restart_job", "command")
 
@@ -310,16 +309,11 @@ class HangInvestigator:
             log.warning("%s: %s; acting in %.0f s at the earliest", opened.current.id, reason, left_s)
             case.next_s = time.monotonic() + left_s
             return False
-        action = decide_action(
-            time.monotonic(), self._facts(verdict, samples), self.policy, self.options.policy
-        )
+        facts = self._facts(verdict, samples)
+        action = decide_action(time.monotonic(), facts, self.policy, self.options.policy)
         case.next_s = time.monotonic() + max(AGAIN_S, case.looks[-1].quiet_s)
-        before = opened.current.action
-        if (
-            case.answered
-            and before is not None
-            and (before.kind, before.ranks) == (action.kind, action.ranks)
-        ):
+        before = opened.current.action if case.answered else None
+        if before is not None and (before.kind, before.ranks) == (action.kind, action.ranks):
             return True  # nothing new
         opened.update(Moment("verdict", time.time(), verdict.sentence), action=action)
         self.pipeline.publisher.log(opened)
@@ -336,15 +330,10 @@ class HangInvestigator:
         return True
 
     def _facts(self, verdict: Finding, samples: list[RankSample]) -> HangFacts:
-        return HangFacts(
-            self.options.mode,
-            verdict.cause,
-            verdict.ranks,
-            verdict.confidence,
-            self.options.ranks_per_replica,
-            self.options.replicas,
-            members=tuple(sorted({self.options.replica_of(s.rank) for s in samples if s.alive})),
-        )
+        members = tuple(sorted({self.options.replica_of(s.rank) for s in samples if s.alive}))
+        found = (verdict.cause, verdict.ranks, verdict.confidence)
+        options = self.options
+        return HangFacts(options.mode, *found, options.ranks_per_replica, options.replicas, members)
 
     def _act(self, opened: IncidentFolder, action: Action, samples: list[RankSample]) -> None:
         name = action.kind.replace("_", " ")

@@ -17,13 +17,13 @@ import numpy as np
 from allranks.blackbox.files import job_folders
 from allranks.blackbox.header import is_alive
 from allranks.channel import web_client
+from allranks.diagnose.phrasing import ranks_text, ranks_wait
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import JobView, RankRow
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.pages import short
 from allranks.watch.samples import RankSample, read_sample, read_samples
 
 JOB_FILE, TOKEN_FILE = "job.json", "token"
@@ -62,8 +62,7 @@ def find_job(name: str | None) -> Path:
     here; if none does, the newest."""
     if name and (path := Path(name)).is_dir() and ("/" in name or _last_written(path)):
         return path
-    folders = sorted(job_folders(), key=_last_written, reverse=True)
-    folders = [folder for folder in folders if _last_written(folder)]
+    folders = _jobs()
     if not name:
         return _newest_running(folders)
     exact = [folder for folder in folders if name in (folder.name, read_job(folder).get("job"))]
@@ -98,14 +97,19 @@ def read_job_token(folder: Path) -> str:
 
 def _meant(name: str | None) -> str:
     """What else there is, the nearest names first."""
-    folders = sorted(job_folders(), key=_last_written, reverse=True)
-    known = [folder for folder in folders if _last_written(folder)]
+    known = _jobs()
     near = get_close_matches(name or "", [folder.name for folder in known], 3, 0.5)
     if near:
         return f"Did you mean {' or '.join(near)}?"
     if known:
         return f"Jobs on this node: {_some(known)}."
     return "Start one with `allranks run …`, or give the folder of its black boxes."
+
+
+def _jobs() -> list[Path]:
+    """The folders of recorded jobs, the newest first."""
+    written = {folder: _last_written(folder) for folder in job_folders()}
+    return sorted(filter(written.__getitem__, written), key=written.__getitem__, reverse=True)
 
 
 def _some(folders: list[Path]) -> str:
@@ -247,17 +251,10 @@ def who_waits(traces: Iterable[RankTrace]) -> str:
     for rank, mine in open_.items():
         for call in mine:
             calls.setdefault(call, []).append(rank)
-    best = ""
-    most = 0
+    best, most = "", 0
     for call, waiters in calls.items():
         absent = find_absent(known[waiters[0]], *call, open_)
         if absent and len(waiters) > most:
             most, text = len(waiters), open_[waiters[0]][call]
-            best = (
-                f"{_ranks(waiters)} {'wait' if len(waiters) > 1 else 'waits'} for {_ranks(absent)} in {text}"
-            )
+            best = f"{ranks_wait(waiters)} for {ranks_text(absent)} in {text}"
     return best
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {short(tuple(ranks))}"

@@ -26,7 +26,7 @@ from allranks.model.parsing import from_json
 from allranks.model.stacks import RankState, StacksReport
 from allranks.model.trace import Frame
 from allranks.stacks import Stillness, classify, read_capture
-from allranks.stacks.progress import WAITS
+from allranks.stacks.causes import WAITS
 from allranks.stacks.views import is_user_file
 
 log = logging.getLogger("allranks.agent")
@@ -263,15 +263,11 @@ def _stacks(folder: Path, observed: Observed) -> StacksReport | None:
 
 
 def _diagnose(boxes: Path, report: StacksReport | None, observed: Observed) -> Diagnosis:
-    now = {
-        rank: RankNow(rank, s.cause, nearest_line(s), s.evidence, _python_frames(s))
-        for rank, s in (report.ranks if report else {}).items()
-    }
+    now = {}
+    for rank, s in (report.ranks if report else {}).items():
+        frames = tuple(Frame(frame.name, frame.file, frame.line) for frame in s.stack if not frame.native)
+        now[rank] = RankNow(rank, s.cause, nearest_line(s), s.evidence, frames)
     now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in observed.gone})
     loaded = load_paths([str(boxes)], LoadOptions())
     options = DiagnoseOptions(now_ns=observed.taken_ns, quiet_s=observed.quiet_s)
     return diagnose(loaded.traces, loaded.files, stacks=now.values(), options=options)
-
-
-def _python_frames(state: RankState) -> tuple[Frame, ...]:
-    return tuple(Frame(frame.name, frame.file, frame.line) for frame in state.stack if not frame.native)

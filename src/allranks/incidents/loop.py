@@ -101,19 +101,12 @@ class Watch:
         """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
         now = time.monotonic() if now_s is None else now_s
         samples = read_samples(self.options.folder)
-        running = [s for s in samples if s.alive and not s.closed]
-        ours = [s for s in running if self._is_ours(s)]
-        self.ranks = tuple(s.rank for s in ours)
-        self._exits.hold(s.pid for s in running)
-        self._exits.note_dead(s.pid for s in samples if not s.alive)
-        if running:
-            calls = sum(s.calls_completed for s in ours)
-            self.on_look(max(s.step for s in running), calls, self._waiting.read(running))
+        ending = self._note_ranks(samples)
         self.history.observe(now, samples)
         self.deaths.check(samples, self._exits.endings)
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
-        if running and all(self._asked_to_end.covers(s) for s in ours or running):
+        if ending:
             return None
         if self._examining is not None and self._examining.is_alive():
             self.hangs.note(now, samples)
@@ -122,6 +115,18 @@ class Watch:
         if examine is not None:
             self._examine(examine)
         return suspicion
+
+    def _note_ranks(self, samples: list[RankSample]) -> bool:
+        """Who runs and who does not, for whom it concerns; whether all that run have been asked to end."""
+        running = [s for s in samples if s.alive and not s.closed]
+        ours = [s for s in running if self._is_ours(s)]
+        self.ranks = tuple(s.rank for s in ours)
+        self._exits.hold(s.pid for s in running)
+        self._exits.note_dead(s.pid for s in samples if not s.alive)
+        if running:
+            calls = sum(s.calls_completed for s in ours)
+            self.on_look(max(s.step for s in running), calls, self._waiting.read(running))
+        return bool(running) and all(self._asked_to_end.covers(s) for s in ours or running)
 
     def _examine(self, work: Callable[[], None]) -> None:
         if self._thread is None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from allranks.diagnose.phrasing import ranks_text
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.folder import IncidentFolder
@@ -135,9 +136,4 @@ def find_waiting(traces: Iterable[RankTrace], since_ns: int, until_ns: int) -> s
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 1, 2", "ranks 8-15"."""
-    if not ranks:
-        return "all its ranks"
-    if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return ranks_text(ranks) if ranks else "all its ranks"

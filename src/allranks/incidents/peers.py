@@ -54,6 +54,8 @@ MAX_PACKED_BYTES = 64 << 20
 MAX_BYTES = 512 << 20
 FACTS = "part.json"
 UPLOAD_S = 20.0
+#: What unpacking a part may end with that is damaged, or made to harm.
+BAD_PART = (zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, RuntimeError, OSError)
 PURPOSE = "evidence"  # names the key that both sides prove
 MAX_REQUEST_BYTES = 16 << 10
 EARLY_S = 2.0  # a part may arrive before its leader has opened a folder for it
@@ -202,15 +204,7 @@ def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[st
                 if entry.filename != FACTS:
                     _write(folder, pack, entry)
             facts = from_json(pack.read(FACTS), _Facts) if FACTS in pack.namelist() else _Facts()
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        LookupError,
-        ValueError,
-        RuntimeError,
-        OSError,
-    ) as error:
+    except BAD_PART as error:
         raise InputError(f"a part that cannot be read: {error}") from error
     return list(facts.missing)
 

@@ -24,10 +24,7 @@ WORKING = frozenset(
 )
 SAVING = frozenset({"checkpoint_io", "d_state", "file_lock_wait", "network_io"})
 COMPILING = (
-    "torch/_dynamo/",
-    "torch/_inductor/",
-    "torch/_functorch/",
-    "triton/compiler",
+    *("torch/_dynamo/", "torch/_inductor/", "torch/_functorch/", "triton/compiler"),
     "/torch/utils/cpp_extension",
 )
 #: All ranks pause on their own, without a wait for another: a pause that nobody announced, or none of them comes back.
@@ -56,31 +53,27 @@ def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
         return None, "no step was done, but calls of it are being completed: sampling again"
     if len(looks) < 2:
         return None, "one sample cannot tell stuck from slow: sampling again"
+    silent = f"no progress for {last.quiet_s:.1f} s"
+    still = f"{silent} over {len(looks)} samples"
     if last.report is None:
-        return (
-            True,
-            f"no progress for {last.quiet_s:.1f} s over {len(looks)} samples (no stacks could be read)",
-        )
-    guilty = [last.report.ranks[rank] for rank in last.report.culprits if rank in last.report.ranks]
-    # a collective of NCCL is waited for in whatever CUDA call comes next: in a stack that looks like work
-    guilty = [state for state in guilty if state.rank in last.blamed] or guilty
+        return True, f"{still} (no stacks could be read)"
+    guilty = _guilty(last.report, last.blamed)
     if not guilty:
-        return (
-            True,
-            f"no progress for {last.quiet_s:.1f} s over {len(looks)} samples; every rank waits for another",
-        )
+        return True, f"{still}; every rank waits for another"
     if last.quiet_s >= cap_s:
-        return True, f"no progress for {last.quiet_s:.1f} s, more than the {cap_s:g} s that anything may take"
+        return True, f"{silent}, more than the {cap_s:g} s that anything may take"
     patience = _pause_of_all(last, guilty) or next(filter(None, (_patience(s, looks) for s in guilty)), "")
     if patience:
         return None, patience
-    names = ", ".join(
-        f"rank {state.rank} ({state.cause}, {state.where or 'unknown line'})" for state in guilty
-    )
-    return (
-        True,
-        f"no progress for {last.quiet_s:.1f} s over {len(looks)} samples; not waiting for any rank: {names}",
-    )
+    names = ", ".join(f"rank {s.rank} ({s.cause}, {s.where or 'unknown line'})" for s in guilty)
+    return True, f"{still}; not waiting for any rank: {names}"
+
+
+def _guilty(report: StacksReport, blamed: tuple[int, ...]) -> list[RankState]:
+    """The culprits, or those of them that the verdict on all evidence blames: a collective of NCCL is waited for in
+    whatever CUDA call comes next, in a stack that looks like work."""
+    guilty = [report.ranks[rank] for rank in report.culprits if rank in report.ranks]
+    return [state for state in guilty if state.rank in blamed] or guilty
 
 
 def _pause_of_all(last: Look, guilty: list[RankState]) -> str:
@@ -185,16 +178,8 @@ class HangFacts:
 NO_STEP = "no_step"  # collectives are completed, no step is: a loop, or a phase that nobody announced
 NOBODYS_FAULT = frozenset({"none_finished"})
 PROGRAM_FAULT = frozenset(
-    [
-        "type_mismatch",
-        "size_mismatch",
-        "dtype_mismatch",
-        "reduce_op_mismatch",
-        "root_mismatch",
-        "extra_collective",
-        "order_inversion",
-        "p2p_mismatch",
-    ]
+    {"type_mismatch", "size_mismatch", "dtype_mismatch", "reduce_op_mismatch", "root_mismatch"}
+    | {"extra_collective", "order_inversion", "p2p_mismatch"}
 )
 
 

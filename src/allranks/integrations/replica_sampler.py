@@ -68,7 +68,6 @@ class ReplicaSampler(Sampler[int]):
             else list(range(self.length))
         )
         whole = len(self) * self.replicas
-        order = (order * -(-whole // max(1, len(order))))[
-            :whole
-        ]  # the last ones are filled up from the front
+        # the last ones are filled up from the front
+        order = (order * -(-whole // max(1, len(order))))[:whole]
         return order[self.replica :: self.replicas]

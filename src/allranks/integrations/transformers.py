@@ -21,7 +21,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -39,9 +39,8 @@ from allranks.manager.optimizer import OptimizerWrapper
 _OWN = frozenset(
     {"is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "trial_name", "trial_params"}
 )
-Batches = tuple[
-    list[dict[str, torch.Tensor]], torch.Tensor | int | None
-]  # of one step, and their number of items
+# of one step, and their number of items
+Batches = tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None]
 _PAUSE_S = 1800.0  # for an evaluation or a save
 _NEVER_ENDING = 1 << 20  # passes over the data: the number of steps ends a training, not the loops around it
 
@@ -62,26 +61,17 @@ class AllranksCallback(TrainerCallback):
     def __init__(self, pause_s: float = _PAUSE_S) -> None:
         self._silences = Silences(pause_s)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         self._silences.end()
         record.step(state.global_step)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
         if control.should_evaluate or control.should_save:
             self._silences.begin("evaluate" if control.should_evaluate else "save")
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
-    ) -> None:
-        self.on_step_end(args, state, control, **more)
+    on_epoch_end = on_step_end
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         self._silences.end()
         record.announce("after training", up_to_s=self._silences.up_to_s)
 
@@ -107,28 +97,19 @@ class _Steps(TrainerCallback):
     def __init__(self, trainer: FaultTolerantTrainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         if state.global_step:  # resumed from a checkpoint
             self.trainer.manager.load_state_dict({"step": state.global_step, "batches_committed": 0})
         state.num_train_epochs = self.trainer.epochs
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self.trainer.manager.start_quorum()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        self.trainer.optimizer._is_overflow = (
-            not self.trainer.committing.committed
-        )  # then the scheduler stays too
+    def on_optimizer_step(self, *_: object, **__: object) -> None:
+        # then the scheduler stays too
+        self.trainer.optimizer._is_overflow = not self.trainer.committing.committed
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         state.global_step = self.trainer.manager.current_step()
         state.epoch = state.global_step / self.trainer.steps_per_epoch
         self.trainer.manager.step_applied()
@@ -187,9 +168,8 @@ class FaultTolerantTrainer(Trainer):
     ) -> nn.Module:
         if not training or isinstance(model, DistributedDataParallel):
             return super()._wrap_model(model, training, dataloader) if not training else model
-        prepared = self.accelerator.prepare_model(
-            model, evaluation_mode=True
-        )  # autocast; no second reduction
+        # autocast; no second reduction
+        prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
         return DistributedDataParallel(self.manager, prepared)
 
     def training_step(self, model: nn.Module, *args: object, **named: object) -> torch.Tensor:
@@ -294,9 +274,8 @@ class FaultTolerantTrainer(Trainer):
             for name, value in attributes.items():
                 setattr(callback, name, value)
         self._globalstep_last_logged = self.state.global_step
-        self._seek(
-            self.state.global_step + 1
-        )  # the step that is being made is not ours: we contribute nothing to it
+        # the step that is being made is not ours: we contribute nothing to it
+        self._seek(self.state.global_step + 1)
 
     def _seek(self, step: int) -> None:
         """The data continues where it would be had we never been away."""

@@ -91,15 +91,9 @@ class JobEnvironment:
 
     def variables(self) -> dict[str, str]:
         found = {"ALLRANKS_JOB_ID": self.job, "ALLRANKS_RECORD": "1" if self.record else "0"}
-        if self.token:
-            found["ALLRANKS_TOKEN"] = self.token
-        if self.lighthouse:
-            found["ALLRANKS_LIGHTHOUSE"] = self.lighthouse
-        if self.folder is not None:
-            found["ALLRANKS_DIR"] = str(self.folder)
-        if self.snapshots:
-            found["ALLRANKS_SNAPSHOTS"] = self.snapshots
-        return found
+        found |= {"ALLRANKS_TOKEN": self.token, "ALLRANKS_LIGHTHOUSE": self.lighthouse}
+        found |= {"ALLRANKS_DIR": str(self.folder or ""), "ALLRANKS_SNAPSHOTS": self.snapshots}
+        return {name: value for name, value in found.items() if value}
 
 
 def job_token(environment: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from allranks.blackbox.header import is_alive, start_ticks
 from allranks.channel.frames import HeldPort
 from allranks.errors import EtcdError, InputError
 from allranks.etcd import Etcd
@@ -30,7 +31,7 @@ class EtcdServer:
     start_ticks: int
 
     def running(self) -> bool:
-        return _start_ticks(self.pid) == self.start_ticks
+        return self.start_ticks > 0 and is_alive(self.pid, self.start_ticks)
 
 
 def default_folder() -> Path:
@@ -62,7 +63,7 @@ def start(folder: Path, *, bind: str = "127.0.0.1", port: int = 2379, wait_s: fl
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.environ.get("ETCD_UNSUPPORTED_ARCH", "arm64")},
         )  # fmt: skip
-    server = EtcdServer(process.pid, client, str(folder), _start_ticks(process.pid))
+    server = EtcdServer(process.pid, client, str(folder), start_ticks(process.pid))
     (folder / "etcd.json").write_text(json.dumps(asdict(server)))
     _wait_until_healthy(server, process, wait_s)
     return server
@@ -95,26 +96,23 @@ def stop(folder: Path, *, wait_s: float = 10.0) -> bool:
 
 def _wait_until_healthy(server: EtcdServer, process: subprocess.Popen[bytes], wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
-    etcd = Etcd((server.client,), timeout_s=2.0)
+    etcd, log = Etcd((server.client,), timeout_s=2.0), Path(server.folder) / "etcd.log"
     while True:
         try:
             etcd.status()
-            etcd.close()
             return
         except EtcdError as error:
-            etcd.close()
-            log = Path(server.folder) / "etcd.log"
+            problem = ""
             if process.poll() is not None:
                 tail = log.read_text(errors="replace").splitlines()[-3:]
-                raise EtcdError(
-                    f"etcd ended with code {process.returncode}: {' | '.join(tail)}", hint=f"See {log}"
-                ) from error
-            if time.monotonic() > deadline:
-                raise EtcdError(
-                    f"etcd (pid {server.pid}) did not answer at {server.client} in {wait_s:g} s",
-                    hint=f"See {log}",
-                ) from error
+                problem = f"etcd ended with code {process.returncode}: {' | '.join(tail)}"
+            elif time.monotonic() > deadline:
+                problem = f"etcd (pid {server.pid}) did not answer at {server.client} in {wait_s:g} s"
+            if problem:
+                raise EtcdError(problem, hint=f"See {log}") from error
             time.sleep(0.05)
+        finally:
+            etcd.close()
 
 
 def _v2_flags(binary: str) -> list[str]:
@@ -135,15 +133,6 @@ def _refuse_taken_port(bind: str, port: int) -> None:
                 f"port {port} on {bind} cannot be used: {error.strerror}",
                 hint=f"See who holds it (ss -ltnp 'sport = :{port}'), or choose another with --port (0 takes a free one).",
             ) from error
-
-
-def _start_ticks(pid: int) -> int:
-    """The start time of a process, or -1 when it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
 
 
 def _reap(pid: int) -> None:

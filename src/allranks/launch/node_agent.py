@@ -140,9 +140,8 @@ class NodeAgent:
         if action.kind == "command":
             return self._run_command(action, incident)
         if action.kind == "leave_node":
-            os.kill(
-                os.getpid(), signal.SIGTERM
-            )  # torchrun's agent ends its ranks and leaves the rendezvous open
+            # torchrun's agent ends its ranks and leaves the rendezvous open
+            os.kill(os.getpid(), signal.SIGTERM)
             return "this node leaves the job"
         if self.supervisor is not None and action.replica is not None:
             return self._evict(action, incident)
@@ -177,9 +176,7 @@ class NodeAgent:
                 continue
         names = ", ".join(str(s.rank) for s in chosen)
         return (
-            f"rank {names} was ended; the launcher restarts the job"
-            if chosen
-            else "no rank runs on this node"
+            f"rank {names} was ended; the launcher restarts the job" if names else "no rank runs on this node"
         )
 
     def _run_command(self, action: Action, incident: Incident) -> str:
@@ -319,18 +316,14 @@ class NodeAgent:
     def _pids(self, notice: MemberLost) -> dict[int, int]:
         """The lost replica's ranks that run here: rank -> pid."""
         replica = replica_number(notice.replica)
-        if (
-            self.supervisor is None
-            or self.watch is None
-            or replica is None
-            or not self.supervisor.has(replica)
-        ):
+        supervisor = self.supervisor
+        if supervisor is None or self.watch is None or replica is None or not supervisor.has(replica):
             return {}
         size = self.watch.options.ranks_per_replica
         # a process that has begun nothing yet is not the one that was lost: its line is the next life's
         samples = read_samples(self.watch.options.folder)
         trained = {s.pid for s in samples if s.calls_started or s.step >= 0}
-        found = {rank: pid for rank, pid in self.supervisor.pids().items() if rank // size == replica}
+        found = {rank: pid for rank, pid in supervisor.pids().items() if rank // size == replica}
         return found if trained.issuperset(found.values()) else {}
 
     def _look_after(self, notice: MemberLost, before: dict[int, int], at: float) -> None:

@@ -128,23 +128,13 @@ def replicas_of_node(environment: Mapping[str, str], replicas: int) -> tuple[int
 
 def sbatch_script(options: SubmitOptions, run_words: list[str], command: str = "allranks") -> str:
     """A batch script that wraps the job; it is requeued with its node when that fails."""
-    lines = ["#!/bin/bash", f"#SBATCH --job-name={options.name}", f"#SBATCH --nodes={options.nodes}"]
-    lines += [
-        "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --output={options.output}",
-        "#SBATCH --open-mode=append",
-    ]
-    if options.gpus_per_node:
-        lines.append(f"#SBATCH --gpus-per-node={options.gpus_per_node}")
-    if options.partition:
-        lines.append(f"#SBATCH --partition={options.partition}")
-    if options.time:
-        lines.append(f"#SBATCH --time={options.time}")
-    if options.requeue:
-        lines.append("#SBATCH --requeue")
-    lines += [f"#SBATCH {extra}" for extra in options.extra]
-    lines += ["", f"exec {command} slurm wrap {shlex.join(run_words)}", ""]
-    return "\n".join(lines)
+    asked: dict[str, object] = {"job-name": options.name, "nodes": options.nodes, "ntasks-per-node": 1}
+    asked |= {"output": options.output, "open-mode": "append", "gpus-per-node": options.gpus_per_node}
+    asked |= {"partition": options.partition, "time": options.time}
+    words = [f"--{name}={value}" for name, value in asked.items() if value != ""]
+    words += [*(["--requeue"] if options.requeue else []), *options.extra]
+    lines = ["#!/bin/bash", *(f"#SBATCH {word}" for word in words)]
+    return "\n".join([*lines, "", f"exec {command} slurm wrap {shlex.join(run_words)}", ""])
 
 
 def collect_words(

@@ -64,9 +64,8 @@ class Launch:
     quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
     on_stop: Callable[[set[int]], object] = lambda pids: None  # told which ranks are about to be asked to end
-    why_not_again: Callable[[dict[int, int]], str] = lambda exits: (
-        ""
-    )  # asked after a failure: pid -> exit code
+    # asked after a failure: pid -> exit code
+    why_not_again: Callable[[dict[int, int]], str] = lambda exits: ""
 
 
 def launch(job: Launch) -> int:

@@ -246,9 +246,8 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
     """The regular files of an archive, each at most `limit` bytes; names are only shown, never written to."""
     import tarfile  # slow to import, rarely needed
 
-    holes = min(
-        limit, max(BOMB_BYTES, len(data) * BOMB_FACTOR)
-    )  # what sparse files may come to, all together
+    # what sparse files may come to, all together
+    holes = min(limit, max(BOMB_BYTES, len(data) * BOMB_FACTOR))
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             end, following = -1, 0

@@ -5,6 +5,7 @@ Times are epoch seconds so that nodes can be compared; `durations_s` come from o
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +17,16 @@ Kind = Literal["hang", "death", "partition", "slow", "request"]
 ActionKind = Literal[
     "none", "dry_run", "collect", "evict", "restart_rank", "restart_job", "leave_node", "command"
 ]
+
+
+def describe_exit(code: int) -> str:
+    """ "died of SIGKILL", "exited with code 3": a code as that of subprocess, negative for a signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"died of {signal.Signals(-code).name}"
+    except ValueError:
+        return f"died of signal {-code}"
 
 
 @dataclass(frozen=True)

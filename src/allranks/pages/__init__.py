@@ -20,6 +20,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.model.parsing import rank_runs
+
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
@@ -223,16 +225,7 @@ def stack_card(ranks: tuple[int, ...], lines: tuple[FrameLine, ...], label: str,
 
 def short(ranks: tuple[int, ...]) -> str:
     """ "0-7, 9" with at most a dozen runs."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [
-        str(low) if low == high else f"{low}-{high}" if high - low > 1 else f"{low}, {high}"
-        for low, high in runs
-    ]
+    parts = rank_runs(ranks)
     return ", ".join(parts[:12]) + (f", … ({len(ranks)} in all)" if len(parts) > 12 else "")
 
 

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ import numpy as np
 
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import job_folder
-from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item, packed_ranks
 from allranks.blackbox.reader import read_trace
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
@@ -37,8 +36,8 @@ from allranks.model.trace import REDUCE_OPS, RankTrace
 from allranks.record.calls import dtype_name
 from allranks.record.dump import write_file
 from allranks.record.groups import GroupState
-from allranks.record.options import RecorderOptions, from_environment, is_true
-from allranks.record.writer import CallWriter, warn_once
+from allranks.record.options import from_environment, is_true
+from allranks.record.writer import CallWriter, fill_header, warn_once
 
 DEFAULT_ENTRIES = 2048
 DEFAULT_TIMEOUT_MS = 600_000  # torchcomms' own
@@ -142,7 +141,7 @@ class FlightRecorderHook:
     def _before(self, store: _Store, group: GroupState, comm: int, given: tuple[Any, ...]) -> None:
         """Pre-hook: the call is about to be made. Never raises into it."""
         try:
-            args = HookCall.of(given)
+            args = HookCall(*given)
             op = op_name(args)
             if op in NOT_RECORDED or os.getpid() != store.pid:
                 return
@@ -166,7 +165,7 @@ class FlightRecorderHook:
     def _after(self, store: _Store, group: GroupState, comm: int, given: tuple[Any, ...]) -> None:
         """Post-hook: the call was made; it is over unless its work says otherwise."""
         try:
-            args = HookCall.of(given)
+            args = HookCall(*given)
             number = self._open.pop((comm, int(getattr(args, "op_id", 0))), None)
             if number is not None and os.getpid() == store.pid:
                 work = _living(getattr(args, "work", None))
@@ -202,11 +201,7 @@ class FlightRecorderHook:
 
     def _meet(self, store: _Store, comm: Any) -> GroupState:
         size = int(comm.get_size())
-        ranks = (
-            tuple(int(rank) for rank in comm.get_ranks())
-            if hasattr(comm, "get_ranks")
-            else tuple(range(size))
-        )
+        ranks = tuple(map(int, comm.get_ranks() if hasattr(comm, "get_ranks") else range(size)))
         backend, name = str(comm.get_backend()), str(comm.get_name())
         number = store.writer.box.append(Item.GROUP, [name, backend, packed_ranks(ranks), backend])
         store.groups.add(number)
@@ -227,20 +222,12 @@ class FlightRecorderHook:
             raise NotRecording("the communicator hook has no ring")
         store.writer.sweep(everything=True)
         trace = read_trace(store.path)
-        mine = np.isin(trace.calls["group"], sorted(store.groups)) & (
-            trace.calls["begin"] > self._forget_until
-        )
-        keep = {0, *store.groups}
-        groups = tuple(group for index, group in enumerate(trace.groups) if index in keep)
-        return _with_groups(trace, trace.calls[mine], groups, sorted(keep))
-
-
-def _with_groups(trace: RankTrace, calls: np.ndarray, groups: tuple[Any, ...], kept: list[int]) -> RankTrace:
-    from dataclasses import replace
-
-    calls = calls.copy()
-    calls["group"] = np.searchsorted(np.array(kept), calls["group"])
-    return replace(trace, calls=calls, groups=groups)
+        kept = sorted({0, *store.groups})
+        mine = np.isin(trace.calls["group"], kept[1:]) & (trace.calls["begin"] > self._forget_until)
+        calls = trace.calls[mine]
+        calls["group"] = np.searchsorted(kept, calls["group"])
+        groups = tuple(group for index, group in enumerate(trace.groups) if index in kept)
+        return replace(trace, calls=calls, groups=groups)
 
 
 def dump_path(rank: int, env: Any) -> Path:
@@ -279,26 +266,8 @@ def _new_store(entries: int) -> _Store | None:
     except OSError as error:
         warn_once(f"the communicator hook is off, training goes on: no black box in {folder}: {error}")
         return None
-    _fill(box, options)
+    fill_header(box, options)
     return _Store(CallWriter(box, options), box.path)
-
-
-def _fill(box: Box, options: RecorderOptions) -> None:
-    import socket
-
-    box.set(
-        rank=options.rank,
-        world_size=options.world_size,
-        local_rank=options.local_rank,
-        attempt=options.attempt,
-        pid=os.getpid(),
-        start_ticks=start_ticks(os.getpid()),
-        start_ns=time.time_ns(),
-    )
-    box.append(
-        Item.META,
-        {"host": socket.gethostname(), "job": options.job, "backend": "", "versions": {}, "argv": []},
-    )
 
 
 # -- what a hook's arguments tell ----------------------------------------------------------------------------------
@@ -311,9 +280,9 @@ class HookCall:
     `post(op_id, args)`. The last one holds the facts; of the others a whole number is the id, the rest the name.
     """
 
-    def __init__(self, facts: Any, before: tuple[Any, ...]) -> None:
-        self._facts = facts
-        for value in before:
+    def __init__(self, *given: Any) -> None:
+        self._facts = given[-1] if given else None
+        for value in given[:-1]:
             if isinstance(value, int) and not hasattr(value, "name"):  # an enum's member may be an int too
                 self.op_id = value
             else:
@@ -321,10 +290,6 @@ class HookCall:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._facts, name)
-
-    @classmethod
-    def of(cls, given: tuple[Any, ...]) -> HookCall:
-        return cls(given[-1] if given else None, given[:-1])
 
 
 def op_name(args: Any) -> str:

@@ -55,9 +55,8 @@ class PyCounters:
         self.number = number  # id of the group in the black box
         self.timeout_ms = timeout_ms
         self.blocking = blocking  # wait() returns when the call is over
-        self.cpu_side: Counters | None = (
-            None  # stands for calls on CPU tensors when these have a backend of their own
-        )
+        # stands for calls on CPU tensors when these have a backend of their own
+        self.cpu_side: Counters | None = None
         self._last_seq = 0
         self._batch = (0, 0)  # seq and p2p_seq of the open batch; 0 = not drawn yet
         self._parts: list[int] | None = None  # numbers of the calls in the open batch

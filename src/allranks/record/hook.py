@@ -32,14 +32,17 @@ from allranks.record.torch_internals import NO_OPTIONS, EventMarker, layout_of
 from allranks.record.writer import CallWriter, warn_once
 
 #: Modules whose code runs under a collective.
-OURS = (
-    *(
-        f"allranks.record.{name}"
-        for name in ("hook", "recording_group", "writer", "row_writer", "stack", "calls")
-    ),
-    *(f"allranks.record.{name}" for name in ("groups", "dtypes", "marker", "torch_internals")),
-    "allranks.blackbox.file_writer",
+_OF_RECORD = (
+    "hook",
+    "recording_group",
+    "writer",
+    "row_writer",
+    "stack",
+    "calls",
+    "groups",
+    "torch_internals",
 )
+OURS = (*(f"allranks.record.{name}" for name in _OF_RECORD), "allranks.blackbox.file_writer")
 BATCH = "coalesced"  # what the row of a whole batch is called
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
@@ -63,7 +66,7 @@ class Hook:
         self._shapes: dict[Args, Shapes] = {}
         # Ranks of groups that were split off and have made no call yet.
         self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced = internals.Replaced()
         self._proxies: Any = None
         self._setup: SetupCalls | None = None
         self._lost: set[str] = set()
@@ -109,6 +112,12 @@ class Hook:
         self._setup = SetupCalls(self)
         self._setup.install()
 
+    @property
+    def _installed(self) -> CallWriter:
+        """The writer, where there must be one."""
+        assert self.writer is not None
+        return self.writer
+
     def lost(self, what: str, error: BaseException) -> None:
         """This version of torch does not let us see something: said once, the rest is recorded."""
         if what not in self._lost:
@@ -117,22 +126,17 @@ class Hook:
 
     def uninstall(self) -> None:
         """Puts every method back, unless somebody else has wrapped it since."""
-        self.writer = None
+        self.silence()
         if self._proxies is not None:
             self._proxies.uninstall()
             self._proxies = None
         if self._setup is not None:
             self._setup.uninstall()
             self._setup = None
-        while self._replaced:
-            owner, name, wrapper, original = self._replaced.pop()
-            if hasattr(wrapper, "enabled"):
-                wrapper.enabled = False
-            if vars(owner).get(name) is wrapper:
-                setattr(owner, name, original)
+        self._replaced.restore()
 
     def silence(self) -> None:
-        """In a forked child: records nothing from now on. Touches nothing of C++, whose locks may be held for ever."""
+        """Records nothing from now on. Touches nothing of C++: in a forked child its locks may be held for ever."""
         self.writer = None
         for _, _, wrapper, _ in self._replaced:
             if hasattr(wrapper, "enabled"):
@@ -144,8 +148,7 @@ class Hook:
             wrapper.__name__ = name
             wrapper.__doc__ = getattr(owner, name).__doc__
             internals.leave_graph(wrapper)
-        self._replaced.append((owner, name, wrapper, original))
-        setattr(owner, name, wrapper)
+        self._replaced.put(owner, name, wrapper, original)
 
     # -- groups and shapes --------------------------------------------------------------------------------------
 
@@ -155,8 +158,7 @@ class Hook:
         return state if state is not None else self._meet(group)
 
     def _meet(self, group: Any) -> GroupState:
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
         members = self._members.pop(group, ())
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
         number = writer.box.append(Item.GROUP, [name, desc, packed_ranks(ranks), backend])
@@ -207,8 +209,7 @@ class Hook:
         return found
 
     def _new_shapes(self, key: Args, call: Call) -> Shapes:
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
         sides = (call.inputs, call.outputs)
         payload: list[object] = [[list(t.shape) for t in side] for side in sides]
         payload += [[dtype_name(t.dtype) for t in side] for side in sides]
@@ -259,8 +260,7 @@ class Hook:
 
     def _wrap(self, original: Function, op: str, reader: Reader) -> Function:
         """A collective, for every op and overload."""
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
         number_of_op = writer.box.intern(Item.NAME, op)
 
         def before(owner: Any, args: Args, kwargs: Kwargs) -> tuple[int, GroupState, bool]:
@@ -287,8 +287,7 @@ class Hook:
 
     def _fast_collective(self, original: Function, slow: Function, method: str) -> Any:
         """The same in C, for calls in the form that torch.distributed makes them; the rest takes `slow`."""
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
         module = fast(writer.accelerate)
         options, form = internals.FAST.get(method, (None, None))
         layout = NO_OPTIONS if options is None else layout_of(options)
@@ -317,14 +316,12 @@ class Hook:
 
     def _shared_parts(self, original: Function, slow: Function) -> Args:
         """What the parts in C for collectives and batches begin with."""
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
         return original, slow, writer.failed, writer.pending, writer.ring, writer.markers, self._counters
 
     def _fast_batch(self, original: Function, slow: Function, method: str) -> Any:
         """The start and the end of a batch, in C where that was built."""
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
         module = fast(writer.accelerate)
         if module is None or method not in (internals.START_BATCH, internals.END_BATCH):
             return slow
@@ -339,8 +336,7 @@ class Hook:
 
     def _fast_wait(self, original: Function) -> Any:
         """Work.wait, in C where that was built."""
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
         module = fast(writer.accelerate)
         if module is None:
             return self._wrap_wait(original)
@@ -349,8 +345,7 @@ class Hook:
         )
 
     def _wrap_wait(self, original: Function) -> Function:
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
 
         def before(work: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, bool] | None:
             entry = writer.pending.get(id(work))
@@ -367,8 +362,7 @@ class Hook:
         return self._around(original, lambda owner, args, kwargs: self.group(owner).counters.open_batch())
 
     def _wrap_end(self, original: Function) -> Function:
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
         op = writer.box.intern(Item.NAME, BATCH)
 
         def before(owner: Any, args: object, kwargs: object) -> tuple[GroupState, int, tuple[int, ...]]:
@@ -417,8 +411,7 @@ class Hook:
         graph = internals.cuda_graph()
         if graph is None:
             return
-        writer = self.writer
-        assert writer is not None
+        writer = self._installed
 
         def counted(original: Function, change: int) -> Function:
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:

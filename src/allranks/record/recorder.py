@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -20,14 +19,13 @@ from typing import Any
 import allranks
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import fallback_folder, job_folder, remove_old, room_for_box
-from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item, file_name
 from allranks.errors import require
 from allranks.model.parsing import without_secrets
 from allranks.record.groups import GroupState
 from allranks.record.options import TORCH_ERRORS, RecorderOptions, fast
 from allranks.record.side_thread import SideThread
-from allranks.record.writer import CallWriter, warn_once
+from allranks.record.writer import CallWriter, fill_header, warn_once
 
 
 class Recorder:
@@ -229,24 +227,8 @@ class Recorder:
         return None
 
     def _fill_header(self, box: Box) -> None:
-        options = self.options
-        box.set(
-            rank=options.rank,
-            world_size=options.world_size,
-            local_rank=options.local_rank,
-            attempt=options.attempt,
-            pid=self.pid,
-            start_ticks=start_ticks(os.getpid()),
-            start_ns=time.time_ns(),
-        )
-        self._facts = {
-            "host": socket.gethostname(),
-            "job": options.job,
-            "backend": "",
-            "versions": _versions(options.accelerate),
-            "argv": without_secrets("\0".join(word[:200] for word in sys.argv[:20])).split("\0"),
-        }
-        box.append(Item.META, self._facts)
+        argv = without_secrets("\0".join(word[:200] for word in sys.argv[:20])).split("\0")
+        self._facts = fill_header(box, self.options, versions=_versions(self.options.accelerate), argv=argv)
 
     def _met_group(self, state: GroupState, group: Any) -> None:
         """The first group tells the rank, the world and the backend when the environment did not."""

@@ -68,7 +68,7 @@ class RecordingProxies:
         self._hook = hook
         self._registered: dict[str, RecordingProxyGroup] = {}
         self._reducers: weakref.WeakKeyDictionary[Any, RecordingProxyGroup] = weakref.WeakKeyDictionary()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced = internals.Replaced()
 
     def install(self) -> None:
         """Wraps the places where C++ is handed a group, and re-registers the groups that exist already."""
@@ -89,33 +89,27 @@ class RecordingProxies:
             with contextlib.suppress(*TORCH_ERRORS):  # gone meanwhile
                 self._original(internals.UNREGISTER)(name)
                 self._original(internals.REGISTER)(name, proxy.original)
-        for module, name, wrapper, original in self._replaced:
-            if vars(module).get(name) is wrapper:
-                setattr(module, name, original)
         self._registered.clear()
-        self._replaced.clear()
+        self._replaced.restore()
 
     def proxy(self, group: Any) -> Any:
         """A recording proxy of a plain ProcessGroup; the group itself where that is impossible or not needed."""
         if type(group) is not dist.ProcessGroup or self._hook.writer is None:
             return group
         try:
-            return (
-                self._make(group) if internals.backends(group) else group
-            )  # unfinished: it would have no backend
+            # unfinished: it would have no backend
+            return self._make(group) if internals.backends(group) else group
         except Exception as error:  # another version of torch: C++'s own calls go unrecorded
             self._hook.lost(internals.CPP_CALLS, error)
             return group
 
     def _make(self, group: Any) -> RecordingProxyGroup:
         make: Any = RecordingProxyGroup
-        proxy: RecordingProxyGroup = make(
-            group.rank(), group.size()
-        )  # the constructor that takes a store cannot make a subclass
+        # the constructor that takes a store cannot make a subclass
+        proxy: RecordingProxyGroup = make(group.rank(), group.size())
         proxy.original = group
-        proxy.waits_block = lambda: (
-            self._hook.group(group).counters.blocking
-        )  # asked late: members are not known yet
+        # asked late: members are not known yet
+        proxy.waits_block = lambda: self._hook.group(group).counters.blocking
         internals.make_like(group, proxy)
         return proxy
 
@@ -169,8 +163,7 @@ class RecordingProxies:
             if isinstance(proxy, RecordingProxyGroup):
                 proxies._reducers[self] = proxy  # C++ keeps the group, not its Python half
 
-        self._replaced.append((dist.Reducer, "__init__", __init__, vars(dist.Reducer)["__init__"]))
-        dist.Reducer.__init__ = __init__
+        self._replaced.put(dist.Reducer, "__init__", __init__, vars(dist.Reducer)["__init__"])
 
     # -- wrapping functions -------------------------------------------------------------------------------------
 
@@ -184,8 +177,7 @@ class RecordingProxies:
         wrapper.__name__ = name
         internals.leave_graph(wrapper)
         for module in homes:
-            setattr(module, name, wrapper)
-            self._replaced.append((module, name, wrapper, original))
+            self._replaced.put(module, name, wrapper, original)
 
     def _original(self, name: str) -> Function:
         found: Function = next(o for m, n, _, o in self._replaced if n == name)

@@ -54,9 +54,8 @@ class PyRing:
         self._done = itertools.count(1)
         self._step, self._label = -1, 0
         self._threads: set[int] = set()
-        self.on_thread: Callable[[int], object] | None = (
-            None  # called with the id of a thread at its first call
-        )
+        # called with the id of a thread at its first call
+        self.on_thread: Callable[[int], object] | None = None
 
     def begin(
         self,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from allranks.blackbox.layout import Item
 from allranks.model.trace import SETUP_CALLS
 from allranks.record.calls import Args, Kwargs
-from allranks.record.torch_internals import leave_graph
+from allranks.record.torch_internals import Replaced, leave_graph
 
 if TYPE_CHECKING:
     from allranks.record.hook import Hook
@@ -28,7 +28,7 @@ class SetupCalls:
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
-        self._replaced: list[tuple[object, str, object, object]] = []
+        self._replaced = Replaced()
 
     def install(self) -> None:
         """Wraps the functions wherever a module has taken them by name, the user's own included."""
@@ -37,15 +37,10 @@ class SetupCalls:
             wrapper = self._wrap(original, name)
             for module in list(sys.modules.values()):
                 if getattr(module, "__dict__", {}).get(name) is original:
-                    setattr(module, name, wrapper)
-                    self._replaced.append((module, name, wrapper, original))
+                    self._replaced.put(module, name, wrapper, original)
 
     def uninstall(self) -> None:
-        """Puts every function back, unless somebody else has wrapped it since."""
-        while self._replaced:
-            module, name, wrapper, original = self._replaced.pop()
-            if vars(module).get(name) is wrapper:
-                setattr(module, name, original)
+        self._replaced.restore()
 
     def _wrap(self, original: Callable[..., object], name: str) -> Callable[..., object]:
         hook = self._hook

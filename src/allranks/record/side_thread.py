@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from allranks.record.recorder import Recorder
 
 MAX_TIMEOUT_DUMPS = 3  # the first timeouts tell the story; later ones are its consequences
-_SOURCE_LINE = re.compile(
-    r"^(\[[^\]\s]*:\d+\]\s*)+"
-)  # "[/build/gloo/pair.cc:553] " says less than what follows
+# "[/build/gloo/pair.cc:553] " says less than what follows
+_SOURCE_LINE = re.compile(r"^(\[[^\]\s]*:\d+\]\s*)+")
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -104,6 +104,21 @@ def missing(needed: dict[str, tuple[str, tuple[str, ...]]] = NEEDED) -> list[str
     return lost
 
 
+class Replaced(list[tuple[Any, str, Any, Any]]):
+    """What we have put in the place of something: (owner, name, ours, the original)."""
+
+    def put(self, owner: Any, name: str, ours: Any, original: Any) -> None:
+        setattr(owner, name, ours)
+        self.append((owner, name, ours, original))
+
+    def restore(self) -> None:
+        """Puts everything back, unless somebody else has wrapped it since."""
+        while self:
+            owner, name, ours, original = self.pop()
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, original)
+
+
 # -- process groups ---------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import socket
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from allranks.blackbox.file_writer import Box
+from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item
 from allranks.model.trace import Flag, State
 from allranks.record.groups import P2P, PART, Counters, GroupState
@@ -54,17 +57,14 @@ class CallWriter:
         self.accelerate = options.accelerate
         self.label = 0
         self.capturing = 0  # CUDA graph captures in progress: no event may be queried
-        self.asking = (
-            threading.RLock()
-        )  # held while works and events are queried; never waited for without a limit
+        # held while works and events are queried; never waited for without a limit
+        self.asking = threading.RLock()
         self._swept_ns = 0
         self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
-        self.original_wait: Callable[[PendingWork], object] | None = (
-            None  # Work.wait as it was before it was wrapped
-        )
-        self.mark_device: Callable[[], PendingWork | None] | None = (
-            None  # a marker behind all that is queued on the device
-        )
+        # Work.wait as it was before it was wrapped
+        self.original_wait: Callable[[PendingWork], object] | None = None
+        # a marker behind all that is queued on the device
+        self.mark_device: Callable[[], PendingWork | None] | None = None
         self.markers: Any = None  # the same in C, which keeps them too
 
     def begin(
@@ -344,6 +344,18 @@ def is_timeout(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+
+
+def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str, object]:
+    """Says in a new box whose it is; returns the facts, which are written again when more of them are known."""
+    pid = os.getpid()
+    names = ("rank", "world_size", "local_rank", "attempt")
+    known = {name: getattr(options, name) for name in names}
+    box.set(**known, pid=pid, start_ticks=start_ticks(pid), start_ns=time.time_ns())
+    about: dict[str, object] = {"host": socket.gethostname(), "job": options.job, "backend": ""}
+    about |= {"versions": {}, "argv": [], **facts}
+    box.append(Item.META, about)
+    return about
 
 
 def warn_once(message: str) -> None:

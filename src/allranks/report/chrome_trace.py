@@ -24,15 +24,8 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Iterator[str]:
     span, waiting = find_span(traces), find_waiting(diagnosis, traces)
     stacks: dict[tuple[Frame, ...], int] = {}
     since = (waiting.since_ns if waiting else span.first_ns) - span.first_ns
-    mark = {
-        "ph": "i",
-        "s": "g",
-        "name": clean(headline_text(diagnosis)),
-        "pid": VERDICT,
-        "tid": 0,
-        "ts": since / 1000,
-    }
-    yield '{"displayTimeUnit":"ms","traceEvents":[\n' + json.dumps(mark)
+    mark = {"ph": "i", "s": "g", "name": clean(headline_text(diagnosis)), "pid": VERDICT, "tid": 0}
+    yield '{"displayTimeUnit":"ms","traceEvents":[\n' + json.dumps({**mark, "ts": since / 1000})
     guilty = set(() if diagnosis.verdict is None else diagnosis.verdict.ranks)
     for index, trace in enumerate(traces):
         rank = -1 if trace.header.rank is None else trace.header.rank
@@ -42,11 +35,8 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Iterator[str]:
             yield ",\n" + json.dumps(event, separators=(",", ":"))
     verdict = diagnosis.verdict.sentence if diagnosis.verdict else ""
     table = [[frame_text(frame) for frame in stack[:24]] for stack in stacks]
-    yield (
-        '\n],"otherData":'
-        + json.dumps({"status": diagnosis.status, "verdict": verdict, "stacks": table})
-        + "}\n"
-    )
+    about = {"status": diagnosis.status, "verdict": verdict, "stacks": table}
+    yield f'\n],"otherData":{json.dumps(about)}}}\n'
 
 
 def _events(
@@ -64,13 +54,8 @@ def _events(
         group = trace.groups[number]
         for lane in range(int(lanes[rows].max()) + 1):
             label = clean(group.desc or group.name) + (f" ({lane + 1})" if lane else "")
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": rank,
-                "tid": number * MAX_LANES + lane,
-                "args": {"name": label},
-            }
+            thread = {"pid": rank, "tid": number * MAX_LANES + lane}
+            yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": label}}
     for row, call in enumerate(calls):
         stack = stacks.setdefault(trace.stacks[int(call["stack"])], len(stacks))
         start = int(call["created_ns"])

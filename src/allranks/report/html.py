@@ -129,35 +129,20 @@ def _groups(diagnosis: Diagnosis) -> dict[str, object]:
 
 def _files(diagnosis: Diagnosis) -> dict[str, object]:
     ordered = sorted(diagnosis.files, key=lambda note: note.status == "ok")[:MAX_LISTED]
-    rows = [
-        Row(
-            (
-                clean(note.path),
-                "" if note.rank is None else str(note.rank),
-                clean(note.kind),
-                note.status,
-                clean(note.note),
-            ),
-            "" if note.status == "ok" else "warn",
-        )
-        for note in ordered
-    ]
+    rows = []
+    for note in ordered:
+        rank = "" if note.rank is None else str(note.rank)
+        cells = (clean(note.path), rank, clean(note.kind), note.status, clean(note.note))
+        rows.append(Row(cells, "" if note.status == "ok" else "warn"))
     bad = any(row.mood for row in rows)
     return {"files": rows, "file_count": f"{len(diagnosis.files):,}", "files_open": bad and len(rows) < 60}
 
 
 def _meta(line: Timeline, verdict: Finding | None) -> dict[str, object]:
-    fault = (
-        None
-        if verdict is None
-        else {
-            "ranks": list(verdict.ranks),
-            "waiting": list(verdict.waiting),
-            "sequence": verdict.sequence,
-            "missing": verdict.cause in MISSING,
-            "group": verdict.group,
-        }
-    )
+    fault: dict[str, object] | None = None
+    if verdict is not None:
+        fault = {"ranks": list(verdict.ranks), "waiting": list(verdict.waiting), "sequence": verdict.sequence}
+        fault |= {"missing": verdict.cause in MISSING, "group": verdict.group}
     return {
         "ranks": line.ranks,
         "hosts": line.hosts,

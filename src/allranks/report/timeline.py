@@ -16,7 +16,7 @@ import numpy as np
 
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.trace import Flag, Frame, RankTrace, State
-from allranks.report.text import clean
+from allranks.report.text import clean, frame_text
 
 #: More calls than this make a page slow; then only the newest of every rank are drawn.
 MAX_CALLS = 3_000_000
@@ -135,12 +135,14 @@ class _Tables:
         sizes = f"{[list(size) for size in shape.inputs]} → {[list(size) for size in shape.outputs]}"
         types = "/".join(dict.fromkeys(shape.input_dtypes or shape.output_dtypes))
         label = known.name if known.desc in ("", "undefined") else f"{known.desc} ({known.name})"
-        key = (
-            clean(trace.names[op])[:MAX_TEXT],
-            clean(label)[:MAX_TEXT],
-            clean(f"{sizes} {types}")[:MAX_TEXT],
-        )
-        return self._number(self._kinds, key, self._line.kind_table)
+        name, label, text = (clean(t)[:MAX_TEXT] for t in (trace.names[op], label, f"{sizes} {types}"))
+        table, key = self._line.kind_table, (name, label, text)
+        if key not in self._kinds:
+            if len(table) > 0xFFFF:
+                return 0
+            self._kinds[key] = len(table)
+            table.append(key)
+        return self._kinds[key]
 
     def stacks(self, trace: RankTrace, calls: np.ndarray) -> np.ndarray:
         known = self._maps.get(id(trace.stacks))
@@ -153,23 +155,11 @@ class _Tables:
     def _stack(self, stack: tuple[Frame, ...]) -> int:
         found = self._stacks.get(stack)
         if found is None:
-            lines = [clean(f"{frame.file}:{frame.line} in {frame.name}")[:MAX_TEXT] for frame in stack[:24]]
+            lines = [frame_text(frame)[:MAX_TEXT] for frame in stack[:24]]
             found = self._stacks[stack] = min(len(self._line.stack_table), 0xFFFF)
             if found == len(self._line.stack_table):
                 self._line.stack_table.append(lines)
         return found if found < len(self._line.stack_table) else 0
-
-    @staticmethod
-    def _number(
-        ids: dict[tuple[str, str, str], int], key: tuple[str, str, str], table: list[tuple[str, str, str]]
-    ) -> int:
-        found = ids.get(key)
-        if found is None:
-            if len(table) > 0xFFFF:
-                return 0
-            found = ids[key] = len(table)
-            table.append(key)
-        return found
 
 
 def pack(column: np.ndarray) -> str:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from allranks.model.stacks import Capture, ChildState, ProcessCapture, RankState, StacksReport
 from allranks.stacks import ras
-from allranks.stacks.causes import Cause, find_cause
+from allranks.stacks.causes import WAITS, Cause, find_cause
 from allranks.stacks.patterns import StackPattern, load_patterns
-from allranks.stacks.progress import WAITS, HangDecision, Stillness, decide_by_counts, decide_progress
+from allranks.stacks.progress import HangDecision, Stillness, decide_by_counts, decide_progress
 from allranks.stacks.text import compress
 from allranks.stacks.views import Children, ProcessView
 

@@ -87,7 +87,7 @@ def is_foreign_port(port: int, pids: Sequence[int]) -> bool:
     does. What cannot be seen is not called foreign."""
     listening = _tcp(pids[0], "0A", port) if pids else set()
     parents = {entry.ppid for entry in scan(list(pids))} - {0, 1}
-    beside = {pid for parent in parents for pid in _children(parent)}
+    beside = {pid for parent in parents for pid in children_of(parent)}
     held = [_sockets(pid) for pid in {*pids, *beside}]
     return bool(listening) and all(sockets is not None and not sockets & listening for sockets in held)
 
@@ -137,13 +137,13 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     todo = [pid]
     while todo:
-        children = _children(todo.pop(0))
+        children = children_of(todo.pop(0))
         found += children
         todo += children
     return found
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     try:
         threads = os.listdir(PROC / str(pid) / "task")
     except OSError:
@@ -248,9 +248,8 @@ def mapped_files(pid: int, suffix: str) -> list[Path]:
     for line in _read(pid, "maps").splitlines():
         if line.endswith(suffix):
             path = line.split(None, 5)[-1]
-            here = os.path.exists(
-                path
-            )  # Path.exists() raises where another user's folder has the name of a container's
+            # Path.exists() raises where another user's folder has the name of a container's
+            here = os.path.exists(path)
             found.setdefault(Path(path) if here else PROC / str(pid) / "root" / path.lstrip("/"))
     return list(found)
 

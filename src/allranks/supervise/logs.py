@@ -23,9 +23,8 @@ class Terminal:
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd = (
-            fd  # not a Python file: its lock, held by a write that blocks, would stop the interpreter's end
-        )
+        # not a Python file: its lock, held by a write that blocks, would stop the interpreter's end
+        self._fd = fd
         self._waiting: deque[bytes] = deque()
         self._size = self._left_out = 0
         self._changed = threading.Condition()
@@ -55,9 +54,8 @@ class Terminal:
     def _run(self) -> None:
         while (lines := self._next()) is not None:
             try:
-                while (
-                    lines
-                ):  # small writes of whole lines: what others write to the same place cannot tear them
+                # small writes of whole lines: what others write to the same place cannot tear them
+                while lines:
                     lines = lines[self._write(lines[: _whole_lines(lines)]) :]
             except OSError:
                 return  # nobody reads any more
@@ -119,9 +117,8 @@ class LogPump:
     def close(self) -> None:
         """Drains what is left and closes the pipe and the file."""
         try:
-            while self.read():
-                if not self._readable():
-                    break
+            while self.read() and select.select([self.fd], [], [], 0)[0]:
+                pass
         except OSError:
             pass
         if self._rest:
@@ -130,9 +127,6 @@ class LogPump:
         os.close(self.fd)
         if self.file is not None:
             self.file.close()
-
-    def _readable(self) -> bool:
-        return bool(select.select([self.fd], [], [], 0)[0])
 
     def _write(self, lines: list[bytes]) -> None:
         if not lines:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from allranks.channel.frames import HeldPort
-from allranks.model.incident import Failure
+from allranks.model.incident import Failure, describe_exit
 from allranks.supervise.logs import LogPump, Terminal, open_log
 from allranks.supervise.orphans import Guard, sweep
 from allranks.supervise.restarts import (
@@ -253,12 +253,8 @@ class Supervisor:
         fd = os.dup(process.stdout.fileno())
         process.stdout.close()
         os.set_blocking(fd, False)
-        pump = LogPump(
-            fd,
-            f"[rank {number}] ",
-            self._terminal,
-            open_log(self.options.log_folder, f"rank{number}.log"),
-        )
+        log_file = open_log(self.options.log_folder, f"rank{number}.log")
+        pump = LogPump(fd, f"[rank {number}] ", self._terminal, log_file)
         rank = _Rank(number, process, os.pidfd_open(process.pid), pump)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._exited(replica, rank))
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._output(rank))
@@ -271,28 +267,18 @@ class Supervisor:
             self._unregister(rank.pump.fd)
 
     def _exited(self, replica: _Replica, rank: _Rank) -> None:
-        code = rank.process.wait()
+        code, pid = rank.process.wait(), rank.process.pid
         now = time.monotonic()
         self._forget(rank)
-        replica.exits[rank.process.pid] = code
+        replica.exits[pid] = code
         if code != 0 or replica.state == "stopping":  # a rank that ended well may have left an upload running
-            sweep(rank.process.pid)
-        self._guard.remove(rank.process.pid)
+            sweep(pid)
+        self._guard.remove(pid)
         replica.ranks.remove(rank)
-        detail = _ending(code)
-        self._tell(
-            Event(
-                "rank_exited",
-                replica.number,
-                now,
-                detail,
-                rank.number,
-                code,
-                rank.process.pid,
-                # Ctrl-C reaches the ranks as well: that they end is what was asked for
-                expected=replica.state == "stopping" or self._signal != 0,
-            ),
-        )
+        detail = describe_exit(code)
+        # Ctrl-C reaches the ranks as well: that they end is what was asked for
+        asked = replica.state == "stopping" or self._signal != 0
+        self._tell(Event("rank_exited", replica.number, now, detail, rank.number, code, pid, asked))
         if code != 0 and replica.state == "running":
             replica.raised = code > 0
             self._begin_stop(replica, "restart", f"rank {rank.number} {detail}", grace_s=1.0)
@@ -430,21 +416,11 @@ class Supervisor:
         return all(replica.state in {"finished", "aside"} for replica in self._replicas.values())
 
     def _exit_code(self) -> int:
-        finished = [r for r in self._replicas.values() if r.state == "finished"]
-        return 0 if finished else 1
+        return 0 if any(replica.state == "finished" for replica in self._replicas.values()) else 1
 
     def _tell(self, event: Event) -> None:
         log.info("replica %d %s%s", event.replica, event.kind, f": {event.detail}" if event.detail else "")
         self.on_event(event)
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"died of {signal.Signals(-code).name}"
-    except ValueError:
-        return f"died of signal {-code}"
 
 
 def _send(rank: _Rank, number: int) -> None:

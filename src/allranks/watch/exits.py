@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.blackbox.layout import wakeup_address
-from allranks.model.incident import Failure
+from allranks.model.incident import Failure, describe_exit
 from allranks.watch.samples import RankSample
 
 VMSTAT = Path("/proc/vmstat")
@@ -37,25 +37,9 @@ _ECHO = re.compile(
 )
 #: No broken connection raises these, whatever their text names.
 _PROGRAM_ERRORS = frozenset(
-    [
-        "ArithmeticError",
-        "AssertionError",
-        "AttributeError",
-        "FileNotFoundError",
-        "ImportError",
-        "IndexError",
-        "KeyError",
-        "ModuleNotFoundError",
-        "NameError",
-        "NotImplementedError",
-        "OverflowError",
-        "RecursionError",
-        "SyntaxError",
-        "TypeError",
-        "UnboundLocalError",
-        "ValueError",
-        "ZeroDivisionError",
-    ]
+    {"ArithmeticError", "AssertionError", "AttributeError", "FileNotFoundError", "ImportError", "IndexError"}
+    | {"KeyError", "ModuleNotFoundError", "NameError", "NotImplementedError", "OverflowError"}
+    | {"RecursionError", "SyntaxError", "TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError"}
 )
 
 
@@ -69,15 +53,7 @@ class Ending:
 
     @property
     def words(self) -> str:
-        """ "died of SIGKILL", "exited with code 3"."""
-        if self.code is None:
-            return "exited without shutting down"
-        if self.code >= 0:
-            return f"exited with code {self.code}"
-        try:
-            return f"died of {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"died of signal {-self.code}"
+        return "exited without shutting down" if self.code is None else describe_exit(self.code)
 
 
 MAX_DATAGRAMS = 64  # taken at a time
@@ -98,9 +74,8 @@ class ExitWatcher:
         self._selector = selectors.DefaultSelector()
         self._wake = socket.socketpair()
         self._datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._datagrams.setsockopt(
-            socket.SOL_SOCKET, socket.SO_PASSCRED, 1
-        )  # anybody on this machine can send
+        # anybody on this machine can send
+        self._datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with contextlib.suppress(OSError):  # a second watch in this process: the first one hears
             self._datagrams.bind(wakeup_address(os.getpid()))
         for end in (self._wake[0], self._datagrams):
@@ -147,9 +122,8 @@ class ExitWatcher:
         """Returns when something happened, or after the time."""
         assert self._selector is not None and self._datagrams is not None, "start() comes first"
         until = time.monotonic() + timeout_s
-        if not self._happened(
-            timeout_s
-        ):  # only datagrams of other users: they are not heard until the next wait
+        # only datagrams of other users: they are not heard until the next wait
+        if not self._happened(timeout_s):
             self._selector.unregister(self._datagrams)
             self._happened(max(0.0, until - time.monotonic()))
             self._selector.register(self._datagrams, selectors.EVENT_READ, -1)

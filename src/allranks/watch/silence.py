@@ -54,12 +54,10 @@ class NoticeOptions:
     )
     warm_up_marks: int = 20  # steps or completed calls of a rank that make a history
     memory: int = 64  # silences remembered per rank
-    asked: bool = (
-        False  # floor_s is a person's wish: it holds from the first step or call on, also after a pause
-    )
-    retry_s: float | None = (
-        None  # a collective is given up and its step tried again after this long; None: never
-    )
+    # floor_s is a person's wish: it holds from the first step or call on, also after a pause
+    asked: bool = False
+    # a collective is given up and its step tried again after this long; None: never
+    retry_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.floor_s <= self.cap_s:
@@ -130,9 +128,8 @@ class NoticeState:
     ranks: dict[int, RankHistory] = field(default_factory=dict)
     allowed_until_s: float = 0.0  # silence is excused until then (after "slow, not hung")
     excused: int = 0  # inspections in a row that did not settle it; each adds half a limit
-    cured_s: float = (
-        0.0  # of the last action: a silence that began before it was ended by it and proves nothing
-    )
+    # of the last action: a silence that began before it was ended by it and proves nothing
+    cured_s: float = 0.0
 
 
 def observe(
@@ -360,9 +357,8 @@ class ProgressHistory:
 
     options: NoticeOptions
     _state: NoticeState = field(default_factory=NoticeState)
-    _rhythms: dict[str, tuple[tuple[int, int, int], Rhythm]] = field(
-        default_factory=dict
-    )  # path -> (mark, …)
+    # path -> (mark, …)
+    _rhythms: dict[str, tuple[tuple[int, int, int], Rhythm]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def observe(self, now_s: float, samples: list[RankSample]) -> None:
