@@ -314,6 +314,15 @@ def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
     import zipfile  # slow to import, rarely needed
 
     room = max(BOMB_BYTES, len(data) * BOMB_FACTOR)
+    broken = (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        OSError,
+        ValueError,
+        EOFError,
+        OverflowError,
+        zlib.error,
+    )
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for member in archive.infolist():
@@ -330,15 +339,7 @@ def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                     room -= len(content)
                 mtime_ns = int(time.mktime((*member.date_time, 0, 0, -1)) * 1e9)
                 yield DumpSource(shown, source.location, mtime_ns, len(content), content, problem)
-    except (
-        zipfile.BadZipFile,
-        NotImplementedError,
-        OSError,
-        ValueError,
-        EOFError,
-        OverflowError,
-        zlib.error,
-    ) as error:
+    except broken as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
 

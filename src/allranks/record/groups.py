@@ -8,31 +8,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from allranks.model.trace import Flag
 from allranks.record.options import TORCH_ERRORS, fast
 
 P2P, PART = int(Flag.P2P), int(Flag.COALESCED_PART)
 WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over
-
-
-class Counters(Protocol):
-    """The numbers of one group's calls: PyCounters, or the same in C."""
-
-    timeout_ms: int
-    cpu_side: Counters | None
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def blocking(self) -> bool: ...
-    @property
-    def in_batch(self) -> bool: ...
-    def draw(self, p2p: bool, /) -> tuple[int, int, int, int]: ...
-    def open_batch(self) -> None: ...
-    def add_part(self, number: int, /) -> None: ...
-    def close_batch(self) -> tuple[int, int, int, tuple[int, ...]]: ...
 
 
 class PyCounters:
@@ -95,6 +77,9 @@ class PyCounters:
         (seq, p2p_seq), parts = self._batch, tuple(self._parts or ())
         self._batch, self._parts = (0, 0), None
         return seq or self._last_seq, p2p_seq, next(self._ops), parts
+
+
+Counters = PyCounters  # or the same in C
 
 
 class GroupState:

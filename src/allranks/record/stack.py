@@ -17,7 +17,6 @@ import sysconfig
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Protocol
 
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
@@ -49,13 +48,10 @@ class Stacks:
         self._main = threading.main_thread().ident or 0
         self._count = 0
         module = fast(accelerate)
-        self.engine: Engine = (
-            module.Stacks(
-                depth, self._main, _PLUMBING_STARTS, _PLUMBING_ENDS, library_roots(), _LIBRARY_PARTS
-            )
-            if module is not None
-            else PyEngine(depth, self._main)
-        )
+        self.engine = PyEngine(depth, self._main)
+        if module is not None:
+            known = (_PLUMBING_STARTS, _PLUMBING_ENDS, library_roots(), _LIBRARY_PARTS)
+            self.engine = module.Stacks(depth, self._main, *known)
 
     def at(self, frame: FrameType | None) -> int:
         """The id of the stack that starts at `frame`; 0 when there is none or the table is full."""
@@ -72,18 +68,8 @@ class Stacks:
         return number
 
 
-class Engine(Protocol):
-    """Looks stacks up: in C (`_fast.Stacks`) or in Python."""
-
-    def capture(self, frame: FrameType | None, /) -> int:
-        """The id of the stack at this frame; 0 without frames of interest, -1 when it is new."""
-
-    def remember(self, frame: FrameType, number: int, /) -> None:
-        """Gives a stack its id."""
-
-
 class PyEngine:
-    """The lookup of stacks in Python: one integer per frame is the key."""
+    """The lookup of stacks in Python: one integer per frame is the key. `_fast.Stacks` is the same in C."""
 
     def __init__(self, depth: int, main: int) -> None:
         self._depth, self._main = depth, main

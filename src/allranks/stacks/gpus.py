@@ -6,12 +6,13 @@ CPU in the wait for it: neither CPU nor "busy" tells that from training. Work of
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from allranks.stacks.procfs import open_files
 
 LIMIT_S = 5.0
 CARDS, DEVICE = Path("/proc/driver/nvidia/gpus"), "/dev/nvidia"
@@ -52,17 +53,7 @@ def _opened(pids: Collection[int]) -> set[str]:
         lines = (line.partition(":") for line in path.read_text().splitlines())
         card = {name.strip(): value.strip() for name, _, value in lines}
         devices[f"{DEVICE}{card.get('Device Minor', '')}"] = card.get("GPU UUID", "")
-    return {devices[path] for pid in pids for path in _open_files(pid) if path in devices}
-
-
-def _open_files(pid: int) -> set[str]:
-    found = set()
-    try:
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    except OSError:  # gone, or another user's
-        pass
-    return found
+    return {devices[path] for pid in pids for path in open_files(pid) or () if path in devices}
 
 
 def all_wait(before: Collection[GpuUse], now: Collection[GpuUse]) -> bool:

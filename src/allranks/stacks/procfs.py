@@ -79,7 +79,7 @@ def read_entry(pid: int) -> ProcessEntry | None:
 
 def _talks(pid: int) -> bool:
     """Whether a process has torch and a TCP connection, as every rank has."""
-    return "libtorch" in _read(pid, "maps") and bool((_sockets(pid) or set()) & _tcp(pid, "01"))
+    return "libtorch" in _read(pid, "maps") and bool((open_files(pid) or set()) & _tcp(pid, "01"))
 
 
 def is_foreign_port(port: int, pids: Sequence[int]) -> bool:
@@ -88,8 +88,8 @@ def is_foreign_port(port: int, pids: Sequence[int]) -> bool:
     listening = _tcp(pids[0], "0A", port) if pids else set()
     parents = {entry.ppid for entry in scan(list(pids))} - {0, 1}
     beside = {pid for parent in parents for pid in children_of(parent)}
-    held = [_sockets(pid) for pid in {*pids, *beside}]
-    return bool(listening) and all(sockets is not None and not sockets & listening for sockets in held)
+    held = [open_files(pid) for pid in {*pids, *beside}]
+    return bool(listening) and all(files is not None and not files & listening for files in held)
 
 
 def _tcp(pid: int, state: str, port: int | None = None) -> set[str]:
@@ -99,8 +99,8 @@ def _tcp(pid: int, state: str, port: int | None = None) -> set[str]:
     return {f"socket:[{row[9]}]" for row in rows if row[3] == state and row[1].endswith(at)}
 
 
-def _sockets(pid: int) -> set[str] | None:
-    """Among the open files of a process; None when they may not be read."""
+def open_files(pid: int) -> set[str] | None:
+    """What the descriptors of a process lead to; None when they may not be read."""
     folder, found = PROC / str(pid) / "fd", set()
     try:
         names = os.listdir(folder)
@@ -109,7 +109,7 @@ def _sockets(pid: int) -> set[str] | None:
     for name in names:
         with contextlib.suppress(OSError):  # closed meanwhile
             found.add(os.readlink(folder / name))
-    return {link for link in found if link.startswith("socket:")}
+    return found
 
 
 def _read(pid: int, name: str) -> str:

@@ -369,9 +369,8 @@ class ProgressHistory:
         """Nobody makes progress."""
         marks = {sample.path: sample.mark for sample in samples}
 
-        def rhythm(
-            path: str,
-        ) -> Rhythm:  # a rank that makes no call keeps its rhythm: a hang may last for hours
+        def rhythm(path: str) -> Rhythm:
+            # a rank that makes no call keeps its rhythm: a hang may last for hours
             known = self._rhythms.get(path)
             if known is None or known[0] != marks[path]:
                 known = self._rhythms[path] = (marks[path], read_rhythm(path))
