@@ -60,10 +60,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "status": ("allranks status", "allranks status my-job --json"),
     "top": ("allranks top         # q quits", "allranks top my-job --interval 0.5"),
-    "page": (
-        "allranks page        # of the newest job on this node",
-        "allranks page my-job --no-browser",
-    ),
+    "page": ("allranks page        # of the newest job on this node", "allranks page my-job --no-browser"),
     "demo": ("allranks demo",),
     "frtrace": ("allranks frtrace dumps/", "allranks frtrace dumps/ -j --selected-ranks 0 1"),
     "dump-info": ("allranks dump-info dumps/rank3.box --calls 20",),

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,59 +22,45 @@ if TYPE_CHECKING:  # heavy: numpy comes with them
     from allranks.model.diagnosis import Diagnosis, FileNote
     from allranks.model.trace import RankTrace
 
-READ = "what to read"
+_output, _reading = partial(option, group="output"), partial(option, group="what to read")
 
 
 @dataclass(frozen=True)
 class DiagnoseFlags:
     """What to read and what to write."""
 
-    json: bool = option(False, "one JSON object on stdout (docs/contracts.md)", group="output")
-    html: str = option(
-        "", "write one self-contained page: timeline, groups, stacks, search", metavar="FILE", group="output"
-    )
-    perfetto: str = option(
+    json: bool = _output(False, "one JSON object on stdout (docs/contracts.md)")
+    html: str = _output("", "write one self-contained page: timeline, groups, stacks, search", metavar="FILE")
+    perfetto: str = _output(
         "",
         "write a trace for ui.perfetto.dev; FILE.gz is gzipped, FILE.json is for chrome://tracing",
         metavar="FILE",
-        group="output",
     )
-    output: str = option(
-        "", "also write the JSON object to this file", flags="-o --output", metavar="FILE", group="output"
-    )
-    just_print_entries: bool = option(
+    output: str = _output("", "also write the JSON object to this file", flags="-o --output", metavar="FILE")
+    just_print_entries: bool = _output(
         False,
         "print all recorded calls, one column per rank, and no verdict",
         flags="-j --just_print_entries",
-        group="output",
     )
-    print_stack_trace: bool = option(
-        False,
-        "whole stacks, not only the user's frames",
-        flags="--print_stack_trace --stacks",
-        group="output",
+    print_stack_trace: bool = _output(
+        False, "whole stacks, not only the user's frames", flags="--print_stack_trace --stacks"
     )
-    mismatch_cap: int = option(
-        10,
-        "list at most this many findings that follow from the root cause",
-        flags="--mismatch_cap",
-        group="output",
+    mismatch_cap: int = _output(
+        10, "list at most this many findings that follow from the root cause", flags="--mismatch_cap"
     )
-    force: bool = option(False, "overwrite existing files", group="output")
-    verbose: bool = option(False, "also list groups and every file", flags="-v --verbose", group="output")
-    attempt: int | None = option(None, "which attempt of the job (default: the newest)", group=READ)
-    selected_ranks: tuple[int, ...] = option((), "only these ranks", metavar="R", nargs="+", group=READ)
-    pg_filters: tuple[str, ...] = option(
-        (), "only groups with this name or description", metavar="NAME", nargs="+", group=READ
+    force: bool = _output(False, "overwrite existing files")
+    verbose: bool = _output(False, "also list groups and every file", flags="-v --verbose")
+    attempt: int | None = _reading(None, "which attempt of the job (default: the newest)")
+    selected_ranks: tuple[int, ...] = _reading((), "only these ranks", metavar="R", nargs="+")
+    pg_filters: tuple[str, ...] = _reading(
+        (), "only groups with this name or description", metavar="NAME", nargs="+"
     )
-    allow_incomplete_ranks: bool = option(False, "do not report a rank without a file as dead", group=READ)
-    prefix: str | None = option(
-        None, "file name up to the rank's digits (default: detected)", flags="-p --prefix", group=READ
+    allow_incomplete_ranks: bool = _reading(False, "do not report a rank without a file as dead")
+    prefix: str | None = _reading(
+        None, "file name up to the rank's digits (default: detected)", flags="-p --prefix"
     )
-    transform_ft: bool = option(
-        False, "torchft: number ranks over all replicas; needs --group-world-size", group=READ
-    )
-    group_world_size: int = option(0, "ranks per replica, for --transform-ft", at_least=0, group=READ)
+    transform_ft: bool = _reading(False, "torchft: number ranks over all replicas; needs --group-world-size")
+    group_world_size: int = _reading(0, "ranks per replica, for --transform-ft", at_least=0)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from allranks.lighthouse.client.client import Client
 
 ACTIONS = ("serve", "status", "evict", "readmit", "collect")
+_server = partial(option, group="server")
 RENAMED = {"let-in": "readmit"}  # names of older versions, taken with a warning
 
 
@@ -33,30 +35,24 @@ class LighthouseFlags:
         "", "file with the job token; or $ALLRANKS_TOKEN, $ALLRANKS_TOKEN_FILE", metavar="FILE"
     )
     reason: str = option("", "why, for evict and collect; kept in the incident")
-    bind: str = option(
-        "127.0.0.1:29510", "where to listen; port 0: any free one", metavar="HOST:PORT", group="server"
-    )
-    grpc_bind: str = option(
+    bind: str = _server("127.0.0.1:29510", "where to listen; port 0: any free one", metavar="HOST:PORT")
+    grpc_bind: str = _server(
         "",
         "also speak torchft's gRPC protocol there, without a token; may be the same as --bind",
         metavar="HOST:PORT",
-        group="server",
     )
-    allow_host: tuple[str, ...] = option(
+    allow_host: tuple[str, ...] = _server(
         (),
         "host name under which the page may be requested, or $ALLRANKS_ALLOW_HOSTS, comma separated",
         metavar="NAME",
-        group="server",
     )
-    no_token: bool = option(False, "no authentication (only sensible on loopback)", group="server")
-    ca: str = option(
-        "", "CA of an https etcd; for status and the like: of a TLS lighthouse", metavar="PEM", group="server"
-    )
-    etcd: str = option("", "high availability: endpoints of an etcd", metavar="URL,...", group="server")
-    job: str = option("job", "name of the job in etcd", group="server")
-    lease_s: int = option(3, "how long a dead leader stays leader", unit="s", above=0, group="server")
-    log_level: str = option(
-        "info", "least level that is logged", choices=("debug", "info", "warning", "error"), group="server"
+    no_token: bool = _server(False, "no authentication (only sensible on loopback)")
+    ca: str = _server("", "CA of an https etcd; for status and the like: of a TLS lighthouse", metavar="PEM")
+    etcd: str = _server("", "high availability: endpoints of an etcd", metavar="URL,...")
+    job: str = _server("job", "name of the job in etcd")
+    lease_s: int = _server(3, "how long a dead leader stays leader", unit="s", above=0)
+    log_level: str = _server(
+        "info", "least level that is logged", choices=("debug", "info", "warning", "error")
     )
 
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from allranks.cli.parser import add_flags, read_flags
@@ -27,33 +28,25 @@ from allranks.stacks.find import RANK_TITLES, find_jobs
 from allranks.stacks.progress import Stillness
 
 DEFAULTS = DebugOptions(interval_s=1.0)
-WHICH = "which processes (default: every rank on this node)"
+_which = partial(option, group="which processes (default: every rank on this node)")
+_output = partial(option, group="output")
 
 
 @dataclass(frozen=True)
 class StacksFlags:
     """What to sample and what to write. The samples themselves are described by DebugOptions."""
 
-    pid: tuple[int, ...] = option((), "this process; repeatable", metavar="P", group=WHICH)
-    name: str = option(
-        "", "processes whose title or command line matches this expression", metavar="PATTERN", group=WHICH
+    pid: tuple[int, ...] = _which((), "this process; repeatable", metavar="P")
+    name: str = _which("", "processes whose title or command line matches this expression", metavar="PATTERN")
+    job: str = _which("", "ranks of this job (black box, SLURM_JOB_ID, TORCHELASTIC_RUN_ID)", metavar="ID")
+    container: str = _which(
+        "", "ranks in this container, seen from outside: docker, podman, enroot/pyxis", metavar="NAME"
     )
-    job: str = option(
-        "", "ranks of this job (black box, SLURM_JOB_ID, TORCHELASTIC_RUN_ID)", metavar="ID", group=WHICH
+    folder: str = _which(
+        "", "read captures made earlier instead of sampling", flags="--from", metavar="FOLDER"
     )
-    container: str = option(
-        "",
-        "ranks in this container, seen from outside: docker, podman, enroot/pyxis",
-        metavar="NAME",
-        group=WHICH,
-    )
-    folder: str = option(
-        "", "read captures made earlier instead of sampling", flags="--from", metavar="FOLDER", group=WHICH
-    )
-    all_nodes: bool = option(
-        False,
-        "every node of the job, joined: through the agents of `allranks run`, else through Slurm",
-        group=WHICH,
+    all_nodes: bool = _which(
+        False, "every node of the job, joined: through the agents of `allranks run`, else through Slurm"
     )
     native_frames: bool = option(
         False, "native frames of every rank, not only of suspects (stops each for ~60 ms)", flags="--native"
@@ -70,21 +63,16 @@ class StacksFlags:
     still: float | None = option(
         None, "time without progress that counts as a stall (default: 10)", unit="s", above=0
     )
-    output: str = option(
+    output: str = _output(
         "",
         "keep the bundle and the raw files in this folder; {host} is this node",
         flags="-o --output",
         metavar="DIR",
-        group="output",
     )
-    json: bool = option(False, "one JSON object on stdout", group="output")
-    html: str = option(
-        "", "write a self-contained page with the tree and a flame graph", metavar="FILE", group="output"
-    )
-    all_threads: bool = option(
-        False, "put every thread into the tree, not only the main ones", group="output"
-    )
-    force: bool = option(False, "overwrite FILE or the bundle in DIR", group="output")
+    json: bool = _output(False, "one JSON object on stdout")
+    html: str = _output("", "write a self-contained page with the tree and a flame graph", metavar="FILE")
+    all_threads: bool = _output(False, "put every thread into the tree, not only the main ones")
+    force: bool = _output(False, "overwrite FILE or the bundle in DIR")
 
     def __post_init__(self) -> None:
         check_options(self)

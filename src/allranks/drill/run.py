@@ -225,10 +225,7 @@ def is_right(fault: DrillFault, verdict: Story | None) -> bool:
 
 
 def _judge_fault(
-    fault: DrillFault,
-    fired: FiredFault | None,
-    incident: Story | None,
-    marks: Marks,
+    fault: DrillFault, fired: FiredFault | None, incident: Story | None, marks: Marks
 ) -> FaultResult:
     if fired is None:
         return FaultResult(fault.kind, fault.rank, None, False)

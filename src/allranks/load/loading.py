@@ -53,9 +53,7 @@ def choose(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
     return replace(choice, dropped=(*of_others, *of_another, *choice.dropped))
 
 
-def _newest_job(
-    candidates: list[TraceFile],
-) -> tuple[list[TraceFile], list[tuple[TraceFile, str]]]:
+def _newest_job(candidates: list[TraceFile]) -> tuple[list[TraceFile], list[tuple[TraceFile, str]]]:
     """Files of several jobs that have the same ranks are not mixed: (those of the newest one, the others and why not)."""
     jobs: dict[tuple[str, str], list[TraceFile]] = defaultdict(list)
     for candidate in candidates:

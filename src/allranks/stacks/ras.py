@@ -39,11 +39,7 @@ class OperationCount:
 
 
 def ask(
-    address: str = DEFAULT_ADDRESS,
-    *,
-    of: Sequence[int] = (),
-    as_json: bool = False,
-    limit_s: float = LIMIT_S,
+    address: str = DEFAULT_ADDRESS, *, of: Sequence[int] = (), as_json: bool = False, limit_s: float = LIMIT_S
 ) -> RasReply | None:
     """One verbose status, or None when nobody answers there.
 
