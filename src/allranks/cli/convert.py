@@ -17,16 +17,13 @@ _ENDINGS = {".box": "box", ".json": "json", ".pickle": "pickle", ".pkl": "pickle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="IN", help="a dump, a black box, an archive, or a folder of them")
-    parser.add_argument("output", metavar="OUT", help="a file for one rank, a folder for several")
-    parser.add_argument(
-        "--to", choices=FORMS, help="box (ours), pickle or json (torch's 2.10); default: OUT's ending"
-    )
-    parser.add_argument(
-        "--attempt", type=int, metavar="N", help="which attempt, if there are several (default: newest)"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite what is there")
-    parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+    add = parser.add_argument
+    add("input", metavar="IN", help="a dump, a black box, an archive, or a folder of them")
+    add("output", metavar="OUT", help="a file for one rank, a folder for several")
+    add("--to", choices=FORMS, help="box (ours), pickle or json (torch's 2.10); default: OUT's ending")
+    add("--attempt", type=int, metavar="N", help="which attempt, if there are several (default: newest)")
+    add("--force", action="store_true", help="overwrite what is there")
+    add("--json", action="store_true", help="print what was written as one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -27,7 +27,8 @@ _MARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "what",
         nargs="*",
         metavar="explain LOG | compare ANSWER",
@@ -35,11 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what differs between nodes, from their `doctor --json`",
     )
     add_flags(parser, DoctorOptions)
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="job configuration: check what it names too"
-    )
-    parser.add_argument("--fix", action="store_true", help="carry out the harmless repairs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--config", type=Path, metavar="FILE", help="job configuration: check what it names too")
+    add("--fix", action="store_true", help="carry out the harmless repairs")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 _SWITCHES = frozenset({"--fix", "--json", "--help", "-h"})  # all other flags take a value

@@ -28,32 +28,31 @@ kinds of fault:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     parser.epilog = EPILOG
-    parser.add_argument(
-        "--plan", type=Path, required=True, metavar="FILE", help="the faults, in YAML or JSON"
-    )
-    parser.add_argument(
+    add("--plan", type=Path, required=True, metavar="FILE", help="the faults, in YAML or JSON")
+    add(
         "--ranks",
         type=int,
         metavar="N",
         help='ranks of the job, for "random" (default: read from the command)',
     )
-    parser.add_argument(
+    add(
         "--folder",
         type=Path,
         metavar="DIR",
         help="where the drill keeps its evidence (default: a temporary folder that is kept)",
     )
-    parser.add_argument(
+    add(
         "--timeout",
         type=float,
         default=600.0,
         metavar="S",
         help="end the job after this long (default: %(default)g)",
     )
-    parser.add_argument("--quiet", action="store_true", help="the job's output only to DIR/output.log")
-    parser.add_argument("--json", action="store_true", help="print one JSON object; implies --quiet")
-    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="the job to run")
+    add("--quiet", action="store_true", help="the job's output only to DIR/output.log")
+    add("--json", action="store_true", help="print one JSON object; implies --quiet")
+    add("job", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="the job to run")
 
 
 def main(args: argparse.Namespace) -> int:

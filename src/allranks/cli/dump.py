@@ -17,43 +17,38 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "path",
         nargs="?",
         metavar="JOB",
         help="name of a job, folder with black boxes, or one box (default: the job that runs on this machine)",
     )
-    parser.add_argument(
-        "--job", metavar="ID", help="of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)"
-    )
-    parser.add_argument("--pid", type=int, action="append", metavar="P", help="only this process; repeatable")
-    parser.add_argument("--rank", type=int, action="append", metavar="R", help="only this rank; repeatable")
-    parser.add_argument(
+    add("--job", metavar="ID", help="of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)")
+    add("--pid", type=int, action="append", metavar="P", help="only this process; repeatable")
+    add("--rank", type=int, action="append", metavar="R", help="only this rank; repeatable")
+    add(
         "--format",
         choices=("box", "pickle", "json"),
         default="box",
         help="a copy of the box, or PyTorch's dump formats (default: box)",
     )
-    parser.add_argument(
-        "--active", action="store_true", help="pickle and json: only calls that are not finished"
-    )
-    parser.add_argument("--all-attempts", action="store_true", help="also ranks of earlier attempts")
-    parser.add_argument(
-        "-o", "--output", metavar="DIR", help="folder to write to (default: allranks-dump-JOB)"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite existing files")
-    parser.add_argument("--list", action="store_true", help="only show what there is")
-    parser.add_argument(
+    add("--active", action="store_true", help="pickle and json: only calls that are not finished")
+    add("--all-attempts", action="store_true", help="also ranks of earlier attempts")
+    add("-o", "--output", metavar="DIR", help="folder to write to (default: allranks-dump-JOB)")
+    add("--force", action="store_true", help="overwrite existing files")
+    add("--list", action="store_true", help="only show what there is")
+    add(
         "--native",
         metavar="STEM",
         help="also ask the ranks for torch's own NCCL dump through TORCH_NCCL_DEBUG_INFO_PIPE_FILE=STEM",
     )
-    parser.add_argument(
+    add(
         "--all-nodes",
         action="store_true",
         help="every node of a job under `allranks run`, through its agents",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add("--json", action="store_true", help="one JSON object on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths", nargs="+", metavar="FILE", help="black boxes, dumps, archives or folders of them"
-    )
-    parser.add_argument(
-        "--calls", type=int, default=0, metavar="N", help="also list the last N calls of each file"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="FILE", help="black boxes, dumps, archives or folders of them")
+    add("--calls", type=int, default=0, metavar="N", help="also list the last N calls of each file")
+    add("--json", action="store_true", help="one JSON object on stdout")
 
 
 def main(args: argparse.Namespace) -> int:

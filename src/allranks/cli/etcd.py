@@ -8,17 +8,12 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["start", "status", "stop"], metavar="start|status|stop")
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where data, log and pid are kept (default: per user)"
-    )
-    parser.add_argument(
-        "--bind", default="127.0.0.1", metavar="HOST", help="address to listen on (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=2379, help="client port; 0: any free one (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add = parser.add_argument
+    add("action", choices=["start", "status", "stop"], metavar="start|status|stop")
+    add("--folder", type=Path, metavar="DIR", help="where data, log and pid are kept (default: per user)")
+    add("--bind", default="127.0.0.1", metavar="HOST", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=2379, help="client port; 0: any free one (default: %(default)s)")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -114,17 +114,9 @@ def _act(
 ) -> int:
     from allranks.lighthouse.client.client import Client, ClientOptions
 
-    client = Client(
-        ClientOptions(
-            addresses=(address,),
-            token=_client_token(address, token_file),
-            role="observer",
-            replica="",
-            ca=options.ca,
-            certificate=tls.certificate,
-            key=tls.key,
-        )
-    ).start(timeout_s=5.0)
+    token, files = _client_token(address, token_file), {"certificate": tls.certificate, "key": tls.key}
+    who = ClientOptions((address,), token, role="observer", replica="", ca=options.ca, **files)
+    client = Client(who).start(timeout_s=5.0)
     try:
         status = client.status()
         if action == "status":

@@ -13,15 +13,16 @@ ANSWER_S = 5.0  # a lighthouse that takes longer to accept a connection is taken
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "job",
         nargs="?",
         metavar="JOB",
         help="name of a job, folder of its black boxes, or HOST:PORT of a lighthouse (default: the newest job that "
         "runs here)",
     )
-    parser.add_argument("--no-browser", action="store_true", help="only print the address")
-    parser.add_argument("--json", action="store_true", help='print {"url": …}')
+    add("--no-browser", action="store_true", help="only print the address")
+    add("--json", action="store_true", help='print {"url": …}')
 
 
 def main(args: argparse.Namespace) -> int:

@@ -25,43 +25,38 @@ _ALONE = {"--no-requeue", "--dry-run", "--json", "-h", "--help"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     parser.usage = "allranks slurm ACTION [options] [arguments of `run` or `stacks`]"
-    parser.add_argument(
+    add(
         "action",
         choices=["submit", "wrap", "collect"],
         metavar="ACTION",
         help="submit: a batch job; wrap: start the job inside sbatch or salloc; collect: stacks of a running job",
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes to ask for (default: 1)")
-    parser.add_argument(
-        "--gpus-per-node", default="", metavar="N", help="GPUs on each, also the ranks on each"
-    )
-    parser.add_argument("--partition", default="", metavar="NAME", help="partition to submit to")
-    parser.add_argument("--time", default="", metavar="HH:MM:SS", help="time limit")
-    parser.add_argument("--name", default="allranks", help="name of the job (default: %(default)s)")
-    parser.add_argument(
-        "--output", default="slurm-%j.out", metavar="FILE", help="output of the job (default: slurm-%%j.out)"
-    )
-    parser.add_argument(
+    add("--nodes", type=int, default=1, metavar="N", help="nodes to ask for (default: 1)")
+    add("--gpus-per-node", default="", metavar="N", help="GPUs on each, also the ranks on each")
+    add("--partition", default="", metavar="NAME", help="partition to submit to")
+    add("--time", default="", metavar="HH:MM:SS", help="time limit")
+    add("--name", default="allranks", help="name of the job (default: %(default)s)")
+    add("--output", default="slurm-%j.out", metavar="FILE", help="output of the job (default: slurm-%%j.out)")
+    add(
         "--sbatch",
         action="append",
         default=[],
         metavar="OPTION",
         help="a further sbatch option, e.g. --sbatch=--account=x",
     )
-    parser.add_argument(
+    add(
         "--srun",
         action="append",
         default=[],
         metavar="OPTION",
         help="wrap, collect: a further srun option, e.g. --srun=--container-name=x",
     )
-    parser.add_argument(
-        "--no-requeue", action="store_true", help="do not let Slurm requeue the job when a node fails"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
-    parser.add_argument("--json", action="store_true", help="submit: print one JSON object")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("--no-requeue", action="store_true", help="do not let Slurm requeue the job when a node fails")
+    add("--dry-run", action="store_true", help="print what would be run")
+    add("--json", action="store_true", help="submit: print one JSON object")
+    add("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def arrange_words(words: Sequence[str]) -> list[str]:
@@ -143,16 +138,8 @@ def _call(args: argparse.Namespace, line: list[str], variables: dict[str, str]) 
 def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
     if not words:
         raise InputError("no script was given", hint="allranks slurm submit --nodes 2 SCRIPT")
-    options = slurm.SubmitOptions(
-        args.nodes,
-        args.gpus_per_node,
-        args.partition,
-        args.time,
-        args.name,
-        args.output,
-        not args.no_requeue,
-        tuple(args.sbatch),
-    )
+    asked = (args.nodes, args.gpus_per_node, args.partition, args.time, args.name, args.output)
+    options = slurm.SubmitOptions(*asked, not args.no_requeue, tuple(args.sbatch))
     script = slurm.sbatch_script(options, words, command)
     if args.dry_run:
         print(script, end="")

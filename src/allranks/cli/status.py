@@ -21,22 +21,21 @@ WIDE = 80  # a narrower screen has fewer columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "job",
         nargs="?",
         metavar="JOB",
         help="name of a job, or folder of its black boxes (default: the newest one that runs here)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object (with --watch: one per line)"
-    )
-    parser.add_argument(
+    add("--json", action="store_true", help="print one JSON object (with --watch: one per line)")
+    add(
         "--watch",
         "-w",
         action="store_true",
         help="update until the job ends or q is pressed (`allranks top`)",
     )
-    parser.add_argument(
+    add(
         "--interval",
         type=float,
         default=1.0,

@@ -18,15 +18,8 @@ if TYPE_CHECKING:
 
 #: The options of a collection that have a flag; the others are for the job file.
 FLAGS = (
-    "wait_s",
-    "output_dir",
-    "at_s",
-    "no_progress_s",
-    "collective_overdue_s",
-    "no_output_s",
-    "rounds",
-    "interval_s",
-    "cuda_gdb",
+    *("wait_s", "output_dir", "at_s", "no_progress_s", "collective_overdue_s", "no_output_s"),
+    *("rounds", "interval_s", "cuda_gdb"),
 )
 
 

@@ -96,38 +96,25 @@ def as_details(details: Mapping[str, dict[str, Any]]) -> Details:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All flags of torchfrtrace, with the same names and defaults."""
-    parser.add_argument(
-        "trace_dir", nargs="?", help="folder with one dump per rank (any kind that allranks reads)"
-    )
-    parser.add_argument(
-        "--selected-ranks", default=None, nargs="+", type=int, metavar="R", help="show only these ranks"
-    )
-    parser.add_argument(
-        "--allow-incomplete-ranks", action="store_true", help="say nothing of ranks that have no dump"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("trace_dir", nargs="?", help="folder with one dump per rank (any kind that allranks reads)")
+    add("--selected-ranks", default=None, nargs="+", type=int, metavar="R", help="show only these ranks")
+    add("--allow-incomplete-ranks", action="store_true", help="say nothing of ranks that have no dump")
+    add(
         "--pg-filters",
         default=None,
         nargs="+",
         metavar="NAME",
         help="show only these groups, by name or description",
     )
-    parser.add_argument("-o", "--output", default=None, metavar="FILE", help="write the database as a pickle")
-    parser.add_argument(
-        "-p", "--prefix", default=None, help="file name in front of the rank; found out if not given"
-    )
-    parser.add_argument(
-        "-j", "--just_print_entries", action="store_true", help="print all entries, a column per rank"
-    )
-    parser.add_argument("-v", "--verbose", action="store_true", help="print the tables of the database too")
-    parser.add_argument("--print_stack_trace", action="store_true", help="with -j: print the stacks too")
-    parser.add_argument(
-        "--mismatch_cap", type=int, default=10, metavar="N", help="at most N findings per group (default 10)"
-    )
-    parser.add_argument(
-        "--transform-ft", action="store_true", help="torchft: ranks of a replica → ranks of the job"
-    )
-    parser.add_argument(
+    add("-o", "--output", default=None, metavar="FILE", help="write the database as a pickle")
+    add("-p", "--prefix", default=None, help="file name in front of the rank; found out if not given")
+    add("-j", "--just_print_entries", action="store_true", help="print all entries, a column per rank")
+    add("-v", "--verbose", action="store_true", help="print the tables of the database too")
+    add("--print_stack_trace", action="store_true", help="with -j: print the stacks too")
+    add("--mismatch_cap", type=int, default=10, metavar="N", help="at most N findings per group (default 10)")
+    add("--transform-ft", action="store_true", help="torchft: ranks of a replica → ranks of the job")
+    add(
         "--group-world-size",
         type=int,
         default=None,

@@ -68,6 +68,8 @@ class Unreadable(Exception):
 
 _ARCHIVE = re.compile(r"(.+?(?:\.tar[^/]*|\.tgz|\.tzst|\.zip))/", re.I)
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+#: What reading a damaged archive may raise besides its library's own errors.
+_DAMAGED = (OSError, ValueError, EOFError, OverflowError, RecursionError)
 MAX_DEPTH = 32
 #: Compressed data may grow by this factor before we call it a bomb, once it is beyond BOMB_BYTES.
 BOMB_FACTOR, BOMB_BYTES = 300, 64 << 20
@@ -270,7 +272,7 @@ def tar_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                 yield DumpSource(shown, source.location, int(member.mtime * 1e9), member.size, content)
             if data[following : following + 512].strip(b"\0"):
                 raise tarfile.ReadError("does not end")  # some versions pass over a header that cannot be
-    except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError, RecursionError) as error:
+    except (tarfile.TarError, *_DAMAGED) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
 
@@ -314,15 +316,6 @@ def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
     import zipfile  # slow to import, rarely needed
 
     room = max(BOMB_BYTES, len(data) * BOMB_FACTOR)
-    broken = (
-        zipfile.BadZipFile,
-        NotImplementedError,
-        OSError,
-        ValueError,
-        EOFError,
-        OverflowError,
-        zlib.error,
-    )
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for member in archive.infolist():
@@ -339,7 +332,7 @@ def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                     room -= len(content)
                 mtime_ns = int(time.mktime((*member.date_time, 0, 0, -1)) * 1e9)
                 yield DumpSource(shown, source.location, mtime_ns, len(content), content, problem)
-    except broken as error:
+    except (zipfile.BadZipFile, NotImplementedError, zlib.error, *_DAMAGED) as error:
         problem = f"archive cut short or damaged ({type(error).__name__})"
         yield DumpSource(source.path, source.location, problem=problem)
 

@@ -32,17 +32,8 @@ from allranks.record.torch_internals import NO_OPTIONS, EventMarker, layout_of
 from allranks.record.writer import CallWriter, warn_once
 
 #: Modules whose code runs under a collective.
-_OF_RECORD = (
-    "hook",
-    "recording_group",
-    "writer",
-    "row_writer",
-    "stack",
-    "calls",
-    "groups",
-    "torch_internals",
-)
-OURS = (*(f"allranks.record.{name}" for name in _OF_RECORD), "allranks.blackbox.file_writer")
+_NAMES = ("hook", "recording_group", "writer", "row_writer", "stack", "calls", "groups", "torch_internals")
+OURS = (*(f"allranks.record.{name}" for name in _NAMES), "allranks.blackbox.file_writer")
 BATCH = "coalesced"  # what the row of a whole batch is called
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
