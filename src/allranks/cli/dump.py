@@ -103,7 +103,9 @@ def _choose(args: argparse.Namespace) -> list[Header]:
 
     prefix = job_prefix(args.job) if args.job and not args.path else ""
     every = {header.path: header for path in _sources(args) for header in _headers(path)}
-    found = [header for header in every.values() if _is_wanted(header, args, prefix)]
+    found = [header for header in every.values() if header.path.name.startswith(prefix)]
+    found = [header for header in found if not args.pid or header.pid in args.pid]
+    found = [header for header in found if not args.rank or header.rank in args.rank]
     if not found:
         raise InputError(
             f"no black box of {_wish(args)} on this machine",
@@ -135,14 +137,6 @@ def _of_these_processes(headers: list[Header]) -> list[Header]:
     """Without the boxes of ended processes whose number a running one has now."""
     running = {header.pid for header in headers if _state(header) == "running"}
     return [header for header in headers if header.pid not in running or _state(header) == "running"]
-
-
-def _is_wanted(header: Header, args: argparse.Namespace, prefix: str) -> bool:
-    return (
-        header.path.name.startswith(prefix)
-        and (not args.pid or header.pid in args.pid)
-        and (not args.rank or header.rank in args.rank)
-    )
 
 
 def _wish(args: argparse.Namespace) -> str:
@@ -213,17 +207,9 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
             raise InputError(f"{target} exists", hint="choose another folder with -o, or --force")
         data = dump_bytes(header.path, args.format, Content(completed=not args.active))
         write_file(target, data)
-        written.append(
-            {
-                "path": str(target),
-                "rank": header.rank,
-                "pid": header.pid,
-                "attempt": header.attempt,
-                "calls": header.calls_started,
-                "state": _state(header),
-                "box": str(header.path),
-            }
-        )
+        facts = {"path": str(target), "rank": header.rank, "pid": header.pid, "attempt": header.attempt}
+        facts |= {"calls": header.calls_started, "state": _state(header), "box": str(header.path)}
+        written.append(facts)
     return written
 
 
@@ -245,21 +231,12 @@ def _ask_native(args: argparse.Namespace, headers: list[Header]) -> list[int]:
 
 
 def _print_list(headers: list[Header], as_json: bool) -> None:
-    rows = [
-        {
-            "job": header.path.parent.name,
-            "rank": header.rank,
-            "world_size": header.world_size,
-            "attempt": header.attempt,
-            "pid": header.pid,
-            "state": _state(header),
-            "step": header.step,
-            "calls": header.calls_started,
-            "completed": header.calls_completed,
-            "path": str(header.path),
-        }
-        for header in sorted(headers, key=lambda h: (str(h.path.parent), h.attempt, h.rank))
-    ]
+    rows = []
+    for header in sorted(headers, key=lambda h: (str(h.path.parent), h.attempt, h.rank)):
+        row = {"job": header.path.parent.name, "rank": header.rank, "world_size": header.world_size}
+        row |= {"attempt": header.attempt, "pid": header.pid, "state": _state(header), "step": header.step}
+        row |= {"calls": header.calls_started, "completed": header.calls_completed, "path": str(header.path)}
+        rows.append(row)
     if as_json:
         print(json.dumps({"schema": 1, "boxes": rows}))
         return

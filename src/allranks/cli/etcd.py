@@ -33,13 +33,8 @@ def main(args: argparse.Namespace) -> int:
     if server is None or not server.running():
         _show(args.json, {"running": False}, "etcd is not running; start it with: allranks etcd start")
         return 1
-    facts: dict[str, object] = {
-        "running": True,
-        "pid": server.pid,
-        "client": server.client,
-        "folder": server.folder,
-    }
-    facts |= _health(server.client)
+    facts: dict[str, object] = {"running": True, "pid": server.pid, "client": server.client}
+    facts |= {"folder": server.folder, **_health(server.client)}
     state = "healthy" if facts["healthy"] else f"not answering: {facts.get('error')}"
     endpoint = server.client.removeprefix("http://")
     _show(args.json, facts, f"etcd {facts.get('version', '')} at {endpoint} (pid {server.pid}) is {state}")

@@ -83,17 +83,9 @@ def _build(args: argparse.Namespace) -> int:
 
     if args.workers is not None and args.workers < 0:
         raise InputError(f"--workers {args.workers}: cannot be negative")
-    request = BuildRequest(
-        _expanded([*args.files, *args.data_files]),
-        args.output,
-        args.tokenizer,
-        args.text_key,
-        args.append_eos,
-        args.eos_id,
-        args.skip_bad,
-        args.workers,
-        args.force,
-    )
+    text = (args.tokenizer, args.text_key, args.append_eos, args.eos_id, args.skip_bad)
+    files = _expanded([*args.files, *args.data_files])
+    request = BuildRequest(files, args.output, *text, args.workers, args.force)
     bar = ProgressBar()
     try:
         result = build_index(request, lambda now: _progress(bar, now))

@@ -317,16 +317,9 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Client | None:
         return None
     from allranks.lighthouse.client.client import Client, ClientOptions
 
-    client = Client(
-        ClientOptions(
-            addresses=tuple(environment.lighthouse.split(",")),
-            token=environment.token,
-            replica=f"{AGENT}{socket.gethostname()}-{os.getpid()}",
-            node=socket.gethostname(),
-            role="observer",
-            beacon=False,
-        )
-    )
+    addresses, host = tuple(environment.lighthouse.split(",")), socket.gethostname()
+    name = f"{AGENT}{host}-{os.getpid()}"
+    client = Client(ClientOptions(addresses, environment.token, name, host, role="observer", beacon=False))
     try:
         client.start(timeout_s=5.0)
     except AllranksError as error:

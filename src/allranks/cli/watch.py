@@ -74,11 +74,7 @@ def _print_line(done: Collection) -> None:
 
 
 def _print_json(done: Collection) -> None:
-    row = {
-        "reason": done.reason,
-        "folder": str(done.folder),
-        "hung": done.report.hung,
-        "culprits": list(done.report.culprits),
-        "sentence": done.report.sentence,
-    }
+    report = done.report
+    row = {"reason": done.reason, "folder": str(done.folder), "hung": report.hung}
+    row |= {"culprits": list(report.culprits), "sentence": report.sentence}
     print(json.dumps(row), file=sys.stderr, flush=True)

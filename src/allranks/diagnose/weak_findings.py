@@ -115,15 +115,9 @@ def _doubtful(context: Context, doubt: Doubt) -> Finding:
         f"coalesced calls completed too early: either it never entered, or its dump is older than the others"
     )
     again = "a second dump of all ranks: where nothing has moved, the job hangs"
-    return replace(
-        finding,
-        cause="missing_rank",
-        ranks=doubt.late,
-        sentence=sentence,
-        confidence=0.35,
-        waited_s=None,
-        missing_evidence=(again, *finding.missing_evidence),
-    )
+    asked = (again, *finding.missing_evidence)
+    unsure = replace(finding, confidence=0.35, waited_s=None, missing_evidence=asked)
+    return replace(unsure, cause="missing_rank", ranks=doubt.late, sentence=sentence)
 
 
 def _of_one_call(context: Context, blocked: Blocked) -> Context:

@@ -159,13 +159,8 @@ def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> 
     state = (guilty or states)[0]
     where = nearest_line(state)
     what = f"{state.cause} at {where}" if where else state.cause
-    return Finding(
-        state.cause,
-        (state.rank,),
-        f"{reason} ({what}: {state.evidence})",
-        confidence=0.9 if guilty else 0.5,
-        where=where,
-    )
+    sentence, sure = f"{reason} ({what}: {state.evidence})", 0.9 if guilty else 0.5
+    return Finding(state.cause, (state.rank,), sentence, confidence=sure, where=where)
 
 
 def _waits_alone(state: RankState, report: StacksReport) -> bool:

@@ -63,17 +63,9 @@ def _about(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float) -> 
     taken = max((header.written_ns for header in headers), default=0) / 1e9
     ranks = f"{len(diagnosis.ranks):,} of {diagnosis.world_size or len(diagnosis.ranks):,}"
     software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "nccl") if versions.get(name))
-    return pages.About(
-        clean(", ".join(jobs[:4])),
-        clean(_several(hosts)),
-        taken,
-        made_s=made_s,
-        facts=(("Ranks", ranks), ("Software", clean(software))),
-    )
-
-
-def _several(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+    facts = (("Ranks", ranks), ("Software", clean(software)))
+    host = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3:,} more" if len(hosts) > 3 else "")
+    return pages.About(clean(", ".join(jobs[:4])), clean(host), taken, made_s=made_s, facts=facts)
 
 
 def _facts(verdict: Finding | None) -> list[tuple[str, str]]:

@@ -68,13 +68,7 @@ def read_marks(path: Path, rank: int, now_s: float) -> RankMarks | None:
     if last:
         marks.append(Mark(last / 1e9, head.step, "", head.calls_completed))
     marks.sort(key=lambda mark: mark.at_s)
-    return RankMarks(
-        rank=rank,
-        marks=tuple(marks),
-        seen_s=now_s,
-        expect_until_s=head.expect_until_ns / 1e9,
-        closed=head.closed,
-    )
+    return RankMarks(rank, tuple(marks), now_s, head.expect_until_ns / 1e9, head.closed)
 
 
 def _rows(path: Path, head: Header) -> np.ndarray:
@@ -126,8 +120,5 @@ def read_progress(path: Path, now_s: float) -> BoxProgress | None:
         rows = _rows(path, head)
         waiting = rows[(rows["state"] <= State.STARTED) & (rows["created_ns"] > 0)]
         age = now_s - float(waiting["created_ns"].min()) / 1e9 if len(waiting) else None
-    return BoxProgress(
-        mark=(head.step, head.calls_started, head.calls_completed),
-        oldest_call_s=age,
-        expected_s=head.expect_until_ns / 1e9 - now_s,
-    )
+    mark = (head.step, head.calls_started, head.calls_completed)
+    return BoxProgress(mark, age, head.expect_until_ns / 1e9 - now_s)
