@@ -103,9 +103,7 @@ def _choose(args: argparse.Namespace) -> list[Header]:
 
     prefix = job_prefix(args.job) if args.job and not args.path else ""
     every = {header.path: header for path in _sources(args) for header in _headers(path)}
-    found = [header for header in every.values() if header.path.name.startswith(prefix)]
-    found = [header for header in found if not args.pid or header.pid in args.pid]
-    found = [header for header in found if not args.rank or header.rank in args.rank]
+    found = [header for header in every.values() if _is_wanted(header, args, prefix)]
     if not found:
         raise InputError(
             f"no black box of {_wish(args)} on this machine",
@@ -137,6 +135,11 @@ def _of_these_processes(headers: list[Header]) -> list[Header]:
     """Without the boxes of ended processes whose number a running one has now."""
     running = {header.pid for header in headers if _state(header) == "running"}
     return [header for header in headers if header.pid not in running or _state(header) == "running"]
+
+
+def _is_wanted(header: Header, args: argparse.Namespace, prefix: str) -> bool:
+    chosen = (not args.pid or header.pid in args.pid) and (not args.rank or header.rank in args.rank)
+    return chosen and header.path.name.startswith(prefix)
 
 
 def _wish(args: argparse.Namespace) -> str:

@@ -34,7 +34,6 @@ class Context:
     graph: Graph
     seen: dict[int, RankNow] = field(default_factory=dict)
     p2p_mismatches: tuple[P2PMismatch, ...] = ()
-    ignore_absent: bool = False
     _began: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
     def group(self, blocked: Blocked) -> GroupView:

@@ -85,9 +85,8 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
     """While it is open, ranks end in the time that was asked for, and with all that they have started.
 
     torchrun obeys --shutdown-timeout only when the whole job ends, and not when it restarts; and it leaves alone what a
-    rank that died had started. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s).
-
-    `on_stop` gets the pids of ranks that are about to be asked to end: that they do is no incident.
+    rank that died had started. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s). `on_stop` gets
+    the pids of ranks that are about to be asked to end: that they do is no incident.
     """
     guard = Guard()
 
@@ -105,13 +104,8 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
             asked = {rank.pid for rank in ranks if rank.poll() is None}
             on_stop(asked)
             limit_s = timeout if grace_s is None else grace_s
-            note = threading.Timer(_NOTE_S, _say_who_is_left, (ranks, limit_s))
-            note.daemon = True
-            note.start()
-            try:
+            with _saying_who_is_left(ranks, limit_s):
                 ordinary(context, death_sig, limit_s)
-            finally:
-                note.cancel()
             for rank in ranks:
                 # one that ended well may have left an upload running
                 if rank.pid in asked or rank.poll() != 0:
@@ -129,9 +123,19 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
             guard.close()
 
 
+@contextlib.contextmanager
+def _saying_who_is_left(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> Iterator[None]:
+    note = threading.Timer(_NOTE_S, _say_who_is_left, (ranks, limit_s))
+    note.daemon = True
+    note.start()
+    try:
+        yield
+    finally:
+        note.cancel()
+
+
 def _say_who_is_left(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> None:
-    left = sum(1 for rank in ranks if rank.poll() is None)
-    if left:
+    if left := sum(1 for rank in ranks if rank.poll() is None):
         how = "they are killed after %d s (--shutdown-timeout)"
         log.warning(f"waiting for %d of %d ranks to end; {how}", left, len(ranks), limit_s)
 
