@@ -78,8 +78,7 @@ class Box:
     def intern(self, kind: Item, payload: object) -> int:
         """The id of this payload, appended to the heap when it is new; 0 when the heap is full."""
         text = json.dumps(payload, separators=(",", ":"), ensure_ascii=False)
-        known = self._items.get((kind, text))
-        if known is not None:
+        if (known := self._items.get((kind, text))) is not None:
             return known
         with self._heap_lock:
             known = self._items.get((kind, text))

@@ -261,10 +261,9 @@ def _rows(
         return min(parse_header(file.read(0, STRUCT.size)).next_id, _HUGE)
 
     next_id, again = min(header.next_id, _HUGE), now if header.closed_ns == 0 else None
-    if newest and slots == header.capacity:
-        found = read_newest(file, slots, next_id, again, newest)
-        if found is not None:
-            return found, 0, slots
+    found = read_newest(file, slots, next_id, again, newest) if newest and slots == header.capacity else None
+    if found is not None:
+        return found, 0, slots
     rows, torn = read_ring(file, min(header.capacity, _HUGE), slots, next_id, again)
     return rows, torn, slots
 

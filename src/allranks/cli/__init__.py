@@ -127,19 +127,7 @@ def run() -> None:
 
 
 #: What a terminal that knows only ASCII gets instead.
-ASCII = {
-    "…": "...",
-    "→": "->",
-    "←": "<-",
-    "─": "-",
-    "│": "|",
-    "├": "|",
-    "└": "`",
-    "·": "-",
-    "µ": "u",
-    "◄": "<",
-    "×": "x",
-}
+ASCII = dict(zip("…→←─│├└·µ◄×", ("...", "->", "<-", "-", "|", "|", "`", "-", "u", "<", "x"), strict=True))
 
 
 def _prepare_output() -> None:

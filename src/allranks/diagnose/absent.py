@@ -37,16 +37,14 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
         return explain_without_file(context, blocked, ranks)
     ranks = tuple(rank for rank in ranks if rank in context.job.ranks)
     if blocked.p2p is None:
-        divergence = _by_steps(context, blocked, ranks)
-        if divergence is not None:
+        if (divergence := _by_steps(context, blocked, ranks)) is not None:
             return explain_divergence(context, group, divergence, (divergence.rank,), None, blocked)
         shift = find_stack_shift(context.job, group)
         if shift is not None and shift.seq <= blocked.seq:
             return shifted(context, blocked, group, shift)
         if _one_against_all(context, blocked, group, ranks):
             return _lone_waiter(context, blocked, ranks)
-        skip = _over_groups(context, blocked, ranks)
-        if skip is not None:
+        if (skip := _over_groups(context, blocked, ranks)) is not None:
             return explain_divergence(context, group, skip, (skip.rank,), None, blocked)
     return _never_entered(context, blocked, ranks)
 
@@ -88,8 +86,7 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         )
         base = replace(base, cause="not_started", sentence=sentence, confidence=0.85)
         return _still_in_init(base) if _all_inside(context, ranks, "init_process_group") else base
-    telling = _telling(context, ranks)
-    if telling is not None:
+    if (telling := _telling(context, ranks)) is not None:
         return _stuck_elsewhere(base, context, ranks, telling, _entered(context, blocked), waiting)
     if context.job.ranks[ranks[0]].trace.progress.inside == "new_group":
         base = replace(

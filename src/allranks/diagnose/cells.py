@@ -114,8 +114,7 @@ class Cells:
         family = self.family[here, c]
         if (family != family[0]).any():
             return "type_mismatch", "", family
-        sizes = self._size_keys(c, here, int(family[0]))
-        if sizes is not None:
+        if (sizes := self._size_keys(c, here, int(family[0]))) is not None:
             return "size_mismatch", sizes[0], sizes[1]
         rules: list[tuple[str, np.ndarray, int]] = [("dtype_mismatch", self.dtype, 1)]
         rules += [("root_mismatch", self.root, 0)] if int(family[0]) in ROOTED else []

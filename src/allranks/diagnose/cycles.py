@@ -110,8 +110,7 @@ def _one_too_many(context: Context, call: Blocked) -> Finding:
 def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
     """A circle with a send or receive in it: crossed, to the wrong rank, or without partner."""
     for call in p2p:
-        wrong = wrong_peer(context, call)
-        if wrong is not None:
+        if (wrong := wrong_peer(context, call)) is not None:
             return wrong
     p2p = [call for call in p2p if call.missing] or p2p
     if len(p2p) == 1 and _exceeds_round(context, p2p[0]):
@@ -190,8 +189,7 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
         shift = find_stack_shift(context.job, context.group(call))
         if shift is not None and shift.seq <= call.seq:
             return shifted(context, call, context.group(call), shift)
-    one = _left_out(context, ranks, calls, collectives)
-    if one is not None:
+    if (one := _left_out(context, ranks, calls, collectives)) is not None:
         return one
     p2p = [call for call in calls if call.p2p is not None]
     if p2p:

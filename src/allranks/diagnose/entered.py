@@ -18,8 +18,7 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     """The finding for a blocked call that lacks nobody; None when it merely has not finished yet."""
     if blocked.unsure:
         return _unsure(context, blocked)
-    ended = _ended_inside(context, blocked)
-    if ended is not None:
+    if (ended := _ended_inside(context, blocked)) is not None:
         return ended
     failed = _ended_as(State.FAILED, context, blocked)
     if failed and len(failed) < len(blocked.rows):

@@ -245,8 +245,7 @@ def _mismatches(job: Job, send: Side, receive: Side) -> list[P2PMismatch]:
     """The first pair that does not fit. After a wrap only open pairs can be paired with certainty."""
     exact = send.reliable and receive.reliable
     first, behind = (0, 0) if exact else (send.pending_from(), receive.pending_from())
-    apart = _tags_apart(job, send, receive, first, behind)
-    if apart is not None:
+    if (apart := _tags_apart(job, send, receive, first, behind)) is not None:
         return [apart]
     partners = _partners(job, send, receive, first, behind)
     paired = np.flatnonzero(partners >= 0)

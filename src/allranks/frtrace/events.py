@@ -95,8 +95,7 @@ class Op:
                 MatchState.COLLECTIVE_TYPE_MISMATCH,
                 f"Expected collective type: '{self.type}' does not match found collective type: '{other.type}'",
             )
-        misfit = self._size_misfit(other)
-        if misfit:
+        if misfit := self._size_misfit(other):
             return MatchInfo(MatchState.SIZE_OR_SYNTAX_MISMATCH, misfit)
         if self.dtype_mismatch(other):
             found = "/".join(

@@ -280,8 +280,7 @@ class HangInvestigator:
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> tuple[bool | None, str]:
         after = read_samples(self.options.folder)
-        ended = find_ended(suspects, after, found.ranks, self.options.whole_job)
-        if ended is not None:
+        if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             return False, f"rank {ended} ended while it was inspected: its own incident has the cause"
         now, progress = {s.rank: s for s in after}, self.options.notice.progress
         pairs = [(s, now[s.rank]) for s in suspects if s.rank in now]

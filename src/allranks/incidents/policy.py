@@ -233,8 +233,7 @@ def _why_not(
     """Why nothing but evidence is taken; "" when the action may be taken."""
     if wanted in ("none", "collect"):
         return "the policy asks for evidence only"
-    spent = _budget_spent(now_s, state, options)
-    if spent:
+    if spent := _budget_spent(now_s, state, options):
         return spent
     if case.cause == NO_STEP:
         return "collectives are still completed: a person must look"

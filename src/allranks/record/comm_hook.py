@@ -300,8 +300,7 @@ def op_name(args: Any) -> str:
 
 def _tensors(args: Any, side: str) -> list[Any]:
     """The tensors of one side; a communicator gives one or a list, and may give neither."""
-    found = getattr(args, f"{side}_tensors", None)
-    if found:
+    if found := getattr(args, f"{side}_tensors", None):
         return list(found)
     one = getattr(args, f"{side}_tensor", None)
     if one is None:

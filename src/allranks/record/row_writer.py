@@ -155,7 +155,6 @@ class PyRing:
 def make_ring(box: Box, accelerate: bool) -> Any:
     """The ring of an open box: in C when that was built and is wanted, else in Python."""
     fields = [FIELD[name] for name in ("next_id", "calls_started", "last_call_ns", "calls_completed")]
-    module = fast(accelerate)
-    if module is not None:
+    if (module := fast(accelerate)) is not None:
         return module.Ring(box.memory, box.capacity, *fields)
     return PyRing(box.memory, box.capacity, *fields)

@@ -124,8 +124,7 @@ class Replaced(list[tuple[Any, str, Any, Any]]):
 
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of a group, in its own order, as far as torch knows them."""
-    mapping = _of_world("pg_group_ranks").get(group)
-    if mapping:
+    if mapping := _of_world("pg_group_ranks").get(group):
         return tuple(sorted(mapping, key=mapping.__getitem__))
     listed = getattr(getattr(group, "options", None), "global_ranks_in_group", None)
     return tuple(int(rank) for rank in listed or ())

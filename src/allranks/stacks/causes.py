@@ -57,13 +57,11 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern
     first = match_thread(patterns, main, view)
     if first is not None and first.pattern.cause in ("stopped", "d_state"):
         return _cause(first, main, view)
-    cycle = _mutex_cycle(view)
-    if cycle is not None:
+    if (cycle := _mutex_cycle(view)) is not None:
         return cycle
     everywhere = [pattern for pattern in patterns if pattern.threads == "any"]
     for thread in view.threads:
-        match = match_thread(everywhere, thread, view)
-        if match is not None:
+        if (match := match_thread(everywhere, thread, view)) is not None:
             return _cause(match, thread, view)
     if first is None:
         return _unknown(main, view)

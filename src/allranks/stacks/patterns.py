@@ -117,8 +117,7 @@ def match_thread(
         if not pattern.any_of:
             return PatternMatch(pattern, first)
         for condition in pattern.any_of:
-            second = _holds(condition, view, process)
-            if second is not None:
+            if (second := _holds(condition, view, process)) is not None:
                 return PatternMatch(pattern, first or second)
     return None
 

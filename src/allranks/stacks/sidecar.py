@@ -112,8 +112,7 @@ class Sidecar:
         state = TriggerState()
         try:
             while True:
-                code = self._ended()
-                if code is not None:
+                if (code := self._ended()) is not None:
                     return code
                 try:
                     state = self._sample(time.monotonic() - self._began_s, state)
