@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,8 +114,8 @@ def _act(
 ) -> int:
     from allranks.lighthouse.client.client import Client, ClientOptions
 
-    token, files = _client_token(address, token_file), {"certificate": tls.certificate, "key": tls.key}
-    who = ClientOptions((address,), token, role="observer", replica="", ca=options.ca, **files)
+    who = ClientOptions((address,), _client_token(address, token_file), role="observer", replica="")
+    who = replace(who, ca=options.ca, certificate=tls.certificate, key=tls.key)
     client = Client(who).start(timeout_s=5.0)
     try:
         status = client.status()

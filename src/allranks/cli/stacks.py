@@ -183,9 +183,8 @@ def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Cap
     words = ["-o", f"{folder.absolute()}/{{host}}", "--force", "--json"]
     given = (("--rounds", args.rounds), ("--interval", args.interval_s), ("--config", args.config))
     words += [text for name, value in given if value is not None for text in (name, str(value))]
-    switches = (("--native", args.native_frames), ("--no-native", args.no_native))
-    switches += (("--gdb", args.gdb), ("--cuda-gdb", args.cuda_gdb))
-    words += [flag for flag, on in switches if on]
+    switches = {"--native": args.native_frames, "--no-native": args.no_native, "--gdb": args.gdb}
+    words += [flag for flag, on in {**switches, "--cuda-gdb": args.cuda_gdb}.items() if on]
     command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
     nodes = os.environ.get("SLURM_NNODES", "")
     line = collect_words(job, int(nodes) if nodes.isdigit() else None, words, command)

@@ -75,6 +75,6 @@ def _print_line(done: Collection) -> None:
 
 def _print_json(done: Collection) -> None:
     report = done.report
-    row = {"reason": done.reason, "folder": str(done.folder), "hung": report.hung}
+    row: dict[str, object] = {"reason": done.reason, "folder": str(done.folder), "hung": report.hung}
     row |= {"culprits": list(report.culprits), "sentence": report.sentence}
     print(json.dumps(row), file=sys.stderr, flush=True)
