@@ -242,30 +242,22 @@ def _sharded(seed: int) -> nn.Module:
     return model
 
 
-def _fingerprint(model: nn.Module) -> str:
-    import hashlib
-
-    seen = hashlib.sha256()
-    for value in model.state_dict().values():
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        seen.update(whole.detach().contiguous().numpy().tobytes())
-    return seen.hexdigest()
-
-
 def _save_sharded(rank: int, world_size: int, folder: str) -> str:
     from allranks.checkpoint import CheckpointConfig, CheckpointManager, create_checkpoint_state
+    from allranks.drill.demo_train import digest
 
     model = _sharded(seed=1)
     with CheckpointManager(CheckpointConfig(nvme_path=folder)) as manager:
         manager.save_checkpoint(create_checkpoint_state(7, model, None))
         manager.wait_for_pending_saves(60)
-    return _fingerprint(model)
+    return digest(model)
 
 
 def _load_sharded(rank: int, world_size: int, folder: str) -> str:
     from allranks.checkpoint import CheckpointConfig, CheckpointManager
+    from allranks.drill.demo_train import digest
 
     model = _sharded(seed=2)
     with CheckpointManager(CheckpointConfig(nvme_path=folder)) as manager:
         manager.restore(model, None)
-    return _fingerprint(model)
+    return digest(model)
