@@ -37,29 +37,23 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _lines(args: argparse.Namespace, details: Details) -> Iterator[str]:
+    from allranks.frtrace import database
     from allranks.frtrace.api import analyse_details
-    from allranks.frtrace.database import (
-        build_database,
-        check_filters,
-        render_blocks,
-        render_database,
-        render_entries,
-    )
 
     yield from (f"{note.path}: {note.note}" for note in details.files if note.status == "damaged")
     filters = (frozenset(args.selected_ranks or ()), frozenset(args.pg_filters or ()))
-    check_filters(details.traces, filters)
+    database.check_filters(details.traces, filters)
     if args.just_print_entries:
-        yield from render_entries(details.traces, filters, args.verbose, args.print_stack_trace)
+        yield from database.render_entries(details.traces, filters, args.verbose, args.print_stack_trace)
         return
     analysis = analyse_details(details)
     if analysis.job.missing_ranks and not args.allow_incomplete_ranks:
         yield f"Missing dump files from ranks {set(analysis.job.missing_ranks)}"
-    yield from render_blocks(analysis, filters, args.mismatch_cap)
+    yield from database.render_blocks(analysis, filters, args.mismatch_cap)
     if args.verbose:
-        yield from render_database(build_database(analysis))
+        yield from database.render_database(database.build_database(analysis))
     if args.output:
-        _write(args.output, build_database(analysis))
+        _write(args.output, database.build_database(analysis))
         yield f"Wrote {args.output}"
 
 

@@ -28,17 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from allranks.blackbox.header import process_state
-from allranks.channel.frames import (
-    is_intact,
-    join_address,
-    own_address,
-    read_into,
-    receive_json,
-    send_checksum,
-    send_from,
-    send_json,
-    split_address,
-)
+from allranks.channel import frames
 from allranks.channel.keys import ChannelError, Keyring, find_token, greet_as_client, read_token
 from allranks.channel.server import MemberServer
 from allranks.errors import AllranksError, ConfigurationError, InputError
@@ -88,7 +78,7 @@ class EvidenceServer:
     def start(self) -> None:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.create_server((self.host, 0), family=family)
-        self.address = join_address(self.host, listener.getsockname()[1])
+        self.address = frames.join_address(self.host, listener.getsockname()[1])
         self._members.start(listener)
 
     def close(self) -> None:
@@ -147,28 +137,28 @@ class EvidenceServer:
     def _serve(self, connection: socket.socket, purpose: str) -> None:
         """One part: who sends what, the bytes, and the answer."""
         connection.settimeout(UPLOAD_S)
-        told = receive_json(connection, MAX_REQUEST_BYTES)
+        told = frames.receive_json(connection, MAX_REQUEST_BYTES)
         size = int(told["bytes"])
         if size > MAX_PACKED_BYTES + (1 << 20):
-            send_json(connection, {"ok": False, "why": f"a part of {size} bytes is too large"})
+            frames.send_json(connection, {"ok": False, "why": f"a part of {size} bytes is too large"})
             return
         data, hasher = bytearray(size), hashlib.sha256()
-        read_into(connection, [memoryview(data)], hasher)
-        if not is_intact(connection, hasher):
+        frames.read_into(connection, [memoryview(data)], hasher)
+        if not frames.is_intact(connection, hasher):
             raise ChannelError("a part came with the wrong checksum")
         taken = self.take(str(told["incident"]), str(told["sender"]), bytes(data))
-        send_json(connection, {"ok": taken, "why": "" if taken else "nobody waits for it any more"})
+        frames.send_json(connection, {"ok": taken, "why": "" if taken else "nobody waits for it any more"})
 
 
 def send_part(upload: str, incident: str, sender: str, token: str, data: bytes) -> None:
     """Sends a part to another agent; OSError when it cannot be done in time."""
-    with socket.create_connection(split_address(upload), UPLOAD_S) as sock:
+    with socket.create_connection(frames.split_address(upload), UPLOAD_S) as sock:
         greet_as_client(sock, Keyring(token).for_purpose(PURPOSE))
-        send_json(sock, {"incident": incident, "sender": sender, "bytes": len(data)})
+        frames.send_json(sock, {"incident": incident, "sender": sender, "bytes": len(data)})
         hasher = hashlib.sha256()
-        send_from(sock, [memoryview(data)], hasher)
-        send_checksum(sock, hasher)
-        answer = receive_json(sock)
+        frames.send_from(sock, [memoryview(data)], hasher)
+        frames.send_checksum(sock, hasher)
+        answer = frames.receive_json(sock)
     if not answer.get("ok"):
         raise ChannelError(str(answer.get("why", "refused")))
 
@@ -302,7 +292,7 @@ class PeerAgents:
     def _open(self) -> str:
         if self._mailbox is None:
             mailbox = EvidenceServer(
-                self.token, own_address(self.client.lighthouse or self.client.options.addresses[0])
+                self.token, frames.own_address(self.client.lighthouse or self.client.options.addresses[0])
             )
             mailbox.start()
             self._mailbox = mailbox

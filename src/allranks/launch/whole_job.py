@@ -18,22 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from allranks.errors import InputError, require
+from allranks.launch import torchrun_patches as patches
 from allranks.launch.spares import RANK_MODULE, Spares, serving
-from allranks.launch.torchrun_patches import (
-    AWAY_S,
-    MONITORING,
-    LaunchError,
-    RendezvousRetry,
-    ending_ranks,
-    holding_master_port,
-    nobody_answers,
-    port_in_use,
-    refuse_stranger,
-    repeating_rendezvous,
-    replaced,
-    wait_for_host,
-    watching_members,
-)
+from allranks.launch.torchrun_patches import LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup
@@ -84,8 +71,9 @@ def launch(job: Launch) -> int:
         if at_a_host(args):
             find_host(args)
         with (
-            serving(spares), ending_ranks(grace(args), job.on_stop), holding_master_port(), repeating_rendezvous() as retry,
-            watching_members(retry, restarts=may_restart(args)), sensible_restarts(job.why_not_again),
+            serving(spares), patches.ending_ranks(grace(args), job.on_stop), patches.holding_master_port(),
+            patches.repeating_rendezvous() as retry, patches.watching_members(retry, restarts=may_restart(args)),
+            sensible_restarts(job.why_not_again),
         ):  # fmt: skip
             run_through_losses(args, retry)
     except ChildFailedError as error:
@@ -119,8 +107,8 @@ def sensible_restarts(why_not_again: Callable[[dict[int, int]], str]) -> Iterato
 
         return monitor
 
-    with replaced(
-        MONITORING, judging, "a program that always fails the same way is restarted again and again"
+    with patches.replaced(
+        patches.MONITORING, judging, "a program that always fails the same way is restarted again and again"
     ):
         yield
 
@@ -141,19 +129,19 @@ def grace(args: Namespace) -> int | None:
 def find_host(args: Namespace) -> None:
     """LaunchError unless the endpoint is a rendezvous, or may become one here, within torchrun's time for it."""
     endpoint = str(args.rdzv_endpoint)
-    refuse_stranger(endpoint)
+    patches.refuse_stranger(endpoint)
     limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))
     if not may_go_there(args, time.monotonic() + limit_s):
-        raise nobody_answers(endpoint, f"nothing listens there after {limit_s:g} s")
+        raise patches.nobody_answers(endpoint, f"nothing listens there after {limit_s:g} s")
 
 
 def may_go_there(args: Namespace, deadline: float) -> bool:
     """Whether the rendezvous has a host before the deadline; this node is one if --rdzv-conf is_host says so."""
     itself = _parse_conf(args.rdzv_conf).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
-    return itself or wait_for_host(str(args.rdzv_endpoint), deadline)
+    return itself or patches.wait_for_host(str(args.rdzv_endpoint), deadline)
 
 
-def run_through_losses(args: Namespace, retry: RendezvousRetry) -> None:
+def run_through_losses(args: Namespace, retry: patches.RendezvousRetry) -> None:
     """Runs the job. When the host of a c10d rendezvous is lost, this agent stays, with its snapshots, for a new one.
 
     The new host is another agent on that machine, or the same node come back. torchrun would end every agent.
@@ -169,7 +157,7 @@ def run_through_losses(args: Namespace, retry: RendezvousRetry) -> None:
             return
         except (RendezvousConnectionError, DistNetworkError, DistStoreError) as error:
             if retry.held > held:
-                deadline, held = time.monotonic() + AWAY_S, retry.held
+                deadline, held = time.monotonic() + patches.AWAY_S, retry.held
             if not (at_a_host(args) and may_restart(args)) or time.monotonic() > deadline:
                 raise
             log.warning(
@@ -177,7 +165,9 @@ def run_through_losses(args: Namespace, retry: RendezvousRetry) -> None:
                 args.rdzv_endpoint, error, deadline - time.monotonic(),
             )  # fmt: skip
         if not may_go_there(args, deadline):
-            raise nobody_answers(str(args.rdzv_endpoint), f"its host was lost {AWAY_S:g} s ago")
+            raise patches.nobody_answers(
+                str(args.rdzv_endpoint), f"its host was lost {patches.AWAY_S:g} s ago"
+            )
 
 
 def may_restart(args: Namespace) -> bool:
@@ -210,9 +200,9 @@ def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
     name, text = type(error).__name__, str(error)
     cause = f"{text} {error.__cause__ or ''}".lower()
     if "address already in use" in cause or "eaddrinuse" in cause:
-        return port_in_use(endpoint, text)
+        return patches.port_in_use(endpoint, text)
     if name == "RendezvousConnectionError" or "connection refused" in cause:
-        return nobody_answers(endpoint, text)
+        return patches.nobody_answers(endpoint, text)
     if name in {"RendezvousTimeoutError", "TimeoutError"}:
         return LaunchError(
             f"the rendezvous {run_id!r} at {endpoint} was not complete in time"
