@@ -26,12 +26,9 @@ from allranks.load.sources import (
     Raw,
     Unreadable,
     has_archive_name,
-    is_tar,
-    is_zip,
+    open_archive,
     read_all,
-    tar_members,
     unwrap,
-    zip_members,
 )
 
 if TYPE_CHECKING:  # a thousand lines that black boxes do not need
@@ -210,17 +207,12 @@ class Share:
         if source.problem or not has_archive_name(source.path):
             return None
         try:
-            limit = self.options.max_box_bytes
-            data, problem = unwrap(read_all(source, limit), limit)
+            members, problem = open_archive(source, self.options)
         except OSError as error:
             raise Unreadable(f"cannot be read: {error.strerror or error}") from error
-        if is_zip(data):
-            return zip_members(source, data, self.options.max_file_bytes)
-        if not is_tar(data):
-            return None
-        if problem:
+        if problem and members is not None:
             self.failed.append((source, Unreadable(problem, kind="tar archive")))
-        return tar_members(source, data, self.options.max_file_bytes)
+        return members
 
 
 def processes_for(sources: list[DumpSource]) -> int:

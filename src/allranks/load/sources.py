@@ -239,6 +239,14 @@ def archive_of(member: str) -> str:
     return found[1] if found else ""
 
 
+def open_archive(source: DumpSource, options: LoadOptions) -> tuple[Iterator[DumpSource] | None, str]:
+    """(the members of a tar file, compressed or not, or of a zip file; None when it is none, what is wrong with it)."""
+    data, problem = unwrap(read_all(source, options.max_box_bytes), options.max_box_bytes)
+    if is_zip(data):
+        return zip_members(source, data, options.max_file_bytes), ""
+    return (tar_members(source, data, options.max_file_bytes) if is_tar(data) else None), problem
+
+
 def is_tar(data: bytes) -> bool:
     """Whether the bytes begin a tar archive (POSIX or GNU)."""
     return data[257:262] == b"ustar"
@@ -283,15 +291,12 @@ def unpack(path: str, place: str, wanted: Container[str], folder: str) -> dict[s
     import tempfile
 
     found: dict[str, str] = {}
-    limit = LoadOptions().max_box_bytes
-    source = DumpSource(path, place)
     try:
-        data, _ = unwrap(read_all(source, limit), limit)
+        members, _ = open_archive(DumpSource(path, place), LoadOptions())
     except (OSError, Unreadable):
         return found
-    members = zip_members if is_zip(data) else tar_members
     folders: dict[str, str] = {}
-    for member in members(source, data, LoadOptions().max_file_bytes):
+    for member in members or ():
         parent, name = os.path.split(member.path)
         if member.path not in wanted or member.data is None or name in ("", ".", ".."):
             continue
