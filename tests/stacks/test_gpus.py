@@ -76,5 +76,5 @@ def test_the_trigger_of_a_core_dump_goes_to_a_pipe_and_never_into_a_file(tmp_pat
     victim.write_text("root:x:0:0")
     (tmp_path / "pipe").symlink_to(victim)
     environ = {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1", "CUDA_COREDUMP_PIPE": str(tmp_path / "pipe")}
-    said = dump_gpu_core(Target(os.getpid(), 0, environ=environ), None)
+    said = dump_gpu_core(Target(os.getpid(), 0, environ=environ))
     assert "is no pipe" in said and victim.read_text() == "root:x:0:0"

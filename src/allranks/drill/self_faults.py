@@ -27,18 +27,6 @@ def inject(kind: str, for_s: float) -> None:
     FAULTS[kind](for_s)
 
 
-def _kill(for_s: float) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _exit(for_s: float) -> None:
-    os._exit(3)
-
-
-def _segfault(for_s: float) -> None:
-    ctypes.string_at(0)
-
-
 def _raise(for_s: float) -> None:
     raise RuntimeError("a fault of the plan: this rank raises")
 
@@ -48,10 +36,6 @@ def _stop(for_s: float) -> None:
         _stop_for([os.getpid()], for_s)
     else:
         os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _hang(for_s: float) -> None:
-    load_batch_from_slow_storage(for_s)
 
 
 def load_batch_from_slow_storage(for_s: float) -> None:
@@ -247,16 +231,11 @@ def _listing(path: str) -> list[str]:
         return []
 
 
-def _leave(for_s: float) -> None:
-    sys.exit(0)
-
-
-def _slow(for_s: float) -> None:
-    time.sleep(for_s or 1.0)
-
-
-FAULTS: dict[str, Callable[[float], None]] = {
-    "kill": _kill, "exit": _exit, "segfault": _segfault, "raise": _raise, "stop": _stop, "hang": _hang, "busy": _busy,
-    "lock": _lock, "gil": _gil, "loader": _loader, "subprocess": _subprocess, "queue": _queue, "fifo": _fifo,
-    "file_lock": _file_lock, "network": _network, "store": _store, "recv": _recv, "extra": _extra, "slow": _slow, "pause": _pause, "leave": _leave, "partition": _partition,
+FAULTS: dict[str, Callable[[float], object]] = {
+    "kill": lambda for_s: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda for_s: os._exit(3),
+    "segfault": lambda for_s: ctypes.string_at(0), "leave": lambda for_s: sys.exit(0),
+    "slow": lambda for_s: time.sleep(for_s or 1.0), "hang": load_batch_from_slow_storage, "raise": _raise, "stop": _stop,
+    "busy": _busy, "lock": _lock, "gil": _gil, "loader": _loader, "subprocess": _subprocess, "queue": _queue, "fifo": _fifo,
+    "file_lock": _file_lock, "network": _network, "store": _store, "recv": _recv, "extra": _extra, "pause": _pause,
+    "partition": _partition,
 }  # fmt: skip

@@ -45,7 +45,7 @@ class Hook:
         self,
         writer: CallWriter,
         fault: Callable[[BaseException], None],
-        on_group: Callable[[GroupState, Any], None],
+        on_group: Callable[[GroupState], None],
         on_rank: Callable[[int, int], None],
     ) -> None:
         self.writer: CallWriter | None = writer
@@ -155,7 +155,7 @@ class Hook:
         number = writer.box.append(Item.GROUP, [name, desc, packed_ranks(ranks), backend])
         state = GroupState(number, name, ranks, backend, timeout_ms(group), writer.accelerate)
         self.adopt(group, state)
-        self._on_group(state, group)
+        self._on_group(state)
         return state
 
     def adopt(self, group: Any, state: GroupState) -> None:

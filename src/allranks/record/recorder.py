@@ -230,7 +230,7 @@ class Recorder:
         argv = without_secrets("\0".join(word[:200] for word in sys.argv[:20])).split("\0")
         self._facts = fill_header(box, self.options, versions=_versions(self.options.accelerate), argv=argv)
 
-    def _met_group(self, state: GroupState, group: Any) -> None:
+    def _met_group(self, state: GroupState) -> None:
         """The first group tells the rank, the world and the backend when the environment did not."""
         assert self.box is not None
         if not self._facts["backend"] and state.backend:

@@ -220,7 +220,7 @@ def _cause(match: PatternMatch, thread: ThreadView, view: ProcessView, cause: st
     return Cause(
         cause=cause or match.pattern.cause,
         where=where(thread.python),
-        evidence=_evidence_text(match, thread, view) + _also_gil(match, thread),
+        evidence=_evidence_text(match, thread) + _also_gil(match, thread),
         operation=match.operation,
         thread="" if thread.main else thread.name,
         stack=thread.python,
@@ -248,7 +248,7 @@ def _top(thread: ThreadView) -> str:
     return f"{short_name(frame.name)} ({place(frame).split(' in ')[0]})" if frame else "native code"
 
 
-def _evidence_text(match: PatternMatch, thread: ThreadView, view: ProcessView) -> str:
+def _evidence_text(match: PatternMatch, thread: ThreadView) -> str:
     """The evidence line: the pattern's sentence with what was seen put in."""
     now = thread.now
     words = {

@@ -94,16 +94,14 @@ def _minority(ranks: Mapping[int, RankState]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, site in sites.items() if site != common))
 
 
-def find_straggler(ranks: Mapping[int, RankState], waited: Mapping[int, float]) -> tuple[int, ...]:
+def find_straggler(waited: Mapping[int, float]) -> tuple[int, ...]:
     """In a job that moves: the ranks for which the others spend their time waiting.
 
     `waited` is the share of snapshots in which a rank was found waiting for others.
     """
     waiters = [rank for rank, share in waited.items() if share >= 0.75]
     others = [rank for rank, share in waited.items() if share <= 0.25]
-    if len(waiters) < 1 or not others or len(waiters) < len(others):
-        return ()
-    return tuple(sorted(others))
+    return tuple(sorted(others)) if waiters and len(waiters) >= len(others) else ()
 
 
 def write_summary(
@@ -279,7 +277,7 @@ def _judge(
         return states, held
     if {state.cause for state in states.values()} == {"request_wait"}:
         return states, ()
-    slow = find_straggler(states, _waited(capture, table))
+    slow = find_straggler(_waited(capture, table))
     judged = {rank: _in_motion(state, rank in slow, bool(slow)) for rank, state in states.items()}
     return judged, slow
 

@@ -152,7 +152,7 @@ class _Collection:
         if self.options.gpu_core_dump:
             for case in self.cases:
                 if case.target.child is None:
-                    case.note(dump_gpu_core(case.target, self.options.raw_folder))
+                    case.note(dump_gpu_core(case.target))
 
     def finish(self) -> Capture:
         """The capture of everything seen, raw files written."""

@@ -404,7 +404,7 @@ def _named(target: Target, variable: str) -> str:
     return path.replace("%p", str(target.pid)).replace("%h", os.uname().nodename)
 
 
-def dump_gpu_core(target: Target, folder: Path | None) -> str:
+def dump_gpu_core(target: Target) -> str:
     """Triggers CUDA's user core dump; the process does not survive it. Returns what happened as a note."""
     none = f"no GPU core dump of process {target.pid}"
     if target.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
