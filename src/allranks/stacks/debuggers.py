@@ -80,13 +80,21 @@ def _flag(value: object) -> bool | None:
 
 def parse_text(text: str) -> tuple[ThreadStack, ...]:
     """Threads of py-spy's plain text. It hides the GIL of a sleeping thread, so `owns_gil` is True or None."""
-    found: list[tuple[re.Match[str], list[StackFrame]]] = []
+    found = _by_thread(text, _THREAD, _FRAME)
+    return tuple(_text_thread(head, tuple(_text_frame(m[1], m[2]) for m in lines)) for head, lines in found)
+
+
+def _by_thread(
+    text: str, thread: re.Pattern[str], frame: re.Pattern[str]
+) -> list[tuple[re.Match[str], list[re.Match[str]]]]:
+    """The lines that begin a thread, each with those of its frames."""
+    found: list[tuple[re.Match[str], list[re.Match[str]]]] = []
     for line in text.splitlines():
-        if head := _THREAD.match(line):
+        if head := thread.match(line):
             found.append((head, []))
-        elif found and len(found[-1][1]) < MAX_FRAMES and (match := _FRAME.match(line)):
-            found[-1][1].append(_text_frame(match.group(1), match.group(2)))
-    return tuple(_text_thread(head, tuple(frames)) for head, frames in found)
+        elif found and len(found[-1][1]) < MAX_FRAMES and (match := frame.match(line)):
+            found[-1][1].append(match)
+    return found
 
 
 def _text_thread(head: re.Match[str], frames: tuple[StackFrame, ...]) -> ThreadStack:
@@ -152,31 +160,21 @@ def parse_pystack(text: str) -> tuple[ThreadStack, ...]:
 
 def parse_faulthandler(text: str) -> tuple[ThreadStack, ...]:
     """Threads of a faulthandler dump. It knows no thread ids of the kernel; the last one is the main thread."""
-    found: list[tuple[str, list[StackFrame]]] = []
-    for line in text.splitlines():
-        if match := _FAULT_THREAD.match(line):
-            found.append((match.group(2) or "", []))
-        elif found and (match := _FAULT_FRAME.match(line)):
-            file, number, function = match.groups()
-            found[-1][1].append(StackFrame(function, file, int(number) if number.isdigit() else 0))
-    last = len(found) - 1
-    return tuple(
-        ThreadStack(None, "MainThread" if index == last else name, tuple(frames))
-        for index, (name, frames) in enumerate(found)
-        if frames
-    )
+    threads = []
+    for head, lines in _by_thread(text, _FAULT_THREAD, _FAULT_FRAME):
+        frames = tuple(StackFrame(m[3], m[1], int(m[2]) if m[2].isdigit() else 0) for m in lines)
+        threads.append(ThreadStack(None, head[2] or "", frames))
+    named = [*threads[:-1], *(replace(one, name="MainThread") for one in threads[-1:])]
+    return tuple(one for one in named if one.frames)
 
 
 def parse_gdb(text: str) -> tuple[ThreadStack, ...]:
     """Threads of gdb's `thread apply all bt`: native frames only."""
-    found: list[tuple[int, str, list[StackFrame]]] = []
-    for line in text.splitlines():
-        if match := _GDB_THREAD.match(line):
-            found.append((int(match.group(1)), match.group(2) or "", []))
-        elif found and (match := _GDB_FRAME.match(line)):
-            function, file, number = match.groups()
-            found[-1][2].append(StackFrame(function, file or "", int(number or 0), True))
-    return tuple(ThreadStack(tid, name, tuple(frames)) for tid, name, frames in found)
+    threads = []
+    for head, lines in _by_thread(text, _GDB_THREAD, _GDB_FRAME):
+        frames = tuple(StackFrame(m[1], m[2] or "", int(m[3] or 0), True) for m in lines)
+        threads.append(ThreadStack(int(head[1]), head[2] or "", frames))
+    return tuple(threads)
 
 
 def parse_kernels(text: str) -> tuple[str, ...]:
