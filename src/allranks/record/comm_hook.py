@@ -111,6 +111,7 @@ class FlightRecorderHook:
         return self.size()
 
     def reset(self) -> None:
+        """Forgets what was recorded so far."""
         if self._store is not None:
             self._forgotten = self._store.written
             self._forget_until = self._store.writer.box.get("next_id")
