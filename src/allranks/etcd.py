@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
 import json
+import socket
 import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from allranks.channel.frames import JsonObject
 from allranks.errors import EtcdError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 64 << 20
@@ -153,18 +158,19 @@ class Etcd:
         raise EtcdError(f"no etcd answers ({'; '.join(dict.fromkeys(failures))})", hint=_HINT)
 
     def _post(self, endpoint: str, path: str, body: str, read: Callable[[JsonObject], T]) -> T:
-        deadline = time.monotonic() + self.timeout_s
         connection = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = self._connect(endpoint)
         self._open.add(connection)
+        deadline = time.monotonic() + self.timeout_s
+        connection.response_class = lambda sock, **options: http.client.HTTPResponse(
+            _TimedReader(sock, deadline), **options
+        )
+        if connection.sock is not None:
+            connection.sock.settimeout(self.timeout_s)
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
-        raw = bytearray()
-        while len(raw) < MAX_ANSWER_BYTES and (piece := response.read1(1 << 20)):
-            raw += piece
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no whole answer within {self.timeout_s:g} s")
+        raw = response.read(MAX_ANSWER_BYTES)
         response.close()  # the connection is free for the next request
         if response.status >= 500:  # this member has lost its cluster; another may not have
             raise OSError(f"HTTP {response.status} {raw[:200].decode('utf-8', 'replace')}")
@@ -192,6 +198,29 @@ class Etcd:
             return http.client.HTTPConnection(host, port, timeout=self.timeout_s)
         context = ssl.create_default_context(cafile=self.ca or None)
         return http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=context)
+
+
+class _TimedReader(io.RawIOBase):
+    """What http.client reads from, with one limit for head and body: a server that drips keeps to any limit per read."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock, self._deadline = sock, deadline
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Of a socket, as far as http.client needs one."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int | None:
+        self._sock.settimeout(max(0.001, self._deadline - time.monotonic()))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:

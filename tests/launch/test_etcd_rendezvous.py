@@ -145,3 +145,14 @@ def _wait(condition: object, limit_s: float) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.05)
+
+
+def test_the_module_may_be_imported_before_torchs_rendezvous() -> None:
+    """torch's registry loads our entry point while our own module is still being imported."""
+    code = (
+        "import allranks.launch.etcd_rendezvous\n"
+        "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry\n"
+        "print('etcd-v3' in registry._registry)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("True\n", "")

@@ -13,6 +13,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from allranks.channel.keys import ChannelError
@@ -207,6 +208,8 @@ def join_address(host: str, port: int) -> str:
     """ "host:port" for others: this machine's name instead of "everywhere", brackets around an IPv6 address."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
+        if not resolves(host):
+            host = outward_address()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -219,10 +222,48 @@ def own_address(toward: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def resolves(name: str) -> bool:
+    """Whether this machine finds an address for a name. One of 64 characters is an error of its own."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
+
+
+def outward_address() -> str:
+    """The address at which other machines reach this one, without asking a name server; loopback if there is none."""
+    for elsewhere in (
+        "192.0.2.1:9",
+        "[2001:db8::1]:9",
+    ):  # of documents: leads wherever the default route leads
+        with suppress(OSError):
+            return own_address(elsewhere)
+    return loopback()
+
+
+def loopback() -> str:
+    """127.0.0.1, or ::1 on a machine without IPv4."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
+
+
+def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
+    """A listening socket. "::" is every address of both families; 127.0.0.1 is ::1 on a machine without IPv4."""
+    dual = host == "::" and socket.has_dualstack_ipv6()
+    host = "0.0.0.0" if host == "::" and not dual else loopback() if host == "127.0.0.1" else host
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=dual)
+
+
 class HeldPort:
     """A port that nobody else is given while this object lives. A server that sets SO_REUSEADDR, as all do, can bind it."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "") -> None:
+        host = host or loopback()
         held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, 0))  # never listens: a listening socket would be in the server's way

@@ -334,8 +334,8 @@ def start_snapshot_server(token: str, torchrun: list[str], stack: ExitStack) -> 
     from allranks.checkpoint.stores.peer_store import SnapshotServer
 
     alone = has_flag(torchrun, "--standalone") or flag_value(torchrun, "--nnodes") in (None, "1", "1:1")
-    host = flag_value(torchrun, "--local-addr") or ("127.0.0.1" if alone else "0.0.0.0")
-    server = SnapshotServer(token=token, bind=f"{host}:0")
+    host = flag_value(torchrun, "--local-addr") or ("127.0.0.1" if alone else "::")
+    server = SnapshotServer(token=token, bind=f"[{host}]:0" if ":" in host else f"{host}:0")
     server.start()
     stack.callback(server.close)
     return str(server.address)

@@ -157,11 +157,11 @@ def _names_interface(value: str, names: set[str]) -> bool:
 def _check_host_name() -> list[Check]:
     host = socket.gethostname()
     try:
-        own = socket.gethostbyname(host)
-    except OSError:
+        own = str(socket.getaddrinfo(host, None)[0][4][0])
+    except (OSError, UnicodeError):
         fix = "Add it to /etc/hosts or DNS: gloo and torchrun look it up"
         return [Check("host name", "warning", f"{host} does not resolve", fix)]
-    if not own.startswith("127."):
+    if not own.startswith("127.") and own != "::1":
         return []
     text = f"{host} resolves to {own}: other nodes cannot connect to that"
     cure = "Fix /etc/hosts, or export GLOO_SOCKET_IFNAME / pass --local-addr"

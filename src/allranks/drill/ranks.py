@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from allranks.channel.frames import HeldPort
+from allranks.channel.frames import HeldPort, loopback
 from allranks.launch.rank_entry import die_with_parent
 
 _mark: Callable[[str], None] | None = None
@@ -151,7 +151,7 @@ class Ranks:
             signals.signal(signals.SIGTERM, signals.SIG_DFL)
             os.environ.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.world_size),
-                LOCAL_WORLD_SIZE=str(self.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                LOCAL_WORLD_SIZE=str(self.world_size), MASTER_ADDR=loopback(), MASTER_PORT=str(port),
             )  # fmt: skip
             os.environ.update(self.env)
             _mark = lambda name: self._mark_path(rank, name).touch()  # noqa: E731

@@ -76,8 +76,7 @@ class EvidenceServer:
         self._members = MemberServer(Keyring(token), PURPOSE, self._serve, "allranks-evidence")
 
     def start(self) -> None:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.create_server((self.host, 0), family=family)
+        listener = frames.listen(self.host, 0)
         self.address = frames.join_address(self.host, listener.getsockname()[1])
         self._members.start(listener)
 

@@ -9,7 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+
+def handler() -> Callable[[Any], Any]:
+    """The entry point of the group `torchrun.handlers`.
+
+    Stands above the imports of torch: these call it, also when we are imported first.
+    """
+    return lambda params: create_etcd_v3_handler(params)
+
+
+# ruff: noqa: E402
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -155,11 +166,6 @@ def create_etcd_v3_handler(params: RendezvousParameters) -> RendezvousHandler:
     life = Life(etcd)
     store = EtcdV3Store(etcd, params.run_id, life, timeout)
     return create_handler(store, EtcdV3Backend(etcd, params.run_id, life), params)
-
-
-def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point of the group `torchrun.handlers`."""
-    return create_etcd_v3_handler
 
 
 def _bytes(value: str | bytes) -> bytes:

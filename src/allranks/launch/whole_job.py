@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from allranks.channel.frames import outward_address, resolves
 from allranks.errors import InputError, require
 from allranks.launch import torchrun_patches as patches
 from allranks.launch.spares import RANK_MODULE, Spares, serving
 from allranks.launch.torchrun_patches import LaunchError
+from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup
@@ -180,8 +183,15 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
     """Puts our rank entry before the user's script, and our defaults where the user chose none."""
     namespace = vars(args)
     conf = _parse_conf(namespace.get("rdzv_conf") or "")
+    alone = namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1")
+    if not namespace.get("local_addr") and not resolves(name := socket.gethostname()):
+        # torchrun would give this name to the ranks as MASTER_ADDR
+        namespace["local_addr"] = "localhost" if alone else outward_address()
+        log.warning(
+            "the host name %s does not resolve: ranks use %s instead (add the name to /etc/hosts, or pass --local-addr)",
+            printable(name, 64), namespace["local_addr"],
+        )  # fmt: skip
     if namespace.get("rdzv_backend") != "static" or namespace.get("standalone"):
-        alone = namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1")
         conf = {**(_ALONE_DEFAULTS if alone else _RENDEZVOUS_DEFAULTS), **conf}
         namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
     if namespace.get("tee") in (None, "0") and namespace.get("redirects") in (None, "0"):

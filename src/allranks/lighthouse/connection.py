@@ -14,7 +14,6 @@ import gc
 import logging
 import os
 import resource
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from allranks.channel.frames import HEAD, BadFrame, check_length, take_frames, tune
+from allranks.channel.frames import HEAD, BadFrame, check_length, listen, take_frames, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
@@ -221,13 +220,10 @@ class Listener:
 
 
 def where(host: str, port: int) -> dict[str, Any]:
-    """What create_server needs. asyncio's own "::" would be IPv6 alone."""
-    if host == "::" and socket.has_dualstack_ipv6():
-        family = socket.AF_INET6
-        return {
-            "sock": socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=True)
-        }
-    return {"host": "0.0.0.0" if host == "::" else host, "port": port, "reuse_address": True}
+    """What create_server needs. asyncio's own "::" would be IPv6 alone; a name may have several addresses."""
+    if host in ("::", "127.0.0.1"):
+        return {"sock": listen(host, port, BACKLOG)}
+    return {"host": host, "port": port, "reuse_address": True}
 
 
 class Connection(asyncio.Protocol):

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from allranks.channel.frames import join_address
+from allranks.channel.frames import join_address, loopback
 from allranks.errors import require
 from allranks.lighthouse.connection import Listener, Taker, open_files_limit
 from allranks.lighthouse.grpc_wire import (
@@ -311,7 +311,7 @@ def grpc_door(
         torchft = TorchftServer(listener.service)
         server, inner = _grpc_server(torchft)
         await server.start()
-        torchft.relay = Relay(("127.0.0.1", inner), torchft.closed, listener.max_strangers // 2)
+        torchft.relay = Relay((loopback(), inner), torchft.closed, listener.max_strangers // 2)
         takers: dict[bytes, Taker] = {PREFACE: torchft.relay.take}
         address, own = listener.service.address, None
         if host:
@@ -346,4 +346,4 @@ def _grpc_server(torchft: TorchftServer) -> tuple[Any, int]:
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("torchft.LighthouseService", handlers),)
     )
-    return server, server.add_insecure_port("127.0.0.1:0")
+    return server, server.add_insecure_port(join_address(loopback(), 0))

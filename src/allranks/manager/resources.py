@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks import record
+from allranks.channel.frames import loopback
 from allranks.channel.keys import Keyring, find_token
 from allranks.errors import LighthouseError
 from allranks.lighthouse.client.client import Client, ClientOptions
@@ -183,7 +184,7 @@ class ManagerResources:
             store = dist.distributed_c10d._get_default_store()
         else:
             limit = timedelta(seconds=options.connect_timeout_s)
-            host = options.store_host or "127.0.0.1"
+            host = options.store_host or loopback()
             hosts = options.rank == 0 and not _listens(host, options.store_port)
             store = dist.TCPStore(
                 host, options.store_port, is_master=hosts, wait_for_workers=False, timeout=limit

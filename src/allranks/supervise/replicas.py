@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from allranks.channel.frames import HeldPort
+from allranks.channel.frames import HeldPort, loopback
 from allranks.model.incident import Failure, describe_exit
 from allranks.supervise.logs import LogPump, Terminal, open_log
 from allranks.supervise.orphans import Guard, sweep
@@ -226,7 +226,7 @@ class Supervisor:
             "WORLD_SIZE": str(size),
             "LOCAL_RANK": str(on_node),
             "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": loopback(),
             "MASTER_PORT": str(port),
             "REPLICA_GROUP_ID": str(replica.number),
             "NUM_REPLICA_GROUPS": str(total),

@@ -27,12 +27,16 @@ from typing import Any, TypeAlias, TypeVar
 
 from allranks.channel.frames import (
     is_intact,
+    join_address,
+    listen,
     next_json,
+    outward_address,
     read_into,
     receive_json,
     send_checksum,
     send_from,
     send_json,
+    split_address,
 )
 from allranks.channel.keys import ChannelError, Keyring, greet_as_client
 from allranks.channel.server import MemberServer
@@ -84,11 +88,12 @@ class SnapshotServer:
 
     def start(self) -> None:
         """Listens; `address` is where, from now on."""
-        host, _, port = self.bind.rpartition(":")
+        host, port = split_address(self.bind)
         if self.max_bytes is None:
             self.max_bytes = _available_bytes() // 2
-        listener = socket.create_server((host, int(port)), backlog=_BACKLOG)
-        self.address = f"{_reachable(host)}:{listener.getsockname()[1]}"
+        listener = listen(host, port, _BACKLOG)
+        bound, port = listener.getsockname()[:2]
+        self.address = join_address(outward_address() if bound in ("0.0.0.0", "::") else bound, port)
         self._members.start(listener)
 
     def close(self) -> None:
@@ -214,18 +219,6 @@ def _available_bytes() -> int:
     return 8 << 30
 
 
-def _reachable(host: str) -> str:
-    """An address other nodes can use for a server bound to every interface."""
-    if host not in {"", "0.0.0.0", "::"}:
-        return host
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel only picks the outward interface
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-
-
 CONNECT_S = 3.0
 TRANSFER_S = 60.0  # without a byte
 DOWN_S = 5.0
@@ -315,9 +308,10 @@ class KeeperClient:
             sock.close()
 
     def _connect(self) -> socket.socket:
-        host, _, port = self.address.rpartition(":")
         with ExitStack() as undo:
-            sock = undo.enter_context(socket.create_connection((host, int(port)), timeout=CONNECT_S))
+            sock = undo.enter_context(
+                socket.create_connection(split_address(self.address), timeout=CONNECT_S)
+            )
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(TRANSFER_S)
             try:

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from allranks.channel.frames import loopback
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.sockets import SocketSet, abort_connecting, inodes, listening_ports
 
@@ -117,4 +118,4 @@ def own_host(towards: str = "") -> str:
             found: str = probe.getsockname()[0]
             return found
     except OSError:
-        return "127.0.0.1"
+        return loopback()

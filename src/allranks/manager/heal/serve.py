@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.channel.frames import receive_json, send_checksum, send_from, send_json, tune_for_bulk
+from allranks.channel.frames import listen, receive_json, send_checksum, send_from, send_json, tune_for_bulk
 from allranks.channel.keys import ChannelError, Keyring
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
@@ -45,10 +45,7 @@ class HealServer:
 
     def start(self) -> HealServer:
         """Listens on a free port."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind((self.host, 0))
-        listener.listen(_BACKLOG)
+        listener = listen(self.host, 0, _BACKLOG)
         self.address = f"{self.host}:{listener.getsockname()[1]}"
         self._members = MemberServer(self.keys, "quorum", self._serve, "allranks-heal", proves=self.address)
         self._members.start(listener)
