@@ -82,6 +82,16 @@ def test_a_closed_output_is_no_error(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1 if words[0] == "diagnose" else 0, b"")
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", ">&- <&-"])
+def test_no_socket_gets_the_number_of_a_closed_input_or_output(closed: str) -> None:
+    """libuv, in torch's store, aborts the whole process when it closes one of these numbers."""
+    code = "import os; from allranks.cli import _prepare_output; _prepare_output(); os.execlp('sh', 'sh', '-c', '{}')"
+    look = "for n in 0 1 2; do test -e /proc/self/fd/$n || echo $n is closed >&2; done"
+    line = f"exec {shlex.join([sys.executable, '-c', code.format(look)])} {closed}"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("words", [["diagnose", str(DUMPS)], ["--help"], ["config", "schema"]])
 def test_a_closed_pipe_is_silent(words: list[str]) -> None:
     """`| head` ends the command without a word."""

@@ -133,6 +133,12 @@ ASCII = dict(zip("…→←─│├└·µ◄×", ("...", "->", "<-", "-", "|",
 def _prepare_output() -> None:
     """Output never fails for what it cannot show; a stream that was closed swallows what is written."""
     codecs.register_error("allranks", _as_ascii)
+    # A socket would get a free one of these numbers, and torch's store aborts the job when it closes that.
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
