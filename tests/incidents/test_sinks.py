@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import sys
 import threading
@@ -98,6 +99,30 @@ def test_a_missing_package_is_said_when_the_job_starts(monkeypatch: pytest.Monke
     with pytest.raises(MissingExtra, match=r"allranks\[wandb\]"):
         check_address("wandb:project")
     check_address("https://example.com/hook")
+
+
+def test_a_webhook_with_a_password_sends_it_as_basic_authentication() -> None:
+    """urllib takes "user:password@host" for the name of a host."""
+    heads: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection = listener.accept()[0]
+            with connection:
+                heads.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        host, results = f"127.0.0.1:{listener.getsockname()[1]}", {}
+        address = f"http://me:p%40ss@{host}/hook"
+        sending = send((address,), INCIDENT, SENTENCE, attempts=1, done=results.__setitem__)
+        assert sending is not None
+        sending.join(60)
+        assert results == {address: True}
+        thread.join(60)
+    assert heads[0].startswith(b"POST /hook ") and f"Host: {host}\r\n".encode() in heads[0]
+    assert base64.b64encode(b"me:p@ss") in heads[0] and b"p%40ss" not in heads[0]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class RunFlags:
     )
     webhook: tuple[str, ...] = option(
         (),
-        "POST incidents there; also slack:URL, tensorboard:DIR, wandb:PROJECT, otlp:URL; repeatable",
+        "POST incidents there; also slack:URL, tensorboard:DIR, wandb:PROJECT, otlp:URL; repeatable; or $ALLRANKS_WEBHOOK, which `ps` does not show",
         metavar="URL",
     )
     snapshots: bool | None = option(
@@ -267,7 +267,9 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
     from allranks.incidents.pipeline import WatchOptions
     from allranks.incidents.publish import check_address
 
-    webhooks = tuple(options.webhook or recovery.get("webhooks") or ())
+    webhooks = tuple(
+        options.webhook or recovery.get("webhooks") or os.environ.get("ALLRANKS_WEBHOOK", "").split()
+    )
     for address in webhooks:
         check_address(address)
     retry_s = manager_timeout_s(os.environ) if mode == "replica" else None

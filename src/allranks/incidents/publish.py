@@ -8,6 +8,7 @@ logged.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.client
 import json
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import unquote_to_bytes
 
 from allranks.errors import InputError, require
 from allranks.incidents.folder import IncidentFolder, write_atomically
@@ -234,10 +236,15 @@ def _write(scheme: str, target: str, incident: Incident, sentence: str) -> bool:
 
 
 def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int) -> bool:
-    data = json.dumps(body).encode()
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    scheme, _, rest = url.partition("://")
+    user, at, _ = rest.partition("/")[0].rpartition("@")
+    if at:  # urllib would take it for a part of the host's name
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote_to_bytes(user)).decode()}"
+        url = f"{scheme}://{rest[len(user) + 1 :]}"
     for attempt in range(1, attempts + 1):
         try:
-            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+            request = urllib.request.Request(url, data, headers)
             with urllib.request.urlopen(request, timeout=timeout_s):
                 return True
         except (OSError, ValueError, http.client.HTTPException) as error:
