@@ -164,7 +164,8 @@ class Etcd:
         self._open.add(connection)
         deadline = time.monotonic() + self.timeout_s
         connection.response_class = lambda sock, **options: http.client.HTTPResponse(
-            _TimedReader(sock, deadline), **options
+            _TimedReader(sock, deadline),  # type: ignore[arg-type]  # http.client needs no more than makefile
+            **options,
         )
         if connection.sock is not None:
             connection.sock.settimeout(self.timeout_s)

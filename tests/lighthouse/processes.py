@@ -54,7 +54,7 @@ class Told:
             self.lines.append(line)
 
     def close(self) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 class Victim:
@@ -250,4 +250,4 @@ class Proxy:
                     pass
                 sock.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)

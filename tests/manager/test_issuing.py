@@ -36,7 +36,7 @@ class Slow:
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         self.entered.set()
-        assert self.take.wait(10)
+        assert self.take.wait(60)
         self.order.append("taken")
         return dist.Work()
 
@@ -79,16 +79,16 @@ def test_an_abort_waits_until_the_operation_is_taken() -> None:
     group = Group()
     backend = meet(group, 1)
     thread, errors = beside(lambda: group.allreduce([torch.ones(1)]))
-    assert backend.entered.wait(10)
+    assert backend.entered.wait(60)
     group.abort("a member died")
     late, refused = beside(lambda: group.allreduce([torch.ones(1)]))
-    late.join(10)
+    late.join(60)
     assert [str(error) for error in refused] == ["a member died"]
     time.sleep(0.05)
     assert backend.order == []
     backend.take.set()
-    assert backend.over.wait(10)
-    thread.join(10)
+    assert backend.over.wait(60)
+    thread.join(60)
     assert (backend.order, errors) == (["taken", "aborted"], [])
     group.shutdown()
 
@@ -115,14 +115,14 @@ def test_an_operation_that_waited_at_the_gate_is_not_given_to_a_dead_backend() -
     backend = meet(group, 1)
     gate = group._gate = Gate()  # type: ignore[assignment]
     first, _ = beside(lambda: group.allreduce([torch.ones(1)]))
-    assert backend.entered.wait(10)
+    assert backend.entered.wait(60)
     second, refused = beside(lambda: group.allreduce([torch.ones(1)]))
-    assert gate.came.acquire(timeout=10) and gate.came.acquire(timeout=10)
+    assert gate.came.acquire(timeout=60) and gate.came.acquire(timeout=60)
     group.abort("a member died")
     backend.take.set()
     for thread in (first, second):
-        thread.join(10)
-    assert backend.over.wait(10)
+        thread.join(60)
+    assert backend.over.wait(60)
     assert sorted(backend.order) == ["aborted", "taken"]
     assert [str(error) for error in refused] == ["a member died"]
     group.shutdown()
@@ -136,11 +136,11 @@ def test_an_operation_that_is_never_taken_does_not_hold_up_the_abort_for_ever(
     group = Group()
     backend = meet(group, 1)
     thread, _ = beside(lambda: group.allreduce([torch.ones(1)]))
-    assert backend.entered.wait(10)
+    assert backend.entered.wait(60)
     group.abort("a member died")
-    assert backend.over.wait(10)
+    assert backend.over.wait(60)
     backend.take.set()
-    thread.join(10)
+    thread.join(60)
     assert backend.order == ["aborted", "taken"]
     group.shutdown()
 
@@ -185,10 +185,10 @@ def test_the_recorder_looks_at_the_works_of_a_group_before_it_is_aborted_and_not
     for work in works:
         writer.track(work, writer.begin(counters, 1, (0, 0, 0)), counters)
         group._works.append(work)
-    monkeypatch.setattr(backend, "abort", lambda: (backend.entered.set(), backend.take.wait(10)))
+    monkeypatch.setattr(backend, "abort", lambda: (backend.entered.set(), backend.take.wait(60)))
     try:
         group.abort("a member died")
-        assert backend.entered.wait(10)
+        assert backend.entered.wait(60)
         writer.sweep(everything=True)  # the side thread, while NCCL aborts
         assert [set(work.asked) for work in works] == [{"before it"}, {"before it"}]
         assert list(read_trace(box.path).calls["state"]) == [State.FAILED, State.COMPLETED]
