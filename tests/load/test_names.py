@@ -12,7 +12,7 @@ from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import file_name
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
-from allranks.load.loading import attempt_of_name, rank_by_prefix, rank_of_name, ranks_of_names
+from allranks.model.parsing import attempt_of_name, rank_by_prefix, rank_of_name, ranks_of_names
 
 from .dumps import dump, entry
 
@@ -52,11 +52,21 @@ def test_the_name_of_a_file_counts_more_than_that_of_a_folder_for_all_ranks() ->
         [f"flight.{i}.pickle" for i in range(4)],
         [f"gpu{i}-2026-11-15" for i in range(4)],
         [f"{i}_flight" for i in range(4)],
+        [f"host{17 - i}_{i}_pid{9900 + 7 * i}" for i in range(4)],
+        [f"{i}_a100-{(12, 55, 77, 80)[i]}" for i in range(4)],
+        [f"node{i // 2:02}_gpu{i % 2}.pkl" for i in range(4)],
+        [f"host{i // 2 + 1}-local_rank{i % 2}" for i in range(4)],
+        [f"stack_{i}_h100-{90 - i}.txt" for i in range(4)],
     ],
 )
 def test_names_without_a_word_are_told_apart_by_what_differs(names: list[str]) -> None:
     """Among names of one family the column that is different everywhere is the rank."""
     assert ranks_of_names(names) == {name: i for i, name in enumerate(names)}
+
+
+def test_the_ranks_of_two_nodes_whose_order_is_not_known_are_not_guessed() -> None:
+    """host17_gpu0 and host4_gpu0 are two ranks, and not one that is there twice."""
+    assert ranks_of_names([f"host{host}_gpu{gpu}" for host in (17, 4) for gpu in range(2)]) == {}
 
 
 def test_a_prefix_settles_it() -> None:
