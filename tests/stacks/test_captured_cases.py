@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.api.functions import diagnose
 from allranks.cli import main
 from allranks.model.stacks import CAUSES, ProcessCapture
 from allranks.stacks import classify, read_bundle, read_capture, write_bundle
@@ -161,3 +162,53 @@ def test_a_real_nccl_hang_names_the_rank_that_is_behind() -> None:
     assert report.culprits == (1,)
     assert report.ranks[0].cause in ("cuda_wait", "collective_wait")
     assert report.ras
+
+
+STRANGE = {
+    "host17_rank{r}_pid9{r}.txt": "pyspy.txt",
+    "{r}_a100-{h}.out": "pyspy.txt",
+    "stack_{r}": "pyspy.txt",
+    "gpu-{h}/rank{r}/stack.json": "pyspy.s1.json",
+    "worker-{r}.json": "pyspy_native.json",
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_stacks_in_files_of_any_name_are_read_by_their_content(name: str, tmp_path: Path) -> None:
+    """What people call the output of py-spy at night; the number of a host or a process is not the rank."""
+    case = CASES / "hangs" / "gloo_allreduce_missing_rank"
+    for rank in range(4):
+        file = tmp_path / name.format(r=rank, h=90 - 7 * rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(case / f"rank{rank}.{STRANGE[name]}", file)
+    verdict = diagnose(tmp_path).verdict
+    assert (verdict.cause, verdict.ranks, verdict.where) == (
+        "sleep",
+        (2,),
+        "cases.py:13 in load_batch_slow_storage",
+    )
+    if "/" not in name:
+        assert read_bundle(tmp_path).culprits == (2,)
+
+
+def test_a_file_with_the_stacks_of_all_processes_of_a_node_is_taken_apart(tmp_path: Path) -> None:
+    """`for p in $(pgrep python); do py-spy dump -p $p; done > node.txt`: the workers of a DataLoader belong to the rank before them."""
+    case = CASES / "hangs" / "dataloader_worker_sleep"
+    parts = [f"rank{rank}{child}.pyspy.txt" for rank in range(2) for child in ("", ".child0", ".child1")]
+    (tmp_path / "node.txt").write_text("".join((case / part).read_text() for part in parts))
+    report = read_bundle(tmp_path)
+    assert report.culprits == (0,) and report.ranks[0].cause == "dataloader_wait"
+    assert [(one.child, one.cause) for one in report.ranks[0].children] == [(0, "queue_wait"), (1, "sleep")]
+    assert "the rank of 2 processes is not known: they are counted in the order of the files" in report.notes
+
+
+def test_diagnose_says_what_a_single_look_at_one_process_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is accused, and the line where it stands is told."""
+    shutil.copy(CASES / "hangs" / "lock_deadlock_abba" / "rank0.pyspy.txt", tmp_path / "dump.txt")
+    assert main(["diagnose", str(tmp_path)]) == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    assert (
+        first.startswith("unclear: cannot tell stuck from slow") and "update_metrics (cases.py:88)" in first
+    )

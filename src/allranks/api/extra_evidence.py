@@ -22,14 +22,13 @@ from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
 from allranks.model.trace import Frame, RankTrace
 
 if TYPE_CHECKING:  # only when there are captures: start-up counts
-    from allranks.model.stacks import StackFrame, StacksReport, ThreadStack
+    from allranks.model.stacks import StackFrame, StacksReport
 
-#: Python's own stack dumps, as people write them beside their dumps: stack_2.txt, rank2.stack.txt
-_PLAIN = re.compile(r"stacks?[_.-]?(?:rank)?[_.-]?(\d{1,7})\.txt$|rank[_.-]?(\d{1,7})\.stacks?\.txt$")
 MAX_TEXT_BYTES = 4 << 20
 #: Files of captures, as `allranks stacks` and people name them.
 _CAPTURE = re.compile(
-    r"^bundle\.json$|\.(?:pyspy|proc|gdb|cudagdb|pystack)\b|^(?:pyspy|cudagdb)_.+_\d+\.txt$|\.progress\.jsonl$"
+    r"^bundle\.json$|^rank\d+(?:\.child\d+)?\.(?:pyspy|proc|gdb|cuda|pystack|faulthandler|progress\.jsonl)"
+    r"|^(?:pyspy|cudagdb)_.+_\d+\.txt$"
 )
 _LOG = re.compile(r"\.(?:log|out|err|txt)$|^std(?:out|err)")
 _LOG_RANK = re.compile(r"rank[_.-]?(\d{1,7})|[_/](\d{1,7})/std(?:out|err)")
@@ -96,8 +95,8 @@ def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str])
 def _find_evidence(loaded: LoadResult, traces: list[RankTrace], places: Places) -> Evidence:
     found = {now.rank: now for now in _gone(traces)}
     used: dict[str, str] = {}
-    captures = _bundles(loaded.files, places, used)
-    for report in [*captures, *_plain_texts(loaded.files, places, used)]:
+    captures = _captures(loaded.files, places, used)
+    for report in captures:
         for rank, state in report.ranks.items():
             if rank not in found:
                 found[rank] = RankNow(rank, state.cause, state.where, state.evidence, _frames(state.stack))
@@ -118,7 +117,8 @@ def judge_stacks(result: Diagnosis, captures: tuple[StacksReport, ...]) -> Diagn
     report = max(captures, key=lambda one: (one.hung is True, len(one.ranks)))
     culprits = tuple(rank for rank in report.culprits if report.ranks[rank].cause != "unknown")
     if not culprits:  # nobody is accused because a capture of it could not be read
-        findings: tuple[Finding, ...] = ()
+        seen = Finding("unclear", (), report.sentence, severity="warning", confidence=0.2)
+        findings: tuple[Finding, ...] = () if report.hung is False else (seen,)
     else:
         guilty = report.ranks[culprits[0]]
         finding = Finding(
@@ -137,7 +137,7 @@ def judge_stacks(result: Diagnosis, captures: tuple[StacksReport, ...]) -> Diagn
     return replace(
         result,
         status=report.status,
-        verdict=None if report.hung is False else next(iter(findings), None),
+        verdict=findings[0] if culprits and report.hung is not False else None,
         findings=findings,
         summary=(f"stacks of {ranks_text(report.ranks)}, no recorded calls",),
     )
@@ -253,56 +253,39 @@ def _is_running(trace: RankTrace) -> bool:
     return os.path.exists(f"/proc/{trace.header.pid}")
 
 
-def _bundles(files: list[FileNote], places: Places, used: dict[str, str]) -> list[StacksReport]:
-    """Reports of the folders that hold captures; notes which files they were made of."""
+def _captures(files: list[FileNote], places: Places, used: dict[str, str]) -> list[StacksReport]:
+    """Reports of the captures among the files, one for all folders that do not repeat a rank; notes which files they were made of."""
     folders: dict[Path, list[str]] = {}
+    others: dict[str, Path] = {}
     for note in files:
-        is_capture = note.kind == "stacks" or _CAPTURE.search(os.path.basename(note.path))
-        if is_capture and (place := places.find(note.path)):
-            folders.setdefault(Path(place).parent, []).append(note.path)
-    if not folders:
+        name = os.path.basename(note.path)
+        if note.kind != "stacks" and not _CAPTURE.search(name):
+            continue
+        if place := places.find(note.path):
+            if _CAPTURE.search(name):
+                folders.setdefault(Path(place).parent, []).append(note.path)
+            else:
+                others[note.path] = Path(place)
+    if not folders and not others:
         return []
-    from allranks.stacks import read_bundle
+    from allranks.stacks import classify, join, read_capture
+    from allranks.stacks.raw_files import read_by_content
 
-    reports = []
+    captures = []
     for folder, paths in sorted(folders.items()):
         try:
-            reports.append(read_bundle(folder))
+            captures.append(read_capture(folder, by_content=False))
         except InputError as error:
             print(f"stack captures in {os.path.dirname(paths[0])} left out: {error}", file=sys.stderr)
             continue
         used.update((path, "stacks") for path in paths)
-    return reports
-
-
-def _plain_texts(files: list[FileNote], places: Places, used: dict[str, str]) -> list[StacksReport]:
-    """Reports of texts that faulthandler wrote, one file per rank."""
-    paths = [note.path for note in files]
-    named = [(path, match) for path in paths if (match := _PLAIN.search(os.path.basename(path).lower()))]
-    if not named:
-        return []
-    from allranks.model.stacks import Capture, ProcessCapture, Snapshot
-    from allranks.stacks import classify
-
-    captures = []
-    for path, match in named:
-        if stacks := _read_plain(places.find(path)):
-            used[path] = "stacks"
-            captures.append(
-                ProcessCapture(int(match[1] or match[2]), snapshots=(Snapshot(0, stacks=stacks),))
-            )
-    return [classify(Capture(tuple(captures)))] if captures else []
-
-
-def _read_plain(path: str) -> tuple[ThreadStack, ...]:
-    from allranks.stacks.debuggers import parse_faulthandler
-
-    try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ()
-    return parse_faulthandler(text) if "most recent call first" in text else ()
+    if (by_content := read_by_content(sorted(others.items()))).processes:
+        captures.append(by_content)
+        used.update((path, "stacks") for path in others)
+    ranks = [{process.rank for process in capture.processes} for capture in captures]
+    if sum(map(len, ranks)) == len(set().union(*ranks)):
+        captures = [join(captures)] if captures else []
+    return [classify(capture) for capture in captures]
 
 
 def _frames(stack: tuple[StackFrame, ...]) -> tuple[Frame, ...]:

@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     result = _judge_incident(args.paths, options) or _diagnose(args.paths, options, loaded, traces)
     _write_files(options, result, traces)  # before stdout, which may be closed
     _print(options, result)
-    if not result.ranks and result.verdict is None and result.status != "ok":
+    if not result.ranks and not result.findings and result.status != "ok":
         return 2
     return 0 if result.status == "ok" else 1
 

@@ -30,6 +30,7 @@ from allranks.load.sources import (
     read_all,
     unwrap,
 )
+from allranks.model.parsing import kind_of_capture
 
 if TYPE_CHECKING:  # a thousand lines that black boxes do not need
     from allranks.load.torch_dump import DumpReader
@@ -123,13 +124,6 @@ def _promising(head: bytes) -> bool:
     return head[:1] == b"\x80" or head.startswith((GZIP, ZSTD)) or head.lstrip()[:1] == b"{"
 
 
-def _is_traceback(head: bytes) -> bool:
-    """Whether this is what faulthandler writes."""
-    return b"(most recent call first)" in head and head.lstrip().startswith(
-        (b"Thread 0x", b"Current thread 0x")
-    )
-
-
 def _empty(path: str) -> Unreadable:
     """A log without a line is no damage; a dump that is empty is."""
     is_log = path.endswith((".log", ".out", ".err", ".txt"))
@@ -139,7 +133,7 @@ def _empty(path: str) -> Unreadable:
 def _foreign(path: str, head: bytes) -> Unreadable:
     """What a file is that we do not read."""
     name = os.path.basename(path)
-    if ".pyspy" in name or ".proc." in name or name.endswith(".progress.jsonl") or _is_traceback(head):
+    if ".pyspy" in name or ".proc." in name or name.endswith(".progress.jsonl") or kind_of_capture(head):
         return Unreadable("a stack capture: `allranks stacks` reads it", kind="stacks", skip=True)
     kinds = ((b"\x7fELF", "ELF core or program"), (b"PK\x03\x04", "zip archive"), (b"#!", "script"))
     for magic, kind in kinds:

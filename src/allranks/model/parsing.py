@@ -231,6 +231,29 @@ def _explicit(part: str) -> int | None:
     return ranks[-1] if ranks else None
 
 
+#: How the output of tools that print stacks begins, perhaps below a few lines of the user; the kinds are those of `stacks.raw_files`.
+_CAPTURES = (
+    ("pyspy.json", re.compile(rb'\s*\[\s*\{\s*"pid":\s*\d+,\s*"thread_id"')),
+    *(
+        (kind, re.compile(rb"(?:(?!Fatal Python error)[^\n]{0,200}\n){0,4}?\s*(?:" + begin + rb")"))
+        for kind, begin in (
+            ("pyspy.txt", rb"Process \d+: [^\n]*(?:\s+Python v\d|\Z)"),
+            ("pystack.txt", rb"Traceback for thread \d+ "),
+            (
+                "faulthandler.txt",
+                rb"(?:Current thread|Thread) 0x[0-9a-f]+[^\n]{0,80} \(most recent call first\):",
+            ),
+            ("gdb.txt", rb"\[New LWP \d+\]|\[Thread debugging using |Thread \d+ \(Thread 0x"),
+        )
+    ),
+)
+
+
+def kind_of_capture(head: bytes) -> str:
+    """Which tool printed these stacks, by the first bytes of the file, whatever its name is; "" for anything else."""
+    return next((kind for kind, begin in _CAPTURES if begin.match(head)), "")
+
+
 def attempt_of_name(path: str) -> int | None:
     """The attempt that a path names (attempt_2/, restart1, job.a2.r0...), innermost first; None when it names none."""
     for part in reversed(path.replace("\\", "/").split("/")):

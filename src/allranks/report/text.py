@@ -38,8 +38,8 @@ def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator
         yield from _others(paint, diagnosis)
         yield from _list(paint, "missing evidence", verdict.missing_evidence)
         yield from _list(paint, "what to do", verdict.advice)
-    warnings = [finding for finding in diagnosis.findings if finding.severity == "warning"]
-    yield from _list(paint, "also", [finding.sentence for finding in warnings])
+    warnings = [finding.sentence for finding in diagnosis.findings if finding.severity == "warning"]
+    yield from _list(paint, "also", [text for text in warnings if text != headline_text(diagnosis)])
     yield from _files(paint, diagnosis, options)
     if options.verbose:
         yield from _groups(paint, diagnosis)
@@ -61,7 +61,7 @@ def headline_text(diagnosis: Diagnosis) -> str:
         only_stacks = not diagnosis.ranks and any(note.kind == "stacks" for note in diagnosis.files)
         calls = "the calls of all ranks fit together and none is stuck"
         return "the stacks show ranks that move on" if only_stacks else calls
-    return "no calls to judge"
+    return next((finding.sentence for finding in diagnosis.findings), "no calls to judge")
 
 
 def clean(text: str) -> str:

@@ -31,7 +31,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadStack,
 )
-from allranks.stacks.raw_files import MAX_FILE_BYTES, read_raw
+from allranks.stacks.raw_files import MAX_FILE_BYTES, is_known_name, read_by_content, read_raw
 
 BUNDLE = "bundle.json"
 KIND = "allranks stacks bundle"
@@ -41,19 +41,22 @@ Row: TypeAlias = list[Any]
 T = TypeVar("T")
 
 
-def read_capture(path: str | Path) -> Capture:
-    """A capture from a bundle file, a folder with one, a folder of such folders, or raw files by hand."""
+def read_capture(path: str | Path, by_content: bool = True) -> Capture:
+    """A capture from a bundle file, a folder with one, a folder of such folders, or raw files by hand; `by_content`: whatever
+    these are called."""
     start = Path(path)
     if not start.exists():
         raise InputError(f"{start} does not exist")
     if start.is_file():
         return _decode(start)
     captures = [one for one in (_read_folder(folder) for folder in _folders(start)) if one is not None]
+    if by_content:
+        captures.append(read_by_content(_other_files(start)))
     if not any(capture.processes or capture.marks for capture in captures):
         raise InputError(
             f"no stack captures in {start}",
-            hint="looked for bundle.json, rank{R}.pyspy.s1.json, rank{R}.pyspy.txt, rank{R}.proc.s1.json and pyspy_HOST_PID.txt, "
-            "here and one folder down",
+            hint="looked for bundle.json, rank{R}.pyspy.s1.json, rank{R}.proc.s1.json, pyspy_HOST_PID.txt and what py-spy, pystack, "
+            "faulthandler or gdb printed, here and one folder down",
         )
     return join(captures, str(start))
 
@@ -62,6 +65,16 @@ def _folders(start: Path) -> Iterator[Path]:
     yield start
     if not (start / BUNDLE).exists():
         yield from sorted(folder for folder in start.iterdir() if folder.is_dir())
+
+
+def _other_files(start: Path) -> Iterator[tuple[str, Path]]:
+    """(name below the folder, path) of files that do not say by their name what they are, where no bundle is."""
+    for folder in _folders(start):
+        if not (folder / BUNDLE).exists():
+            files = sorted(
+                path for path in folder.iterdir() if path.is_file() and not is_known_name(path.name)
+            )
+            yield from ((str(path.relative_to(start)), path) for path in files)
 
 
 def _read_folder(folder: Path) -> Capture | None:

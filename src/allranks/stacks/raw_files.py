@@ -1,18 +1,21 @@
 """Reads a folder of raw captures, made by hand or by another tool, into a `Capture`.
 
 Names: `rank{R}[.child{N}].pyspy[.s{K}].json`, `….pyspy*.txt`, `….proc[.s{K}].json`, `rank{R}.progress.jsonl`;
-pystack, faulthandler (also as `stack_{R}.txt`), gdb and cuda-gdb texts are used where they help. A damaged file is a note, not an error.
+pystack, faulthandler, gdb and cuda-gdb texts are used where they help. Files with other names are known by what they hold. A
+damaged file is a note, not an error.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.header import read_regular
+from allranks.model.parsing import kind_of_capture, ranks_of_names
 from allranks.model.stacks import (
     Capture,
     Mark,
@@ -28,9 +31,14 @@ from allranks.stacks.procfs import parse_facts, renumber
 
 MAX_FILE_BYTES = 256 << 20
 _NAME = re.compile(r"^rank(\d{1,7})(?:\.child(\d{1,6}))?\.([a-z].*)$")
-_PLAIN = re.compile(r"^(?:stack|traceback|faulthandler)s?[_.-]?(?:rank[_-]?)?(\d{1,7})\.txt$")
 #: One file per process, as `allranks stacks` and serving stacks write them: the rank is not in the name.
 _BY_PID = re.compile(r"^(pyspy|cudagdb)_(.+)_(\d{1,10})\.txt$")
+_CHILD = re.compile(r"child[_.-]?(\d{1,6})")
+_PARSERS = {
+    "pystack.txt": debuggers.parse_pystack,
+    "faulthandler.txt": debuggers.parse_faulthandler,
+    "gdb.txt": debuggers.parse_gdb,
+}
 _SNAPSHOT = re.compile(r"\.s(\d{1,4})\.json$")
 #: Files of tools that we understand; whatever else is named like them is not read.
 _KNOWN = re.compile(r"(pyspy|proc).*\.json|(pyspy|pystack|faulthandler|gdb|cuda[_-]?gdb).*\.txt")
@@ -54,6 +62,14 @@ class _Process:
     inner: dict[int, int] = field(default_factory=dict)
 
 
+def is_known_name(name: str) -> bool:
+    """Whether a file says by its name what it holds and of which rank, or which process."""
+    found = _NAME.match(name)
+    return bool(
+        _BY_PID.match(name) or (found and (_KNOWN.fullmatch(found[3]) or found[3] == "progress.jsonl"))
+    )
+
+
 def read_raw(folder: Path) -> Capture:
     """Every capture file directly in the folder. Unknown names are passed over."""
     processes: dict[tuple[int, int], _Process] = {}
@@ -66,8 +82,8 @@ def read_raw(folder: Path) -> Capture:
             if (rank, -1) not in processes or not any(processes[rank, -1].stacks.values()):
                 process = processes.setdefault((rank, -1), _Process(rank, None, int(by_pid[3])))
                 _read_into(process, path, f"{by_pid[1]}.txt")
-        elif by_rank := _NAME.match(path.name) or _PLAIN.match(path.name):
-            rank, child, kind = _named(by_rank)
+        elif by_rank := _NAME.match(path.name):
+            rank, child, kind = int(by_rank[1]), None if by_rank[2] is None else int(by_rank[2]), by_rank[3]
             if kind == "progress.jsonl":
                 marks[rank] = _read_marks(path, rank, notes)
             else:
@@ -82,11 +98,91 @@ def read_raw(folder: Path) -> Capture:
     )
 
 
-def _named(match: re.Match[str]) -> tuple[int, int | None, str]:
-    """(rank, child, kind of file) by the name of a file."""
-    if match.re is _PLAIN:  # what faulthandler wrote by itself: stack_3.txt
-        return int(match[1]), None, "faulthandler.txt"
-    return int(match[1]), None if match[2] is None else int(match[2]), match[3]
+@dataclass
+class _Look:
+    """The stacks of one process, in a file whose name tells little."""
+
+    name: str
+    kind: str
+    stacks: tuple[ThreadStack, ...]
+    pid: int | None = None
+    title: str = ""
+
+    @property
+    def is_child(self) -> bool:
+        """Whether it is a worker of a DataLoader."""
+        names = (frame.name for stack in self.stacks for frame in stack.frames)
+        return bool(_CHILD.search(self.name)) or "_worker_loop" in names
+
+
+def read_by_content(files: Iterable[tuple[str, Path]]) -> Capture:
+    """Captures in files of any name: the rank is in the name, perhaps in that of its folder; else they are counted."""
+    notes: list[str] = []
+    looks = [look for name, path in files for look in _looks(name, path, notes)]
+    mains = Counter(look.name for look in looks if not look.is_child)
+    ranks = ranks_of_names(name for name in dict.fromkeys(look.name for look in looks) if mains[name] < 2)
+    processes: dict[tuple[int, int], _Process] = {}
+    counted, last = 0, 0
+    for look in looks:
+        if look.name in ranks:
+            last = ranks[look.name]
+        elif not look.is_child:
+            last = next(
+                number
+                for number in range(len(looks) + 1)
+                if number not in {*ranks.values(), *(r for r, _ in processes)}
+            )
+            counted += 1
+        number = _CHILD.search(look.name)
+        child = (
+            (int(number[1]) if number else sum(r == last for r, c in processes if c >= 0))
+            if look.is_child
+            else None
+        )
+        process = processes.setdefault(
+            (last, -1 if child is None else child), _Process(last, child, look.pid, look.title)
+        )
+        _add_look(process, look)
+    if counted:
+        notes.append(
+            f"the rank of {counted} processes is not known: they are counted in the order of the files"
+        )
+    return Capture(tuple(_finish(processes[key]) for key in sorted(processes)), notes=tuple(notes))
+
+
+def _add_look(process: _Process, look: _Look) -> None:
+    """Another look at the same process is another snapshot; native frames are kept apart."""
+    if process.pid is not None and look.pid not in (None, process.pid):
+        process.notes.append(
+            f"{look.name}: rank {process.rank} is process {process.pid} in another file; not used"
+        )
+    elif look.kind == "gdb.txt" or any(frame.native for stack in look.stacks for frame in stack.frames):
+        process.texts["gdb" if look.kind == "gdb.txt" else "native"] = look.stacks
+    else:
+        process.stacks[len(process.stacks) + 1] = look.stacks
+
+
+def _looks(name: str, path: Path, notes: list[str]) -> Iterator[_Look]:
+    """The processes in one file, each with its stacks; nothing when it is no capture."""
+    try:
+        data = read_regular(path, MAX_FILE_BYTES)
+        kind, text = kind_of_capture(data[:4096]), data.decode("utf-8", "replace")
+        if kind == "pyspy.json":
+            pids = [row.get("pid") for row in json.loads(text) if isinstance(row, dict)]
+            yield _Look(
+                name, kind, debuggers.parse_json(text), next((p for p in pids if isinstance(p, int)), None)
+            )
+        elif kind == "pyspy.txt":
+            for part in re.split(r"^(?=Process \d+: )", text, flags=re.MULTILINE):
+                if stacks := debuggers.parse_text(part):
+                    pid = re.match(r"Process (\d{1,10}):", part)
+                    yield _Look(
+                        name, kind, stacks, int(pid[1]) if pid else None, debuggers.process_title(part)
+                    )
+        elif kind:
+            yield _Look(name, kind, _PARSERS[kind](text))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        notes.append(f"{name}: damaged ({str(error)[:120]})")
 
 
 def _ranks_of_pids(folder: Path, notes: list[str]) -> dict[tuple[str, int], int]:
@@ -175,7 +271,9 @@ def _finish(process: _Process) -> ProcessCapture:
         stand_in = _first(texts, ("pyspy.txt", "pyspy_nonblocking.txt", "pyspy_locals.txt"))
         stand_in = stand_in or next((v for k, v in texts.items() if k.startswith("pyspy")), ())
         stand_in = stand_in or _first(texts, ("pystack", "faulthandler"))
-        stand_in = stand_in or _python_only(texts.get("native", ()))
+        stand_in = stand_in or _python_only(
+            process.native or texts.get("native") or texts.get("pystack_native", ())
+        )
         if stand_in:
             process.stacks[min(process.facts, default=1)] = stand_in
     native = process.native or texts.get("native", ()) or texts.get("pystack_native", ())
