@@ -22,7 +22,7 @@ from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
 from allranks.model.trace import Frame, RankTrace
 
 if TYPE_CHECKING:  # only when there are captures: start-up counts
-    from allranks.model.stacks import StackFrame, StacksReport
+    from allranks.model.stacks import Capture, StackFrame, StacksReport
 
 MAX_TEXT_BYTES = 4 << 20
 #: Files of captures, as `allranks stacks` and people name them.
@@ -255,37 +255,34 @@ def _is_running(trace: RankTrace) -> bool:
 
 def _captures(files: list[FileNote], places: Places, used: dict[str, str]) -> list[StacksReport]:
     """Reports of the captures among the files, one for all folders that do not repeat a rank; notes which files they were made of."""
-    folders: dict[Path, list[str]] = {}
-    others: dict[str, Path] = {}
-    for note in files:
-        name = os.path.basename(note.path)
-        if note.kind != "stacks" and not _CAPTURE.search(name):
-            continue
-        if place := places.find(note.path):
-            if _CAPTURE.search(name):
-                folders.setdefault(Path(place).parent, []).append(note.path)
-            else:
-                others[note.path] = Path(place)
-    if not folders and not others:
+    found = [
+        note.path for note in files if note.kind == "stacks" or _CAPTURE.search(os.path.basename(note.path))
+    ]
+    held = {path: Path(place) for path in found if (place := places.find(path))}
+    if not held:
         return []
     from allranks.stacks import classify, join, read_capture
     from allranks.stacks.raw_files import read_by_content
 
     captures = []
-    for folder, paths in sorted(folders.items()):
+    named = {path: place for path, place in held.items() if _CAPTURE.search(place.name)}
+    for folder in sorted({place.parent for place in named.values()}):
         try:
             captures.append(read_capture(folder, by_content=False))
+            used.update((path, "stacks") for path, place in named.items() if place.parent == folder)
         except InputError as error:
-            print(f"stack captures in {os.path.dirname(paths[0])} left out: {error}", file=sys.stderr)
-            continue
-        used.update((path, "stacks") for path in paths)
+            print(f"stack captures in {folder} left out: {error}", file=sys.stderr)
+    others = {path: place for path, place in held.items() if path not in named}
     if (by_content := read_by_content(sorted(others.items()))).processes:
         captures.append(by_content)
-        used.update((path, "stacks") for path in others)
-    ranks = [{process.rank for process in capture.processes} for capture in captures]
-    if sum(map(len, ranks)) == len(set().union(*ranks)):
-        captures = [join(captures)] if captures else []
-    return [classify(capture) for capture in captures]
+        used.update(dict.fromkeys(others, "stacks"))
+    return [classify(capture) for capture in ([join(captures)] if _are_disjoint(captures) else captures)]
+
+
+def _are_disjoint(captures: list[Capture]) -> bool:
+    """Whether they are parts of one, by folder or node: no rank is in two of them."""
+    ranks = [process.rank for capture in captures for process in capture.processes if process.child is None]
+    return 0 < len(ranks) == len(set(ranks))
 
 
 def _frames(stack: tuple[StackFrame, ...]) -> tuple[Frame, ...]:

@@ -119,35 +119,34 @@ def read_by_content(files: Iterable[tuple[str, Path]]) -> Capture:
     """Captures in files of any name: the rank is in the name, perhaps in that of its folder; else they are counted."""
     notes: list[str] = []
     looks = [look for name, path in files for look in _looks(name, path, notes)]
-    mains = Counter(look.name for look in looks if not look.is_child)
-    ranks = ranks_of_names(name for name in dict.fromkeys(look.name for look in looks) if mains[name] < 2)
     processes: dict[tuple[int, int], _Process] = {}
-    counted, last = 0, 0
+    for rank, look in zip(_ranks_of_looks(looks, notes), looks, strict=True):
+        child = None
+        if look.is_child:
+            number = _CHILD.search(look.name)
+            child = int(number[1]) if number else sum(r == rank and c >= 0 for r, c in processes)
+        process = _Process(rank, child, look.pid, look.title)
+        _add_look(processes.setdefault((rank, -1 if child is None else child), process), look)
+    return Capture(tuple(_finish(processes[key]) for key in sorted(processes)), notes=tuple(notes))
+
+
+def _ranks_of_looks(looks: list[_Look], notes: list[str]) -> list[int]:
+    """By the names of files with one process; others are counted, and children go with the process before them."""
+    mains = Counter(look.name for look in looks if not look.is_child)
+    named = ranks_of_names(name for name in dict.fromkeys(look.name for look in looks) if mains[name] < 2)
+    free = (number for number in range(len(looks) + len(named)) if number not in named.values())
+    ranks: list[int] = []
     for look in looks:
-        if look.name in ranks:
-            last = ranks[look.name]
-        elif not look.is_child:
-            last = next(
-                number
-                for number in range(len(looks) + 1)
-                if number not in {*ranks.values(), *(r for r, _ in processes)}
-            )
-            counted += 1
-        number = _CHILD.search(look.name)
-        child = (
-            (int(number[1]) if number else sum(r == last for r, c in processes if c >= 0))
-            if look.is_child
-            else None
-        )
-        process = processes.setdefault(
-            (last, -1 if child is None else child), _Process(last, child, look.pid, look.title)
-        )
-        _add_look(process, look)
+        if look.name in named:
+            ranks.append(named[look.name])
+        else:
+            ranks.append(ranks[-1] if look.is_child and ranks else next(free))
+    counted = sum(look.name not in named and not look.is_child for look in looks)
     if counted:
         notes.append(
             f"the rank of {counted} processes is not known: they are counted in the order of the files"
         )
-    return Capture(tuple(_finish(processes[key]) for key in sorted(processes)), notes=tuple(notes))
+    return ranks
 
 
 def _add_look(process: _Process, look: _Look) -> None:
