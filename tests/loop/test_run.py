@@ -99,6 +99,19 @@ def test_mistakes_get_one_clear_sentence(
     assert message in capsys.readouterr().err
 
 
+def test_a_failure_is_one_where_signals_of_children_are_ignored(tmp_path: Path) -> None:
+    """Whoever starts us may have ignored SIGCHLD. The kernel keeps no exit codes then, and Python reads them as 0."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(3)")
+    words = [sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", "--no-record", str(script)]
+    env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")}
+    ran = subprocess.run(
+        ["env", "--ignore-signal=CHLD", *words],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stderr
+
+
 @pytest.mark.parametrize(("limit", "code"), [("-n 20", 2), ("-Sn 20", 0)])
 def test_a_low_limit_of_open_files_is_raised_or_said(tmp_path: Path, limit: str, code: int) -> None:
     """A soft limit can be raised. A hard one ended in a traceback of the watch."""

@@ -91,6 +91,7 @@ def main(args: argparse.Namespace) -> int:
             "no script was given", hint="allranks run --standalone --nproc-per-node 2 train.py (see --help)"
         )
     _need_open_files()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, every exit code would be read as 0
     with ExitStack() as stack:
         return _run(options, settings, torchrun, script, stack)
 
