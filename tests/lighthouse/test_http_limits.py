@@ -18,6 +18,7 @@ from allranks.lighthouse.http import (
     MAX_LINES,
     TURN_S,
     Answer,
+    EventStream,
     HttpConnection,
     HttpRequest,
     HttpSlots,
@@ -119,6 +120,27 @@ def test_many_who_read_a_large_answer_slowly_cost_no_more_memory_than_a_few() ->
             await asyncio.sleep(0.001)
 
     asyncio.run(play())
+
+
+def test_an_event_is_not_copied_for_everybody_who_listens() -> None:
+    """256 unauthenticated listeners who read nothing took 86 MB with the status of a thousand replicas: a copy for each."""
+    written: list[bytes | memoryview] = []
+
+    class Recorder(asyncio.Transport):
+        def is_closing(self) -> bool:
+            return False
+
+        def get_write_buffer_size(self) -> int:
+            return 0
+
+        def write(self, data: object) -> None:
+            assert isinstance(data, (bytes, memoryview))
+            written.append(data)
+
+    status = b'{"replicas": []}'
+    EventStream(Recorder()).send(status)
+    assert b"".join(written) == b"data: " + status + b"\n\n"
+    assert any(isinstance(part, memoryview) and part.obj is status for part in written)
 
 
 def test_requests_of_many_connections_at_once_take_turns() -> None:

@@ -71,7 +71,12 @@ class EventStream:
             return
         if transport.get_write_buffer_size() <= UNREAD_BYTES:
             self._unread_since = None
-            transport.write(b"data: " + data + b"\n\n")
+            for part in (
+                b"data: ",
+                memoryview(data),
+                b"\n\n",
+            ):  # large, and the same for all: not copied for each
+                transport.write(part)
             return
         now = asyncio.get_running_loop().time()
         if self._unread_since is None:
