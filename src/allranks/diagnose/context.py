@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,7 @@ from allranks.diagnose.ops import Family
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
 from allranks.diagnose.phrasing import call_text, is_internal, place, ranks_text, user_frame
 from allranks.diagnose.waits import Blocked, Patience, waited_s
-from allranks.model.diagnosis import RankNow
+from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import Frame, State
 
 #: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
@@ -178,6 +178,14 @@ class Context:
         else:
             op = f"{op} #{int(call['seq'])}"
         return f"{op} of group {label}{at}{f' ({state})' if state else ''}"
+
+    def root(
+        self, blocked: Blocked, cause: str, ranks: tuple[int, ...], sentence: str, sure: float
+    ) -> Finding:
+        """A root cause, with what is known of the blocked call that shows it."""
+        sequence, label = blocked.seq if blocked.seq >= 0 else None, self.group(blocked).label
+        found = Finding(cause, ranks, sentence, "root", label, sequence, sure, self.place(blocked))
+        return replace(found, waiting=self.waiters_behind(ranks), waited_s=self.waited(blocked))
 
     def waiters_behind(self, sink: Iterable[int]) -> tuple[int, ...]:
         """All ranks that wait for the sink, directly or through others."""

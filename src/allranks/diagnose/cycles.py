@@ -154,23 +154,14 @@ def _no_partner(
         text = p2p_text(wait, context.group(call).label)
         parts.append(f"rank {wait.rank} waits in {text}{f' at {at}' if at else ''}")
     parts += [f"{ranks_wait(call.waiters)} in {context.call(call)}" for call in calls if call.p2p is None][:2]
-    first = p2p[0]
-    return Finding(
-        "p2p_mismatch",
-        guilty,
-        f"{who(context.job, guilty)} wait for each other, no partner posted: {'; '.join(parts)}",
-        "root",
-        context.group(first).label,
-        None,
-        0.6 if context.forgetful(guilty) else 0.85,
-        context.place(first),
-        context.waiters_behind(guilty),
-        context.waited(first),
-        tuple(entry for call in calls[:6] for entry in context.stacks(call.rows.items())),
-        tuple(parts),
-        advice=(
-            "give every send its receive, and post both in one batch_isend_irecv where two ranks exchange",
-        ),
+    sentence = f"{who(context.job, guilty)} wait for each other, no partner posted: {'; '.join(parts)}"
+    sure = 0.6 if context.forgetful(guilty) else 0.85
+    advice = "give every send its receive, and post both in one batch_isend_irecv where two ranks exchange"
+    return replace(
+        context.root(p2p[0], "p2p_mismatch", guilty, sentence, sure),
+        stacks=tuple(entry for call in calls[:6] for entry in context.stacks(call.rows.items())),
+        evidence=tuple(parts),
+        advice=(advice,),
     )
 
 
@@ -330,21 +321,13 @@ def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -
     calls = sorted(calls, key=context.age)
     steps = [_waiting_in(context, call, ranks) for call in calls[:6]]
     groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
-    subject, first = who(context.job, ranks), calls[0]
+    circle = f"enter the groups {groups} in different order and wait for each other: {'; '.join(steps[:3])}"
     inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]
-    return Finding(
-        "order_inversion",
-        ranks,
-        f"{subject} enter the groups {groups} in different order and wait for each other: {'; '.join(steps[:3])}",
-        "root",
-        context.group(first).label,
-        first.seq,
-        0.7 if context.forgetful(ranks) else 0.85,
-        context.place(first),
-        context.waiters_behind(ranks),
-        context.waited(first),
-        tuple(entry for rows in inside for entry in context.stacks(rows)),
-        tuple(steps),
+    sentence, sure = f"{who(context.job, ranks)} {circle}", 0.7 if context.forgetful(ranks) else 0.85
+    return replace(
+        context.root(calls[0], "order_inversion", ranks, sentence, sure),
+        stacks=tuple(entry for rows in inside for entry in context.stacks(rows)),
+        evidence=tuple(steps),
         advice=("let all ranks enter these groups in the same order, or in one batch",),
     )
 

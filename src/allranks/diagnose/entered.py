@@ -211,7 +211,6 @@ def _contents_known(context: Context, blocked: Blocked) -> bool:
 def _finding(
     context: Context, blocked: Blocked, cause: str, ranks: tuple[int, ...], sentence: str, confidence: float
 ) -> Finding:
-    at = context.place(blocked)
     guilty = [(rank, blocked.rows[rank]) for rank in ranks if rank in blocked.rows]
     named = set(ranks)
     others = [(rank, row) for rank, row in blocked.rows.items() if rank not in named]
@@ -221,17 +220,9 @@ def _finding(
     if failure := context.failure(blocked):
         evidence += (failure,)
     behind = {*context.waiters_behind((-1 - blocked.index,)), *blocked.waiters}
-    return Finding(
-        cause,
-        ranks,
-        sentence,
-        "root",
-        context.group(blocked).label,
-        blocked.seq if blocked.seq >= 0 else None,
-        confidence,
-        at,
-        tuple(sorted(behind - named)),
-        context.waited(blocked),
-        (*context.stacks(guilty), *context.stacks(others)),
-        evidence,
+    return replace(
+        context.root(blocked, cause, ranks, sentence, confidence),
+        waiting=tuple(sorted(behind - named)),
+        stacks=(*context.stacks(guilty), *context.stacks(others)),
+        evidence=evidence,
     )

@@ -27,22 +27,13 @@ def draft(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding
     waiters = context.stacks(blocked.rows.items())
     at, does = context.place(blocked), f"{ranks_text(ranks)} {'does' if len(ranks) == 1 else 'do'}"
     running = [rank for rank in ranks[:2] if rank in context.job.ranks and not context.job.ended]
-    return Finding(
-        "missing_rank",
-        ranks,
-        "",
-        "root",
-        context.group(blocked).label,
-        blocked.seq if blocked.seq >= 0 else None,
-        0.9,
-        at,
-        context.waiters_behind(ranks),
-        context.waited(blocked),
-        (*(((rank,), frames) for rank, frames, _ in known), *waiters),
-        _evidence(context, blocked, ranks),
-        tuple(_where_now(context, rank) for rank in running),
-        (f"look at what {does} between {their(ranks)} last call and {at or context.call(blocked)}",),
-        (*(label for _, _, label in known), *("in this call" for _ in waiters)),
+    return replace(
+        context.root(blocked, "missing_rank", ranks, "", 0.9),
+        stacks=(*(((rank,), frames) for rank, frames, _ in known), *waiters),
+        evidence=_evidence(context, blocked, ranks),
+        missing_evidence=tuple(_where_now(context, rank) for rank in running),
+        advice=(f"look at what {does} between {their(ranks)} last call and {at or context.call(blocked)}",),
+        stack_labels=(*(label for _, _, label in known), *("in this call" for _ in waiters)),
     )
 
 
