@@ -10,7 +10,7 @@ from allranks.diagnose.context import Context, Stacks
 from allranks.diagnose.divergence import (
     MAX_CALLS,
     Divergence,
-    explain_divergence,
+    DivergenceStory,
     find_divergence,
     find_skip_over_groups,
     odd_one,
@@ -38,14 +38,14 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
     ranks = tuple(rank for rank in ranks if rank in context.job.ranks)
     if blocked.p2p is None:
         if (divergence := _by_steps(context, blocked, ranks)) is not None:
-            return explain_divergence(context, group, divergence, (divergence.rank,), None, blocked)
+            return DivergenceStory(context, group, divergence, (divergence.rank,), None, blocked).finding()
         shift = find_stack_shift(context.job, group)
         if shift is not None and shift.seq <= blocked.seq:
             return shifted(context, blocked, group, shift)
         if _one_against_all(context, blocked, group, ranks):
             return _lone_waiter(context, blocked, ranks)
         if (skip := _over_groups(context, blocked, ranks)) is not None:
-            return explain_divergence(context, group, skip, (skip.rank,), None, blocked)
+            return DivergenceStory(context, group, skip, (skip.rank,), None, blocked).finding()
     return _never_entered(context, blocked, ranks)
 
 

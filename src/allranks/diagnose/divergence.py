@@ -332,26 +332,16 @@ TURNABLE = 0.6
 CAUSES = {"skipped": "missing_rank", "extra": "extra_collective", "swapped": "order_inversion"}
 
 
-def explain_divergence(
-    context: Context,
-    group: GroupView,
-    divergence: Divergence,
-    ranks: tuple[int, ...],
-    mismatch: Mismatch | None = None,
-    blocked: Blocked | None = None,
-) -> Finding:
-    """The finding. `mismatch` or `blocked` is what came of it."""
-    return _Telling(context, group, divergence, ranks, mismatch, blocked).finding()
-
-
 @dataclass(frozen=True)
-class _Telling:
+class DivergenceStory:
+    """The finding about ranks that left the program of the others; `mismatch` or `blocked` is what came of it."""
+
     context: Context
     group: GroupView
     divergence: Divergence
     ranks: tuple[int, ...]  # all that left the program there
-    mismatch: Mismatch | None
-    blocked: Blocked | None
+    mismatch: Mismatch | None = None
+    blocked: Blocked | None = None
 
     @property
     def others(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import numpy as np
 from allranks.diagnose.cells import Exchange, Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.culprit import Culprit, judge
-from allranks.diagnose.divergence import explain_divergence
+from allranks.diagnose.divergence import DivergenceStory
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.p2p import P2PMismatch
 from allranks.diagnose.phrasing import count, place, ranks_text, who
@@ -27,7 +27,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     group = context.job.groups[mismatch.group]
     culprit = judge(context.job, mismatch)
     if culprit.divergence is not None:
-        return explain_divergence(context, group, culprit.divergence, culprit.ranks, mismatch)
+        return DivergenceStory(context, group, culprit.divergence, culprit.ranks, mismatch).finding()
     rows = dict(mismatch.rows) or {
         rank: group.lanes[rank].row(mismatch.seq) for _, ranks in mismatch.classes for rank in ranks
     }
