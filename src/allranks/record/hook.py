@@ -49,7 +49,7 @@ class Hook:
         on_rank: Callable[[int, int], None],
     ) -> None:
         self.writer: CallWriter | None = writer
-        self._fault = fault
+        self.fault = fault
         self._on_group = on_group
         self.on_rank = on_rank  # told (rank, world size) of the process when init_process_group is entered
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
@@ -181,9 +181,6 @@ class Hook:
         for number in sorted({state.counters.number for state in states}):
             writer.box.append(Item.DESTROYED, [number, now])
 
-    def fault(self, error: BaseException) -> None:
-        self._fault(error)
-
     def shapes(self, call: Call) -> Shapes:
         """Sizes and dtypes of a call, interned."""
         inputs, outputs = call.inputs, call.outputs
@@ -219,7 +216,7 @@ class Hook:
         try:
             return step(*args)
         except Exception as error:  # ours, or of a device that is broken; never the user's
-            self._fault(error)
+            self.fault(error)
             return None
 
     def _around(
