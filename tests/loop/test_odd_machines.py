@@ -43,7 +43,7 @@ MACHINES = {
     "the temporary folder has a long path": "export TMPDIR=$PWD/$(printf 'y%.0s' $(seq 200)); mkdir $TMPDIR",
     "the temporary folder does not exist": "export TMPDIR=/nonexistent",
     "4 GB of address space": "ulimit -v 4000000",
-    "files of at most 64 KiB": "ulimit -f 64",
+    "files of at most 64 KiB": 'ulimit -f 64; set -- "${@:1:4}" --no-record "${@:5}"',
     "IPv6 alone": f"ip addr del 127.0.0.1/8 dev lo; {HOSTS}",
     "a host name that does not resolve": "hostname GPU-Node.Example.invalid",
     "a host name of 64 characters": "hostname $(printf 'x%.0s' $(seq 64))",
@@ -54,7 +54,6 @@ MACHINES = {
     "no home": "unset HOME USER LOGNAME",
     "a home that does not exist": "export HOME=/nonexistent",
     "a read-only working folder": READ_ONLY,
-    "a working folder that was removed": "mkdir gone; cd gone; rmdir ../gone",
     "a working folder with an odd name": r"""d=$(printf 'a\nb\377 c'); mkdir "$d"; cd "$d" """,
     "closed input": "exec <&-",
     "closed output": "exec >&- 2>&-",
@@ -62,7 +61,8 @@ MACHINES = {
     "warnings are errors": "export PYTHONWARNINGS=error",
     "no docstrings, ASCII": "export PYTHONOPTIMIZE=2 LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0",
     "a proxy that nobody answers at": "export http_proxy=http://127.0.0.1:9 HTTP_PROXY=http://127.0.0.1:9 all_proxy=http://127.0.0.1:9",
-    "a user without a name": 'chmod 1777 /dev/shm . ..; set -- setpriv --reuid 54321 --regid 54321 --clear-groups "$@"',
+    "a user without a name": "mount -t tmpfs x /mnt; chmod 1777 /mnt /dev/shm; cp ../train.py /mnt; cd /mnt; "
+    'set -- setpriv --reuid 54321 --regid 54321 --clear-groups "${@:1:$#-1}" /mnt/train.py',
 }
 
 

@@ -112,6 +112,39 @@ def test_a_failure_is_one_where_signals_of_children_are_ignored(tmp_path: Path) 
     assert ran.returncode == 1, ran.stderr
 
 
+@pytest.mark.parametrize(("flags", "code"), [([], 2), (["--no-record"], 0)])
+def test_a_limit_of_file_sizes_is_said_and_a_job_runs_without_recording(
+    tmp_path: Path, flags: list[str], code: int
+) -> None:
+    """`ulimit -f 64`: no black box has room, and --no-record was refused as well."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = [sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", *flags, str(script)]
+    ran = subprocess.run(
+        ["sh", "-c", 'ulimit -f 64; exec "$@"', "sh", *words],
+        cwd=tmp_path, env={**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ran.returncode == code, ran.stderr
+    assert ("(ulimit -f), or start with --no-record" in ran.stderr) == (code == 2)
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    """Python says "No such file or directory" and nothing more."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = [sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", str(script)]
+    line = 'mkdir gone; cd gone; rmdir ../gone; exec "$@"'
+    ran = subprocess.run(
+        ["sh", "-c", line, "sh", *words],
+        cwd=tmp_path, env={**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2 and "the working folder was removed\nGo to another one (cd)" in ran.stderr, (
+        ran.stderr
+    )
+
+
 @pytest.mark.parametrize(("limit", "code"), [("-n 20", 2), ("-Sn 20", 0)])
 def test_a_low_limit_of_open_files_is_raised_or_said(tmp_path: Path, limit: str, code: int) -> None:
     """A soft limit can be raised. A hard one ended in a traceback of the watch."""

@@ -22,6 +22,7 @@ from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES, ring_
 SHARED_MEMORY = Path("/dev/shm")
 MAX_LEFT_BYTES = 256 << 20  # of all finished jobs together: shared memory is memory
 NEW_S = 600.0  # a job that was heard of so lately may still run
+SMALL_BYTES = 4096  # token and names of a job that is not recorded
 KEEP_S = 3 * 86_400.0  # boxes of ended processes in our own folders live this long
 
 
@@ -72,8 +73,8 @@ def room_for_box(capacity: int = DEFAULT_CAPACITY, heap_bytes: int = DEFAULT_HEA
     return -(-(HEADER_BYTES + ring_bytes(capacity) + heap_bytes) >> 20) << 20
 
 
-def usable_folder(wanted: Path | None, job: str) -> tuple[Path, str]:
-    """The folder for a job's black boxes, and what is wrong with the wanted one ("" when that is taken).
+def usable_folder(wanted: Path | None, job: str, record: bool = True) -> tuple[Path, str]:
+    """The folder for a job's black boxes (without `record` only logs and small files), and what is wrong with the wanted one ("" when that is taken).
 
     OSError when there is no folder at all.
     """
@@ -83,7 +84,7 @@ def usable_folder(wanted: Path | None, job: str) -> tuple[Path, str]:
         try:
             make_folder(folder)
             probe = folder / f".probe-{os.getpid()}"
-            os.close(reserve_file(probe, room_for_box()))
+            os.close(reserve_file(probe, room_for_box() if record else SMALL_BYTES))
             probe.unlink()
             return folder, problem
         except OSError as error:

@@ -100,11 +100,23 @@ def _explain(program: str, error: Exception) -> int:
         traceback.print_exc()
         print(f"{program}: this is a bug in allranks; please report it with the lines above", file=sys.stderr)
         return 2
+    if isinstance(error, FileNotFoundError) and not error.filename and not _has_working_folder():
+        error, hint = (
+            FileNotFoundError("the working folder was removed"),
+            "Go to another one (cd), then start again.",
+        )
     # "allranks run needs the extra …"
     said = f"{program}: {error}".replace(f"{program}: {program} ", f"{program} ")
     for line in f"{said}\n{hint}".rstrip().split("\n"):
         print(printable(line), file=sys.stderr)
     return 2
+
+
+def _has_working_folder() -> bool:
+    try:
+        return bool(os.getcwd())
+    except OSError:
+        return False
 
 
 def _drop_output() -> None:

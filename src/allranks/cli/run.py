@@ -125,7 +125,7 @@ def _run(
     need_etcd_v2(flag_value(torchrun, "--rdzv-backend"))
     _need_script(script, torchrun)  # before anything is started or written
     token = job_token(os.environ)
-    folder = _folder(name)
+    folder = _folder(name, options.record)
     set_aside_earlier(folder)
     _remove_finished(folder)
     _start_fresh(options, folder)
@@ -167,15 +167,16 @@ def _incidents(wanted: Path, folder: Path) -> Path:
     return instead
 
 
-def _folder(job: str) -> Path:
+def _folder(job: str, record: bool) -> Path:
     """Where this job's black boxes, logs and token go: ALLRANKS_DIR, or the default when that cannot be used."""
     from allranks.blackbox.files import usable_folder
 
     wanted = os.environ.get("ALLRANKS_DIR")
     try:
-        folder, problem = usable_folder(Path(wanted) if wanted else None, job)
+        folder, problem = usable_folder(Path(wanted) if wanted else None, job, record)
     except OSError as error:
-        hint = "Set ALLRANKS_DIR to a folder of yours with room for 2 MB per rank."
+        limit = ", raise the limit of file sizes (ulimit -f)" if "too large" in str(error) else ""
+        hint = f"Set ALLRANKS_DIR to a folder of yours with room for 2 MB per rank{limit}, or start with --no-record."
         raise InputError(str(error), hint=hint) from error
     if problem:
         _say(f"{problem}; using {folder} instead. Set ALLRANKS_DIR to a folder with room for 2 MB per rank.")
