@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,28 @@ def test_the_token_of_a_job_is_given_read_or_made(tmp_path: Path) -> None:
     assert len({job_token({}) for _ in range(3)}) == 3
     with pytest.raises(ConfigurationError, match="cannot read the job token"):
         job_token({"ALLRANKS_TOKEN_FILE": str(tmp_path / "none")})
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        ("hostname unknown.invalid", "localhost"),
+        ("hostname unknown.invalid; mount --bind /dev/null /etc/hosts", "127.0.0.1 localhost"),
+        ("hostname localhost", "None"),
+    ],
+)
+def test_ranks_do_not_wait_for_a_host_name_that_does_not_resolve(prepare: str, expected: str) -> None:
+    """torchrun gives the name to the ranks, who ask for it until their timeout."""
+    code = """
+from argparse import Namespace
+from allranks.launch.whole_job import Launch, LaunchError, prepare
+args = Namespace(standalone=True, rdzv_conf="", training_script="t.py", training_script_args=[])
+try:
+    print(prepare(args, Launch((), {})).local_addr)
+except LaunchError as error:
+    print(error.hint)
+"""
+    inside = ["unshare", "--mount", "--net", "--uts", "sh", "-c", f'{prepare}; exec "$@"', "sh"]
+    done = subprocess.run([*inside, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert expected in done.stdout, done.stderr

@@ -183,14 +183,8 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
     """Puts our rank entry before the user's script, and our defaults where the user chose none."""
     namespace = vars(args)
     conf = _parse_conf(namespace.get("rdzv_conf") or "")
-    alone = namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1")
-    if not namespace.get("local_addr") and not resolves(name := socket.gethostname()):
-        # torchrun would give this name to the ranks as MASTER_ADDR
-        namespace["local_addr"] = "localhost" if alone else outward_address()
-        log.warning(
-            "the host name %s does not resolve: ranks use %s instead (add the name to /etc/hosts, or pass --local-addr)",
-            printable(name, 64), namespace["local_addr"],
-        )  # fmt: skip
+    alone = bool(namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1"))
+    namespace["local_addr"] = namespace.get("local_addr") or _own_address(alone)
     if namespace.get("rdzv_backend") != "static" or namespace.get("standalone"):
         conf = {**(_ALONE_DEFAULTS if alone else _RENDEZVOUS_DEFAULTS), **conf}
         namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
@@ -203,6 +197,22 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
         namespace["training_script"], namespace["module"] = RANK_MODULE, True
         namespace["training_script_args"] = [*module, script, *rest]
     return args
+
+
+def _own_address(alone: bool) -> str | None:
+    """What the ranks get as MASTER_ADDR where the host's name, which torchrun would take (None), does not resolve."""
+    name = printable(socket.gethostname(), 64)
+    if resolves(socket.gethostname()):
+        return None
+    if alone and not resolves("localhost"):  # torchrun --standalone meets there
+        raise LaunchError(
+            f"neither localhost nor the host name {name} resolves",
+            hint="Add the line `127.0.0.1 localhost` to /etc/hosts.",
+        )
+    instead = "localhost" if alone else outward_address()
+    cure = "add the name to /etc/hosts, or pass --local-addr"
+    log.warning("the host name %s does not resolve: ranks use %s instead (%s)", name, instead, cure)
+    return instead
 
 
 def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
