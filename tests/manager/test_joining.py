@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import allranks.torchft as torchft
 from allranks.drill.ranks import Ranks
+from allranks.errors import HealingFailed
 from allranks.lighthouse.options import Options
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo
@@ -251,3 +256,41 @@ def test_a_newcomer_over_another_backend_is_refused_and_the_running_one_goes_on(
         cluster.wait_for_progress("runs", cluster.progress("runs") + 3)
         cluster.tell_to_stop()
         assert set(cluster.results()) == {"runs"}
+
+
+def train_sharded(rank: int, world: int, address: str, folder: str) -> bool:
+    """A step of an FSDP2 model, in whose forward another thread asks for the state."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    adam = torch.optim.AdamW(model.parameters())
+    manager = torchft.Manager(
+        state=[model, adam], rank=0, world_size=1, lighthouse_addr=address, replica_id="sharded", timeout=1.0,
+        quorum_timeout=LIMIT_S, connect_timeout=LIMIT_S,
+    )  # fmt: skip
+
+    def read() -> None:
+        with contextlib.suppress(HealingFailed):  # the training thread does not wait now
+            manager._read_state()
+
+    def read_beside(*_: object) -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join(LIMIT_S)
+
+    model[0].register_forward_pre_hook(read_beside)
+    optimizer = torchft.Optimizer(manager, adam)
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    committed = optimizer.step()
+    manager.shutdown()
+    return bool(committed)
+
+
+def test_the_state_of_a_sharded_model_is_not_read_inside_its_forward(
+    lighthouse: LighthouseProcess, tmp_path: Path
+) -> None:
+    """FSDP2's state_dict() takes the gathered parameters away: the forward beside it failed, or the process crashed."""
+    with Ranks(train_sharded, 1, args=(lighthouse.address, str(tmp_path)), backend=None) as ranks:
+        ended = ranks.join(LIMIT_S)[0]
+    assert ended.exit_code == 0 and ended.value is True, ended.error

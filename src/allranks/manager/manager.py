@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from allranks import record
+from allranks.checkpoint.tensors import flatten
 from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted, StateDiffers
 from allranks.manager.drift import StateSums
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.groups.teardown import end_compile_workers
-from allranks.manager.heal.state import LiveState
+from allranks.manager.heal.state import LiveState, local_of
 from allranks.manager.options import ManagerOptions, from_environment, from_settings
 from allranks.manager.registered_state import (
     LoadFunction,
@@ -106,6 +107,10 @@ class Manager:
         with self.training.reading(self.options.timeout_s):
             return {"user": self.registered.save(), "manager": self.state_dict()}
 
+    def _is_sharded(self) -> bool:
+        """Whether FSDP2 shards the model: its state_dict() inside a forward, from another thread, takes the parameters away."""
+        return any(local_of(one) is not one for one in flatten(self.registered.save()).tensors.values())
+
     def _moving_places(self) -> frozenset[int]:
         """Where a forward may write: buffers of the wrapped modules."""
         return frozenset(buffer.data_ptr() for module in self._wrapped for buffer in module.buffers())
@@ -130,6 +135,8 @@ class Manager:
         opened = self._open()
         opened.regrouper.shrink_only = shrink_only
         first = self.training.generation is None
+        if first and self.training.eager and "torch.distributed.fsdp" in sys.modules:
+            self.training.eager = not self._is_sharded()
         self._mark_settled()
         self.training.rest()
         opened.regrouper.make_offer_if_due()
