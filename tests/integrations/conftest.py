@@ -23,7 +23,6 @@ PACKAGES = [
     "trl",
     "peft",
     "torchtune",
-    "open_clip_torch",
     "sentence-transformers",
     "diffusers",
     "fairscale",

@@ -128,12 +128,6 @@ KINDS = {
     "hydra": Program("hydra", "{programs}/hydra_ddp.py hydra.job.chdir=True", "trained in outputs"),
     "mmengine": Program("mmengine", "{programs}/mmengine_runner.py out", "trained"),
     "fastai": Program("fastai", "{programs}/fastai_learner.py", "trained"),
-    "open_clip": Program(
-        "open_clip_train",
-        "-m open_clip_train.main --dataset-type synthetic --train-num-samples 64 --batch-size 4 --epochs 1 --model RN50"
-        " --force-image-size 32 --workers 0 --device cpu --dist-backend gloo --log-every-n-steps 1 --precision fp32",
-        "Train Epoch: 0",
-    ),
 }  # fmt: skip
 
 
