@@ -240,6 +240,37 @@ def test_a_killed_rank_that_is_still_being_taken_down_is_waited_for_when_another
     assert story["verdict"]["sentence"] == "rank 1 died of SIGKILL"
 
 
+def test_connections_that_break_because_another_node_was_stopped_are_no_incident(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C in one of two launchers: its agent says good-bye before its ranks end, and the log of the other says so."""
+    dog = watch(tmp_path)
+    dog.deaths.echo_patience_s = lambda: 0.0
+    agent = NodeAgent(dog)
+    broken = b"exception: RuntimeError: gloo: Connection closed by peer"
+    dog.deaths.note_stopped("agent-b")
+    write_box(tmp_path / "boxes", 0, 7, start_ns=time.time_ns(), closed=broken, closed_ns=time.time_ns())
+    dog.look()
+    dog.look()
+    agent.close()
+    assert read_incidents(tmp_path / "incidents") == []
+    assert caplog.text.count("agent-b was stopped or has ended") == 1
+
+
+def test_ranks_that_another_agent_of_this_host_asked_to_end_are_no_incident(tmp_path: Path) -> None:
+    """Two launchers of one job share its folder; torchrun kills ranks that do not end in time. Later ranks are others."""
+    ours = watch(tmp_path)
+    write_box(tmp_path / "boxes", 2, 7, start_ns=time.time_ns(), pid=GONE)
+    pipeline.Explained().tell([GONE], tmp_path / "boxes")
+    ours.look()
+    assert read_incidents(tmp_path / "incidents") == []
+    write_box(tmp_path / "boxes", 3, 7, start_ns=time.time_ns(), pid=GONE)
+    ours.look()
+    ours.close()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["verdict"]["ranks"] == [3]
+
+
 def test_deaths_are_reported_after_the_clock_went_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,12 +113,15 @@ def test_a_lighthouse_that_ends_in_good_order_with_its_agent_is_not_missed() -> 
         for name in "hb"
     ]  # fmt: skip
     host, left = clients
-    met = NodeMonitor(left, lambda: (2,), "b", holds_lighthouse=False)
+    gone: list[str] = []
+    met = NodeMonitor(left, lambda: (2,), "b", holds_lighthouse=False, on_left=gone.append)
     left.subscribe(met.noticed)
     try:
         host.present(Presence("agent-h", "h", (0, 1), lighthouse=True))
         met.start()
         wait_until(lambda: met._host() is not None)
+        host.leave("stopped by a signal")
+        wait_until(lambda: gone == ["agent-h"])
         host.close()
         lighthouse.close()
         wait_until(lambda: not left.connected)

@@ -212,3 +212,12 @@ def test_diagnose_says_what_a_single_look_at_one_process_shows(
     assert (
         first.startswith("unclear: cannot tell stuck from slow") and "update_metrics (cases.py:88)" in first
     )
+
+
+def test_diagnose_of_logs_alone_names_the_command_that_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The watchdog's text is all that many jobs leave."""
+    (tmp_path / "rank_0.log").write_text("[Rank 0] Watchdog caught collective operation timeout\n")
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "allranks doctor explain PATH" in capsys.readouterr().err

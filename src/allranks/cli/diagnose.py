@@ -115,7 +115,10 @@ def _diagnose(
             whole=lambda: _transformed(options, _load(paths, options, all_calls=True).traces),
         )
     if not traces and not options.json and all(note.status != "ok" for note in found.files):
-        raise InputError("no dump among the files could be read", hint="\n".join(_unreadable(found.files)))
+        logs = [note for note in found.files if note.kind == "text" and note.note != "empty file"]
+        more = ["Logs: `allranks doctor explain PATH` finds the first cause in them."] if logs else []
+        hint = "\n".join([*_unreadable(found.files), *more])
+        raise InputError("no dump among the files could be read", hint=hint)
     return found
 
 

@@ -191,7 +191,7 @@ def _run_whole(job: NodeJob, words: list[str]) -> int:
     options, variables = job.options, job.environment.variables()
     started = Launch(tuple(words), variables, options.record, job.log_dir, options.quiet, options.spares)
     if watch is not None:
-        started = replace(started, on_stop=watch.expect_end, why_not_again=agent.why_not_again)
+        started = replace(started, on_stop=agent.expect_end, why_not_again=agent.why_not_again)
     return launch(started)
 
 

@@ -46,6 +46,7 @@ class DeathIncidents:
     # since when only secondary failures are known
     _doubtful: tuple[float, list[Death], list[RankSample]] | None = None
     _echo: IncidentFolder | None = None  # the last incident that was opened for secondary failures alone
+    _stopped: tuple[float, str] = (float("-inf"), "")  # when another node was (monotonic), and which
     _failed: tuple[Failure, IncidentFolder] | None = None  # the program's last failure, and its incident
     _noting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -60,8 +61,18 @@ class DeathIncidents:
         new = [s for s in samples if s.process not in self._past and not explained(s)]
         whole = self.options.whole_job
         deaths = find_deaths(new, endings, since_ns=self._started_ns, raised_only=not whole)
+        if deaths:
+            self.pipeline.explained.hear(self.options.folder)
+            deaths = find_deaths(
+                [s for s in new if not explained(s)],
+                endings,
+                since_ns=self._started_ns,
+                raised_only=not whole,
+            )
         first, samples = self._settle(deaths, samples, patience_s)
         if first is None:
+            return
+        if first.echo and self._follows_stop(first, samples):
             return
         of = self.options.replica_of
         ending = [s.pid for s in samples if whole or of(s.rank) == of(first.rank)]
@@ -73,6 +84,18 @@ class DeathIncidents:
             self.note_death(first, samples)
         if whole:
             self._past = {s.process for s in samples}
+
+    def note_stopped(self, node: str) -> None:
+        """The agent of another node leaves in good order: that connections to its ranks break is no incident."""
+        self._stopped = (time.monotonic(), node)
+
+    def _follows_stop(self, first: Death, samples: list[RankSample]) -> bool:
+        """Whether a broken connection follows from a node that was stopped a moment ago; then its attempt is explained."""
+        if time.monotonic() - self._stopped[0] > ECHO_OF_S:
+            return False
+        log.warning("%s: %s was stopped or has ended", first.sentence, self._stopped[1])
+        self.pipeline.explained.add(sample.pid for sample in samples)
+        return True
 
     def _settle(
         self, deaths: list[Death], samples: list[RankSample], patience_s: float | None

@@ -95,7 +95,7 @@ class Watch:
     def expect_end(self, pids: Iterable[int]) -> None:
         """These ranks are being asked to end: that they do, or take their time, is no incident. From any thread."""
         self._asked_to_end.add(asked := tuple(pids))
-        self.pipeline.explained.add(asked)
+        self.pipeline.explained.tell(asked, self.options.folder)
 
     def look(self, now_s: float | None = None) -> Suspicion | None:
         """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""

@@ -8,8 +8,10 @@ and wait until the survivors train again (`Recoveries`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -135,6 +137,9 @@ class WatchOptions:
         return rank // self.ranks_per_replica
 
 
+ASKED_TO_END = "asked_to_end"  # a file in the job's folder: pids, and when they were asked
+
+
 @dataclass
 class Explained:
     """The one owner of "already explained": processes whose end needs no incident of its own, since it was asked for,
@@ -147,6 +152,18 @@ class Explained:
 
     def add(self, pids: Iterable[int]) -> None:
         self._noted.update(dict.fromkeys(pids, time.time_ns()))
+
+    def tell(self, pids: Iterable[int], folder: Path) -> None:
+        """Adds them, also for the other agents of this host that share the job's folder."""
+        self.add(pids := tuple(pids))
+        with contextlib.suppress(OSError), open(folder / ASKED_TO_END, "a") as file:
+            file.write("".join(f"{pid} {self._noted[pid]}\n" for pid in pids))
+
+    def hear(self, folder: Path) -> None:
+        """Adds what the other agents of this host told."""
+        with contextlib.suppress(OSError):
+            told = re.findall(r"^(\d{1,10}) (\d{1,19})$", (folder / ASKED_TO_END).read_text(), re.MULTILINE)
+            self._noted |= {int(pid): max(int(at), self._noted.get(int(pid), 0)) for pid, at in told}
 
     def covers(self, sample: RankSample) -> bool:
         """Whether the end of the process that writes this box is explained."""

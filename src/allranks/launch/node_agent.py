@@ -113,6 +113,13 @@ class NodeAgent:
         if self.peers is not None:
             self.peers.close()
 
+    def expect_end(self, pids: set[int], by_user: bool) -> None:
+        """Our ranks are about to be asked to end. When the user stops this node, the others learn it before they miss it."""
+        if self.watch is not None:
+            self.watch.expect_end(pids)
+        if by_user and self.client is not None:
+            self.client.leave("stopped by a signal")
+
     def _write_torch_dumps(self, folder: Path) -> None:
         """Ranks that were killed get the files that torch's variables ask for from their black boxes."""
         try:
@@ -126,7 +133,7 @@ class NodeAgent:
         watch, options = self.watch, self.watch.options
         nodes = NodeMonitor(client, lambda: watch.ranks, options.node, self.holds_lighthouse)
         losses = NodeLosses(watch.pipeline, watch.deaths, client.options.replica)
-        nodes.on_lost = losses.note
+        nodes.on_lost, nodes.on_left = losses.note, watch.deaths.note_stopped
         # while the lighthouse is away, what broke the connections between ranks may be the end of its node
         watch.deaths.echo_patience_s = lambda: ECHO_S + (AWAY_S if nodes.host_is_away else 0.0)
         client.subscribe(nodes.noticed)

@@ -20,6 +20,7 @@ import errno
 import importlib
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,12 +82,12 @@ def replaced(method: str, make: Callable[[Callable[P, R]], Callable[P, R]], with
 
 
 @contextlib.contextmanager
-def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> Iterator[None]:
+def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int], bool], object]) -> Iterator[None]:
     """While it is open, ranks end in the time that was asked for, and with all that they have started.
 
     torchrun obeys --shutdown-timeout only when the whole job ends, and not when it restarts; and it leaves alone what a
     rank that died had started. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s). `on_stop` gets
-    the pids of ranks that are about to be asked to end: that they do is no incident.
+    the pids of ranks that are about to be asked to end, which is no incident, and whether a signal is the reason.
     """
     guard = Guard()
 
@@ -102,7 +103,7 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int]], object]) -> 
         def close(context: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
             ranks = [handler.proc for handler in context.subprocess_handlers.values()]
             asked = {rank.pid for rank in ranks if rank.poll() is None}
-            on_stop(asked)
+            on_stop(asked, _was_signalled())
             limit_s = timeout if grace_s is None else grace_s
             with _saying_who_is_left(ranks, limit_s):
                 ordinary(context, death_sig, limit_s)
@@ -132,6 +133,13 @@ def _saying_who_is_left(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> I
         yield
     finally:
         note.cancel()
+
+
+def _was_signalled() -> bool:
+    """Whether the launcher ends its ranks because it got a signal itself."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    return isinstance(sys.exc_info()[1], SignalException)
 
 
 def _say_who_is_left(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> None:

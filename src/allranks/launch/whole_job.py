@@ -53,7 +53,8 @@ class Launch:
     log_dir: str | None = None
     quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
-    on_stop: Callable[[set[int]], object] = lambda pids: None  # told which ranks are about to be asked to end
+    # told which ranks are about to be asked to end, and whether because somebody stopped us
+    on_stop: Callable[[set[int], bool], object] = lambda pids, by_user: None
     # asked after a failure: pid -> exit code
     why_not_again: Callable[[dict[int, int]], str] = lambda exits: ""
 

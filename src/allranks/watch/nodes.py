@@ -43,6 +43,7 @@ class NodeMonitor:
     node: str
     holds_lighthouse: bool
     on_lost: Callable[[Loss], object] = lambda loss: None
+    on_left: Callable[[str], object] = lambda agent: None  # another agent left in good order; quick
     _failover: Failover = field(default_factory=Failover)
     _told: tuple[tuple[int, ...], float] = ((), float("-inf"))  # ranks, when (monotonic)
     _changed_s: float = field(default_factory=time.monotonic)  # when they were others
@@ -73,6 +74,7 @@ class NodeMonitor:
                 target=self._look_up, args=(notice, at), name="allranks-node-lost", daemon=True
             ).start()
         elif isinstance(notice, MemberLeft) and notice.replica.startswith(AGENT):
+            self.on_left(notice.replica)
             host = self._host()
             if host is not None and host.agent == notice.replica:
                 self._failover = Failover()
