@@ -15,7 +15,7 @@ import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend, stores
 from allranks.checkpoint.stores import Attempt
-from allranks.checkpoint.stores.file_store import FileStore, _sync_folder
+from allranks.checkpoint.stores.file_store import FileStore, sync_folder
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointUnreachable
 
 from .jobs import make_job, make_state
@@ -105,9 +105,9 @@ def test_a_disk_that_does_not_tell_its_size_is_not_full(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_file_system_that_cannot_sync_folders_is_no_failure() -> None:
+def test_a_file_system_that_cannotsync_folders_is_no_failure() -> None:
     """CIFS and some FUSE file systems answer EINVAL; so does /proc."""
-    _sync_folder(Path("/proc"))
+    sync_folder(Path("/proc"))
 
 
 LOOK = """

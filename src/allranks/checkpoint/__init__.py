@@ -9,24 +9,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PUBLIC = {
-    "CheckpointConfig": "config",
-    "CheckpointLoadConfig": "config",
-    "CheckpointTier": "config",
-    "AsyncSavePolicy": "config",
-    "CheckpointState": "state",
-    "create_checkpoint_state": "state",
-    "load_checkpoint_to_model": "state",
-    "CheckpointManager": "manager",
-    "MemorySnapshotBackend": "stores.backends",
-    "NVMeBackend": "stores.backends",
-    "S3Backend": "stores.backends",
-    "SnapshotServer": "stores.peer_store",
-    "StorageReader": "dcp",
-    "StorageWriter": "dcp",
-    "export_checkpoint": "convert",
-    "import_checkpoint": "convert",
+# Module -> the public names that it defines.
+_MODULES = {
+    "config": "CheckpointConfig CheckpointLoadConfig CheckpointTier AsyncSavePolicy",
+    "state": "CheckpointState create_checkpoint_state load_checkpoint_to_model",
+    "manager": "CheckpointManager",
+    "stores.backends": "MemorySnapshotBackend NVMeBackend S3Backend",
+    "stores.peer_store": "SnapshotServer",
+    "dcp": "StorageReader StorageWriter",
+    "convert": "export_checkpoint import_checkpoint",
 }
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = sorted(_PUBLIC)
 

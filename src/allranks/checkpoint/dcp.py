@@ -78,7 +78,6 @@ class _Storage:
         self.options = dict(options or {})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another checkpoint from now on."""
         if checkpoint_id is not None:
             self.path = str(checkpoint_id)
 
@@ -105,11 +104,9 @@ class StorageWriter(_Storage, DcpStorageWriter):
         """Nothing to set up: places are made by the first write."""
 
     def storage_meta(self) -> StorageMeta:
-        """Where it goes."""
         return StorageMeta(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -228,7 +225,6 @@ class StorageReader(_Storage, DcpStorageReader):
         self._objects: dict[str, object] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another checkpoint from now on."""
         super().reset(checkpoint_id)
         self._places = {}
 
@@ -259,11 +255,9 @@ class StorageReader(_Storage, DcpStorageReader):
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -38,17 +38,14 @@ class RankGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
         return self.world_size == 1
 
     @property
     def rank(self) -> int:
-        """This process's number within the group."""
         return dist.get_rank(self._given) if _initialized() else 0
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
         return dist.get_world_size(self._given) if _initialized() else 1
 
     def gather(self, value: Any) -> list[Any]:
@@ -207,11 +204,8 @@ def _set_aside(places: TierLocations) -> str:
         if places.sharers(tier)[0] != places.group.rank:
             continue
         try:
-            store = open_store(spec)
-            try:
+            with contextlib.closing(open_store(spec)) as store:
                 moved = store.set_aside()
-            finally:
-                store.close()
         except (OSError, AllranksError) as error:
             hint = hint_for(error, tier.name, spec.url, spec.options)
             problems.append(f"[{tier.name}] {spec.url} cannot be set aside: {reason_of(error)} ({hint})")

@@ -20,7 +20,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,9 +75,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # saving
@@ -147,7 +144,6 @@ class CheckpointManager:
             self.coordinator.copy.wait()
 
     def due(self, step: int) -> tuple[CheckpointTier, ...]:
-        """The tiers that are configured and due at a step."""
         tiers = (Tier.MEMORY, *self.places.specs())
         return tuple(tier for tier in tiers if self.should_checkpoint(step, tier))
 
@@ -168,7 +164,6 @@ class CheckpointManager:
         return ok
 
     def clear_memory_snapshots(self) -> None:
-        """Lets the memory tier go."""
         self.memory_backend.clear()
 
     def close(self, timeout_s: float = 600.0) -> None:

@@ -53,7 +53,6 @@ class Shard(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether the piece is the whole tensor."""
         return self.sizes == self.shape
 
 
@@ -101,7 +100,6 @@ def parse_header(head: bytes) -> tuple[int, dict[str, object]]:
 
 
 def padded(length: int) -> int:
-    """The next multiple of a page."""
     return -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -216,7 +214,6 @@ class Manifest:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks whose parts are here."""
         return tuple(part.rank for part in self.parts)
 
 
@@ -241,7 +238,8 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
                 f"schema {raw['schema']} is newer than {SCHEMA}", path=path, hint="upgrade allranks"
             )
         check_manifest(raw)
-        return Manifest(**{**raw, "parts": tuple(_part(part) for part in raw["parts"])})
+        parts = [Part(**{**part, "references": tuple(part["references"])}) for part in raw["parts"]]
+        return Manifest(**{**raw, "parts": tuple(parts)})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"not a manifest: {error}", path=path) from error
 
@@ -256,7 +254,6 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: bytes, path: str) -> Index:
-    """Reads and checks an index file."""
     body = _body(data, path)
     try:
         raw = _index_reader()(body)
@@ -305,10 +302,6 @@ def shards_of_index(data: bytes, path: str) -> tuple[int, set[str]]:
     """(bytes of its data files, every file that it names) of an index of our own, without a look at the rest."""
     raw, home = _unseal(data, path), _COLUMNS.index("file")
     return sum(file["bytes"] for file in raw["files"]), {row[home] for row in raw["shards"]}
-
-
-def _part(raw: dict[str, Any]) -> Part:
-    return Part(**{**raw, "references": tuple(raw["references"])})
 
 
 def _row(stored: StoredShard) -> list[object]:

@@ -61,8 +61,7 @@ class CheckpointState:
 
     def cpu_copy(self) -> CheckpointState:
         """A copy that shares no memory with this one, all tensors on the CPU."""
-        copied = {name: _copied(getattr(self, name)) for name in _KEYS}
-        return CheckpointState(**copied)
+        return CheckpointState(**{name: _copied(getattr(self, name)) for name in _KEYS})
 
 
 def whole_number(name: str, value: object) -> int:
@@ -160,7 +159,8 @@ def load_checkpoint_to_model(
     live = target.state_dict()
     if strict:
         _check_fit(live, state.model_state_dict)
-    target.load_state_dict(_sharded_like(live, state.model_state_dict), strict=strict)
+    sharded = {name: _shard_value(value, live.get(name)) for name, value in state.model_state_dict.items()}
+    target.load_state_dict(sharded, strict=strict)
     if optimizer is not None and state.optimizer_state_dict:
         optimizer.load_state_dict(_sharded_optimizer(optimizer, state.optimizer_state_dict))
     if lr_scheduler is not None and state.lr_scheduler_state_dict:
@@ -171,14 +171,13 @@ def load_checkpoint_to_model(
 
 def unwrap(model: torch.nn.Module) -> Any:
     """The model inside DDP or torch.compile; any wrapper with the wrapped one as `.module`."""
-    seen = 0
-    while seen < 8:
+    for _ in range(8):
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and not _is_fsdp1(model):
+        if inner is None and type(model).__name__ != "FullyShardedDataParallel":  # FSDP1
             inner = getattr(model, "module", None)
         if inner is None or not hasattr(inner, "state_dict"):
-            return model
-        model, seen = inner, seen + 1
+            break
+        model = inner
     return model
 
 
@@ -207,10 +206,6 @@ def restore_rng_states(states: SavedDict) -> None:
         torch.cuda.set_rng_state_all([state.cpu() for state in saved])
 
 
-def _is_fsdp1(model: torch.nn.Module) -> bool:
-    return type(model).__name__ == "FullyShardedDataParallel"
-
-
 def _check_fit(live: SavedDict, saved: SavedDict) -> None:
     missing = tuple(name for name in live if name not in saved)
     other = tuple(
@@ -232,12 +227,8 @@ def _check_fit(live: SavedDict, saved: SavedDict) -> None:
         )
 
 
-def _sharded_like(live: SavedDict, saved: SavedDict) -> StateDict:
-    """Whole tensors as DTensors where the live ones are; everything else as it is."""
-    return {name: _shard_value(value, live.get(name)) for name, value in saved.items()}
-
-
 def _shard_value(value: Any, like: Any) -> Any:
+    """A whole tensor as a DTensor where the live one is; everything else as it is."""
     if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, torch.Tensor):
         return value
     sizes, offsets = local_chunk(like)

@@ -44,7 +44,17 @@ def flatten(state: object, prefix: str = "") -> Flat:
 
 def unflatten(skeleton: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Puts a state together again; a tensor that the skeleton names and `tensors` lacks is a KeyError."""
-    return _decode(skeleton, tensors)
+    if isinstance(skeleton, list):
+        return [unflatten(item, tensors) if type(item) in _NESTED else item for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    if len(skeleton) == 1:
+        [(tag, body)] = skeleton.items()
+        if tag == "$tensor":
+            return tensors[body]
+        if tag.startswith("$"):
+            return _decode_tagged(tag, body, tensors)
+    return {key: unflatten(item, tensors) for key, item in skeleton.items()}
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -59,7 +69,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A view of a rectangular region."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
@@ -164,28 +173,14 @@ def _unstorable(value: object, path: tuple[str, ...]) -> Unstorable:
     )
 
 
-def _decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensors) if type(item) in _NESTED else item for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        [(tag, body)] = value.items()
-        if tag == "$tensor":
-            return tensors[body]
-        if tag.startswith("$"):
-            return _decode_tagged(tag, body, tensors)
-    return {key: _decode(item, tensors) for key, item in value.items()}
-
-
 def _decode_tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     if tag == "$ndarray":
         return tensors[body].numpy()
     if tag == "$dict":
-        return {_decode(key, tensors): _decode(item, tensors) for key, item in body}
+        return {unflatten(key, tensors): unflatten(item, tensors) for key, item in body}
     for kind, its_tag in _SEQUENCES.items():
         if tag == its_tag:
-            return kind(_decode(item, tensors) for item in body)
+            return kind(unflatten(item, tensors) for item in body)
     if tag not in _DECODERS:
         raise ValueError(f"unknown type tag {tag!r}: written by a newer version?")
     return _DECODERS[tag](body)

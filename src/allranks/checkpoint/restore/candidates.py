@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from allranks import errors
 from allranks.checkpoint.stores import (
     Store,
     StoreSpec,
@@ -21,18 +22,13 @@ from allranks.checkpoint.stores import (
     store_arguments,
 )
 from allranks.checkpoint.stores.listing import read_manifests
-from allranks.errors import (
-    AllranksError,
-    CheckpointDamaged,
-    CheckpointLoadError,
-    CheckpointUnreachable,
-    CheckpointValidationError,
-)
 from allranks.model.parsing import convert
 
 log = logging.getLogger("allranks.checkpoint")
 #: Between two attempts at a store that does not answer.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+#: A clear no, which waiting does not change.
+FINAL = (PermissionError, FileNotFoundError, NotADirectoryError, errors.AllranksError)
 OF_ANOTHER_JOB = "it is of job"
 AFTER_UNREACHABLE = 'then start again; to continue without it: CheckpointConfig(on_unreachable="ignore")'
 
@@ -157,9 +153,9 @@ class StoreLister:
                 seen.found[tier], unusable = self._list(tier, spec)
                 seen.unusable += unusable
                 return
-            except (OSError, AllranksError) as error:
+            except (OSError, errors.AllranksError) as error:
                 left = self.deadline - time.monotonic()
-                if left <= 0 or not _may_pass(error):
+                if left <= 0 or isinstance(error, FINAL):
                     seen.found[tier] = []
                     seen.unanswered.append(_answer(tier, spec, error))
                     return
@@ -182,7 +178,7 @@ class StoreLister:
         found: list[tuple[str, int]] = []
         unusable, damaged = [], []
         for name, manifest in read_manifests(store):
-            if isinstance(manifest, CheckpointValidationError):
+            if isinstance(manifest, errors.CheckpointValidationError):
                 reason = manifest.reason
             elif not self.rules.accepts(manifest.job):
                 reason = f"{OF_ANOTHER_JOB} '{manifest.job}'"
@@ -190,7 +186,7 @@ class StoreLister:
                 found.append((name, manifest.step))
                 continue
             unusable.append(_unusable(store, store.path_of(name), reason))
-            if isinstance(manifest, CheckpointDamaged):
+            if isinstance(manifest, errors.CheckpointDamaged):
                 damaged.append((store, name, reason))
             else:
                 log.warning("[%s] %s is left out: %s", tier, store.path_of(name), reason)
@@ -221,7 +217,7 @@ def refuse_to_guess(views: Sequence[TiersSeen], choice: RestoreChoice, rules: Re
         log.warning("%s; skipped (on_unreachable=ignore)", "; ".join(silent))
         return
     first = next(iter(silent.values()))
-    raise CheckpointUnreachable(
+    raise errors.CheckpointUnreachable(
         "; ".join(silent) + ". It may hold something newer, so nothing was restored",
         path=first.address,
         hint=f"{first.hint}\n{AFTER_UNREACHABLE}",
@@ -235,7 +231,7 @@ def refuse_to_start_over(
     unusable = {one.path: one for view in views for one in view.unusable}
     if unusable:
         newest = sorted(unusable.values(), key=lambda one: -one.step)
-        raise CheckpointLoadError(
+        raise errors.CheckpointLoadError(
             "there are checkpoints, but none that can be restored: "
             + "; ".join(f"{one.path}: {one.reason}" for one in newest),
             hint=_ways_out(newest),
@@ -249,7 +245,7 @@ def refuse_to_start_over(
     }
     if partial:
         tier, name = sorted(partial.items())[0]
-        raise CheckpointLoadError(
+        raise errors.CheckpointLoadError(
             choice.reason,
             tier=tier,
             hint="bring back the disk that is missing, or copy what another node has to it: "
@@ -257,7 +253,7 @@ def refuse_to_start_over(
             f"on every node, {scratch_hint(addresses[0] if addresses else 'STORE')}",
         )
     if not rules.missing_ok:
-        raise CheckpointLoadError(
+        raise errors.CheckpointLoadError(
             f"there is no checkpoint in {' or '.join(addresses) or 'any tier: none is configured'}",
             hint="is this the path of the run that saved? What is there: allranks checkpoint ls "
             + (addresses[0] if addresses else "STORE"),
@@ -278,12 +274,6 @@ def _ways_out(unusable: Sequence[Unusable]) -> str:
 def scratch_hint(store: str) -> str:
     """How to start over: never by accident."""
     return f"to start from scratch (deletes nothing): allranks checkpoint set-aside {store}"
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether waiting may help: not where the answer was a clear no."""
-    final = (PermissionError, FileNotFoundError, NotADirectoryError, AllranksError)
-    return not isinstance(error, final)
 
 
 def _answer(tier: str, spec: StoreSpec, error: Exception) -> Unanswered:

@@ -12,21 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
+from allranks import errors
 from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.group import RankGroup
-from allranks.checkpoint.restore.candidates import (
-    AFTER_UNREACHABLE,
-    RestoreCandidate,
-    RestoreRules,
-    StoreLister,
-    TiersSeen,
-    Unusable,
-    choose,
-    growing_pauses,
-    refuse_to_guess,
-    refuse_to_start_over,
-    scratch_hint,
-)
+from allranks.checkpoint.restore import candidates
 from allranks.checkpoint.restore.into_state import Live, copy_into, load_state, prepare_into, read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.torch_files import is_legacy, load_legacy
@@ -41,13 +30,6 @@ from allranks.checkpoint.stores import (
     store_arguments,
 )
 from allranks.checkpoint.stores.backends import MemorySnapshotBackend
-from allranks.errors import (
-    AllranksError,
-    CheckpointDamaged,
-    CheckpointLoadError,
-    CheckpointUnreachable,
-    CheckpointValidationError,
-)
 
 log = logging.getLogger("allranks.checkpoint")
 T = TypeVar("T")
@@ -61,16 +43,18 @@ class Loader:
         group: RankGroup,
         stores: Mapping[str, StoreSpec],
         memory: MemorySnapshotBackend | None,
-        rules: RestoreRules | None = None,
+        rules: candidates.RestoreRules | None = None,
         given: Mapping[str, int] | None = None,
     ) -> None:
         self.group = group
         self.specs = stores
         self.memory = memory
-        self.rules = rules or RestoreRules()
+        self.rules = rules or candidates.RestoreRules()
         self.given = dict(given or {})  # tier → newest step that this process has handed to it
-        self.taken: RestoreCandidate | None = None  # what `load_newest` has loaded
-        self._torn: RestoreCandidate | None = None  # what a live model holds no more than a part of
+        self.taken: candidates.RestoreCandidate | None = None  # what `load_newest` has loaded
+        self._torn: candidates.RestoreCandidate | None = (
+            None  # what a live model holds no more than a part of
+        )
         self._stores: dict[str, Store] = {}
 
     def load_newest(self, into: Live | None) -> CheckpointState | None:
@@ -85,18 +69,18 @@ class Loader:
     def _load_newest(self, into: Live | None) -> CheckpointState | None:
         lister, seen = self._list_tiers()
         views = seen.share(self.group.gather)
-        choice = choose([view.found for view in views])
-        refuse_to_guess(views, choice, self.rules)
+        choice = candidates.choose([view.found for view in views])
+        candidates.refuse_to_guess(views, choice, self.rules)
         if not choice.candidates:
             lister.quarantined(seen)
             views = seen.share(self.group.gather)
-            refuse_to_guess(views, choice, self.rules)
-            refuse_to_start_over(views, choice, self.rules, self._arguments())
+            candidates.refuse_to_guess(views, choice, self.rules)
+            candidates.refuse_to_start_over(views, choice, self.rules, self._arguments())
             log.info("nothing to load: %s", choice.reason)
             return None
         log.info("loading: %s", choice.reason)
         tried: list[str] = []
-        unread: list[RestoreCandidate] = []
+        unread: list[candidates.RestoreCandidate] = []
         for candidate in choice.candidates:
             if unread and candidate.step < unread[0].step and not self.rules.ignore_unreachable:
                 break  # an older one is no answer to a store that does not answer
@@ -111,20 +95,22 @@ class Loader:
         raise self._failed(tried, unread, into)
 
     def _failed(
-        self, tried: list[str], unread: list[RestoreCandidate], into: Live | None
-    ) -> CheckpointLoadError:
+        self, tried: list[str], unread: list[candidates.RestoreCandidate], into: Live | None
+    ) -> errors.CheckpointLoadError:
         if unread:
             spec = self.specs[unread[0].tier]
             address = spec.url
-            return CheckpointUnreachable(
+            return errors.CheckpointUnreachable(
                 f"[{unread[0].tier}] {address} stopped answering: {'; '.join(tried)}. Nothing older was restored"
                 + self._left(into),
                 path=address,
-                hint=hint_for(OSError(), unread[0].tier, address, spec.options) + "\n" + AFTER_UNREACHABLE,
+                hint=hint_for(OSError(), unread[0].tier, address, spec.options)
+                + "\n"
+                + candidates.AFTER_UNREACHABLE,
             )
-        return CheckpointLoadError(
+        return errors.CheckpointLoadError(
             "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
-            hint="\n".join(map(scratch_hint, self._arguments())),
+            hint="\n".join(map(candidates.scratch_hint, self._arguments())),
         )
 
     def _arguments(self) -> list[str]:
@@ -153,13 +139,13 @@ class Loader:
         known = next((spec for spec in self.specs.values() if spec.url.rstrip("/") == head), StoreSpec(head))
         return open_store(known), name, ""
 
-    def _list_tiers(self) -> tuple[StoreLister, TiersSeen]:
+    def _list_tiers(self) -> tuple[candidates.StoreLister, candidates.TiersSeen]:
         """Every checkpoint with a whole manifest that this rank can see; damaged ones go into quarantine."""
-        lister, seen = StoreLister(self.rules), TiersSeen(given=self.given)
+        lister, seen = candidates.StoreLister(self.rules), candidates.TiersSeen(given=self.given)
         if self.memory is not None:
             seen.found["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
             seen.unusable += [
-                Unusable("MEMORY", "", f"the snapshot of step {step}", step, reason)
+                candidates.Unusable("MEMORY", "", f"the snapshot of step {step}", step, reason)
                 for step, reason in self.memory.damaged.items()
             ]
         self._stores = lister.stores
@@ -178,10 +164,10 @@ class Loader:
         return f". THE MODEL HOLDS PARTS OF STEP {self._torn.step}: build it anew before training"
 
     def _attempt_patiently(
-        self, candidate: RestoreCandidate, into: Live | None, deadline: float
+        self, candidate: candidates.RestoreCandidate, into: Live | None, deadline: float
     ) -> tuple[CheckpointState | None, str, bool]:
         """(state, what went wrong, whether a store that does not answer was it): read again until the deadline."""
-        for pause in growing_pauses():
+        for pause in candidates.growing_pauses():
             state, problem, kinds = self._attempt(candidate, into)
             unreadable = bool(kinds) and kinds <= {"unreadable", "refused"}
             if state is not None or not unreadable or "refused" in kinds:
@@ -195,7 +181,7 @@ class Loader:
         return None, problem, True
 
     def _attempt(
-        self, candidate: RestoreCandidate, into: Live | None
+        self, candidate: candidates.RestoreCandidate, into: Live | None
     ) -> tuple[CheckpointState | None, str, set[str]]:
         """Every rank reads and checks; only if all of them succeed does any of them take it as its state."""
         if into is not None:
@@ -209,7 +195,9 @@ class Loader:
                 self._torn = candidate
             return (None if problem else state), problem, kinds
 
-    def _together(self, candidate: RestoreCandidate, act: Callable[[], T]) -> tuple[T | None, str, set[str]]:
+    def _together(
+        self, candidate: candidates.RestoreCandidate, act: Callable[[], T]
+    ) -> tuple[T | None, str, set[str]]:
         """(result, what went wrong on any rank, and how): it counts only if all succeed. Misfits raise on all ranks."""
         result, error = None, None
         try:
@@ -218,25 +206,27 @@ class Loader:
             error = caught
         kind = "" if error is None else kind_of_failure(error, candidate.tier)
         outcomes = self.group.gather([kind, "" if error is None else reason_of(error)])
-        if isinstance(error, CheckpointDamaged):
+        if isinstance(error, errors.CheckpointDamaged):
             self._put_away(candidate, error.reason)
         self._raise_misfit(outcomes, error, candidate)
         bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind]
         return result, "; ".join(bad), {kind for kind, _ in outcomes if kind}
 
     def _raise_misfit(
-        self, outcomes: list[list[str]], error: BaseException | None, candidate: RestoreCandidate
+        self, outcomes: list[list[str]], error: BaseException | None, candidate: candidates.RestoreCandidate
     ) -> None:
         """A model that does not fit fits no older checkpoint either: raised at once."""
         if not any(kind == "misfit" for kind, _ in outcomes):
             return
-        if isinstance(error, AllranksError) and kind_of_failure(error, candidate.tier) == "misfit":
+        if isinstance(error, errors.AllranksError) and kind_of_failure(error, candidate.tier) == "misfit":
             raise error
         texts = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
-        raise CheckpointLoadError("; ".join(texts), tier=candidate.tier, path=candidate.name) from error
+        raise errors.CheckpointLoadError(
+            "; ".join(texts), tier=candidate.tier, path=candidate.name
+        ) from error
 
     def _prepare(
-        self, candidate: RestoreCandidate, into: Live | None, held: ExitStack
+        self, candidate: candidates.RestoreCandidate, into: Live | None, held: ExitStack
     ) -> Callable[[], CheckpointState]:
         """Reads and checks a candidate; calling the result does the rest. `held` keeps it from removal."""
         if candidate.tier == "MEMORY":
@@ -256,7 +246,7 @@ class Loader:
         snapshot.check()
         return snapshot.to_state if into is None else lambda: copy_into(snapshot, into)
 
-    def _put_away(self, candidate: RestoreCandidate, reason: str) -> None:
+    def _put_away(self, candidate: candidates.RestoreCandidate, reason: str) -> None:
         """Takes a damaged candidate out of sight: a file into quarantine, memory back to the pool."""
         if candidate.tier != "MEMORY":
             self._quarantine(self._stores[candidate.tier], candidate.name, reason)
@@ -289,9 +279,9 @@ def _no_collections() -> Iterator[None]:
 def kind_of_failure(error: BaseException, tier: str) -> str:
     """ "damaged", "partial" and "gone" lead on to the next candidate, "unreadable" (for now) and "refused" only to the
     same step in another tier, "misfit" to none."""
-    if isinstance(error, CheckpointDamaged):
+    if isinstance(error, errors.CheckpointDamaged):
         return "damaged"
-    if isinstance(error, CheckpointValidationError):
+    if isinstance(error, errors.CheckpointValidationError):
         partial = error.missing_keys and not error.invalid_keys and "elements of" in error.reason
         return "partial" if partial else "misfit"
     bad_sector = tier == "NVME" and isinstance(error, OSError) and error.errno == errno.EIO

@@ -10,25 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from allranks.checkpoint.checksum import (
-    READ_BYTES,
-    TOGETHER_BYTES,
-    again,
-    checksum,
-    cores,
-    in_threads,
-    new_hasher,
-)
-from allranks.checkpoint.manifest import (
-    MANIFEST,
-    DataFile,
-    Index,
-    Manifest,
-    Part,
-    StoredShard,
-    decode_index,
-    decode_manifest,
-)
+from allranks.checkpoint import checksum as checksums
+from allranks.checkpoint import manifest as manifests
 from allranks.checkpoint.stores import Attempt, DataReader, Store, quoted, store_arguments
 from allranks.errors import CheckpointDamaged
 
@@ -45,24 +28,24 @@ class Opened:
 
     store: Store
     name: str
-    manifest: Manifest
-    indexes: tuple[Index, ...]
+    manifest: manifests.Manifest
+    indexes: tuple[manifests.Index, ...]
     progress: Callable[[int], None] | None = None  # called with the bytes of every shard that was checked
     open_file: Callable[[str], DataReader] | None = None  # None: those of the committed checkpoint
     _sources: dict[str, DataReader] = field(default_factory=dict)
     _requests: ThreadPoolExecutor | None = None
-    _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
+    _table: dict[str, list[tuple[manifests.Index, manifests.StoredShard]]] | None = None
 
     @property
     def path(self) -> str:
         """How the checkpoint is called towards the user."""
         return self.store.path_of(self.name)
 
-    def shards(self) -> Iterator[tuple[Index, StoredShard]]:
+    def shards(self) -> Iterator[tuple[manifests.Index, manifests.StoredShard]]:
         """Every stored shard with the index that names it."""
         return ((index, stored) for index in self.indexes for stored in index.shards)
 
-    def table(self) -> dict[str, list[tuple[Index, StoredShard]]]:
+    def table(self) -> dict[str, list[tuple[manifests.Index, manifests.StoredShard]]]:
         """Tensor name → its stored shards; a chunk that two ranks wrote is listed once."""
         if self._table is None:
             self._table = {}
@@ -80,7 +63,7 @@ class Opened:
             self._sources[file] = self._open(file)
         return self._sources[file]
 
-    def read_shard(self, index: Index, stored: StoredShard, view: memoryview) -> None:
+    def read_shard(self, index: manifests.Index, stored: manifests.StoredShard, view: memoryview) -> None:
         """Reads a shard's bytes into `view` and checks them; CheckpointDamaged names what is damaged."""
         source = self.source(stored.file)
         if source.wide_reads:
@@ -88,30 +71,34 @@ class Opened:
                 self._read_parallel(source, stored.start, view)
             self.check(index, stored, view)
         else:
-            pieces = (view[at : at + READ_BYTES] for at in range(0, len(view), READ_BYTES))
+            pieces = (
+                view[at : at + checksums.READ_BYTES] for at in range(0, len(view), checksums.READ_BYTES)
+            )
             self._check_pieces(index, stored, pieces)
 
-    def read_run(self, run: Sequence[tuple[Index, StoredShard, memoryview]]) -> None:
+    def read_run(self, run: Sequence[tuple[manifests.Index, manifests.StoredShard, memoryview]]) -> None:
         """Reads neighbouring shards of one file, each into its own memory, and checks them: small ones with one
         read."""
         first, last = run[0][1], run[-1][1]
-        if last.start + last.shard.bytes - first.start > TOGETHER_BYTES:
+        if last.start + last.shard.bytes - first.start > checksums.TOGETHER_BYTES:
             for index, stored, view in run:
                 self.read_shard(index, stored, view)
             return
         with self._whole(last):
             self.source(first.file).read_views(first.start, [view for _, _, view in run])
         for index, stored, view in run:
-            self._compare(checksum(view, index.algorithm), stored)
+            self._compare(checksums.checksum(view, index.algorithm), stored)
 
-    def check_run(self, run: Sequence[tuple[Index, StoredShard]], scratch: memoryview) -> None:
+    def check_run(
+        self, run: Sequence[tuple[manifests.Index, manifests.StoredShard]], scratch: memoryview
+    ) -> None:
         """Reads neighbouring shards of one file through `scratch` and checks them: with one read if they fit in."""
         first, last = run[0][1], run[-1][1]
         length = last.start + last.shard.bytes - first.start
         if length > len(scratch):
-            piece = scratch if self.source(first.file).wide_reads else scratch[:READ_BYTES]
+            piece = scratch if self.source(first.file).wide_reads else scratch[: checksums.READ_BYTES]
             for index, stored in run:
-                self._check_pieces(index, stored, again(piece, stored.shard.bytes))
+                self._check_pieces(index, stored, checksums.again(piece, stored.shard.bytes))
             return
         with self._whole(last):
             self.source(first.file).read_into(first.start, scratch[:length])
@@ -121,21 +108,22 @@ class Opened:
             self.check(index, stored, scratch[at:end])
             at = end
 
-    def check(self, index: Index, stored: StoredShard, view: memoryview) -> None:
+    def check(self, index: manifests.Index, stored: manifests.StoredShard, view: memoryview) -> None:
         """Checks bytes that were read some other way."""
-        self._compare(checksum(view, index.algorithm), stored)
+        self._compare(checksums.checksum(view, index.algorithm), stored)
 
     def close(self) -> None:
-        """Closes the data files."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()
         if self._requests is not None:
             self._requests.shutdown()
 
-    def _check_pieces(self, index: Index, stored: StoredShard, pieces: Iterable[memoryview]) -> None:
+    def _check_pieces(
+        self, index: manifests.Index, stored: manifests.StoredShard, pieces: Iterable[memoryview]
+    ) -> None:
         """Reads a shard piece by piece; each is hashed while it is in the core's cache."""
-        source, hasher, at = self.source(stored.file), new_hasher(index.algorithm), stored.start
+        source, hasher, at = self.source(stored.file), checksums.new_hasher(index.algorithm), stored.start
         with self._whole(stored):
             for piece in pieces:
                 source.read_into(at, piece)
@@ -144,14 +132,14 @@ class Opened:
         self._compare(hasher.hexdigest(), stored)
 
     @contextmanager
-    def _whole(self, stored: StoredShard) -> Iterator[None]:
+    def _whole(self, stored: manifests.StoredShard) -> Iterator[None]:
         """A file that ends too early is a damaged one."""
         try:
             yield
         except EOFError as error:
             raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
 
-    def _compare(self, found: str, stored: StoredShard) -> None:
+    def _compare(self, found: str, stored: manifests.StoredShard) -> None:
         if self.progress is not None:
             self.progress(stored.shard.bytes)
         if found != stored.checksum:
@@ -173,22 +161,21 @@ class Opened:
             job.result()
 
     def _open(self, file: str) -> DataReader:
-        known = next((f for index in self.indexes for f in index.files if f.file == file), None)
-        algorithm = next((i.algorithm for i in self.indexes for f in i.files if f.file == file), "")
+        known = next(((f, i.algorithm) for i in self.indexes for f in i.files if f.file == file), None)
         try:
             source = self.open_file(file) if self.open_file else self.store.open(self.name, file)
         except FileNotFoundError as error:
             raise self._damaged(f"{file} is missing", file) from error
         if known is not None:
-            self._check_file(source, known, algorithm)
+            self._check_file(source, *known)
         return source
 
-    def _check_file(self, source: DataReader, known: DataFile, algorithm: str) -> None:
+    def _check_file(self, source: DataReader, known: manifests.DataFile, algorithm: str) -> None:
         if source.bytes != known.bytes:
             raise self._damaged(f"{known.file} has {source.bytes} bytes instead of {known.bytes}", known.file)
         header = memoryview(bytearray(known.header_bytes))
         source.read_into(0, header)
-        if checksum(header, algorithm) != known.header_checksum:
+        if checksums.checksum(header, algorithm) != known.header_checksum:
             raise self._damaged(f"the header of {known.file} does not match its checksum", known.file)
 
     def _damaged(self, reason: str, key: str) -> CheckpointDamaged:
@@ -207,11 +194,11 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
     with ExitStack() as stack:
         try:
             stack.enter_context(store.reading(name))
-            manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
+            manifest = manifests.decode_manifest(store.read(name, manifests.MANIFEST), store.path_of(name))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointDamaged(
-                f"no manifest: not a complete checkpoint ({MANIFEST} is missing)",
-                missing_keys=(MANIFEST,),
+                f"no manifest: not a complete checkpoint ({manifests.MANIFEST} is missing)",
+                missing_keys=(manifests.MANIFEST,),
                 tier=store.tier,
                 path=store.path_of(name),
                 hint=f"of another program? allranks checkpoint import {quoted(store.path_of(name))} STORE",
@@ -221,23 +208,25 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
         yield checkpoint
 
 
-def check_staged(store: Store, attempt: Attempt, index: Index) -> None:
+def check_staged(store: Store, attempt: Attempt, index: manifests.Index) -> None:
     """Reads an attempt's data file back, past this machine's caches; CheckpointDamaged names what is different."""
-    nothing = Manifest(0, 0, 0, 0.0, attempt.token, ())
+    nothing = manifests.Manifest(0, 0, 0, 0.0, attempt.token, ())
     with closing(
         Opened(store, attempt.name, nothing, (index,), open_file=partial(store.open_staged, attempt))
     ) as staged:
         wide = staged.source(index.files[0].file).wide_reads
         runs = neighbours(sorted(index.shards, key=lambda s: s.start), lambda s: s, REQUEST_BYTES)
 
-        def checker() -> Callable[[list[StoredShard]], None]:
-            scratch = memoryview(bytearray(REQUEST_BYTES if wide else TOGETHER_BYTES))
+        def checker() -> Callable[[list[manifests.StoredShard]], None]:
+            scratch = memoryview(bytearray(REQUEST_BYTES if wide else checksums.TOGETHER_BYTES))
             return lambda run: staged.check_run([(index, stored) for stored in run], scratch)
 
-        in_threads(cores(), runs, checker)
+        checksums.in_threads(checksums.cores(), runs, checker)
 
 
-def neighbours(items: Iterable[T], stored_of: Callable[[T], StoredShard], limit: int) -> list[list[T]]:
+def neighbours(
+    items: Iterable[T], stored_of: Callable[[T], manifests.StoredShard], limit: int
+) -> list[list[T]]:
     """Neighbouring shards of one file in runs of at most `limit` bytes (one shard may be longer)."""
     runs: list[list[T]] = []
     file, start, end = "", 0, -1  # of the run that grows
@@ -254,14 +243,14 @@ def neighbours(items: Iterable[T], stored_of: Callable[[T], StoredShard], limit:
     return runs
 
 
-def _read_indexes(store: Store, name: str, manifest: Manifest) -> tuple[Index, ...]:
+def _read_indexes(store: Store, name: str, manifest: manifests.Manifest) -> tuple[manifests.Index, ...]:
     if len(manifest.parts) == 1:
         return (_read_index(store, name, manifest.parts[0]),)
     with ThreadPoolExecutor(REQUESTS, "allranks-index") as pool:
         return tuple(pool.map(lambda part: _read_index(store, name, part), manifest.parts))
 
 
-def _read_index(store: Store, name: str, part: Part) -> Index:
+def _read_index(store: Store, name: str, part: manifests.Part) -> manifests.Index:
     path, problem = store.path_of(name), ""
     try:
         data = store.read(name, part.index)
@@ -273,4 +262,4 @@ def _read_index(store: Store, name: str, part: Part) -> Index:
         raise CheckpointDamaged(
             f"{part.index} {problem}", invalid_keys=(part.index,), tier=store.tier, path=path
         )
-    return decode_index(data, f"{path}/{part.index}")
+    return manifests.decode_index(data, f"{path}/{part.index}")

@@ -176,7 +176,6 @@ def require(checkpoint: Opened, names: Iterable[str]) -> None:
 
 
 def stored_dtype(shard: Shard) -> torch.dtype:
-    """The torch dtype of a stored shard."""
     if shard.view:
         found = getattr(torch, shard.view, None)
         if not isinstance(found, torch.dtype):
@@ -247,9 +246,18 @@ class Prepared:
 
     def finish(self) -> None:
         """Fills the live tensors. What raises now has left part of the content in them."""
-        in_threads(cores(), _large_first(self.unread), lambda: _Fill(self.checkpoint))
+        in_threads(cores(), _large_first(self.unread), lambda: self._fill)
         for item, whole in self.staged:
             item.place(whole)
+
+    def _fill(self, run: list[ReadItem]) -> None:
+        """Reads what has been checked: a run at once where each item is one piece of memory."""
+        whole = [memory_of(item.direct) for item in run if item.direct is not None]
+        source = self.checkpoint.source(run[0].stored.file)
+        if len(whole) == len(run) and source.read_cached(run[0].stored.start, whole):
+            return
+        for item in run:
+            _put(item, self.checkpoint.read_shard)
 
 
 def read_whole(checkpoint: Opened, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -304,21 +312,6 @@ class _Read:
         ]
         if len(direct) == len(run):
             self.checkpoint.read_run(direct)
-            return
-        for item in run:
-            _put(item, self.checkpoint.read_shard)
-
-
-class _Fill:
-    """Reads what has been checked into the live tensors: a run of them at once where each is one piece of memory."""
-
-    def __init__(self, checkpoint: Opened) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, run: list[ReadItem]) -> None:
-        whole = [memory_of(item.direct) for item in run if item.direct is not None]
-        source = self.checkpoint.source(run[0].stored.file)
-        if len(whole) == len(run) and source.read_cached(run[0].stored.start, whole):
             return
         for item in run:
             _put(item, self.checkpoint.read_shard)

@@ -177,7 +177,6 @@ _MAX_DEPTH = 8
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder was written by plain DCP."""
     return (path / ".metadata").is_file()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 import threading
 import time
@@ -84,7 +85,6 @@ class Saves:
         self._settle(announced, CheckpointSaveError(reason, tier=tier, path=path))
 
     def busy(self, tiers: set[str]) -> list[Pending]:
-        """Saves to these tiers that have not ended."""
         with self._lock:
             return [p for p in self._pending if p.tier in tiers and not p.future.done()]
 
@@ -92,7 +92,9 @@ class Saves:
         """Waits for every save; False when one failed since the last wait, or the time ran out."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ok = True
-        for pending in self._taken():
+        with self._lock:
+            taken, self._pending = self._pending, []
+        for pending in taken:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 pending.future.result(left)
@@ -126,11 +128,6 @@ class Saves:
             unraised, self._unraised = self._unraised, []
         if unraised and self.policy is AsyncSavePolicy.FAIL:
             raise unraised[0]
-
-    def _taken(self) -> list[Pending]:
-        with self._lock:
-            taken, self._pending = self._pending, []
-        return taken
 
     def _ended(self, snapshot: StateSnapshot, announced: Future[Saved], done: Future[Saved]) -> None:
         snapshot.release()
@@ -224,8 +221,8 @@ class SaveCoordinator:
         skips = may_skip and self.config.busy_policy is BusyPolicy.SKIP
         mine = Proposal(state.step, sorted({pending.tier for pending in running}) if skips else [])
         if flat is not None:
-            text = "" if self.group.alone else json.dumps(flat.common, sort_keys=True)
-            mine = replace(mine, mark=fingerprint(flat.tensors), common=_digest(text))
+            text = json.dumps(flat.common, sort_keys=True).encode() if not self.group.alone else b""
+            mine = replace(mine, mark=fingerprint(flat.tensors), common=hashlib.sha256(text).hexdigest())
         elif problem is not None:
             mine = replace(mine, error=problem.reason)
         proposals = [Proposal(**raw) for raw in self.group.gather(asdict(mine))]
@@ -357,10 +354,6 @@ def check_proposals(proposals: list[Proposal], step: int, tier: str, url: str) -
         raise CheckpointSaveError("; ".join(errors), tier=tier, path=path)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest() if text else ""
-
-
 def _flattened(state: CheckpointState, rank: int) -> tuple[FlatState | None, CheckpointSaveError | None]:
     """A state taken apart, or why it cannot be: the other ranks must hear of it before this one raises."""
     try:
@@ -383,10 +376,10 @@ def _storages(optimizers: Iterable[torch.optim.Optimizer | None]) -> frozenset[i
     return frozenset(found)
 
 
-def _plain_metrics(metrics: Mapping[str, object]) -> dict[str, bool | int | str | float]:
+def _plain_metrics(metrics: Mapping[str, object]) -> dict[str, int | str | float]:
     """The metrics that a manifest can show."""
-    kept: dict[str, bool | int | str | float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, (bool, int, str)) or (isinstance(value, float) and abs(value) < float("inf")):
-            kept[str(name)] = value
-    return kept
+    return {
+        str(name): value
+        for name, value in metrics.items()
+        if isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
+    }

@@ -58,7 +58,6 @@ class Helper:
                 worker.join()
 
     def handle(self, message: Message) -> None:
-        """Does what one message asks."""
         kind = message["kind"]
         if kind == "arena":
             fd = self.inbox.fds.pop(0)
@@ -82,7 +81,6 @@ class Helper:
         return self.queues[url]
 
     def work(self, waiting: queue.SimpleQueue[Message | None]) -> None:
-        """Body of a store's thread."""
         while (message := waiting.get()) is not None:
             self.reply(self.save(message))
 
@@ -100,9 +98,7 @@ class Helper:
             return {"kind": "saved", "save": message["save"], "result": asdict(saved)}
         except Exception as error:
             if isinstance(error, PermissionError):
-                self.stores.pop(
-                    repr(job.store), None
-                )  # keys that ran out may have been renewed by the next save
+                self.stores.pop(repr(job.store), None)  # its keys may have been renewed by the next save
             import traceback  # only when something fails: the helper is to be small
 
             return {
@@ -132,7 +128,6 @@ class Helper:
         return None
 
     def parent_alive(self) -> bool:
-        """Whether the rank still runs."""
         return self.parent is not None and not select.select([self.parent], [], [], 0)[0]
 
     def reply(self, message: Message) -> None:
@@ -150,7 +145,6 @@ def _watch_parent() -> int | None:
 
 
 def main() -> int:
-    """Entry point of the process."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     Helper(socket.socket(fileno=SOCKET_FD)).serve()
@@ -163,7 +157,6 @@ def job_to_json(job: SaveJob) -> Message:
 
 
 def job_from_json(raw: Message) -> SaveJob:
-    """The job again."""
     typed = {"store": StoreSpec(**raw["store"]), "attempt": Attempt(**raw["attempt"])}
     return SaveJob(**{**raw, **typed, "ranks": tuple(raw["ranks"])})
 
@@ -177,7 +170,6 @@ def shards_from_json(raw: list[list[Any]]) -> list[Shard]:
 
 
 def saved_from_json(raw: Message) -> Saved:
-    """A result again."""
     return Saved(**{**raw, "left": tuple(raw["left"])})
 
 

@@ -143,8 +143,7 @@ def _give(running: _Running, number: int, order: SaveOrder, future: Future[Saved
 
 def _send_order(running: _Running, number: int, order: SaveOrder) -> None:
     arena = order.arena
-    known = running.arenas.get(arena.id)
-    if known is None:
+    if arena.id not in running.arenas:
         send_json(running.sock, {"kind": "arena", "id": arena.id, "bytes": arena.bytes}, (arena.fd,))
         running.arenas[arena.id] = weakref.ref(arena)
     for gone in [key for key, ref in running.arenas.items() if ref() is None]:
@@ -162,9 +161,8 @@ def _listen(running: _Running) -> None:
     inbox = JsonReader(running.sock)
     try:
         while (message := inbox.receive()) is not None:
-            _deliver(
-                running, message
-            )  # a function: this frame must not keep the save, and its manager, alive
+            # a function: this frame must not keep the save, and its manager, alive
+            _deliver(running, message)
     except OSError:
         pass
     with running.lock:
@@ -177,10 +175,6 @@ def _listen(running: _Running) -> None:
 def _deliver(running: _Running, message: Message) -> None:
     with running.lock:
         order, future, _ = running.owed.pop(message["save"])
-    _finish(order, future, message)
-
-
-def _finish(order: SaveOrder, future: Future[Saved], message: Message) -> None:
     if message["kind"] == "saved":
         future.set_result(saved_from_json(message["result"]))
         return

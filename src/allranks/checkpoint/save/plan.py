@@ -124,7 +124,6 @@ def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tup
 
 
 def describe(pieces: Sequence[Piece]) -> list[Described]:
-    """This rank's pieces."""
     return [(p.shard.name, list(p.shard.offsets), list(p.shard.sizes), p.shard.bytes) for p in pieces]
 
 

@@ -42,23 +42,13 @@ def flatten_state(state: CheckpointState, rank: int) -> FlatState:
     return FlatState(common.skeleton, private.skeleton, {**common.tensors, **private.tensors})
 
 
-def unflatten_state(
-    common: StateDict, own: StateDict | None, tensors: Mapping[str, torch.Tensor]
-) -> CheckpointState:
-    """Puts a state together again; `own` None leaves the per-rank fields empty."""
-    fields = unflatten(common, tensors)
-    if own is not None:
-        fields.update(unflatten(own, tensors))
-    return CheckpointState.from_dict(fields)
-
-
 class ArenaPool:
     """Arenas that nobody uses at the moment, and the stagers made for them."""
 
     def __init__(self) -> None:
         self._free: list[SharedArena] = []
         self._lock = threading.Lock()
-        self._stagers: dict[tuple[int, int], Stager] = {}
+        self._stagers: dict[int, Stager] = {}  # by the arena's id
 
     def take(self, length: int) -> SharedArena:
         """The smallest free arena that is large enough, or a new one in place of one that is not."""
@@ -72,19 +62,16 @@ class ArenaPool:
         return SharedArena(length)
 
     def give(self, arena: SharedArena) -> None:
-        """Takes an arena back."""
         with self._lock:
             self._free.append(arena)
 
     def stager(self, arena: SharedArena, plan: Plan) -> Stager:
         """The stager for an arena and a plan; an arena keeps one, since its header belongs to one plan."""
-        key = (arena.id, plan.id)
         with self._lock:
-            if key not in self._stagers:
-                for old in [k for k in self._stagers if k[0] == arena.id]:
-                    del self._stagers[old]
-                self._stagers[key] = Stager(arena, plan)
-            return self._stagers[key]
+            known = self._stagers.get(arena.id)
+            if known is None or known.plan is not plan:
+                known = self._stagers[arena.id] = Stager(arena, plan)
+            return known
 
     def close(self) -> None:
         """Frees what is not in use."""
@@ -93,8 +80,7 @@ class ArenaPool:
                 self._drop(self._free.pop())
 
     def _drop(self, arena: SharedArena) -> None:
-        for key in [k for k in self._stagers if k[0] == arena.id]:
-            del self._stagers[key]
+        self._stagers.pop(arena.id, None)
         arena.close()
 
 
@@ -114,7 +100,7 @@ class StateSnapshot:
     _sums: dict[tuple[str, int], str] = field(default_factory=dict)
     _sealing: threading.Thread | None = None
     _forgotten: bool = False
-    _holders: int = 0
+    holders: int = 0  # how many still need it
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -134,24 +120,17 @@ class StateSnapshot:
 
     @property
     def bytes(self) -> int:
-        """The shared memory it occupies."""
         return self.plan.arena_bytes
 
-    @property
-    def holders(self) -> int:
-        """How many still need it."""
-        return self._holders
-
     def hold(self) -> None:
-        """One more needs the bytes."""
         with self._lock:
-            self._holders += 1
+            self.holders += 1
 
     def release(self) -> None:
         """One needs them no longer; after the last one the arena may be overwritten."""
         with self._lock:
-            self._holders -= 1
-            last = self._holders == 0
+            self.holders -= 1
+            last = self.holders == 0
         if last:
             self.pool.give(self.arena)
 
@@ -196,9 +175,11 @@ class StateSnapshot:
 
     def to_state(self) -> CheckpointState:
         """The state again, copied out of the arena; DTensors are DTensors again."""
-        tensors = {name: self._rebuild(name, chunks) for name, chunks in self.local_views().items()}
-        tensors.update({name: wrap.clone() for name, wrap in self.wraps.items() if name not in tensors})
-        return unflatten_state(self.common, self.own, tensors)
+        tensors = {name: chunks[0].clone() for name, chunks in self.local_views().items()}
+        for name, wrap in self.wraps.items():
+            tensors[name] = as_dtensor(tensors[name], wrap) if name in tensors else wrap.clone()
+        fields = {**unflatten(self.common, tensors), **unflatten(self.own, tensors)}
+        return CheckpointState.from_dict(fields)
 
     def _seal(self) -> None:
         try:
@@ -214,12 +195,6 @@ class StateSnapshot:
             end = placed.start + placed.piece.shard.bytes
             sums[placed.piece.key] = checksum(view[placed.start : end], algorithm)
         return sums
-
-    def _rebuild(self, name: str, chunks: list[torch.Tensor]) -> torch.Tensor:
-        wrap = self.wraps.get(name)
-        if wrap is None:
-            return chunks[0].clone()
-        return as_dtensor(chunks[0].clone(), wrap)
 
 
 @dataclass(frozen=True)

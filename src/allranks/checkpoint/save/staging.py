@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from allranks.checkpoint.manifest import padded
-from allranks.checkpoint.save.plan import Placement, Plan
+from allranks.checkpoint.save.plan import Plan
 
 _ids = itertools.count(1)
 
@@ -85,7 +85,7 @@ class Copy:
     _left: list[_Pair] = field(default_factory=list)  # not copied yet, the next one last
     _helping: threading.Lock = field(default_factory=threading.Lock)
     _host_done: threading.Event = field(default_factory=threading.Event)
-    _events: list[_DeviceEvent] = field(default_factory=list)
+    _events: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)  # by number of the device
     _thread: threading.Thread | None = None
 
     def wait(self) -> None:
@@ -93,8 +93,8 @@ class Copy:
 
         On CUDA only the device waits, not the caller.
         """
-        for waiting in self._events:
-            torch.cuda.current_stream(waiting.device_index).wait_event(waiting.event)
+        for device, event in self._events:
+            torch.cuda.current_stream(device).wait_event(event)
         with self._helping:
             self._copy_left()
         self._host_done.wait()
@@ -117,12 +117,6 @@ class Copy:
         return True
 
 
-@dataclass(frozen=True)
-class _DeviceEvent:
-    event: torch.cuda.Event
-    device_index: int
-
-
 class Stager:
     """Copies snapshots into one arena by one plan; the destination tensors are made once."""
 
@@ -131,7 +125,10 @@ class Stager:
         self.plan = plan
         header = plan.layout.header
         arena.view[: len(header)] = header
-        self._targets = [_target(arena, placement) for placement in (*plan.owned, *plan.extra)]
+        self._targets = [
+            arena.tensor(one.start, one.piece.dtype, one.piece.shard.sizes)
+            for one in (*plan.owned, *plan.extra)
+        ]
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     def start(
@@ -178,7 +175,7 @@ class Stager:
                 _queue([pair for pair in mine if id(pair[0]) in late])
             event = torch.cuda.Event()
             event.record(side)
-            copy._events.append(_DeviceEvent(event, index))
+            copy._events.append((index, event))
 
 
 def _finish(
@@ -193,8 +190,8 @@ def _finish(
         with copy._helping:  # whoever helps has copied its last one, too
             _check_versions(versions)
         copy._host_done.set()
-        for waiting in copy._events:
-            waiting.event.synchronize()
+        for _, event in copy._events:
+            event.synchronize()
     except BaseException as error:
         copy.error = copy.error or error
     copy._host_done.set()
@@ -249,8 +246,3 @@ def _copy_one(source: torch.Tensor, target: torch.Tensor) -> None:
 def _queue(pairs: Sequence[_Pair]) -> None:
     for source, target in pairs:
         target.copy_(source, non_blocking=True)
-
-
-def _target(arena: SharedArena, placement: Placement) -> torch.Tensor:
-    piece = placement.piece
-    return arena.tensor(placement.start, piece.dtype, piece.shard.sizes)

@@ -129,7 +129,12 @@ def _write_part(
     """Data file, then index; both durable when this returns."""
     name = part_file(store, job.attempt, job.rank, "safetensors")
     sums: dict[str, str] = {}
-    hashing = threading.Thread(target=lambda: sums.update(_checksums(layout, image, job.algorithm)))
+
+    def hash_all() -> None:
+        for p in layout.placed:
+            sums[p.key] = checksum(image[p.start : p.start + p.shard.bytes], job.algorithm)
+
+    hashing = threading.Thread(target=hash_all)
     hashing.start()
     reusable: dict[str, StoredShard] = {}
     try:
@@ -162,7 +167,6 @@ def _read_back(store: Store, attempt: Attempt, index: Index) -> None:
 
 
 def part_file(store: Store, attempt: Attempt, rank: int, suffix: str) -> str:
-    """The name of one rank's file of an attempt in a store."""
     return part_name(rank, suffix, attempt.token if store.attempt_in_names else "")
 
 
@@ -182,11 +186,6 @@ def write_index(store: Store, attempt: Attempt, index: Index) -> Part:
 def _part(rank: int, name: str, data: bytes, size: int, files: set[str]) -> Part:
     references = tuple(sorted(file for file in files if file.startswith("../")))
     return Part(rank, name, len(data), hashlib.sha256(data).hexdigest(), size, references)
-
-
-def _checksums(layout: FileLayout, image: memoryview, algorithm: str) -> dict[str, str]:
-    """key → checksum of every shard of the image."""
-    return {p.key: checksum(image[p.start : p.start + p.shard.bytes], algorithm) for p in layout.placed}
 
 
 def _reusable(
@@ -243,8 +242,8 @@ def collect(job: SaveJob, mine: Part, store: Store, alive: Callable[[], bool]) -
             parts[rank] = part
         if len(parts) == len(job.ranks):
             break
-        missing = [rank for rank in job.ranks if rank not in parts]
         if wait is None:
+            missing = [rank for rank in job.ranks if rank not in parts]
             raise Peers(f"no part from ranks {missing} after {job.commit_timeout_s:.0f} s")
     ordered, head = tuple(parts[rank] for rank in job.ranks), (job.step, job.epoch, job.world_size)
     return Manifest(*head, job.timestamp, job.attempt.token, ordered, dict(job.metrics), job=job.job)

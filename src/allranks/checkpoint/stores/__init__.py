@@ -151,7 +151,6 @@ def open_store(spec: StoreSpec) -> Store:
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of a step's checkpoint."""
     return f"checkpoint_step_{step:08d}"
 
 

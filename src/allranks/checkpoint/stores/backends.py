@@ -16,10 +16,11 @@ from pathlib import Path
 
 from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.config import CheckpointLoadConfig
+from allranks.checkpoint.group import RankGroup
 from allranks.checkpoint.inspect import verify_checkpoint
 from allranks.checkpoint.restore.into_state import load_state
 from allranks.checkpoint.restore.torch_files import is_legacy, load_legacy
-from allranks.checkpoint.save.plan import Plan, find_pieces, fingerprint, make_plan
+from allranks.checkpoint.save.plan import Planner, find_pieces, fingerprint, make_plan
 from allranks.checkpoint.save.snapshot import ArenaPool, StateSnapshot, flatten_state
 from allranks.checkpoint.save.writer import SaveJob, write_checkpoint
 from allranks.checkpoint.state import CheckpointState
@@ -51,17 +52,15 @@ class MemorySnapshotBackend:
         self.pool = pool or ArenaPool()
         self._snapshots: list[StateSnapshot] = []
         self._lock = threading.Lock()
-        self._plans: dict[str, Plan] = {}
+        self._planner = Planner(RankGroup())
         self.damaged: dict[int, str] = {}  # step → why its snapshot was dropped, until there is a new one
 
     @property
     def num_snapshots(self) -> int:
-        """How many complete snapshots are kept."""
         return len(self._ready())
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest one, or None."""
         ready = self._ready()
         return ready[-1].step if ready else None
 
@@ -76,12 +75,10 @@ class MemorySnapshotBackend:
         return [snapshot.step for snapshot in self._ready()]
 
     def memory_usage_bytes(self) -> int:
-        """Shared memory held by snapshots."""
         with self._lock:
             return sum(snapshot.bytes for snapshot in self._snapshots)
 
     def get_stats(self) -> dict[str, object]:
-        """The numbers above as one dict."""
         ready, used = self._ready(), self.memory_usage_bytes()
         return {
             "num_snapshots": len(ready),
@@ -99,10 +96,7 @@ class MemorySnapshotBackend:
     def save(self, state: CheckpointState) -> None:
         """Copies a state now. Raises MemoryLimitExceeded, with everything as before, when it cannot fit."""
         flat = flatten_state(state, 0)
-        mark = fingerprint(flat.tensors)
-        if mark not in self._plans:
-            self._plans = {mark: make_plan(mark, find_pieces(flat.tensors), None, True)}
-        plan = self._plans[mark]
+        plan = self._planner.alone(fingerprint(flat.tensors), flat.tensors)
         self.make_room(plan.arena_bytes)
         snapshot = StateSnapshot.copied(state, flat, plan, self.pool)
         self.add(snapshot)
@@ -307,7 +301,6 @@ class NVMeBackend(Backend):
 
     @property
     def store(self) -> FileStore:
-        """The folder as a store."""
         store = super().store
         assert isinstance(store, FileStore)
         return store
@@ -324,7 +317,6 @@ class NVMeBackend(Backend):
         return super().exists(path) or is_legacy(self.base_path / path)
 
     def delete(self, path: str) -> None:
-        """Deletes a checkpoint or a legacy file."""
         whole = self.base_path / path
         if is_legacy(whole):
             whole.unlink()

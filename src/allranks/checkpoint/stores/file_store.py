@@ -78,10 +78,10 @@ class FileStore:
         _write_file(folder / MANIFEST, [memoryview(manifest)])
         for leftover in (*folder.glob("*.failed"), *folder.glob("*.part")):
             leftover.unlink()
-        _sync_folder(folder)
+        sync_folder(folder)
         self.leave(attempt)
         _rename_over(folder, final, self.root / f"{_REPLACED}{attempt.name}-{attempt.token}")
-        _sync_folder(self.root)
+        sync_folder(self.root)
         self._mount.remember()
 
     def abandon(self, attempt: Attempt) -> None:
@@ -132,7 +132,7 @@ class FileStore:
                 return False
             hidden = self.root / f".removing-{name}-{os.getpid()}-{time.monotonic_ns()}"
             (self.root / name).rename(hidden)
-        _sync_folder(self.root)
+        sync_folder(self.root)
         _remove_tree(hidden)
         return True
 
@@ -163,7 +163,7 @@ class FileStore:
         folder.mkdir()
         for name in names:
             (self.root / name).rename(folder / name)
-        _sync_folder(self.root)
+        sync_folder(self.root)
         return [str(folder)]
 
     @contextlib.contextmanager
@@ -183,7 +183,6 @@ class FileStore:
         self._locks.clear()
 
     def _reason(self, name: str) -> str:
-        """Why a checkpoint is in quarantine."""
         try:
             return (self.root / QUARANTINE / name / "QUARANTINED.txt").read_text(errors="replace").strip()
         except FileNotFoundError:
@@ -308,7 +307,9 @@ def _write_file(path: Path, pieces: Pieces) -> None:
 def _write_direct(path: Path, piece: memoryview) -> int:
     """Writes the whole pages of an aligned piece with O_DIRECT; returns how many bytes that were (0: none)."""
     whole = len(piece) // PAGE_BYTES * PAGE_BYTES
-    if whole < (1 << 20) or piece.readonly or _address(piece) % PAGE_BYTES:
+    if whole < (1 << 20) or piece.readonly:
+        return 0
+    if ctypes.addressof(ctypes.c_char.from_buffer(piece)) % PAGE_BYTES:
         return 0
     try:
         fd = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -337,10 +338,6 @@ def _is_checkpoint(folder: Path) -> bool:
         return bool(_NAME.fullmatch(folder.name))
 
 
-def _address(piece: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(piece))
-
-
 def _changed(path: Path) -> float:
     """When the filesystem says that a folder, or a file in it, changed last; one that is gone just did."""
     try:
@@ -349,7 +346,7 @@ def _changed(path: Path) -> float:
         return math.inf
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -179,7 +179,6 @@ class KeyedStore:
         self.blobs.close()
 
     def _reason(self, name: str) -> str:
-        """Why a checkpoint is in quarantine."""
         try:
             return str(json.loads(self.blobs.get(f"{name}/{REASON}")[0])["reason"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):

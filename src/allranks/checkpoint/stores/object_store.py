@@ -287,9 +287,8 @@ def _sentence(text: str) -> str:
     status = re.search(r"status code: (\d{3}[^:\n]*)", text)
     if status:
         return status.group(1).strip()
-    first = (text.splitlines()[0] if text else "unknown error").rpartition(" - ")[
-        2
-    ]  # before it is the request
+    # before the dash is the request
+    first = (text.splitlines()[0] if text else "unknown error").rpartition(" - ")[2]
     inner = _INNER.findall(text)  # "error sending request" alone says nothing
     reason = inner[-1] if inner else "no answer in time" if "TimedOut" in text else ""
     return f"{first}: {reason}" if reason else first

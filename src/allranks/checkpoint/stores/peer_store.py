@@ -25,19 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from allranks.channel.frames import (
-    is_intact,
-    join_address,
-    listen,
-    next_json,
-    outward_address,
-    read_into,
-    receive_json,
-    send_checksum,
-    send_from,
-    send_json,
-    split_address,
-)
+from allranks.channel import frames
 from allranks.channel.keys import ChannelError, Keyring, greet_as_client
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
@@ -88,12 +76,14 @@ class SnapshotServer:
 
     def start(self) -> None:
         """Listens; `address` is where, from now on."""
-        host, port = split_address(self.bind)
+        host, port = frames.split_address(self.bind)
         if self.max_bytes is None:
             self.max_bytes = _available_bytes() // 2
-        listener = listen(host, port, _BACKLOG)
+        listener = frames.listen(host, port, _BACKLOG)
         bound, port = listener.getsockname()[:2]
-        self.address = join_address(outward_address() if bound in ("0.0.0.0", "::") else bound, port)
+        self.address = frames.join_address(
+            frames.outward_address() if bound in ("0.0.0.0", "::") else bound, port
+        )
         self._members.start(listener)
 
     def close(self) -> None:
@@ -110,13 +100,13 @@ class SnapshotServer:
     def _serve(self, connection: socket.socket, purpose: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)  # ends with the other side, or with close()
-        while (request := next_json(connection, MAX_REQUEST_BYTES)) is not None:
+        while (request := frames.next_json(connection, MAX_REQUEST_BYTES)) is not None:
             self._answer(connection, request)
 
     def _answer(self, connection: socket.socket, request: Message) -> None:
         operation = request["do"]
         if operation == "put":
-            send_json(connection, self._put(connection, request))
+            frames.send_json(connection, self._put(connection, request))
         elif operation == "get":
             self._get(connection, request)
         elif operation == "list":
@@ -126,20 +116,20 @@ class SnapshotServer:
                     for key, blob in self._blobs.items()
                     if key.startswith(request["prefix"])
                 ]
-            send_json(connection, {"ok": True, "now": self.clock(), "keys": found})
+            frames.send_json(connection, {"ok": True, "now": self.clock(), "keys": found})
         elif operation == "delete":
             with self._lock:
                 for key in request["keys"]:
                     self._blobs.pop(key, None)
-            send_json(connection, {"ok": True})
+            frames.send_json(connection, {"ok": True})
         else:
-            send_json(connection, {"ok": False, "error": f"unknown operation {operation!r}"})
+            frames.send_json(connection, {"ok": False, "error": f"unknown operation {operation!r}"})
 
     def _put(self, connection: socket.socket, request: Message) -> Message:
         """Reserves room, accepts or refuses, receives, and stores the whole blob at once."""
         key, length = str(request["key"]), int(request["length"])
         refusal = self._reserve(key, length)
-        send_json(connection, {"ok": not refusal, "error": refusal})
+        frames.send_json(connection, {"ok": not refusal, "error": refusal})
         if refusal:
             return {"ok": False, "error": refusal}
         try:
@@ -180,13 +170,13 @@ class SnapshotServer:
         with self._lock:
             blob = self._blobs.get(request["key"])
         if blob is None:
-            send_json(connection, {"ok": False, "missing": True})
+            frames.send_json(connection, {"ok": False, "missing": True})
             return
         start = int(request.get("start", 0))
         length = min(int(request.get("length", blob.length)), max(0, blob.length - start))
         algorithm = best_algorithm()
         facts = {"length": length, "size": blob.length, "version": str(blob.version), "algorithm": algorithm}
-        send_json(connection, {"ok": True, **facts})
+        frames.send_json(connection, {"ok": True, **facts})
         send_bytes(connection, [blob.view()[start : start + length]], algorithm)
 
     def _used(self) -> int:
@@ -196,15 +186,15 @@ class SnapshotServer:
 def send_bytes(sock: socket.socket, pieces: Iterable[memoryview], algorithm: str) -> None:
     """Raw bytes whose length was announced, then their checksum."""
     hasher = new_hasher(algorithm)
-    send_from(sock, pieces, hasher)
-    send_checksum(sock, hasher)
+    frames.send_from(sock, pieces, hasher)
+    frames.send_checksum(sock, hasher)
 
 
 def receive_bytes(sock: socket.socket, view: memoryview, algorithm: str) -> None:
     """Fills `view` and checks what came."""
     hasher = new_hasher(algorithm)
-    read_into(sock, [view], hasher)
-    if not is_intact(sock, hasher):
+    frames.read_into(sock, [view], hasher)
+    if not frames.is_intact(sock, hasher):
         raise ChannelError(f"{len(view)} bytes came with the wrong checksum")
 
 
@@ -265,11 +255,13 @@ class KeeperClient:
         """Stores a blob; OSError says why not."""
         algorithm = best_algorithm()
         with self.connection() as sock:
-            send_json(sock, {"do": "put", "key": key, "length": length, "algorithm": algorithm, **extra})
-            answer = receive_json(sock)
+            frames.send_json(
+                sock, {"do": "put", "key": key, "length": length, "algorithm": algorithm, **extra}
+            )
+            answer = frames.receive_json(sock)
             if answer["ok"]:
                 send_bytes(sock, pieces, algorithm)
-            result = receive_json(sock)
+            result = frames.receive_json(sock)
         if result.get("conflict"):
             raise FileExistsError(errno.EEXIST, "another saver has written this checkpoint's manifest")
         if not result["ok"]:
@@ -281,8 +273,8 @@ class KeeperClient:
         if view is not None:
             request["length"] = len(view)
         with self.connection() as sock:
-            send_json(sock, request)
-            answer = receive_json(sock)
+            frames.send_json(sock, request)
+            answer = frames.receive_json(sock)
             if answer.get("missing"):
                 raise FileNotFoundError(errno.ENOENT, f"{key} is not kept by {self.address}")
             length = int(answer["length"])
@@ -295,13 +287,11 @@ class KeeperClient:
         return target, answer["version"], answer["size"]
 
     def ask(self, request: Message) -> Message:
-        """A request without bytes."""
         with self.connection() as sock:
-            send_json(sock, request)
-            return receive_json(sock)
+            frames.send_json(sock, request)
+            return frames.receive_json(sock)
 
     def close(self) -> None:
-        """Closes idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for sock in idle:
@@ -310,7 +300,7 @@ class KeeperClient:
     def _connect(self) -> socket.socket:
         with ExitStack() as undo:
             sock = undo.enter_context(
-                socket.create_connection(split_address(self.address), timeout=CONNECT_S)
+                socket.create_connection(frames.split_address(self.address), timeout=CONNECT_S)
             )
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(TRANSFER_S)
