@@ -9,48 +9,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Public name -> module that defines it.
-_PUBLIC = {
-    "JobConfig": "config",
-    "ValidationResult": "config",
-    "load_config": "config",
-    "validate_config": "config",
-    "validate_elastic_config": "config",
-    "validate_s3_access": "config",
-    "DatasetState": "data",
-    "ElasticDataLoader": "data",
-    "ResumableDataset": "data",
-    "BuildRequest": "index",
-    "IndexBuilder": "index",
-    "TokenIndexFile": "index",
-    "build_index": "index",
-    "ElasticScalingManager": "scaling",
-    "GradAccumulationConfig": "scaling",
-    "GradientAccumulationManager": "scaling",
-    "LRScalingManager": "scaling",
-    "RoundingMode": "scaling",
-    "ScalingConfig": "scaling",
-    "ScalingRule": "scaling",
-    "WarmupScheduler": "scaling",
-    "create_lr_scheduler_with_warmup": "scaling",
-    "exact_plan": "scaling",
-    "ElasticJob": "topology",
-    "Limits": "topology",
-    "TopologyEvent": "topology",
-    "decide": "topology",
-    "on_topology_change": "topology",
-    "TrainingMetrics": "metrics",
-    "WorldInfo": "world",
-    "barrier": "world",
-    "broadcast_object": "world",
-    "cleanup_distributed": "world",
-    "get_rank": "world",
-    "get_world_info": "world",
-    "get_world_size": "world",
-    "is_main_process": "world",
-    "setup_distributed_environment": "world",
-    "ElasticTrainingConfig": "world",
+# Module -> the public names that it defines.
+_MODULES = {
+    "config": "JobConfig ValidationResult load_config validate_config validate_elastic_config "
+    "validate_s3_access",
+    "data": "DatasetState ElasticDataLoader ResumableDataset",
+    "index": "BuildRequest IndexBuilder TokenIndexFile build_index",
+    "scaling": "ElasticScalingManager GradAccumulationConfig GradientAccumulationManager LRScalingManager "
+    "RoundingMode ScalingConfig ScalingRule WarmupScheduler create_lr_scheduler_with_warmup exact_plan",
+    "topology": "ElasticJob Limits TopologyEvent decide on_topology_change",
+    "metrics": "TrainingMetrics",
+    "world": "ElasticTrainingConfig WorldInfo barrier broadcast_object cleanup_distributed get_rank "
+    "get_world_info get_world_size is_main_process setup_distributed_environment",
 }
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = sorted(_PUBLIC)
 

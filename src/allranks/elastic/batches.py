@@ -151,7 +151,6 @@ class GradientAccumulationManager:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of this rank per optimizer step."""
         return len(self._sizes)
 
     @property

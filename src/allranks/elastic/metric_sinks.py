@@ -105,28 +105,17 @@ class TensorBoardSink:
 
 #: What is a counter for Prometheus; everything else is a gauge.
 _COUNTERS = (
-    "total_tokens",
-    "total_saves",
-    "total_loads",
-    "total_events",
-    "worker_joins",
-    "worker_failures",
-    "total_recovery_time",
-    "total_steps",
-    "clip_count",
-    "async_failures",
-    "async_retries",
-    "lr_adjustments",
-    "total_stall",
+    "total_tokens total_saves total_loads total_events worker_joins worker_failures total_recovery_time "
+    "total_steps clip_count async_failures async_retries lr_adjustments total_stall"
 )
 
 
 def prometheus_text(summary: Summary, labels: Mapping[str, str] | None = None) -> str:
     """The summary in Prometheus' text format, names beginning with `allranks_`."""
     tags = ",".join(f'{key}="{_escaped(value)}"' for key, value in sorted((labels or {}).items()))
-    lines = []
+    lines, counters = [], tuple(_COUNTERS.split())
     for name, number in _flat(summary):
-        kind = "counter" if name.endswith(_COUNTERS) else "gauge"
+        kind = "counter" if name.endswith(counters) else "gauge"
         full = f"allranks_{name}{'_total' if kind == 'counter' and not name.endswith('_total') else ''}"
         lines += [
             f"# TYPE {full} {kind}",

@@ -48,7 +48,6 @@ class Goodput:
     _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def add_step(self, step: int, seconds: float) -> None:
-        """A finished step."""
         self.useful_s += seconds
         self._steps.append((step, seconds))
 
@@ -73,7 +72,6 @@ class Goodput:
         return shares
 
     def ratio(self, now_s: float) -> float:
-        """Useful time over all time."""
         return self.useful_s / max(now_s - self.started_s, 1e-9)
 
 
@@ -262,7 +260,6 @@ class TrainingMetrics:
 
     @property
     def training_time(self) -> float:
-        """Seconds since the start."""
         return self.clock() - self.start_time
 
     @property
@@ -279,35 +276,22 @@ class TrainingMetrics:
     def summary(self) -> Summary:
         """Everything as plain values, in the documented groups."""
         shares = self.goodput.shares(self.clock())
-        saves, stall = self.checkpoint, self.checkpoint.stall.total_s
-        training = {
-            "elapsed_seconds": self.training_time,
-            **_named(self, "current_step", "total_tokens", "tokens_per_second"),
-            "efficiency": self.training_efficiency,
-            **({"loss": self.loss} if self.loss is not None else {}),
-        }
-        named = ("total_saves", "total_loads", "avg_save_time", "max_save_time")
-        recovery = (
-            "total_events",
-            "worker_joins",
-            "worker_failures",
-            "total_recovery_time",
-            "avg_recovery_time",
-        )
-        gradient = ("total_steps", "clip_count", "clip_frequency", "avg_clip_magnitude")
+        recovery = "total_events worker_joins worker_failures total_recovery_time avg_recovery_time"
         return {
-            "training": training,
-            "goodput": {
-                "ratio": shares["useful"],
-                **{f"share_{what}": part for what, part in shares.items()},
+            "training": {
+                "elapsed_seconds": self.training_time,
+                **_named(self, "current_step total_tokens tokens_per_second"),
+                "efficiency": self.training_efficiency,
+                **({"loss": self.loss} if self.loss is not None else {}),
             },
+            "goodput": {"ratio": shares["useful"], **{f"share_{k}": part for k, part in shares.items()}},
             "checkpoint": {
-                **_named(saves, *named),
-                "total_stall": stall,
-                **_named(saves, "async_failures", "async_retries"),
+                **_named(self.checkpoint, "total_saves total_loads avg_save_time max_save_time"),
+                "total_stall": self.checkpoint.stall.total_s,
+                **_named(self.checkpoint, "async_failures async_retries"),
             },
-            "recovery": _named(self.recovery, *recovery),
-            "gradient": _named(self.gradient, *gradient),
+            "recovery": _named(self.recovery, recovery),
+            "gradient": _named(self.gradient, "total_steps clip_count clip_frequency avg_clip_magnitude"),
             "lr_adjustments": self.lr.count,
         }
 
@@ -316,7 +300,7 @@ class TrainingMetrics:
         LogSink().write(self.summary())
 
 
-def _named(source: object, *names: str) -> dict[str, object]:
+def _named(source: object, names: str) -> dict[str, object]:
     """Attributes, and what methods return, by their names."""
-    found = {name: getattr(source, name) for name in names}
+    found = {name: getattr(source, name) for name in names.split()}
     return {name: value() if callable(value) else value for name, value in found.items()}

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 
 def make_checkpoint_config(config: JobConfig) -> CheckpointConfig:
-    """The CheckpointConfig of a JobConfig."""
     return CheckpointConfig(**config.checkpoint.model_dump(exclude={"fresh"}))
 
 
 def make_limits(config: JobConfig, ranks_per_node: int = 1) -> Limits:
-    """The topology limits of a JobConfig."""
     return Limits(config.elastic.min_nodes, config.elastic.max_nodes, ranks_per_node)
 
 

@@ -166,12 +166,10 @@ class LRScalingManager:
 
     @property
     def current_effective_batch_size(self) -> int:
-        """Samples per optimizer step now."""
         return self._current_batch_size * self._current_world_size
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether a ramp is under way."""
         return self._ramp is not None
 
     def get_scaled_lr(self, base_lr: float, old_effective_batch: int, new_effective_batch: int) -> float:
@@ -239,7 +237,6 @@ class LRScalingManager:
         return target_lr(self.config, self.current_effective_batch_size)
 
     def _write(self) -> None:
-        """Sets every group's rate."""
         for i, group in enumerate(self.optimizer.param_groups):
             if self._unscaled is not None:
                 group["lr"] = self._unscaled[i] * self.factor
@@ -260,7 +257,6 @@ class ScaledSchedule:
         self._take()
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """One step of the schedule."""
         self._give()
         self.scheduler.step(*args, **kwargs)
         self._take()

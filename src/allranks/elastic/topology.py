@@ -260,6 +260,7 @@ class _Change:
     def _event(self, decision: Decision, restored: str, step: int) -> TopologyEvent:
         job, old = self.job, self._known_old
         scaling, loader = job.scaling, job.loader
+        taken = getattr(job.checkpoint, "restored_from", None)  # a manager of the user may not say
         return TopologyEvent(
             old_world_size=old,
             new_world_size=self.new,
@@ -267,7 +268,7 @@ class _Change:
             step=step,
             reason=decide(old, self.new, job.limits).reason if self.old is not None else decision.reason,
             restored=restored,
-            tier=_tier_of(job.checkpoint) if restored == "checkpoint" else "",
+            tier=getattr(taken, "name", "") if restored == "checkpoint" else "",
             lr=scaling.current_lr if scaling is not None else None,
             accumulation_steps=scaling.accumulation_steps if scaling is not None else None,
             global_batch_size=scaling.effective_batch_size if scaling is not None else None,
@@ -305,10 +306,6 @@ class _Change:
         if detail:
             error.hint = f"{detail}\n{error.hint}"
         return error
-
-
-def _tier_of(checkpoint: CheckpointManager | None) -> str:
-    return str(getattr(getattr(checkpoint, "restored_from", None), "name", ""))
 
 
 def _ours(state: CheckpointState) -> StateDict:

@@ -115,8 +115,8 @@ def _explained(error: Exception, info: WorldInfo, backend: str) -> DistributedSe
     context = {
         "backend": backend,
         "master": where,
-        "rank": str(info.rank),
-        "world_size": str(info.world_size),
+        "rank": f"{info.rank}",
+        "world_size": f"{info.world_size}",
     }
     return DistributedSetupError(
         f"Failed to initialize distributed ({backend}, {where}): {text}", (), context, hint=hint
@@ -124,7 +124,6 @@ def _explained(error: Exception, info: WorldInfo, backend: str) -> DistributedSe
 
 
 def cleanup_distributed() -> None:
-    """Destroys the default process group, if there is one."""
     dist = _dist()
     if dist is not None:
         dist.destroy_process_group()
@@ -165,13 +164,9 @@ def broadcast_object(obj: object, src: int = 0) -> Any:
         return msgspec.msgpack.decode(_packed(obj))
     import torch
 
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
-    error = None
-    payload = b""
+    device, error, payload = torch.device("cpu"), None, b""
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
     if dist.get_rank() == src:
         try:
             payload = _packed(obj)

@@ -112,7 +112,6 @@ def fields_of(
 
 
 def _made(name: str, fields: dict[str, Any]) -> Any:
-    """A section with these fields."""
     return create_model(f"{name}Section", __base__=Section, **fields)
 
 

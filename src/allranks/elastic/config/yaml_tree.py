@@ -38,7 +38,6 @@ class ConfigProblem(str):
         return self
 
     def to_dict(self) -> dict[str, str | int | None]:
-        """The facts, for JSON."""
         return {"message": self.message, "path": self.path, "line": self.line, "column": self.column}
 
 

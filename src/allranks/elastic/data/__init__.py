@@ -68,9 +68,8 @@ class ElasticDataLoader:
         self.last_samples: Ids = np.empty(0, dtype=np.int64)
         self.weight = 0.0
         self.waited_s = 0.0  # in which training waited for data, since the start
-        self._loader: Any = (
-            None  # torch's; its workers live on through changes of the world and drop stale batches
-        )
+        # torch's; its workers live on through changes of the world and drop stale batches
+        self._loader: Any = None
         self._generation = 0  # a running iteration starts over when it changes
         self._micro = 0  # micro-batches of the current step given out
         rank, world = world_of(rank, world_size if plan is None else plan.world_size)
@@ -100,7 +99,6 @@ class ElasticDataLoader:
         self._restart()
 
     def seek(self, step: int) -> None:
-        """Goes to the beginning of a step."""
         self.dataset.seek(step)
         self._restart()
 
@@ -153,7 +151,6 @@ class ElasticDataLoader:
         return ", ".join(str(worker.pid) for worker in iterator._workers if not worker.is_alive())
 
     def close(self) -> None:
-        """Ends the worker processes."""
         loader, self._loader = self._loader, None
         if loader is not None and getattr(loader, "_iterator", None) is not None:
             loader._iterator._shutdown_workers()

@@ -177,7 +177,6 @@ class ResumableDataset:
         return {key: value[0] for key, value in batch.items()}
 
     def _item(self, number: int) -> Any:
-        """One item of a dataset of the user's."""
         owner = int(np.searchsorted(self._bases, number, side="right")) - 1
         source = self.sources[owner]
         assert isinstance(source, ItemSamples)
@@ -242,7 +241,6 @@ class ResumableDataset:
         return self.order.ids(start + sum(shares[:rank]), shares[rank])
 
     def fetch(self, ids: Ids) -> Batch:
-        """A batch of samples as tensors."""
         import torch
 
         if not self._tokens:

@@ -106,7 +106,6 @@ class Order:
         return position // self.size
 
     def ids(self, start: int, count: int) -> Ids:
-        """The samples at positions [start, start + count)."""
         return _from_blocks(self._kept, _PIECE, self._piece, start, count)
 
     def _piece(self, number: int) -> Ids:
@@ -147,7 +146,6 @@ class Mixture:
 
     @property
     def size(self) -> int:
-        """Samples of all sources together."""
         return sum(self.sizes)
 
     @property
@@ -168,7 +166,6 @@ class Mixture:
         ]
 
     def ids(self, start: int, count: int) -> Ids:
-        """The samples at positions [start, start + count)."""
         return _from_blocks(self._kept, _BLOCK, self._block, start, count)
 
     def _turns(self, block: int) -> Ids:

@@ -33,11 +33,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
+from allranks.checkpoint.stores.file_store import sync_folder
 from allranks.errors import DataLoadingError, InputError
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -77,7 +77,6 @@ class IndexHeader:
         return self.offsets_offset + 8 * self.num_documents
 
     def to_bytes(self) -> bytes:
-        """The header page."""
         page = _FIELDS.pack(MAGIC, self.version, *astuple(self)[:-1]).ljust(HEADER_BYTES - 4, b"\0")
         return page + struct.pack("<I", zlib.crc32(page))
 
@@ -193,7 +192,6 @@ class TokenIndexFile:
         return self.tokens[where]
 
     def document(self, number: int) -> Array:
-        """The tokens of one document."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
         return self.tokens[int(self._starts[number]) : int(self._starts[number + 1])]
@@ -240,9 +238,7 @@ class TokenIndexFile:
     def __enter__(self) -> TokenIndexFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Path]:
@@ -303,11 +299,10 @@ class IndexWriter:
         self._docs = self._files.enter_context(_open(self._part(".docs")))
         self._journal.seek(0)
         lines = self._journal.read().split(b"\n")
-        if lines[0] == self._request_line():
+        keep = 0
+        if lines[0] == json.dumps(self.request, sort_keys=True).encode():
             self.position, keep = self._replay(lines)
             self.resumed = self.position.tokens > 0 or self.position.documents > 0
-        else:
-            keep = 0
         self._journal.truncate(keep)
         if not keep:
             self._line(self.request)
@@ -364,7 +359,7 @@ class IndexWriter:
         out.flush()
         os.fsync(out.fileno())
         os.rename(self._part(), self.path)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         self.close()
         for name in (".docs", ".journal"):
             self._part(name).unlink(missing_ok=True)
@@ -376,9 +371,6 @@ class IndexWriter:
 
     def _part(self, suffix: str = "") -> Path:
         return self.path.with_name(f"{self.path.name}.partial{suffix}")
-
-    def _request_line(self) -> bytes:
-        return json.dumps(self.request, sort_keys=True).encode()
 
     def _line(self, value: object) -> None:
         self._journal.seek(0, os.SEEK_END)
@@ -455,11 +447,3 @@ def _checksums(file: BinaryIO, end: int) -> Iterator[int]:
         chunk = file.read(min(BLOCK, left))
         left -= len(chunk)
         yield zlib.crc32(chunk)
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

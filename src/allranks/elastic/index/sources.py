@@ -176,7 +176,7 @@ def read_documents(block: Block, text_key: str, skip_bad: bool) -> Documents:
         return _rows(block, text_key)
     lines, start = _lines(block)
     found = Documents([], [])
-    read = _json_reader(text_key) if block.kind == "jsonl" else _text_reader
+    read = _json_reader(text_key) if block.kind == "jsonl" else bytes.decode
     place = start
     for line in lines:
         here, place = place, place + len(line)
@@ -231,10 +231,6 @@ def _json_reader(text_key: str) -> Callable[[bytes], str]:
     record = msgspec.defstruct("Record", [("text", str)], rename={"text": text_key})
     decoder = msgspec.json.Decoder(record)
     return lambda line: decoder.decode(line).text  # type: ignore[attr-defined]
-
-
-def _text_reader(line: bytes) -> str:
-    return line.decode("utf-8")
 
 
 def _rows(block: Block, text_key: str) -> Documents:

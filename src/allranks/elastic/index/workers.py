@@ -56,7 +56,6 @@ def tokenize(block: Block, encode: Encode, text_key: str, skip_bad: bool) -> Tok
 
 
 def send(pipe: IO[bytes], payload: bytes) -> None:
-    """One frame."""
     pipe.write(struct.pack("<Q", len(payload)))
     pipe.write(payload)
     pipe.flush()
@@ -73,7 +72,6 @@ def receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def main() -> int:
-    """The life of a child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the builder's business
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
     first = receive(inbox)
