@@ -22,9 +22,7 @@ JsonObject = dict[str, Any]  # as json reads it
 HEAD = struct.Struct("!IB")
 JSON = 0
 MAX_JSON_BYTES = 64 << 20  # the layout of a very large model
-PIECE_BYTES = (
-    512 << 10
-)  # sent or received, and hashed, while it is in the cache: one pass over memory, not two
+PIECE_BYTES = 512 << 10  # sent or received, and hashed while in the cache: one pass over memory, not two
 BUFFER_BYTES = 4 << 20
 READ_BYTES = 64 << 10  # of one read of small frames: above 128 KiB each costs a new mapping of memory, 15 us
 
@@ -85,7 +83,6 @@ def next_json(sock: socket.socket, limit: int = MAX_JSON_BYTES) -> JsonObject | 
 
 
 def read_object(kind: int, payload: bytes) -> JsonObject:
-    """The JSON object of a frame."""
     try:
         message = json.loads(payload) if kind == JSON else None
     except (ValueError, RecursionError) as error:

@@ -15,16 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from allranks.lighthouse.quorum_coordinator import Timers
 from allranks.lighthouse.sessions import EventLog, Session, Sessions
-from allranks.model.cluster import (
-    AGENT,
-    CollectEvidence,
-    Failover,
-    Gathering,
-    MemberLeft,
-    MemberLost,
-    Presence,
-    PublishedIncident,
-)
+from allranks.model import cluster
 
 MAX_STORIES = 100
 MAX_STORIES_CHARS = 32 << 20  # of all together: pages of large jobs are long
@@ -38,29 +29,29 @@ CUT_BACK_S, SILENT_BACK_S = 0.4, 5.0
 class Nodes:
     """All that was told, by agent."""
 
-    present: dict[str, Presence] = field(default_factory=dict)
-    lost: dict[str, Presence] = field(default_factory=dict)  # oldest first
+    present: dict[str, cluster.Presence] = field(default_factory=dict)
+    lost: dict[str, cluster.Presence] = field(default_factory=dict)  # oldest first
 
-    def note(self, presence: Presence) -> Failover:
+    def note(self, presence: cluster.Presence) -> cluster.Failover:
         """An agent tells what runs on its node; it learns who would speak if the lighthouse went with its own."""
         self.present[presence.agent] = presence
         host = next((each for each in self.present.values() if each.lighthouse), None)
         rest = [name for name in self.present if host is None or name != host.agent]
-        return Failover(host, min(rest, default=""))
+        return cluster.Failover(host, min(rest, default=""))
 
     def leave(self, agent: str) -> None:
         """It said good-bye: its node is not lost."""
         self.present.pop(agent, None)
 
-    def lose(self, agent: str, node: str) -> Presence:
+    def lose(self, agent: str, node: str) -> cluster.Presence:
         """It is gone; what it has told is kept for those who ask."""
-        found = self.present.pop(agent, None) or Presence(agent, node)
+        found = self.present.pop(agent, None) or cluster.Presence(agent, node)
         self.lost[agent] = found
         if len(self.lost) > _REMEMBERED:
             del self.lost[next(iter(self.lost))]
         return found
 
-    def find(self, agent: str) -> Presence | None:
+    def find(self, agent: str) -> cluster.Presence | None:
         """What is known of a node, present or lost."""
         return self.present.get(agent) or self.lost.get(agent)
 
@@ -69,13 +60,13 @@ class Nodes:
 class Current:
     """The last gathering that others follow."""
 
-    gathering: Gathering
+    gathering: cluster.Gathering
     asked_s: float
 
 
 def decide_gathering(
-    now_s: float, wanted: CollectEvidence, current: Current | None, observers: Collection[str]
-) -> tuple[Gathering, bool]:
+    now_s: float, wanted: cluster.CollectEvidence, current: Current | None, observers: Collection[str]
+) -> tuple[cluster.Gathering, bool]:
     """The gathering that whoever asks belongs to, and whether agents must be told of it."""
     if (
         wanted.alone
@@ -85,8 +76,8 @@ def decide_gathering(
         and now_s - current.asked_s < wanted.follow_s
     ):
         return current.gathering, False
-    agents = sorted(name for name in observers if name.startswith(AGENT) and name != wanted.lead)
-    return Gathering(wanted.incident, wanted.lead, tuple(agents)), bool(agents)
+    agents = sorted(name for name in observers if name.startswith(cluster.AGENT) and name != wanted.lead)
+    return cluster.Gathering(wanted.incident, wanted.lead, tuple(agents)), bool(agents)
 
 
 @dataclass
@@ -99,21 +90,21 @@ class Agents:
     now: Callable[[], float]
     serving: Callable[[], bool]  # whether this lighthouse leads and is not closing
     nodes: Nodes = field(default_factory=Nodes)
-    incidents: deque[PublishedIncident] = field(default_factory=lambda: deque(maxlen=200))
+    incidents: deque[cluster.PublishedIncident] = field(default_factory=lambda: deque(maxlen=200))
     stories: dict[str, str] = field(default_factory=dict)  # incident -> its page
     evidence: dict[str, str] = field(default_factory=dict)  # incident -> stacks and last calls as JSON
     _gathering: Current | None = None
 
     def leave(self, name: str, reason: str) -> None:
         """An observer said good-bye; its node, if it has one, is not lost."""
-        if name.startswith(AGENT):
+        if name.startswith(cluster.AGENT):
             self.nodes.leave(name)
-            self.event_log.notify(MemberLeft(name, reason), self.sessions.observers)
+            self.event_log.notify(cluster.MemberLeft(name, reason), self.sessions.observers)
             self.event_log.flush()
 
     def lose(self, session: Session, patience_s: float) -> None:
         """An agent that is gone took its node's ranks with it: the others are notified, unless it comes back in time."""
-        if not session.replica.startswith(AGENT):
+        if not session.replica.startswith(cluster.AGENT):
             return
         if patience_s:
             self.timers.call_later(patience_s, self._tell_node_lost, session, False)
@@ -133,7 +124,7 @@ class Agents:
             reason = "its agent exited without shutting down" if certain else heard
         self.event_log.event("lost", f"node {found.node} lost: {reason}", name)
         ms = round((now - session.heard) * 1000, 3)
-        notice = MemberLost(name, reason, session.session, ms=ms, certain=certain)
+        notice = cluster.MemberLost(name, reason, session.session, ms=ms, certain=certain)
         self.event_log.notify(notice, self.sessions.observers)
         self.event_log.flush()
 
@@ -143,11 +134,11 @@ class Agents:
         incident = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.event_log.event("collect", f"evidence wanted: {reason}", ", ".join(names))
         targets = self.sessions.observers | set(names or self.sessions.by_replica)
-        self.event_log.notify(CollectEvidence(incident, reason, names), targets)
+        self.event_log.notify(cluster.CollectEvidence(incident, reason, names), targets)
         self.event_log.flush()
         return incident
 
-    def gather(self, wanted: CollectEvidence) -> Gathering:
+    def gather(self, wanted: cluster.CollectEvidence) -> cluster.Gathering:
         """Asks all agents but the leading one to send it their part of an incident; says who leads."""
         now = self.now()
         found, new = decide_gathering(now, wanted, self._gathering, self.sessions.observers)
@@ -161,10 +152,9 @@ class Agents:
 
     @property
     def count(self) -> int:
-        """How many agents are connected."""
-        return sum(1 for name in self.sessions.observers if name.startswith(AGENT))
+        return sum(1 for name in self.sessions.observers if name.startswith(cluster.AGENT))
 
-    def report_incident(self, incident: PublishedIncident) -> None:
+    def report_incident(self, incident: cluster.PublishedIncident) -> None:
         """An agent tells what it found, or how an earlier finding ended; the story is kept for the page."""
         known = next(
             (index for index, one in enumerate(self.incidents) if one.incident == incident.incident), None

@@ -294,7 +294,6 @@ class Connection(asyncio.Protocol):
     # ---- sessions.Peer ----------------------------------------------------------------------------------
 
     def deliver(self, message: object, frame: bytes) -> None:
-        """Sends one frame."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
@@ -304,7 +303,6 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def refuse_quietly(self, why: str) -> None:
-        """Drops a stranger."""
         self._door.strangers.pop(self, None)
         self._door.throttle.warn(why, "%s %s: closed", self.address, why)
         if self._transport is not None:

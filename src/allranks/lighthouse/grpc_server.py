@@ -21,13 +21,8 @@ from typing import Any, NoReturn, Protocol
 
 from allranks.channel.frames import join_address, loopback
 from allranks.errors import require
+from allranks.lighthouse import grpc_wire
 from allranks.lighthouse.connection import Listener, Taker, open_files_limit
-from allranks.lighthouse.grpc_wire import (
-    BadMessage,
-    decode_heartbeat_request,
-    decode_quorum_request,
-    encode_quorum_response,
-)
 from allranks.lighthouse.messages import Hello, Refused
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
@@ -78,7 +73,6 @@ class Relay:
             self._idle.pop(self._ports[port][0], None)
 
     async def close(self) -> None:
-        """Ends every connection."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -215,8 +209,8 @@ class TorchftServer:
         import grpc
 
         try:
-            member = decode_quorum_request(request)
-        except BadMessage as error:
+            member = grpc_wire.decode_quorum_request(request)
+        except grpc_wire.BadMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         peer = self._peer(member.replica, context)
         if isinstance(peer, Refused):
@@ -230,7 +224,7 @@ class TorchftServer:
             peer.waiting.remove(call)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refused.message)
         try:
-            return encode_quorum_response(await self._answer(call, session), time.time())
+            return grpc_wire.encode_quorum_response(await self._answer(call, session), time.time())
         except asyncio.CancelledError:
             if call in peer.waiting:
                 peer.waiting.remove(call)
@@ -247,12 +241,11 @@ class TorchftServer:
         return call.result()
 
     async def heartbeat(self, request: bytes, context: CallContext) -> bytes:
-        """A sign of life."""
         import grpc
 
         try:
-            name = decode_heartbeat_request(request)
-        except BadMessage as error:
+            name = grpc_wire.decode_heartbeat_request(request)
+        except grpc_wire.BadMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         peer = self._peer(name, context)
         if isinstance(peer, GrpcPeer) and peer.session is not None:

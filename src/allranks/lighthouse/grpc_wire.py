@@ -6,11 +6,18 @@ Field numbers are torchft's public protocol (package `torchft`, proto3). Unknown
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
 
 from allranks.model.cluster import Member, Quorum
 
 _MASK = (1 << 64) - 1
+_OPTIONAL = int | None
+_MEMBER = "replica address store step world_size shrink_only data commit_failures"  # fields 1, 2 ...
+_hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+T = TypeVar("T")
 
 
 class BadMessage(ValueError):
@@ -26,25 +33,8 @@ def decode_quorum_request(data: bytes) -> Member:
 
 
 def decode_member(data: bytes) -> Member:
-    """QuorumMember."""
-    text = {1: "", 2: "", 3: "", 7: ""}
-    number = {4: 0, 5: 0, 6: 0, 8: 0}
-    for field, value in fields(data):
-        if field in text and isinstance(value, bytes):
-            text[field] = value.decode("utf-8", "replace")
-        elif field in number and isinstance(value, int):
-            number[field] = value
-    return Member(
-        replica=text[1],
-        session=text[1],
-        address=text[2],
-        store=text[3],
-        data=text[7],
-        step=signed(number[4]),
-        world_size=number[5],
-        shrink_only=bool(number[6]),
-        commit_failures=signed(number[8]),
-    )
+    member = read_message(Member, _MEMBER, data)
+    return replace(member, session=member.replica)
 
 
 def decode_heartbeat_request(data: bytes) -> str:
@@ -91,19 +81,43 @@ def decode_quorum_response(data: bytes) -> tuple[Quorum, float]:
 
 
 def encode_member(member: Member) -> bytes:
-    """QuorumMember."""
-    return b"".join(
-        (
-            text_field(1, member.replica),
-            text_field(2, member.address),
-            text_field(3, member.store),
-            number_field(4, member.step),
-            number_field(5, member.world_size),
-            number_field(6, int(member.shrink_only)),
-            text_field(7, member.data),
-            number_field(8, member.commit_failures),
-        )
-    )
+    return write_message(member, _MEMBER)
+
+
+def write_message(message: object, names: str) -> bytes:
+    """Attributes by name as fields 1, 2 ...; 0, "" and None are left out, but for a 0 that may be None."""
+    hints, parts = _hints(type(message)), []
+    for field, name in enumerate(names.split(), 1):
+        value = getattr(message, name)
+        if isinstance(value, list):
+            parts += [_field(field, each) for each in value]
+        elif value or (value is not None and hints[name] == _OPTIONAL):
+            parts.append(_field(field, value))
+    return b"".join(parts)
+
+
+def read_message(kind: type[T], names: str, data: bytes) -> T:
+    """The other way round. A field of another type than its attribute is passed over."""
+    hints, known = _hints(kind), names.split()
+    values: dict[str, Any] = {n: None if hints[n] == _OPTIONAL else hints[n]() for n in known}
+    for field, value in fields(data):
+        name = known[field - 1] if 0 < field <= len(known) else ""
+        hint = hints.get(name)
+        if isinstance(value, int):
+            if hint in (int, bool, _OPTIONAL):
+                values[name] = bool(value) if hint is bool else signed(value)
+            elif hint == list[int]:
+                values[name].append(signed(value))
+        elif hint is str:
+            values[name] = value.decode("utf-8", "replace")
+        elif hint == list[str]:
+            values[name].append(value.decode("utf-8", "replace"))
+        elif hint == list[int]:  # packed
+            position = 0
+            while position < len(value):
+                number, position = _varint(value, position)
+                values[name].append(signed(number))
+    return kind(**values)
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -158,8 +172,14 @@ def _encode_varint(value: int) -> bytes:
     return bytes(out)
 
 
+def _field(field: int, value: int | str) -> bytes:
+    if isinstance(value, str):
+        return bytes_field(field, value.encode())
+    return _encode_varint(field << 3) + _encode_varint(value)
+
+
 def number_field(field: int, value: int) -> bytes:
-    return _encode_varint(field << 3) + _encode_varint(value) if value else b""
+    return _field(field, value) if value else b""
 
 
 def bytes_field(field: int, value: bytes) -> bytes:
@@ -167,4 +187,4 @@ def bytes_field(field: int, value: bytes) -> bytes:
 
 
 def text_field(field: int, value: str) -> bytes:
-    return bytes_field(field, value.encode()) if value else b""
+    return _field(field, value) if value else b""

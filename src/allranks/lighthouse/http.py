@@ -27,9 +27,8 @@ MAX_BODY = 64 << 10
 ARRIVAL_S = 10.0
 IDLE_S = 60.0
 TURN_S = 0.002
-_ONCE = frozenset(
-    {"content-length", "host", "authorization", "origin"}
-)  # two of them are an attempt to deceive
+#: Two of them are an attempt to deceive.
+_ONCE = frozenset({"content-length", "host", "authorization", "origin"})
 UNREAD_BYTES = 64 << 10  # beyond this no further request is read and no event sent
 ALL_UNREAD_BYTES = 16 << 20  # the status of a thousand replicas has half a megabyte
 
@@ -94,7 +93,7 @@ class HttpSlots:
     _last_turn: float = 0.0
     _timed: bool = False  # the next turn is planned
     _by_host: dict[str, dict[HttpConnection, None]] = field(default_factory=dict)  # oldest first
-    _unread: dict[HttpConnection, int] = field(default_factory=dict)  # bytes of those who read slowly
+    unread: dict[HttpConnection, int] = field(default_factory=dict)  # bytes of those who read slowly
     _taken: int = 0
 
     def take(self, connection: HttpConnection, host: str) -> None:
@@ -131,17 +130,13 @@ class HttpSlots:
 
     def reads_slowly(self, connection: HttpConnection, size: int) -> None:
         """So many bytes wait for it."""
-        self._unread[connection] = size
-        while len(self._unread) > 1 and sum(self._unread.values()) > ALL_UNREAD_BYTES:
-            next(iter(self._unread)).abort()
-
-    def has_read(self, connection: HttpConnection) -> None:
-        """It has taken what waited."""
-        self._unread.pop(connection, None)
+        self.unread[connection] = size
+        while len(self.unread) > 1 and sum(self.unread.values()) > ALL_UNREAD_BYTES:
+            next(iter(self.unread)).abort()
 
     def free(self, connection: HttpConnection, host: str) -> None:
         """Is gone, or will be in a moment."""
-        self._unread.pop(connection, None)
+        self.unread.pop(connection, None)
         self._waiting.pop(connection, None)
         here = self._by_host.get(host, {})
         if connection in here:
@@ -204,7 +199,7 @@ class HttpConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._unread = False
-        self._places.has_read(self)
+        self._places.unread.pop(self, None)
         self._plan()
 
     def _plan(self) -> None:
@@ -271,19 +266,15 @@ class HttpConnection(asyncio.Protocol):
         lines = [
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
             f"Date: {formatdate(usegmt=True)}",
-        ]
-        lines += [
             f"Content-Type: {answer.kind}",
             "Cache-Control: no-store",
             "X-Content-Type-Options: nosniff",
+            "Content-Security-Policy: default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+            *(f"{name}: {value}" for name, value in answer.headers),
         ]
-        lines += ["Content-Security-Policy: default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"]
-        lines += [f"{name}: {value}" for name, value in answer.headers]
         if answer.stream is None:
-            lines += [
-                f"Content-Length: {len(answer.body)}",
-                f"Connection: {'keep-alive' if keep else 'close'}",
-            ]
+            connection = "keep-alive" if keep else "close"
+            lines += [f"Content-Length: {len(answer.body)}", f"Connection: {connection}"]
         head = "\r\n".join(lines).encode() + b"\r\n\r\n"
         self._transport.writelines([head] if request.method == "HEAD" else [head, answer.body])
         if answer.stream is not None:

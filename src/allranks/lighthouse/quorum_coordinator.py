@@ -194,8 +194,7 @@ class QuorumCoordinator:
             self.state.withdraw(name)
             for session in self.sessions.of(name):
                 session.asking = None
-                if session.peer is not None:
-                    session.peer.deliver(refused, encode(refused))
+                session.tell(refused, encode(refused))
             self.event_log.event("refused", f"{name} came too late: the training is finished", name)
 
     def _tell_waiting(self, rule: str, round_: int) -> None:

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from types import TracebackType
 from typing import TypeVar, cast
 
 from allranks.channel.frames import join_address
@@ -144,9 +143,7 @@ class Lighthouse:
     def __enter__(self) -> Lighthouse:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def call(self, function: Callable[[Service], T], timeout_s: float = 10.0) -> T:

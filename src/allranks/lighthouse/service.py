@@ -127,9 +127,7 @@ class Service:
             refused = Refused("moved", "this lighthouse does not lead any more", leader)
             frame = encode(refused)
             for session in list(self.sessions):
-                if session.peer is not None:
-                    session.peer.deliver(refused, frame)
-                    session.peer.close()
+                session.tell(refused, frame, close=True)
             self.event_log.event("leader", f"no longer leading; the leader is {leader or 'not known'}")
         self.leading, self.leader = False, leader
         self.sessions.clear()
@@ -193,9 +191,8 @@ class Service:
             session.proxy = hello.proxy
             self.sessions.add(session)
         if known is not None or len(self.sessions.of(name)) >= hello.connections:
-            self.state.connect(
-                now, name, key, hello.node, observer
-            )  # a replica lives when all its ranks are here
+            # a replica lives when all its ranks are here
+            self.state.connect(now, name, key, hello.node, observer)
         if observer:
             log.debug("observer %s connected from %s", name, peer.address)
         elif hello.rank == 0:
@@ -210,8 +207,7 @@ class Service:
         frame = encode(refused)
         for session in self.sessions.of(name):
             _note(self._retired, session.session, name)
-            if session.peer is not None:
-                session.peer.deliver(refused, frame)
+            session.tell(refused, frame)
         self._lose(name, "restarted under the same name", certain=True)
 
     def recalled(self, quorum: Quorum) -> None:
@@ -240,7 +236,6 @@ class Service:
     # ---- staying ----------------------------------------------------------------------------------------
 
     def heard(self, session: Session) -> None:
-        """A sign of life."""
         session.heard = self.now()
 
     def beat(self, session: Session, beat: Beat) -> None:
@@ -253,8 +248,8 @@ class Service:
             if session.observer and beat.step < 0:
                 self.training.note_calls(session.replica, beat.progress, session.heard)
         session.idle_s, session.health = beat.idle_s, beat.health
-        if beat.ping and session.peer is not None:
-            session.peer.deliver(Pong(), _PONG)
+        if beat.ping:
+            session.tell(Pong(), _PONG)
         if self.options.stall_s:
             self._look_for_stall(session)
 
@@ -305,7 +300,6 @@ class Service:
         return NoQuorumYet(reason + (f" ({heard})" if heard else ""), missing)
 
     def acknowledge(self, session: Session, notice_id: int) -> None:
-        """A notice has arrived."""
         session.pending.pop(notice_id, None)
 
     def _look_for_stall(self, session: Session) -> None:
@@ -427,9 +421,7 @@ class Service:
         _note(self._lost, key, notice)
         frame = encode(notice)
         for each in sessions:
-            if each.peer is not None:
-                each.peer.deliver(notice, frame)
-                each.peer.close()
+            each.tell(notice, frame, close=True)
         self.event_log.event("lost", f"{name} lost: {reason}", name, number)
         self.event_log.notify(notice, targets)
         self.former.soon()
@@ -468,8 +460,8 @@ class Service:
         self.state.evict(name, reason)
         refused = Refused("evicted", f"{name} is evicted: {reason}")
         for session in self.sessions.of(name):
-            if session.asking is not None and session.peer is not None:
-                session.peer.deliver(refused, encode(refused))
+            if session.asking is not None:
+                session.tell(refused, encode(refused))
             session.asking = None
         self.event_log.event("evicted", f"{name} evicted: {reason}", name, number)
         self.event_log.notify(Evicted(name, reason, number), targets)

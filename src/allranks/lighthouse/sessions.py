@@ -59,6 +59,13 @@ class Session:
     proxy: bool = False  # held by a liveness proxy: when that is killed the rank lives, and starts another
     pending: dict[int, tuple[Notice, bytes]] = field(default_factory=dict)
 
+    def tell(self, message: object, frame: bytes, close: bool = False) -> None:
+        """Sends it over the connection, if there is one just now; and ends that, if asked."""
+        if self.peer is not None:
+            self.peer.deliver(message, frame)
+            if close:
+                self.peer.close()
+
 
 @dataclass
 class Sessions:
@@ -73,15 +80,12 @@ class Sessions:
             yield from ranks.values()
 
     def get(self, replica: str, rank: int) -> Session | None:
-        """The session of one rank."""
         return self.by_replica.get(replica, {}).get(rank)
 
     def of(self, replica: str) -> list[Session]:
-        """All sessions of one replica."""
         return list(self.by_replica.get(replica, {}).values())
 
     def add(self, session: Session) -> None:
-        """Takes a session in."""
         self.by_replica.setdefault(session.replica, {})[session.rank] = session
         if session.observer:
             self.observers |= {session.replica}
@@ -93,7 +97,6 @@ class Sessions:
         return list(self.by_replica.pop(replica, {}).values())
 
     def clear(self) -> None:
-        """Forgets everybody."""
         self.by_replica.clear()
         self.observers = frozenset()
 
@@ -161,7 +164,6 @@ class EventLog:
     _waiting: list[tuple[Notice, frozenset[str]]] = field(default_factory=list)
 
     def event(self, kind: str, text: str, replica: str = "", number: int = 0) -> None:
-        """Something happened."""
         text, replica = printable(text), printable(replica)
         event = StatusEvent(time.time(), kind, text, replica, number)
         self.history.append(event)
@@ -192,5 +194,4 @@ class EventLog:
             self.sessions.push(notices, targets)
 
     def clear(self) -> None:
-        """Forgets what was noted."""
         self._waiting.clear()

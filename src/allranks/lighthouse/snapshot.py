@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def take_snapshot(service: Service) -> Status:
-    """The status of a lighthouse."""
     state, now = service.state, service.now()
     return Status(
         schema=1,

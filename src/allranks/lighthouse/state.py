@@ -81,9 +81,7 @@ class QuorumState:
     members: frozenset[str] = frozenset()  # names of the last quorum
     replicas: dict[str, Replica] = field(default_factory=dict)
     gone: dict[str, Gone] = field(default_factory=dict)
-    departed: set[str] = field(
-        default_factory=set
-    )  # members told to the others as gone, also if they came back
+    departed: set[str] = field(default_factory=set)  # members told as gone, also if they came back
     evicted: dict[str, str] = field(default_factory=dict)  # name -> reason
     losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     taken_over: bool = False  # False: all quorums so far were formed here, out of nothing
@@ -128,7 +126,6 @@ class QuorumState:
         self._index(name)
 
     def withdraw(self, name: str) -> None:
-        """It asks no more."""
         if replica := self.replicas.get(name):
             replica.asking = None
             self._index(name)
@@ -244,11 +241,8 @@ class QuorumState:
         """Makes it the current quorum; its members ask no more."""
         before = self._sessions
         self.largest = max(0 if self.over else self.largest, len(quorum.members))
-        self.last, self.number, self.round = (
-            quorum,
-            max(self.number, quorum.number),
-            max(self.round, quorum.round),
-        )
+        self.last = quorum
+        self.number, self.round = max(self.number, quorum.number), max(self.round, quorum.round)
         self._sessions = {member.replica: member.session for member in quorum.members}
         self.members = frozenset(self._sessions)
         self.gone.clear()
@@ -295,9 +289,7 @@ class QuorumState:
         for member in quorum.members:
             if member.replica in self.evicted:
                 self.departed.add(member.replica)
-                self.gone[member.replica] = Gone(
-                    member.session, now, self.evicted[member.replica], certain=True
-                )
+                self.gone[member.replica] = Gone(member.session, now, self.evicted[member.replica], True)
             elif member.replica in finished:
                 self.departed.add(member.replica)
                 self.gone[member.replica] = Gone(member.session, now, "finished", True, left=True)

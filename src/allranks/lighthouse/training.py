@@ -54,9 +54,7 @@ class TrainingView:
     departed: dict[str, Departed] = field(default_factory=dict)
     step: int = -1
     _steps: dict[str, int] = field(default_factory=dict)
-    _fallen_from: int = (
-        -1
-    )  # the step before the one that it was started again from, until a quorum begins there
+    _fallen_from: int = -1  # the step before it was started again, until a quorum begins there
     _noted: int = -1  # the step at `_moved`
     _moved: float = -NOTE_S  # when the step changed last, to NOTE_S
     _sampled: float = -SAMPLE_S
@@ -175,12 +173,7 @@ class TrainingView:
 
     def _by_calls(self, scene: Scene, now: float) -> TrainingStatus:
         """The same of a whole job without step marks."""
-        limit = (
-            max(LEAST_CALL_STALL_S, 4 * median(self._call_gaps))
-            if len(self._call_gaps) >= 3
-            else FIRST_STALL_S
-        )
-        limit = LEAST_STALL_S if scene.hung else limit
+        limit = LEAST_STALL_S if scene.hung else _stall_limit(self._call_gaps, LEAST_CALL_STALL_S)
         silent, nodes = now - self._called, _count(scene, 0)
         if silent < limit:
             sentence = f"Running: {sum(self._calls.values()):,} calls finished{nodes}"
@@ -191,8 +184,7 @@ class TrainingView:
         return TrainingStatus(sentence, mood, -1, None, round(silent, 1), 0, 0)
 
     def _limit(self) -> float:
-        """A longer time without a step is a stall: four times the usual."""
-        return max(LEAST_STALL_S, 4 * median(self._gaps)) if len(self._gaps) >= 3 else FIRST_STALL_S
+        return _stall_limit(self._gaps, LEAST_STALL_S)
 
     def _rate(self, now: float) -> float | None:
         recent = [(at, step) for at, step in self._rates if now - at <= max(RATE_S, 3 * self._limit())]
@@ -248,6 +240,11 @@ class TrainingView:
                 parts.append(f"{one.replica} lost {_age(away)} ago")
         more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""
         return f", {', '.join(parts)}{more}" if parts else ""
+
+
+def _stall_limit(gaps: Collection[float], least_s: float) -> float:
+    """A longer time is a stall: four times the usual."""
+    return max(least_s, 4 * median(gaps)) if len(gaps) >= 3 else FIRST_STALL_S
 
 
 def _count(scene: Scene, total: int) -> str:

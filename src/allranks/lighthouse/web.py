@@ -52,6 +52,7 @@ def _lighthouse(status: Status) -> list[Metric]:
     members = len(status.quorum.members) if status.quorum else 0
     agents = sum(row.state == "observer" and row.replica.startswith(AGENT) for row in status.replicas)
     events = {f'kind="{_text(kind)}"': count for kind, count in sorted(status.events.items())}
+    by_kind = "Events since the start, by kind (lost, left, evicted, quorum ...)"
     return [
         ("quorum_number", "gauge", "Number of the current quorum", status.number),
         ("epoch", "gauge", "Epoch (term) of the lighthouse", status.epoch),
@@ -60,12 +61,7 @@ def _lighthouse(status: Status) -> list[Metric]:
         ("connections", "gauge", "Open connections", status.connections),
         ("up_seconds", "counter", "Seconds since the start", status.up_s),
         ("agents", "gauge", "Connected agents, one per node", agents),
-        (
-            "events_total",
-            "counter",
-            "Events since the start, by kind (lost, left, evicted, quorum ...)",
-            events,
-        ),
+        ("events_total", "counter", by_kind, events),
     ]
 
 
@@ -75,15 +71,11 @@ def _training(status: Status) -> list[Metric]:
     step = max(status.quorum.max_step if status.quorum else 0, training.step)
     missing = max(0, training.replicas - training.members)
     moods = {f'mood="{mood}"': float(int(training.mood == mood)) for mood in ("good", "warn", "bad")}
+    unusual = "Seconds without a step when that is unusually long, else 0"
     return [
         ("step_max", "gauge", "Highest step of any replica", step),
         ("steps_per_second", "gauge", "Steps per second, 0 when none is made", training.steps_per_s or 0.0),
-        (
-            "stalled_seconds",
-            "gauge",
-            "Seconds without a step when that is unusually long, else 0",
-            training.stalled_s,
-        ),
+        ("stalled_seconds", "gauge", unusual, training.stalled_s),
         ("replicas_missing", "gauge", "Replicas that were lost or evicted and are not back", missing),
         ("training", "gauge", "The colour of the page: 1 for green (good), amber (warn) or red (bad)", moods),
     ]
@@ -92,14 +84,10 @@ def _training(status: Status) -> list[Metric]:
 def _incidents(status: Status) -> list[Metric]:
     causes = Counter((each.kind or "unknown", each.cause or "unknown") for each in status.incidents)
     by_cause = {f'kind="{_text(k)}",cause="{_text(c)}"': float(n) for (k, c), n in sorted(causes.items())}
+    still_open = sum(not each.closed for each in status.incidents)
     return [
         ("incidents", "gauge", "Incidents that this lighthouse remembers", len(status.incidents)),
-        (
-            "incidents_open",
-            "gauge",
-            "Incidents without a recovery",
-            sum(not i.closed for i in status.incidents),
-        ),
+        ("incidents_open", "gauge", "Incidents without a recovery", still_open),
         ("incidents_by_cause", "gauge", "The same by kind and cause", by_cause),
     ]
 
@@ -108,32 +96,16 @@ def _replicas(status: Status, rows: list[ReplicaStatus]) -> list[Metric]:
     here = {row.replica for row in rows}
     states = Counter(row.state for row in rows)
     states.update(one.kind for one in status.departed if one.replica not in here)
-    labels = {row.replica: f'replica="{_text(row.replica)}"' for row in rows}
+    labels = {f'replica="{_text(row.replica)}"': row for row in rows}
+    by_state = {f'state="{_text(state)}"': count for state, count in sorted(states.items())}
+    steps = {label: float(row.step) for label, row in labels.items()}
+    heard = {label: round(row.heard_s, 3) for label, row in labels.items()}
+    idle = {label: round(row.idle_s, 3) for label, row in labels.items()}
     return [
-        (
-            "replicas",
-            "gauge",
-            "Replicas by state, those that are gone included",
-            {f'state="{_text(state)}"': count for state, count in sorted(states.items())},
-        ),
-        (
-            "replica_step",
-            "gauge",
-            "Step of a replica",
-            {labels[row.replica]: float(row.step) for row in rows},
-        ),
-        (
-            "replica_heard_seconds",
-            "gauge",
-            "Seconds since a replica was last heard",
-            {labels[row.replica]: round(row.heard_s, 3) for row in rows},
-        ),
-        (
-            "replica_idle_seconds",
-            "gauge",
-            "Seconds without progress of a replica",
-            {labels[row.replica]: round(row.idle_s, 3) for row in rows},
-        ),
+        ("replicas", "gauge", "Replicas by state, those that are gone included", by_state),
+        ("replica_step", "gauge", "Step of a replica", steps),
+        ("replica_heard_seconds", "gauge", "Seconds since a replica was last heard", heard),
+        ("replica_idle_seconds", "gauge", "Seconds without progress of a replica", idle),
     ]
 
 
@@ -172,12 +144,10 @@ class Web:
     _timer: asyncio.TimerHandle | None = None
     _unsubscribe: Callable[[], None] | None = None
     _last_s: float = 0.0
-    _kept: dict[str, tuple[float, object, bytes]] = field(
-        default_factory=dict
-    )  # path -> when, after what, answer
+    # path -> when, after what, answer
+    _kept: dict[str, tuple[float, object, bytes]] = field(default_factory=dict)
 
     def handle(self, request: HttpRequest) -> Answer:
-        """Routes one request."""
         host = request.headers.get("host", "")
         if host and not self._own_name(_host_name(host)):
             cure = f"start the lighthouse with --allow-host {_host_name(host)} if this name is yours"
@@ -229,10 +199,8 @@ class Web:
 
     def _once(self, path: str, make: Callable[[], bytes]) -> bytes:
         """With thousands of replicas it takes milliseconds: whoever asks again and again must not keep members waiting."""
-        now, happened = (
-            time.monotonic(),
-            (self.service.event_log.counts.total(), *self.service.agents.incidents),
-        )
+        now = time.monotonic()
+        happened = (self.service.event_log.counts.total(), *self.service.agents.incidents)
         made, after, answer = self._kept.get(path, (-KEEP_S, None, b""))
         if now - made >= KEEP_S or after != happened:
             answer = make()

@@ -194,7 +194,6 @@ class LighthouseClient:
         )
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """A sign of life."""
         self._calls.call("Heartbeat", encode_heartbeat_request(replica_id), timeout)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds
 from allranks.manager.manager import Manager as AllranksManager
-from allranks.manager.options import WorldSizeMode
+from allranks.manager.options import SETTINGS, WorldSizeMode
 from allranks.manager.registered_state import LoadFunction, SaveFunction
 from allranks.manager.work import ManagedWork
 
@@ -66,29 +66,10 @@ class Manager(AllranksManager):
         `port`, `heartbeat_interval`, `checkpoint_transport` and `quorum_retries` change nothing: there is no server per
         manager, the lighthouse sets the heartbeat, healing is built in.
         """
+        settings = {name: value for name, value in locals().items() if name in SETTINGS}
         if checkpoint_transport is not None:
             log.warning("checkpoint_transport is not used: healing is built in")
-        super().__init__(
-            pg,
-            load_state_dict,
-            state_dict,
-            min_replica_size=min_replica_size,
-            use_async_quorum=use_async_quorum,
-            timeout=timeout,
-            quorum_timeout=quorum_timeout,
-            connect_timeout=connect_timeout,
-            rank=rank,
-            world_size=world_size,
-            world_size_mode=world_size_mode,
-            store_addr=store_addr,
-            store_port=store_port,
-            lighthouse_addr=lighthouse_addr,
-            replica_id=replica_id,
-            hostname=hostname,
-            init_sync=init_sync,
-            max_retries=max_retries,
-            **more,
-        )
+        super().__init__(pg, load_state_dict, state_dict, **settings, **more)
 
     def allreduce(
         self,

@@ -16,13 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from allranks.errors import require
-from allranks.lighthouse.grpc_wire import (
-    decode_quorum_response,
-    encode_heartbeat_request,
-    encode_quorum_request,
-    number_field,
-    text_field,
-)
+from allranks.lighthouse import grpc_wire
 from allranks.model.cluster import Member, Quorum
 from allranks.torchft.manager_service import (
     OPTIONS,
@@ -191,9 +185,9 @@ class ManagerServer:
             limit_s = max(0.01, (deadline - time.monotonic()) / (left + 1))
             try:
                 answer = self._lighthouse.call(
-                    "Quorum", encode_quorum_request(member), timedelta(seconds=limit_s)
+                    "Quorum", grpc_wire.encode_quorum_request(member), timedelta(seconds=limit_s)
                 )
-                return decode_quorum_response(answer)[0]
+                return grpc_wire.decode_quorum_response(answer)[0]
             except (RuntimeError, TimeoutError) as error:
                 if not left:
                     raise
@@ -205,20 +199,20 @@ class ManagerServer:
         rank = read(data)[0].get(1, 0)
         if rank not in self._metadata:
             raise LookupError(f"rank {rank} of {self._me.replica} has no checkpoint")
-        return text_field(1, self._metadata[rank])
+        return grpc_wire.text_field(1, self._metadata[rank])
 
     def _should_commit(self, data: bytes, limit_s: float) -> bytes:
         numbers, _ = read(data)
         decided = self._votes.meet(
             numbers.get(2, 0), bool(numbers.get(1)), limit_s, lambda votes: all(votes.values())
         )
-        return number_field(1, int(decided))
+        return grpc_wire.number_field(1, int(decided))
 
     def _kill(self, data: bytes, limit_s: float) -> bytes:
         raise PermissionError("nobody may end this process over the network: use `allranks lighthouse evict`")
 
     def _beat(self, every_s: float) -> None:
-        request, known = encode_heartbeat_request(self._me.replica), True
+        request, known = grpc_wire.encode_heartbeat_request(self._me.replica), True
         while not self._closing.wait(every_s):
             try:
                 self._lighthouse.call("Heartbeat", request, timedelta(seconds=5))

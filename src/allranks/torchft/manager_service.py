@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from allranks.errors import ManagerError, require
-from allranks.lighthouse.grpc_wire import bytes_field, fields, number_field, signed, text_field
+from allranks.lighthouse.grpc_wire import fields, read_message, signed, write_message
 from allranks.model.cluster import Quorum
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class GrpcCalls:
             raise TimeoutError(f"no connection to {address} within {limit_s:g} s") from None
 
     def call(self, method: str, request: bytes, timeout: timedelta) -> bytes:
-        """The answer's bytes."""
         import grpc
 
         function = self._channel.unary_unary(f"/torchft.{self._service}/{method}")
@@ -68,9 +67,8 @@ def _translated(error: grpc.RpcError, method: str, timeout: timedelta) -> Except
     )
     if late:
         wanted = f"{method} was not answered within {timeout.total_seconds():g} s"
-        return TimeoutError(
-            f"status: Cancelled, message: {wanted}: Timeout expired"
-        )  # scripts look for these words
+        # scripts look for these words
+        return TimeoutError(f"status: Cancelled, message: {wanted}: Timeout expired")
     return RuntimeError(f"{method} failed: {code.name}: {text}")
 
 
@@ -146,76 +144,30 @@ class QuorumRequest:
     commit_failures: int = 0
 
 
+#: Names of the fields, in the order of their numbers.
+_REQUEST = "group_rank step checkpoint_metadata shrink_only init_sync commit_failures"
+_RESULT = (
+    "quorum_id recover_src_manager_address recover_src_replica_rank recover_dst_replica_ranks store_address "
+    "max_step max_replica_rank max_world_size replica_rank replica_world_size heal commit_failures "
+    "replica_ids"
+)
+
+
 def encode_request(request: QuorumRequest) -> bytes:
-    return b"".join(
-        (
-            number_field(1, request.group_rank),
-            number_field(2, request.step),
-            text_field(3, request.checkpoint_metadata),
-            number_field(4, int(request.shrink_only)),
-            number_field(5, int(request.init_sync)),
-            number_field(6, request.commit_failures),
-        )
-    )
+    return write_message(request, _REQUEST)
 
 
 def decode_request(data: bytes) -> QuorumRequest:
-    numbers, texts = read(data)
-    return QuorumRequest(
-        numbers.get(1, 0),
-        numbers.get(2, 0),
-        texts.get(3, ""),
-        bool(numbers.get(4)),
-        bool(numbers.get(5)),
-        numbers.get(6, 0),
-    )
+    return read_message(QuorumRequest, _REQUEST, data)
 
 
 def encode_result(result: QuorumResult) -> bytes:
     """ManagerQuorumResponse."""
-    return b"".join(
-        (
-            number_field(1, result.quorum_id),
-            text_field(2, result.recover_src_manager_address),
-            _optional(3, result.recover_src_replica_rank),
-            _packed(4, result.recover_dst_replica_ranks),
-            text_field(5, result.store_address),
-            number_field(6, result.max_step),
-            _optional(7, result.max_replica_rank),
-            number_field(8, result.max_world_size),
-            number_field(9, result.replica_rank),
-            number_field(10, result.replica_world_size),
-            number_field(11, int(result.heal)),
-            number_field(12, result.commit_failures),
-            *(bytes_field(13, name.encode()) for name in result.replica_ids),
-        )
-    )
+    return write_message(result, _RESULT)
 
 
 def decode_result(data: bytes) -> QuorumResult:
-    numbers, texts = read(data)
-    destinations: list[int] = []
-    names: list[str] = []
-    for tag, value in fields(data):
-        if tag == 4:
-            destinations += _unpacked(value) if isinstance(value, bytes) else [signed(value)]
-        elif tag == 13 and isinstance(value, bytes):
-            names.append(value.decode("utf-8", "replace"))
-    return QuorumResult(
-        quorum_id=numbers.get(1, 0),
-        replica_rank=numbers.get(9, 0),
-        replica_world_size=numbers.get(10, 0),
-        store_address=texts.get(5, ""),
-        max_step=numbers.get(6, 0),
-        max_replica_rank=numbers.get(7),
-        max_world_size=numbers.get(8, 0),
-        heal=bool(numbers.get(11)),
-        recover_src_manager_address=texts.get(2, ""),
-        recover_src_replica_rank=numbers.get(3),
-        recover_dst_replica_ranks=destinations,
-        commit_failures=numbers.get(12, 0),
-        replica_ids=names,
-    )
+    return read_message(QuorumResult, _RESULT, data)
 
 
 def read(data: bytes) -> tuple[dict[int, int], dict[int, str]]:
@@ -228,25 +180,3 @@ def read(data: bytes) -> tuple[dict[int, int], dict[int, str]]:
         else:
             texts[tag] = value.decode("utf-8", "replace")
     return numbers, texts
-
-
-def _optional(field: int, value: int | None) -> bytes:
-    """A number that may be 0 and still be there."""
-    if value is None:
-        return b""
-    return number_field(field, value) or bytes(((field << 3), 0))
-
-
-def _packed(field: int, values: list[int]) -> bytes:
-    return b"".join(_optional(field, value) for value in values)
-
-
-def _unpacked(data: bytes) -> list[int]:
-    values, current, shift = [], 0, 0
-    for byte in data:
-        current |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            values.append(signed(current))
-            current = shift = 0
-    return values

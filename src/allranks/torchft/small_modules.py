@@ -121,7 +121,6 @@ def record_event() -> torch.cuda.Event | None:
 
 
 def synchronize() -> None:
-    """Waits for the current stream."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 

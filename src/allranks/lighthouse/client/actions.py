@@ -49,13 +49,14 @@ class PendingAnswer(Future[T]):
             self.set_result(value)
 
     def fail(self, error: LighthouseError) -> None:
-        """Breaks it."""
         with suppress(InvalidStateError):
             self.set_exception(error)
 
 
 class Actions:
     """Of a Client, which sends the commands."""
+
+    _command: Callable[..., JsonObject]
 
     def accuse(self, replica: str, reason: str) -> None:
         """Says that a replica is dead, for those who can see it (an agent with a pidfd)."""
@@ -98,7 +99,6 @@ class Actions:
         return _presence(self._command("presence", agent).get("node"))
 
     def report_incident(self, incident: PublishedIncident) -> None:
-        """Tells what was found."""
         self._command("incident", body=incident)
 
     def tell_incident(self, incident: PublishedIncident) -> None:
@@ -109,16 +109,6 @@ class Actions:
     def status(self) -> JsonObject:
         """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""
         return self._command("status")
-
-    def _command(
-        self,
-        action: str,
-        replica: str = "",
-        reason: str = "",
-        replicas: tuple[str, ...] = (),
-        body: Body | None = None,
-    ) -> JsonObject:
-        raise NotImplementedError
 
 
 def _presence(found: object) -> Presence | None:

@@ -18,48 +18,17 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from types import TracebackType
 
+from allranks import errors
 from allranks.channel.frames import JsonObject
-from allranks.errors import (
-    LighthouseError,
-    LighthouseRefused,
-    LighthouseUnreachable,
-    QuorumTimeout,
-    ReplicaEvicted,
-)
+from allranks.lighthouse import messages
 from allranks.lighthouse.client.actions import Actions, Body, PendingAnswer
 from allranks.lighthouse.client.held_sockets import HeldSockets
 from allranks.lighthouse.client.link import FATAL, Link
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.proxy_link import ProxyLink
 from allranks.lighthouse.client.reactor import Reactor
-from allranks.lighthouse.messages import (
-    FIRST_NOTICE,
-    Ack,
-    Beat,
-    Command,
-    Join,
-    Leave,
-    NoQuorumYet,
-    Refused,
-    Report,
-    Result,
-    Welcome,
-    Withdraw,
-    decode,
-    encode,
-)
-from allranks.model.cluster import (
-    ConnectionLost,
-    Evicted,
-    LeaderMoved,
-    Member,
-    MemberLeft,
-    MemberLost,
-    Notice,
-    Quorum,
-)
+from allranks.model import cluster
 
 __all__ = ["Client", "ClientOptions"]
 
@@ -75,24 +44,24 @@ class Client(Actions):
         self.options = options
         self.session = options.session or uuid.uuid4().hex
         self._node = options.node
-        self.quorum: Quorum | None = None  # the last one that we were a member of
+        self.quorum: cluster.Quorum | None = None  # the last one that we were a member of
         self.connected = False
         self.lighthouse = ""  # address of the one that we talk to
         self._reactor = Reactor()
         self._line: Link | ProxyLink | None = None
         self._thread: threading.Thread | None = None
-        self._first: PendingAnswer[Welcome] = PendingAnswer(self._not_connected)
+        self._first: PendingAnswer[messages.Welcome] = PendingAnswer(self._not_connected)
         self._lock = threading.Lock()
-        self._asking: tuple[PendingAnswer[Quorum], Member] | None = None
-        self._withdrawn: PendingAnswer[NoQuorumYet] | None = None
-        self._commands: dict[int, PendingAnswer[Result]] = {}
+        self._asking: tuple[PendingAnswer[cluster.Quorum], cluster.Member] | None = None
+        self._withdrawn: PendingAnswer[messages.NoQuorumYet] | None = None
+        self._commands: dict[int, PendingAnswer[messages.Result]] = {}
         self._ids = itertools.count(1)
-        self._listeners: list[Callable[[Notice], None]] = []
+        self._listeners: list[Callable[[cluster.Notice], None]] = []
         self._seen: dict[int, None] = {}
         self._held = HeldSockets()
-        self._report = Report()
+        self._report = messages.Report()
         self._last_error = ""
-        self._refused: LighthouseRefused | None = None
+        self._refused: errors.LighthouseRefused | None = None
         self._left = False
         self._closed = False
 
@@ -131,32 +100,30 @@ class Client(Actions):
     def __enter__(self) -> Client:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- quorums ----------------------------------------------------------------------------------------
 
-    def join(self, member: Member, timeout_s: float = 60.0) -> Quorum:
+    def join(self, member: cluster.Member, timeout_s: float = 60.0) -> cluster.Quorum:
         """Asks for a quorum and waits for it. Raises QuorumTimeout (says who we waited for), ReplicaEvicted,
         LighthouseUnreachable (no lighthouse all that time)."""
         return self.request_quorum(member).result(timeout_s)
 
-    def request_quorum(self, member: Member) -> PendingAnswer[Quorum]:
+    def request_quorum(self, member: cluster.Member) -> PendingAnswer[cluster.Quorum]:
         """Asks for a quorum without waiting. One at a time: asking again before the answer is an error."""
-        ticket: PendingAnswer[Quorum] = PendingAnswer(self._no_quorum)
+        ticket: PendingAnswer[cluster.Quorum] = PendingAnswer(self._no_quorum)
         with self._lock:
             self._check_open()
             if self._asking is not None and not self._asking[0].done():
-                raise LighthouseError("this replica is asking for a quorum already")
+                raise errors.LighthouseError("this replica is asking for a quorum already")
             self._asking = (ticket, replace(member, session=self.session, node=member.node or self._node))
         self._reactor.call(self._send_join)
         return ticket
 
     def report(self, step: int = -1, progress: int = -1, health: str = "") -> None:
         """What the next heartbeats say. Costs next to nothing: call it every step."""
-        self._report = Report(step, progress, health)
+        self._report = messages.Report(step, progress, health)
         if self.options.beacon:
             self._reactor.call(self._send_report)
 
@@ -173,7 +140,7 @@ class Client(Actions):
 
         def send() -> None:
             if self._line is not None:
-                self._line.finish(encode(Leave(reason, finished, term, step)))
+                self._line.finish(messages.encode(messages.Leave(reason, finished, term, step)))
             sent.set()
 
         self._reactor.call(send)
@@ -182,7 +149,7 @@ class Client(Actions):
 
     # ---- notices ----------------------------------------------------------------------------------------
 
-    def subscribe(self, callback: Callable[[Notice], None]) -> Callable[[], None]:
+    def subscribe(self, callback: Callable[[cluster.Notice], None]) -> Callable[[], None]:
         """Calls back for every notice, on the client's thread: return fast, never block. Returns "unsubscribe"."""
         with self._lock:
             self._listeners.append(callback)
@@ -230,9 +197,9 @@ class Client(Actions):
         timeout_s: float = 10.0,
     ) -> JsonObject:
         text = json.dumps(asdict(body)) if body is not None else ""
-        command = Command(next(self._ids), action, replica, reason, replicas, text)
-        ticket: PendingAnswer[Result] = PendingAnswer(
-            lambda _, waited: LighthouseUnreachable(
+        command = messages.Command(next(self._ids), action, replica, reason, replicas, text)
+        ticket: PendingAnswer[messages.Result] = PendingAnswer(
+            lambda _, waited: errors.LighthouseUnreachable(
                 f"no answer to {action!r} from {self.lighthouse or 'any lighthouse'} in {waited:.1f} s"
             )
         )
@@ -245,7 +212,7 @@ class Client(Actions):
         finally:
             self._commands.pop(command.id, None)
         if not result.ok:
-            raise LighthouseError(result.body)
+            raise errors.LighthouseError(result.body)
         answer: JsonObject = json.loads(result.body or "{}")
         return answer
 
@@ -258,7 +225,7 @@ class Client(Actions):
             self._reactor.run()
         except Exception as error:
             log.exception("the lighthouse client died")
-            self._fail_all(LighthouseError(f"the lighthouse client died: {error}"))
+            self._fail_all(errors.LighthouseError(f"the lighthouse client died: {error}"))
         finally:
             self._reactor.close()
 
@@ -266,14 +233,14 @@ class Client(Actions):
         if self._line is not None:
             self._line.close()
         self._held.drop_all(shut=False)
-        self._fail_all(LighthouseError("the lighthouse client was closed"))
+        self._fail_all(errors.LighthouseError("the lighthouse client was closed"))
         self.connected = False
         _alive.discard(self)
         self._reactor.stop()
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> messages.Beat:
         report = self._report
-        return Beat(report.step, report.progress, 0.0, report.health)
+        return messages.Beat(report.step, report.progress, 0.0, report.health)
 
     def _send_report(self) -> None:
         if isinstance(self._line, ProxyLink):
@@ -282,47 +249,44 @@ class Client(Actions):
     def _send_join(self) -> None:
         with self._lock:
             asking = self._asking
-        if asking is not None and not asking[0].done() and self._line is not None:
+        if asking is not None and not asking[0].done():
             known = self.quorum.round if self.quorum else 0
-            self._line.send(
-                encode(Join(asking[1], known))
-            )  # when the line is down: again with the next Welcome
+            self._send(messages.Join(asking[1], known))  # when the line is down: again with the next Welcome
 
-    def _send_withdraw(self) -> None:
-        if self._line is not None:
-            self._line.send(encode(Withdraw()))
+    def _send(self, message: object) -> bool:
+        return self._line is not None and self._line.send(messages.encode(message))
 
-    def _send_command(self, command: Command, ticket: PendingAnswer[Result]) -> None:
-        if self._line is None or not self._line.send(encode(command)):
-            ticket.fail(LighthouseUnreachable(f"no lighthouse can be reached: {self._last_error}"))
+    def _send_command(self, command: messages.Command, ticket: PendingAnswer[messages.Result]) -> None:
+        if not self._send(command):
+            ticket.fail(errors.LighthouseUnreachable(f"no lighthouse can be reached: {self._last_error}"))
 
     def _receive(self, kind: int, payload: bytes) -> None:
-        message, notice_id = decode(kind, payload, 1 << 30)
-        if kind & 0x7F >= FIRST_NOTICE:
+        message, notice_id = messages.decode(kind, payload, 1 << 30)
+        if kind & 0x7F >= messages.FIRST_NOTICE:
             self._notice(message, notice_id)  # type: ignore[arg-type]
-        elif isinstance(message, Quorum):
+        elif isinstance(message, cluster.Quorum):
             self._formed(message)
-        elif isinstance(message, Welcome):
+        elif isinstance(message, messages.Welcome):
             self._welcomed(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             self._refuse(message)
-        elif isinstance(message, NoQuorumYet):
+        elif isinstance(message, messages.NoQuorumYet):
             if self._withdrawn is not None:
                 self._withdrawn.resolve(message)
-        elif isinstance(message, Result) and (ticket := self._commands.get(message.id)):
+        elif isinstance(message, messages.Result) and (ticket := self._commands.get(message.id)):
             ticket.resolve(message)
 
-    def _welcomed(self, welcome: Welcome) -> None:
+    def _welcomed(self, welcome: messages.Welcome) -> None:
         before, self.lighthouse = self.lighthouse, welcome.lighthouse
         self.connected = True
         self._first.resolve(welcome)
-        if welcome.recall and self.quorum is not None and self._line is not None:
-            self._line.send(encode(self.quorum))
+        if welcome.recall and self.quorum is not None:
+            self._send(self.quorum)
         self._send_join()
         if before and before != welcome.lighthouse:
-            self._tell(LeaderMoved(welcome.lighthouse, f"before: {before}"))
+            self._tell(cluster.LeaderMoved(welcome.lighthouse, f"before: {before}"))
 
-    def _formed(self, quorum: Quorum) -> None:
+    def _formed(self, quorum: cluster.Quorum) -> None:
         if quorum.rank_of(self.options.replica) is None:
             return
         if self.quorum is not None and quorum.number < self.quorum.number:
@@ -332,13 +296,16 @@ class Client(Actions):
         if self._line is not None:
             self._line.known = (quorum.epoch, quorum.number, quorum.round)
             self._send_report()
+        if (ticket := self._take_ticket()) is not None:
+            ticket.resolve(quorum)
+
+    def _take_ticket(self) -> PendingAnswer[cluster.Quorum] | None:
         with self._lock:
             asking, self._asking = self._asking, None
-        if asking is not None:
-            asking[0].resolve(quorum)
+        return asking[0] if asking is not None else None
 
-    def _refuse(self, refused: Refused) -> None:
-        kind = ReplicaEvicted if refused.code == "evicted" else LighthouseRefused
+    def _refuse(self, refused: messages.Refused) -> None:
+        kind = errors.ReplicaEvicted if refused.code == "evicted" else errors.LighthouseRefused
         error = kind(
             f"the lighthouse refused: {refused.message}", refused.code, hint=_HINTS.get(refused.code, "")
         )
@@ -347,31 +314,27 @@ class Client(Actions):
             self.connected = False
             self._first.fail(error)
             self._fail_all(error)
-            return
-        with self._lock:
-            asking, self._asking = self._asking, None
-        if asking is not None:
-            asking[0].fail(error)
+        elif (ticket := self._take_ticket()) is not None:
+            ticket.fail(error)
 
-    def _notice(self, notice: Notice, notice_id: int) -> None:
-        if isinstance(notice, ConnectionLost):
+    def _notice(self, notice: cluster.Notice, notice_id: int) -> None:
+        if isinstance(notice, cluster.ConnectionLost):
             was, self.connected = self.connected, False
             self._last_error = notice.reason
             if not was:
                 return
         elif notice_id:
-            if self._line is not None:
-                self._line.send(encode(Ack(notice_id)))
+            self._send(messages.Ack(notice_id))
             if notice_id in self._seen:
                 return
             self._seen[notice_id] = None
             if len(self._seen) > _SEEN:
                 del self._seen[next(iter(self._seen))]
-        if isinstance(notice, (MemberLost, MemberLeft, Evicted)) and notice.number:
+        if isinstance(notice, (cluster.MemberLost, cluster.MemberLeft, cluster.Evicted)) and notice.number:
             self._held.shut(notice.number)
         self._tell(notice)
 
-    def _tell(self, notice: Notice) -> None:
+    def _tell(self, notice: cluster.Notice) -> None:
         for listener in list(self._listeners):
             try:
                 listener(notice)
@@ -380,41 +343,41 @@ class Client(Actions):
 
     # ---- giving up --------------------------------------------------------------------------------------
 
-    def _no_quorum(self, ticket: PendingAnswer[Quorum], waited_s: float) -> LighthouseError:
+    def _no_quorum(self, ticket: PendingAnswer[cluster.Quorum], waited_s: float) -> errors.LighthouseError:
         """Takes the question back and says why there was no answer."""
-        waiting: PendingAnswer[NoQuorumYet] = PendingAnswer(
-            lambda _, __: LighthouseError("no word from the lighthouse")
+        waiting: PendingAnswer[messages.NoQuorumYet] = PendingAnswer(
+            lambda _, __: errors.LighthouseError("no word from the lighthouse")
         )
         with self._lock:
             if self._asking is not None and self._asking[0] is ticket:
                 self._asking = None
         if not self.connected or self._closed:
-            return LighthouseUnreachable(
+            return errors.LighthouseUnreachable(
                 f"quorum not reached after {waited_s:.1f} s: no lighthouse can be reached ({self._last_error})"
             )
         self._withdrawn = waiting
-        self._reactor.call(self._send_withdraw)
+        self._reactor.call(lambda: self._send(messages.Withdraw()))
         if threading.current_thread() is not self._thread and waiting.wait(1.0):
             answer = waiting.result(0.0)
             text = f"quorum not reached after {waited_s:.1f} s: {answer.reason}"
-            return QuorumTimeout(text, waited_s, answer.reason, answer.missing)
-        return QuorumTimeout(
+            return errors.QuorumTimeout(text, waited_s, answer.reason, answer.missing)
+        return errors.QuorumTimeout(
             f"quorum not reached after {waited_s:.1f} s, and no word from the lighthouse", waited_s
         )
 
-    def _not_connected(self, ticket: PendingAnswer[Welcome], waited_s: float) -> LighthouseError:
+    def _not_connected(
+        self, ticket: PendingAnswer[messages.Welcome], waited_s: float
+    ) -> errors.LighthouseError:
         addresses = self._line.options.addresses if self._line is not None else ()
-        return LighthouseUnreachable(
+        return errors.LighthouseUnreachable(
             f"no lighthouse after {waited_s:.1f} s: {self._last_error or ', '.join(addresses)}",
             addresses,
             hint="Is `allranks lighthouse` running there, and may this host connect to it?",
         )
 
-    def _fail_all(self, error: LighthouseError) -> None:
-        with self._lock:
-            asking, self._asking = self._asking, None
-        if asking is not None:
-            asking[0].fail(error)
+    def _fail_all(self, error: errors.LighthouseError) -> None:
+        if (asked := self._take_ticket()) is not None:
+            asked.fail(error)
         for ticket in list(self._commands.values()):
             ticket.fail(error)
 
@@ -422,9 +385,9 @@ class Client(Actions):
         if self._refused is not None:
             raise self._refused
         if self._closed or self._left:
-            raise LighthouseError("this client has left the lighthouse")
+            raise errors.LighthouseError("this client has left the lighthouse")
         if self._thread is None:
-            raise LighthouseError("this client was not started")
+            raise errors.LighthouseError("this client was not started")
 
     def _forked(self) -> None:
         """In a forked child: close our copies, or the lighthouse would not see the rank's death."""

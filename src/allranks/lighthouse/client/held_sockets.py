@@ -17,9 +17,7 @@ class HeldSockets:
     """Descriptors that we own, by quorum number."""
 
     by_number: dict[int, list[int]] = field(default_factory=dict)
-    aborted_up_to: int = (
-        0  # a member of this quorum is gone: no group of it, or of an earlier one, can work any more
-    )
+    aborted_up_to: int = 0  # a member of this quorum is gone: no group of it, or of an earlier one, works
 
     def add(self, number: int, fds: Iterable[int]) -> None:
         """Takes ownership. What comes too late, for a quorum that lost a member already, is shut at once."""

@@ -18,32 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from allranks.channel.frames import (
-    HEAD,
-    READ_BYTES,
-    BadFrame,
-    check_length,
-    split_address,
-    take_frames,
-    tune,
-)
+from allranks.channel import frames
 from allranks.channel.keys import Keyring, is_proof, prove
+from allranks.lighthouse import messages
 from allranks.lighthouse.client.reactor import Reactor, ReactorTimer
-from allranks.lighthouse.messages import (
-    EMPTY_BEAT,
-    PREAMBLE,
-    PURPOSE,
-    REFUSED,
-    WELCOME,
-    Beat,
-    Challenge,
-    Hello,
-    Proof,
-    Refused,
-    Welcome,
-    decode,
-    encode,
-)
 from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")
@@ -85,7 +63,7 @@ class Link:
         options: LinkOptions,
         reactor: Reactor,
         receive: Callable[[int, bytes], None],
-        beat: Callable[[], Beat],
+        beat: Callable[[], messages.Beat],
     ) -> None:
         self.options = options
         self.known = (0, 0, 0)  # epoch, number, round of the last quorum; told in the hello
@@ -105,19 +83,15 @@ class Link:
         self._closed = False
         self._timeout: ReactorTimer | None = None
         self._beating: ReactorTimer | None = None
-        self._welcome: Welcome | None = None
+        self._welcome: messages.Welcome | None = None
         self._heard = self._pinged = 0.0
-        self._sent_beat: Beat | None = None
+        self._sent_beat: messages.Beat | None = None
         self._last_error = ""
-        self._credential = Keyring(options.token).for_purpose(PURPOSE)
+        self._credential = Keyring(options.token).for_purpose(messages.PURPOSE)
         self._said: tuple[bytes, ...] = ()  # the lighthouse's nonce and our hello: what both sides prove
         self._proved = False  # the lighthouse has
         self._secure = False
         self._again: tuple[type[OSError], ...] = _AGAIN  # not ready, try later
-
-    def open(self) -> None:
-        """Begins to connect."""
-        self._connect()
 
     def close(self) -> None:
         """Sends what is waiting as far as the socket takes it, and ends."""
@@ -145,7 +119,8 @@ class Link:
 
     # ---- connecting -------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def open(self) -> None:
+        """Begins to connect."""
         if self._closed:
             return
         options = self.options
@@ -171,7 +146,7 @@ class Link:
         try:
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setblocking(False)
-            tune(self._socket, max(options.connect_timeout_s, 5.0))
+            frames.tune(self._socket, max(options.connect_timeout_s, 5.0))
             code = self._socket.connect_ex(target)
         except OSError as error:
             self._broken(f"{error}")
@@ -193,7 +168,7 @@ class Link:
         if options.ca or options.certificate:
             self._start_tls()
         epoch, number, round_ = self.known
-        hello = Hello(
+        hello = messages.Hello(
             nonce=os.urandom(16).hex(),
             role=options.role,
             replica=options.replica,
@@ -207,9 +182,9 @@ class Link:
             pid=os.getpid(),
             proxy=options.proxy,
         )
-        frame = encode(hello)
-        self._said, self._proved = (frame[HEAD.size :],), False
-        self._out = bytearray(PREAMBLE + frame)
+        frame = messages.encode(hello)
+        self._said, self._proved = (frame[frames.HEAD.size :],), False
+        self._out = bytearray(messages.PREAMBLE + frame)
         self._flush()
 
     def _start_tls(self) -> None:
@@ -222,7 +197,7 @@ class Link:
         context = ssl.create_default_context(cafile=options.ca or None)
         if options.certificate:
             context.load_cert_chain(options.certificate, options.key or None)
-        name = options.server_name or split_address(self.address)[0]
+        name = options.server_name or frames.split_address(self.address)[0]
         self._reactor.forget(self._socket.fileno())
         self._socket = context.wrap_socket(self._socket, server_hostname=name, do_handshake_on_connect=False)
         self._reactor.watch(self._socket.fileno(), self._ready, write=True)
@@ -239,7 +214,7 @@ class Link:
     def _read(self) -> None:
         while self._socket is not None:
             try:
-                data = self._socket.recv(READ_BYTES)
+                data = self._socket.recv(frames.READ_BYTES)
             except self._again:
                 break
             except OSError as error:
@@ -250,46 +225,48 @@ class Link:
                 return
             self._heard, self._pinged = self._reactor.clock.now, 0.0
             self._in += data
-            if len(data) < READ_BYTES and not self._secure:
+            if len(data) < frames.READ_BYTES and not self._secure:
                 break
         self._parse()
 
     def _parse(self) -> None:
         try:
-            for kind, payload in take_frames(self._in, _MAX_FRAME):
+            for kind, payload in frames.take_frames(self._in, _MAX_FRAME):
                 self._handle(kind, payload)
             if not self._proved:
-                check_length(len(self._in), _MAX_GREETING)
-        except BadFrame as error:
+                frames.check_length(len(self._in), _MAX_GREETING)
+        except frames.BadFrame as error:
             self._broken(f"this is no lighthouse of our version: {error}")
 
     def _handle(self, kind: int, payload: bytes) -> None:
-        if self.up and kind not in (WELCOME, REFUSED):
+        if self.up and kind not in (messages.WELCOME, messages.REFUSED):
             self._receive(kind, payload)
             return
-        message, _ = decode(kind, payload, _MAX_FRAME if self._proved else _MAX_GREETING)
-        if isinstance(message, Challenge):
+        message, _ = messages.decode(kind, payload, _MAX_FRAME if self._proved else _MAX_GREETING)
+        if isinstance(message, messages.Challenge):
             self._prove(message)
-        elif isinstance(message, Proof):
+        elif isinstance(message, messages.Proof):
             self._proved = is_proof(message.proof, self._credential, b"server", *self._said)
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             self._refused(message, payload)
         elif self.options.token and not self._proved:
             why = f"the lighthouse at {self.address} does not know our job token"
-            refused = Refused("token", f"{why}: is it another job's, or was it started with --no-token?")
-            self._refused(refused, encode(refused)[HEAD.size :])
+            refused = messages.Refused(
+                "token", f"{why}: is it another job's, or was it started with --no-token?"
+            )
+            self._refused(refused, messages.encode(refused)[frames.HEAD.size :])
         else:
-            if isinstance(message, Welcome):
+            if isinstance(message, messages.Welcome):
                 self._welcomed(message)
             self._receive(kind, payload)
 
-    def _prove(self, challenge: Challenge) -> None:
+    def _prove(self, challenge: messages.Challenge) -> None:
         """Answers with what only a holder of the job token can say; the token itself stays here."""
         if len(self._said) != 1:
-            raise BadFrame("a second Challenge")
+            raise frames.BadFrame("a second Challenge")
         self._said = (challenge.nonce.encode(), *self._said)
         proof = prove(self._credential, b"client", *self._said).hex() if self.options.token else ""
-        self._out += encode(Proof(proof))
+        self._out += messages.encode(messages.Proof(proof))
         self._flush()
 
     def _flush(self) -> None:
@@ -310,7 +287,7 @@ class Link:
 
     # ---- life -------------------------------------------------------------------------------------------
 
-    def _welcomed(self, welcome: Welcome) -> None:
+    def _welcomed(self, welcome: messages.Welcome) -> None:
         self.up, self._failures, self._welcome = True, 0, welcome
         self._last_error = ""
         self._heard, self._pinged = self._reactor.clock.now, 0.0
@@ -319,13 +296,13 @@ class Link:
             self._timeout.cancel()
         self._send_beat()
 
-    def _refused(self, refused: Refused, payload: bytes) -> None:
+    def _refused(self, refused: messages.Refused, payload: bytes) -> None:
         if refused.code in FATAL:
             self._closed = True
             self._shut()
-            self._receive(REFUSED, payload)
+            self._receive(messages.REFUSED, payload)
         elif self.up and refused.code not in ("moved", "draining"):
-            self._receive(REFUSED, payload)
+            self._receive(messages.REFUSED, payload)
         else:
             self._detour = refused.leader if refused.leader != self.address else ""
             self._broken(refused.message)
@@ -345,9 +322,11 @@ class Link:
         if not self.up:  # the proxy has seen that its rank is stopped, and ended this
             return
         if ping:
-            self._out += encode(Beat(beat.step, beat.progress, beat.idle_s, beat.health, ping=True))
+            self._out += messages.encode(
+                messages.Beat(beat.step, beat.progress, beat.idle_s, beat.health, ping=True)
+            )
         else:
-            self._out += EMPTY_BEAT if beat == self._sent_beat else encode(beat)
+            self._out += messages.EMPTY_BEAT if beat == self._sent_beat else messages.encode(beat)
             self._sent_beat = beat
         self._flush()
         if self.up:
@@ -368,8 +347,8 @@ class Link:
         text = f"{self.address}: {reason}"
         if was_up or text != self._last_error:
             self._last_error = text
-            frame = encode(ConnectionLost(text))
-            self._receive(frame[HEAD.size - 1], frame[HEAD.size :])
+            frame = messages.encode(ConnectionLost(text))
+            self._receive(frame[frames.HEAD.size - 1], frame[frames.HEAD.size :])
         if was_up:
             self._failures = 0
             if silent:
@@ -378,7 +357,7 @@ class Link:
                 self._detour = self._detour or self.address
         rounds = self._failures // max(1, len(self.options.addresses))
         pause = min(_FIRST_PAUSE_S * 2.0**rounds, _LAST_PAUSE_S) * random.uniform(0.5, 1.5)
-        self._reactor.later(0.0 if was_up or (self._detour and not self._failures) else pause, self._connect)
+        self._reactor.later(0.0 if was_up or (self._detour and not self._failures) else pause, self.open)
         self._failures += 1
 
     def _shut(self) -> None:
@@ -401,7 +380,7 @@ def resolve(
     """Looks HOST:PORT up and tells on the reactor's thread: at once for numbers, from a thread (returned) for names,
     because a name server that hangs must not hold up heartbeats and notices."""
     try:
-        host, port = split_address(address)
+        host, port = frames.split_address(address)
     except ValueError as error:
         tell(error)
         return None

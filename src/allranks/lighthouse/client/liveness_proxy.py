@@ -20,28 +20,10 @@ from dataclasses import dataclass, replace
 from allranks.blackbox.header import STRUCT, parse_header, process_state, read_regular
 from allranks.channel.frames import HEAD, BadFrame, take_frames
 from allranks.errors import InputError
+from allranks.lighthouse import messages
 from allranks.lighthouse.client.held_sockets import HeldSockets
 from allranks.lighthouse.client.link import Link, LinkOptions
 from allranks.lighthouse.client.reactor import Reactor
-from allranks.lighthouse.messages import (
-    DEPARTURES,
-    HOLD,
-    LEAVE,
-    RELEASE,
-    REPORT,
-    START,
-    WELCOME,
-    Beat,
-    Died,
-    Hold,
-    Release,
-    Report,
-    Start,
-    Welcome,
-    decode,
-    encode,
-    load,
-)
 from allranks.model.cluster import Evicted, MemberLeft, MemberLost
 
 _MAX_FRAME = 256 << 20
@@ -82,7 +64,7 @@ class LivenessProxy:
         self._pid = 0
         self._pidfd = -1
         self._box = ""
-        self._report = Report()
+        self._report = messages.Report()
         self._left = False
         self._count = -1
         self._moved_at = time.monotonic()
@@ -125,30 +107,30 @@ class LivenessProxy:
             self._end(f"the rank sent garbage to its liveness proxy: {error}")
 
     def _from_rank(self, kind: int, payload: bytes) -> None:
-        if kind in (START, HOLD, RELEASE, REPORT):
-            message, _ = decode(kind, payload)
-            if isinstance(message, Start):
+        if kind in (messages.START, messages.HOLD, messages.RELEASE, messages.REPORT):
+            message, _ = messages.decode(kind, payload)
+            if isinstance(message, messages.Start):
                 self._start(message)
-            elif isinstance(message, Hold):
+            elif isinstance(message, messages.Hold):
                 mine, self._fds = self._fds[: message.count], self._fds[message.count :]
                 self._held.add(message.number, mine)
-            elif isinstance(message, Release):
+            elif isinstance(message, messages.Release):
                 self._held.release(message.number)
-            elif isinstance(message, Report):
+            elif isinstance(message, messages.Report):
                 self._report = message
                 if self._link is not None and len(message.known) == 3:
                     self._link.known = (message.known[0], message.known[1], message.known[2])
             return
         frame = HEAD.pack(len(payload), kind) + payload
-        if self._link is not None and kind == LEAVE:
+        if self._link is not None and kind == messages.LEAVE:
             self._left = True
             self._link.finish(frame)
         elif self._link is not None:
             self._link.send(frame)
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: messages.Start) -> None:
         self._pid, self._box = start.pid, start.black_box
-        self._where = replace(load(LinkOptions, start.link.encode()), proxy=True)
+        self._where = replace(messages.load(LinkOptions, start.link.encode()), proxy=True)
         self._link = Link(self._where, self._reactor, self._from_lighthouse, self._beat)
         try:
             self._pidfd = os.pidfd_open(self._pid)
@@ -181,17 +163,17 @@ class LivenessProxy:
     # ---- the lighthouse's side --------------------------------------------------------------------------
 
     def _from_lighthouse(self, kind: int, payload: bytes) -> None:
-        if kind == WELCOME:
-            welcome, _ = decode(kind, payload)
-            if isinstance(welcome, Welcome):
+        if kind == messages.WELCOME:
+            welcome, _ = messages.decode(kind, payload)
+            if isinstance(welcome, messages.Welcome):
                 self._timeout_s = welcome.timeout_s
-        if kind in DEPARTURES:
-            notice, _ = decode(kind, payload)
+        if kind in messages.DEPARTURES:
+            notice, _ = messages.decode(kind, payload)
             if isinstance(notice, (MemberLost, MemberLeft, Evicted)) and notice.number:
                 self._held.shut(notice.number)  # before anything else: survivors are blocked
         self._send(kind, payload)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> messages.Beat:
         self._check()  # here, since a wake-up of its own costs as much as the beat
         report, mark = self._report, read_mark(self._box) if self._box else None
         step = max(report.step, mark.step) if mark else report.step
@@ -202,7 +184,7 @@ class LivenessProxy:
         if count != self._count:
             self._count, self._moved_at = count, now
         idle = round(now - self._moved_at, 1)
-        return Beat(step, count, idle if count >= 0 and idle >= 1.0 else 0.0, report.health)
+        return messages.Beat(step, count, idle if count >= 0 and idle >= 1.0 else 0.0, report.health)
 
     # ---- a stopped rank ---------------------------------------------------------------------------------
 
@@ -222,8 +204,8 @@ class LivenessProxy:
         elif not self._asleep and 0 < self._timeout_s <= now - self._seen_running and self._link is not None:
             self._asleep = True
             self._held.drop_all(shut=True)
-            silent = now - self._seen_running
-            self._link.send(encode(Died(f"process {self._pid} is stopped (SIGSTOP) for {silent:.2f} s")))
+            why = f"process {self._pid} is stopped (SIGSTOP) for {now - self._seen_running:.2f} s"
+            self._link.send(messages.encode(messages.Died(why)))
             self._link.close()
 
     # ---- the end ----------------------------------------------------------------------------------------
@@ -233,7 +215,8 @@ class LivenessProxy:
         self._held.drop_all(shut=True)
         if self._link is not None and not self._left:
             mark = read_mark(self._box) if self._box else None
-            self._link.send(encode(Died(f"{reason} ({mark.closed})" if mark and mark.closed else reason)))
+            died = messages.Died(f"{reason} ({mark.closed})" if mark and mark.closed else reason)
+            self._link.send(messages.encode(died))
         self._reactor.stop()
 
 

@@ -43,7 +43,7 @@ class Reactor:
         self._wake_read = self._wake_write = -1
         self._timers: list[tuple[float, int, ReactorTimer]] = []
         self._order = itertools.count()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -88,7 +88,7 @@ class Reactor:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
         return timer
 
-    def call(self, callback: Callable[[], None]) -> None:
+    def call(self, callback: Callable[[], object]) -> None:
         """Runs `callback` on the reactor's thread, soon. Safe from any thread."""
         with self._lock:
             self._calls.append(callback)
@@ -127,7 +127,7 @@ class Reactor:
             if timer.callback is not None:
                 self._guard(timer.callback)
 
-    def _guard(self, callback: Callable[[], None]) -> None:
+    def _guard(self, callback: Callable[[], object]) -> None:
         try:
             callback()
         except Exception:
