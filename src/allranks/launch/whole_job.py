@@ -246,6 +246,11 @@ def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
             "torchrun's etcd-v2 rendezvous needs the package python-etcd",
             hint="Use --rdzv-backend etcd-v3, which needs nothing, or pip install python-etcd.",
         )
+    if isinstance(error, UnicodeError):  # Python cannot look up a name with a part of 64 characters
+        return LaunchError(
+            f"torchrun cannot use the host name {printable(socket.gethostname(), 64)}: {text}",
+            hint="Give the host a shorter name (hostnamectl set-hostname, docker --hostname).",
+        )
     if isinstance(error, ValueError):
         return LaunchError(f"torchrun refused the command line: {text}", hint="See `allranks run --help`.")
     return LaunchError(f"the launch failed: {name}: {text}")
