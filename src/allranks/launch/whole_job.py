@@ -185,7 +185,7 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
     namespace = vars(args)
     conf = _parse_conf(namespace.get("rdzv_conf") or "")
     alone = bool(namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1"))
-    namespace["local_addr"] = namespace.get("local_addr") or _own_address(alone)
+    namespace["local_addr"] = _own_address(namespace.get("local_addr"), alone)
     if namespace.get("rdzv_backend") != "static" or namespace.get("standalone"):
         conf = {**(_ALONE_DEFAULTS if alone else _RENDEZVOUS_DEFAULTS), **conf}
         namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
@@ -200,11 +200,11 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
     return args
 
 
-def _own_address(alone: bool) -> str | None:
-    """What the ranks get as MASTER_ADDR where the host's name, which torchrun would take (None), does not resolve."""
+def _own_address(given: str | None, alone: bool) -> str | None:
+    """--local-addr, or what the ranks get as MASTER_ADDR where the host's name, which torchrun would take (None), does not resolve."""
     name = printable(socket.gethostname(), 64)
-    if resolves(socket.gethostname()):
-        return None
+    if given or resolves(socket.gethostname()):
+        return given
     if alone and not resolves("localhost"):  # torchrun --standalone meets there
         raise LaunchError(
             f"neither localhost nor the host name {name} resolves",
