@@ -120,15 +120,13 @@ SHIPPED: dict[str, tuple[str, tuple[str, ...]]] = {
     "`-m open_clip_train.main`": (
         "open_clip_torch 3.3.0",
         ("it needs a GPU for each rank: it calls `DistributedDataParallel(device_ids=[device])`, which torch refuses on the CPU, with us or"
-         " without; the incident named that line", *("see left",) * 2),
+         " without; the incident quotes that error", *("see left",) * 2),
     ),
     "SentenceTransformerTrainer": ("sentence-transformers", shipped("sentence_transformers")),
     "diffusers' UNet with Accelerate": ("diffusers", shipped("diffusers")),
     "fairscale's OSS and ShardedDataParallel": ("fairscale", shipped("fairscale")),
     "PyTorch-Ignite's Engine and idist": ("pytorch-ignite", shipped("ignite")),
     "hydra.main with a working folder of its own": ("hydra-core", shipped("hydra")),
-    "MMEngine's Runner": ("mmengine", shipped("mmengine")),
-    "fastai's Learner": ("fastai", shipped("fastai")),
 }  # fmt: skip
 
 

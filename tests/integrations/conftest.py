@@ -28,8 +28,6 @@ PACKAGES = [
     "fairscale",
     "pytorch-ignite",
     "hydra-core",
-    "mmengine",
-    "fastai",
 ]
 
 

@@ -126,8 +126,6 @@ KINDS = {
     "diffusers": Program("diffusers", "{programs}/diffusers_unet.py", "trained"),
     "ignite": Program("ignite", "{programs}/ignite_engine.py", "trained"),
     "hydra": Program("hydra", "{programs}/hydra_ddp.py hydra.job.chdir=True", "trained in outputs"),
-    "mmengine": Program("mmengine", "{programs}/mmengine_runner.py out", "trained"),
-    "fastai": Program("fastai", "{programs}/fastai_learner.py", "trained"),
 }  # fmt: skip
 
 
