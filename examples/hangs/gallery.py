@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from allranks.model.trace import RankTrace
 
 HERE = Path(__file__).resolve().parent
 #: Nothing has moved for so long while every rank sleeps, or while one computes: the job hangs, or has ended.
-ASLEEP_S, BUSY_S = 0.6, 3.0
+ASLEEP_S, BUSY_S, SILENT_S = 0.6, 3.0, 12.0
 #: Frames of a call's stack: torch's sharding puts twenty of its own between a call and the user's line.
 STACK_DEPTH = 40
 
@@ -120,17 +120,17 @@ def hanging(case: Truth, folder: Path, limit_s: float = 60.0) -> Iterator[Ranks]
     env = {"ALLRANKS_DIR": str(folder), "ALLRANKS_STACK_DEPTH": str(STACK_DEPTH)}
     ranks = Ranks(_rank, case.processes, args=(str(case.script),), backend=None, env=env)
     with ranks:
-        deadline, last, moved, busy = time.monotonic() + limit_s, None, 0.0, 0.0
+        deadline, last, moved, busy, used = time.monotonic() + limit_s, None, 0.0, 0.0, 0.0
         while time.monotonic() < deadline:
             now = _position(folder, case.processes)
             states = [_state(pid) for pid in ranks.pids.values()]
+            runs = any(_is_running(pid) for pid in ranks.pids.values())
             if now != last:
-                last, moved = now, time.monotonic()
-            busy = time.monotonic() if "R" in states else busy
-            quiet = time.monotonic() - max(moved, busy)
-            if now is not None and (
-                set(states) <= {"Z"} or quiet > ASLEEP_S or time.monotonic() - moved > BUSY_S
-            ):
+                last, moved, used = now, time.monotonic(), _cpu_s(ranks)
+            busy = time.monotonic() if runs else busy
+            quiet = time.monotonic() - max(moved, busy) > ASLEEP_S
+            spins = _cpu_s(ranks) - used > BUSY_S or time.monotonic() - moved > SILENT_S
+            if now is not None and (set(states) <= {"Z"} or quiet or spins):
                 break
             time.sleep(0.05)
         yield ranks
@@ -170,6 +170,21 @@ def run_hang(case: Truth, folder: Path, keep: Path | None = None) -> Outcome:
 def _state(pid: int) -> str:
     """The state of a process as the kernel names it: R running, S asleep, T stopped, Z ended."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]  # it is ours, and not reaped yet
+
+
+def _cpu_s(ranks: Ranks) -> float:
+    """What its processes have used: a busy machine may give them nothing for seconds."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split() for pid in ranks.pids.values()]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_running(pid: int) -> bool:
+    """Whether any of its threads has work to do: on a busy machine the one that sends may wait for its turn."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has just ended
+            if stat.read_text().rsplit(") ", 1)[1][0] in "RD":
+                return True
+    return False
 
 
 def is_right(outcome: Outcome) -> tuple[bool, bool, bool]:
