@@ -142,6 +142,25 @@ def test_an_archive_of_very_many_foreign_files_is_left_with_a_note(
     assert [trace.header.rank for trace in load_paths([str(tmp_path)]).traces] == [0, 1]
 
 
+@pytest.mark.parametrize("name", ["all.tar", "all.zip"])
+def test_an_archive_of_millions_of_files_is_read_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(sources, "MAX_MEMBERS", 3)
+    members = {f"trace_{rank}": content(rank) for rank in range(5)}
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for member, data in members.items():
+                archive.writestr(member, data)
+    else:
+        (tmp_path / name).write_bytes(make_tar("", members))
+    result = load_paths([str(tmp_path)])
+    assert [trace.header.rank for trace in result.traces] == [0, 1, 2]
+    assert [note.note for note in result.files if note.path == name] == [
+        "more than 3 files: the others are left out; unpack it, and give the folder with the dumps"
+    ]
+
+
 def test_member_names_are_never_written_to(tmp_path: Path) -> None:
     """../ in an archive is only text."""
     (tmp_path / "in").mkdir()

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from allranks.errors import InputError, require
@@ -71,6 +72,7 @@ GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 #: What reading a damaged archive may raise besides its library's own errors.
 _DAMAGED = (OSError, ValueError, EOFError, OverflowError, RecursionError)
 MAX_DEPTH = 32
+MAX_MEMBERS = 100_000  # of an archive
 #: Compressed data may grow by this factor before we call it a bomb, once it is beyond BOMB_BYTES.
 BOMB_FACTOR, BOMB_BYTES = 300, 64 << 20
 
@@ -243,8 +245,18 @@ def open_archive(source: DumpSource, options: LoadOptions) -> tuple[Iterator[Dum
     """(the members of a tar file, compressed or not, or of a zip file; None when it is none, what is wrong with it)."""
     data, problem = unwrap(read_all(source, options.max_box_bytes), options.max_box_bytes)
     if is_zip(data):
-        return zip_members(source, data, options.max_file_bytes), ""
-    return (tar_members(source, data, options.max_file_bytes) if is_tar(data) else None), problem
+        return _bounded(source, zip_members(source, data, options.max_file_bytes)), ""
+    if is_tar(data):
+        return _bounded(source, tar_members(source, data, options.max_file_bytes)), problem
+    return None, problem
+
+
+def _bounded(source: DumpSource, members: Iterator[DumpSource]) -> Iterator[DumpSource]:
+    """At most MAX_MEMBERS of them: an archive that is small on disk may hold millions."""
+    yield from islice(members, MAX_MEMBERS)
+    if next(members, None) is not None:
+        problem = f"more than {MAX_MEMBERS:,} files: the others are left out; unpack it, and give the folder with the dumps"
+        yield DumpSource(source.path, source.location, problem=problem)
 
 
 def is_tar(data: bytes) -> bool:
