@@ -161,7 +161,7 @@ class Cluster:
         time.sleep(1.0)  # they write their stacks; the test has failed already
         for path in sorted(Path(self.folder.name).glob("*.log")):
             lines = path.read_text(errors="replace").splitlines()
-            print("\n".join([f"== {path.stem}", *lines[-60:]]), file=sys.stderr)
+            print("\n".join([f"== {path.stem}", *lines[-200:]]), file=sys.stderr)
 
     def start(self, *names: str, job: Job | None = None) -> None:
         for name in names:

@@ -118,7 +118,8 @@ def judge_stacks(result: Diagnosis, captures: tuple[StacksReport, ...]) -> Diagn
     culprits = tuple(rank for rank in report.culprits if report.ranks[rank].cause != "unknown")
     if not culprits:  # nobody is accused because a capture of it could not be read
         seen = Finding("unclear", (), report.sentence, severity="warning", confidence=0.2)
-        findings: tuple[Finding, ...] = () if report.hung is False else (seen,)
+        read = any(state.stack for state in report.ranks.values())
+        findings: tuple[Finding, ...] = (seen,) if read and report.hung is not False else ()
     else:
         guilty = report.ranks[culprits[0]]
         finding = Finding(

@@ -144,6 +144,7 @@ class CheckpointManager:
             self.coordinator.copy.wait()
 
     def due(self, step: int) -> tuple[CheckpointTier, ...]:
+        """The tiers that are configured and due at a step."""
         tiers = (Tier.MEMORY, *self.places.specs())
         return tuple(tier for tier in tiers if self.should_checkpoint(step, tier))
 
@@ -164,6 +165,7 @@ class CheckpointManager:
         return ok
 
     def clear_memory_snapshots(self) -> None:
+        """Lets the memory tier go."""
         self.memory_backend.clear()
 
     def close(self, timeout_s: float = 600.0) -> None:
