@@ -242,3 +242,11 @@ def test_stacks_takes_the_name_of_a_job_as_the_other_commands_do(
     ]
     assert main(["stacks", "night"]) == 2
     assert "no rank of job 'night-a'" in capsys.readouterr().err
+
+
+def test_a_command_on_stores_ends_without_taking_its_process_apart(tmp_path: Path) -> None:
+    """Else the threads of the store's library may abort it, behind its answer and with another exit code."""
+    code = "import atexit, sys; from allranks.cli import run; atexit.register(print, 'taken apart'); run()"
+    words = [sys.executable, "-c", code, "checkpoint", "ls", str(tmp_path / "none")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "taken apart" not in done.stdout and done.returncode == 2, done.stderr

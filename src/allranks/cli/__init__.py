@@ -45,6 +45,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 #: Commands that read dumps with numpy; their start-up time counts.
 READING = frozenset({"diagnose", "frtrace", "dump-info", "convert"})
+#: Commands that may use obstore, whose threads now and then abort a process that is taken apart around them.
+STORING = frozenset({"checkpoint", "doctor"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,11 +131,13 @@ def run() -> None:
     with the rings of a thousand ranks in memory both take longer than the diagnosis. The threads of numpy's linear
     algebra would spin for longer than a small diagnosis takes."""
     _prepare_output()
-    if sys.argv[1:2] == [] or sys.argv[1] not in READING:
-        sys.exit(main())
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    gc.disable()
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in READING:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        gc.disable()
     code = main()
+    if name not in READING | STORING:
+        sys.exit(code)
     sys.stderr.flush()
     os._exit(code)
 
