@@ -17,9 +17,9 @@ from proc import gone
 RANK = """
 import os, sys, time, allranks
 rank = os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or "0"
+allranks.step(0)  # first: an interrupted import prints two tracebacks
 with open(f"{sys.argv[1]}/new{rank}", "w") as out: out.write(str(os.getpid()))
 os.replace(f"{sys.argv[1]}/new{rank}", f"{sys.argv[1]}/pid{rank}")
-allranks.step(0)
 time.sleep(600)
 """
 
