@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.cli.run_job import webhook_addresses
 from allranks.errors import MissingExtra
 from allranks.incidents.publish import check_address, send
 from allranks.model.diagnosis import Finding
@@ -153,3 +154,13 @@ def test_a_webhook_that_fails_is_named_without_what_is_secret_in_its_address(
     assert results == {first: False, second: False}
     assert f"webhook http://{host}/… failed (1 of 1)" in caplog.text
     assert "secret" not in caplog.text and "\x1b" not in caplog.text
+
+
+def test_webhooks_come_from_flags_or_the_job_file_or_the_environment() -> None:
+    environment = {"ALLRANKS_WEBHOOK": "https://a.example/x slack:https://b.example/y"}
+    assert webhook_addresses((), (), environment) == ("https://a.example/x", "slack:https://b.example/y")
+    assert webhook_addresses((), ("https://c.example",), environment) == ("https://c.example",)
+    assert webhook_addresses(("https://d.example",), ("https://c.example",), environment) == (
+        "https://d.example",
+    )
+    assert webhook_addresses((), (), {}) == ()

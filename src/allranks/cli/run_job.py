@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -258,6 +258,18 @@ def _is_news(record: logging.LogRecord) -> bool:
     return getattr(record, "event", "") != "incident" and not str(record.msg).startswith("listening on")
 
 
+def webhook_addresses(
+    flags: Sequence[str], settings: Sequence[str], environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Where incidents are sent: the flags, else the job file, else ALLRANKS_WEBHOOK, which `ps` does not show."""
+    from allranks.incidents.publish import check_address
+
+    found = tuple(flags or settings or environment.get("ALLRANKS_WEBHOOK", "").split())
+    for address in found:
+        check_address(address)
+    return found
+
+
 def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | None:
     """What detects hangs of this node's ranks; None when nothing is recorded or nobody wants it."""
     options, recovery = job.options, job.settings.get("recovery") or {}
@@ -265,13 +277,8 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
         return None
     from allranks.incidents.loop import Watch
     from allranks.incidents.pipeline import WatchOptions
-    from allranks.incidents.publish import check_address
 
-    webhooks = tuple(
-        options.webhook or recovery.get("webhooks") or os.environ.get("ALLRANKS_WEBHOOK", "").split()
-    )
-    for address in webhooks:
-        check_address(address)
+    webhooks = webhook_addresses(options.webhook, recovery.get("webhooks") or (), os.environ)
     retry_s = manager_timeout_s(os.environ) if mode == "replica" else None
     watch = Watch(
         WatchOptions(
