@@ -205,7 +205,7 @@ def test_a_file_with_the_stacks_of_all_processes_of_a_node_is_taken_apart(tmp_pa
 def test_diagnose_says_what_a_single_look_at_one_process_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody is accused, and the line where it stands is told."""
+    """Nobody is accused, and the line where it stands is shown."""
     shutil.copy(CASES / "hangs" / "lock_deadlock_abba" / "rank0.pyspy.txt", tmp_path / "dump.txt")
     assert main(["diagnose", str(tmp_path)]) == 1
     first = capsys.readouterr().out.splitlines()[0]

@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 #: Commands that read dumps with numpy; their start-up time counts.
 READING = frozenset({"diagnose", "frtrace", "dump-info", "convert"})
-#: Commands that may use obstore, whose threads now and then abort a process that is taken apart around them.
+#: Commands that may use obstore: one was aborted behind its answer, most likely by threads that met the interpreter's end.
 STORING = frozenset({"checkpoint", "doctor"})
 
 

@@ -39,7 +39,7 @@ MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out o
 
 
 class Hook:
-    """The wrapped methods of torch.distributed and what they share. `fault` is told of our own errors."""
+    """The wrapped methods of torch.distributed and what they share. `fault` is called with our own errors."""
 
     def __init__(
         self,
