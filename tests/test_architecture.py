@@ -138,7 +138,7 @@ def test_every_command_has_help_and_a_main(command: str) -> None:
 def test_starting_the_command_imports_neither_torch_nor_numpy() -> None:
     """`allranks --help` is instant."""
     code = "import sys; from allranks.cli import main; main([]); print(sorted({'torch','numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
 
 

@@ -47,10 +47,10 @@ def test_an_old_module_takes_the_place_of_nothing() -> None:
     old module has been imported yet."""
     inside = sorted(old for old in homes() if "." in old)
     ask = [sys.executable, "-c", _TAKEN]
-    done = subprocess.run([*ask, *inside], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([*ask, *inside], capture_output=True, text=True, timeout=300, check=True)
     assert inside and done.stdout == ""
     taken = subprocess.run(
-        [*ask, "elastic.config.check"], capture_output=True, text=True, timeout=100, check=True
+        [*ask, "elastic.config.check"], capture_output=True, text=True, timeout=300, check=True
     )
     assert taken.stdout == "elastic.config.check\n"  # as it was found
 
@@ -76,7 +76,7 @@ def test_what_docs_and_examples_of_earlier_versions_import_is_there(line: str) -
 def test_the_warning_is_shown_where_the_import_is(tmp_path: Path, statement: str, said: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{statement}\n")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=True)
     assert f"{script}:1: DeprecationWarning" in done.stderr and said in done.stderr
 
 

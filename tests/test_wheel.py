@@ -42,11 +42,10 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(laptop: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """One command on the laptop."""
     return subprocess.run(
-        [laptop / "allranks", *words], capture_output=True, text=True, timeout=120, check=False
+        [laptop / "allranks", *words], capture_output=True, text=True, timeout=300, check=False
     )
 
 
-@pytest.mark.timeout(600)
 def test_reading_commands_work_without_torch(laptop: Path) -> None:
     """diagnose, frtrace, dump-info, stacks --from and doctor explain; torch is really not there."""
     assert (
@@ -72,7 +71,6 @@ def test_reading_commands_work_without_torch(laptop: Path) -> None:
     assert run(laptop, "--help").returncode == 0
 
 
-@pytest.mark.timeout(600)
 def test_the_first_lines_of_the_readme_give_what_is_shown(laptop: Path, tmp_path: Path) -> None:
     """A new user copies them after `pip install`: the same output, to the letter."""
     readme = (ROOT / "README.md").read_text()
@@ -82,11 +80,10 @@ def test_the_first_lines_of_the_readme_give_what_is_shown(laptop: Path, tmp_path
     install, command, *shown = found[2].splitlines()
     assert install.startswith("$ pip install allranks ") and command.startswith("$ allranks diagnose dumps/ ")
     words = [laptop / "allranks", "diagnose", "dumps/"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.rstrip("\n").splitlines() == shown
 
 
-@pytest.mark.timeout(600)
 def test_a_missing_extra_is_one_sentence_with_the_command(laptop: Path, tmp_path: Path) -> None:
     """What needs torch says how to get it, before anything is started."""
     (tmp_path / "train.py").touch()

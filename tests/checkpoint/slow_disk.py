@@ -30,7 +30,7 @@ class SlowFiles:
 
     def close(self) -> int:
         """Gives the leases up; returns how many opens had to wait."""
-        out, _ = self._holder.communicate(timeout=60)
+        out, _ = self._holder.communicate(timeout=300)
         return int(out)
 
 

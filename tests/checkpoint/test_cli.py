@@ -437,7 +437,7 @@ for words in (["ls", store], ["show", store], ["verify", store], ["copy", store,
         [sys.executable, "-c", code, str(store), str(tmp_path / "other")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert same_state(NVMeBackend(tmp_path / "other").load("checkpoint_step_00000003"), make_state(3, seed=3))

@@ -48,7 +48,7 @@ def test_a_file_system_without_locks_or_exchange_is_saved_to_read_and_kept_in_or
         [sys.executable, "-c", SAVE_READ_REMOVE, file_system, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parents[2],
     )
     assert done.stdout == "['one', 'two'] 2 True ['two']\n", done.stderr
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path: Path, file_system
         [sys.executable, "-c", LOOK, file_system, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parents[2],
     )
     assert f"[NVME] {tmp_path} did not answer: {answer}" in done.stdout, (done.stdout, done.stderr)

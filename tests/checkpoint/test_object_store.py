@@ -314,7 +314,7 @@ def test_two_ranks_save_one_checkpoint_together(s3: S3Server, bucket: str) -> No
         [sys.executable, str(script), bucket, json.dumps(s3.options())],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert done.stdout.strip() == "[1, 1]", done.stderr
     keys = [key for key, _ in _store(s3, bucket).blobs.keys("checkpoint_step_00000001/")]

@@ -179,7 +179,7 @@ def test_a_closed_pipe_loses_no_file(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     subprocess.run(
-        [*ALLRANKS, "diagnose", str(tmp_path), "--html", str(page)], stdout=write, timeout=60, check=False
+        [*ALLRANKS, "diagnose", str(tmp_path), "--html", str(page)], stdout=write, timeout=300, check=False
     )
     os.close(write)
     assert page.read_text().endswith("</html>")

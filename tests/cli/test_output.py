@@ -35,7 +35,7 @@ def run(
         stdout=stdout,
         stderr=subprocess.PIPE,
         env=environment,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -78,7 +78,7 @@ def test_a_full_disk_is_an_error_and_not_a_fault_of_the_job() -> None:
 def test_a_closed_output_is_no_error(words: list[str]) -> None:
     """`allranks diagnose dumps/ --html page.html >&-`."""
     line = shlex.join([*ALLRANKS, *words]) + " >&-"
-    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (1 if words[0] == "diagnose" else 0, b"")
 
 
@@ -88,7 +88,7 @@ def test_no_socket_gets_the_number_of_a_closed_input_or_output(closed: str) -> N
     code = "import os; from allranks.cli import _prepare_output; _prepare_output(); os.execlp('sh', 'sh', '-c', '{}')"
     look = "for n in 0 1 2; do test -e /proc/self/fd/$n || echo $n is closed >&2; done"
     line = f"exec {shlex.join([sys.executable, '-c', code.format(look)])} {closed}"
-    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 

@@ -30,7 +30,7 @@ def test_a_warm_process_marks_steps_under_the_rank_that_it_becomes(tmp_path: Pat
     )
     environment = {**os.environ, "ALLRANKS_DRILL": str(tmp_path)}
     environment.pop("RANK", None)
-    done = subprocess.run([sys.executable, "-c", SPARE], env=environment, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SPARE], env=environment, check=False, timeout=300)
     assert done.returncode == 3
     assert [mark["step"] for mark in read_marks(tmp_path)[2]] == [7]
     assert json.loads((tmp_path / "fired.0").read_text())["rank"] == 2
@@ -65,7 +65,7 @@ def test_helpers_of_a_rank_that_dies_while_it_is_cut_off_run_again() -> None:
         start_new_session=True,
     )
     try:
-        out, _ = rank.communicate(b"the helper runs", timeout=60)  # until the helper has read its end, too
+        out, _ = rank.communicate(b"the helper runs", timeout=300)  # until the helper has read its end, too
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)

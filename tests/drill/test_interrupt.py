@@ -59,7 +59,7 @@ def test_an_interrupted_drill_leaves_no_process_behind(tmp_path: Path, number: i
         family = descendants(drill.pid)
         assert {int(p.read_text()) for p in pids} <= family
         os.kill(drill.pid, number)
-        assert drill.wait(timeout=90) == code
+        assert drill.wait(timeout=300) == code
         wait_for("the end of all processes", lambda: not [pid for pid in family if running(pid)])
     finally:
         for pid in (drill.pid, *descendants(drill.pid)):

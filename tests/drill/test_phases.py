@@ -47,7 +47,7 @@ def test_a_fault_strikes_in_its_phase_after_those_before_it(
     plan = make_plan({"faults": faults}, ranks=2)
     (tmp_path / "plan.json").write_text(plan.to_json())
     environment = {**os.environ, "ALLRANKS_DRILL": str(tmp_path), "RANK": "0"}
-    done = subprocess.run([sys.executable, "-c", RANK], env=environment, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", RANK], env=environment, check=False, timeout=300)
     assert done.returncode == code
     mark = tmp_path / f"fired.{len(before)}"
     assert (json.loads(mark.read_text())["step"] if mark.exists() else None) == fired

@@ -17,8 +17,6 @@ from allranks.cli.run_job import read_settings
 from allranks.elastic.config import JobConfig, load_config, validate_config, validate_elastic_config
 from allranks.errors import ConfigurationError, InputError
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 BROKEN = """\
 training:
   lr: 1e-4
@@ -315,7 +313,7 @@ def test_without_pydantic_one_sentence_names_the_extra() -> None:
         "import sys; sys.modules['pydantic'] = None\n"
         "from allranks.cli import main; sys.exit(main(['config', 'schema']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "pip install 'allranks[config]'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -324,7 +322,7 @@ def test_without_pydantic_one_sentence_names_the_extra() -> None:
 def test_checking_a_file_does_not_import_torch(tmp_path: Path) -> None:
     """`allranks config` is for login nodes."""
     code = "import sys; from allranks.elastic.config import validate_config; validate_config({}); assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 @pytest.mark.parametrize("deep", ["[" * 5000, "{a: " * 5000, "- " * 5000 + "x", "[" * 5000 + "]" * 5000])

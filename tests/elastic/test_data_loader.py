@@ -24,8 +24,6 @@ from .worlds import (
     sequence_index,
 )
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 
 def test_batches_hold_the_tokens_of_their_samples_and_the_next_as_labels(index: Path) -> None:
     """input_ids is the sequence, labels the same moved by one."""

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from allranks.elastic.data import Mixture, Order, Permutation
 from allranks.errors import ConfigurationError
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))

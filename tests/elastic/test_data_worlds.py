@@ -25,8 +25,6 @@ from .worlds import (
     worlds,
 )
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 
 @settings(max_examples=150, deadline=None)
 @given(worlds, st.integers(0, 5), st.booleans())

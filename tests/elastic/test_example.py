@@ -14,8 +14,6 @@ import pytest
 from allranks.cli import main
 from allranks.drill.ranks import Ranks
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

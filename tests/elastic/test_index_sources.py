@@ -20,8 +20,6 @@ from allranks.errors import DataLoadingError, InputError
 
 from .corpus import plain_loop, texts, tokens_of, write_jsonl
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "parquet"])
 @pytest.mark.parametrize("workers", [0, 2])

@@ -10,8 +10,6 @@ from allranks.checkpoint.stores.object_store import _os_error
 from allranks.elastic.config import _s3_problem, validate_config, validate_s3_access
 from checkpoint.s3server import KEY, SECRET, Proxy, S3Server
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 
 @pytest.fixture
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,6 @@ from allranks.elastic.scaling import (
 )
 from allranks.errors import ConfigurationError
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 
 def _optimizer(*rates: float) -> torch.optim.Optimizer:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": lr} for lr in rates or (1e-4,)]

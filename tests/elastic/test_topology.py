@@ -19,8 +19,6 @@ from allranks.elastic.scaling import ElasticScalingManager, GradAccumulationConf
 from allranks.elastic.topology import PHASES, ElasticJob, Limits, decide, on_topology_change
 from allranks.errors import DataLoadingError, TopologyChangeError
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 LENGTH = 8
 
 

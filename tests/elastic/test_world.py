@@ -24,8 +24,6 @@ from allranks.elastic.world import (
 )
 from allranks.errors import ConfigurationError, DistributedSetupError, InputError
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
-
 
 def test_without_a_launcher_the_error_names_variables_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The documented sentence, the torchrun line to type, and still a RuntimeError."""

@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.timeout(300)  # for hanging only
-
 SCRIPT = """
 import os, pathlib, sys
 import torch

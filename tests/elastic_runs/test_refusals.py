@@ -8,10 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tests.ports import held_port
-
-pytestmark = pytest.mark.timeout(300)  # for hanging only
 
 
 def _start(folder: Path, *words: str) -> subprocess.Popen[str]:

@@ -17,9 +17,8 @@ from allranks.launch import etcd_server
 from .conftest import LAST
 from .jobs import Job, assert_same_run
 
-pytestmark = pytest.mark.timeout(600)  # for hanging only
-
 PHASES = {"stop", "decide", "rescale", "restore", "data", "go"}
+pytestmark = pytest.mark.timeout(1500)  # for hanging only: each wait has a limit of its own
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from tests.ports import held_port
 
 from proc import gone
@@ -14,8 +13,6 @@ from proc import gone
 from .conftest import LAST
 from .jobs import Job, assert_same_run
 from .train import EVERY
-
-pytestmark = pytest.mark.timeout(400)  # for hanging only
 
 
 def test_a_killed_rank_comes_back_from_the_agents_memory(tmp_path: Path, undisturbed: list[float]) -> None:

@@ -12,7 +12,6 @@ from allranks.load import load_paths
 from checkpoint.s3server import KEY, SECRET, S3Server
 from load.dumps import dump, entry
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 pytest.importorskip("obstore")
 
 

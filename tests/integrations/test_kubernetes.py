@@ -122,7 +122,7 @@ def test_ranks_under_kubeflows_variables_have_numbers_of_their_own(tmp_path: Pat
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
         )  # fmt: skip
-    said = [pod.communicate(timeout=100)[0] for pod in pods]
+    said = [pod.communicate(timeout=300)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], said
     lines = sorted(
         line.partition("SAYS ")[2] for text in said for line in text.splitlines() if "SAYS" in line

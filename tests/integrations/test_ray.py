@@ -118,7 +118,6 @@ def test_a_worker_that_is_killed_ten_times_comes_back_with_equal_bits(tmp_path: 
     assert len(bits) == 4 and len(set(bits)) == 1, bits
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_hangs_is_named_with_its_line_and_replaced(tmp_path: Path) -> None:
     """One changed import: the hang is diagnosed in the training thread, the training ends without an error, and the
     black boxes of the workers that ended well say that nothing is wrong."""
@@ -132,5 +131,5 @@ def test_a_worker_that_hangs_is_named_with_its_line_and_replaced(tmp_path: Path)
     assert f"train.py:{line} in load_batch" in incidents[0]["verdict"]["sentence"]
     assert len(boxes) == 2
     asked = [sys.executable, "-m", "allranks", "diagnose", *map(str, boxes)]
-    verdict = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    verdict = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
     assert verdict.returncode == 0, verdict.stdout + verdict.stderr

@@ -173,7 +173,7 @@ def test_it_runs_as_it_is_and_is_healthy(name: str, folder: Path, tmp_path: Path
     assert code == 0 and KINDS[name].says in said, f"exit code {code}: {said[-5000:]}"
     assert not read_incidents(tmp_path / "incidents"), said[-3000:]
     asked = [sys.executable, "-m", "allranks", "diagnose", str(tmp_path / "boxes"), "--json"]
-    verdict = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=False)
+    verdict = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
     assert verdict.returncode == 0 and json.loads(verdict.stdout), verdict.stdout[-3000:] + verdict.stderr
 
 

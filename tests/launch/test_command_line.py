@@ -95,5 +95,5 @@ except LaunchError as error:
     print(error.hint)
 """
     inside = ["unshare", "--mount", "--net", "--uts", "sh", "-c", f'{prepare}; exec "$@"', "sh"]
-    done = subprocess.run([*inside, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*inside, sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert expected in done.stdout, done.stderr

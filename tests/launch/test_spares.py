@@ -12,8 +12,6 @@ import pytest
 
 from allranks.launch.spares import RANK_MODULE, Spares
 
-pytestmark = pytest.mark.timeout(200)  # for hanging only
-
 SCRIPT = """
 import os, sys
 print(sys.argv[1:], os.environ["RANK"], os.environ.get("ONLY_HERE"), __name__, os.getsid(0) == os.getpid(), "torch" in sys.modules)

@@ -382,7 +382,7 @@ with Client(ClientOptions(addresses=(sys.argv[1],), replica="ä", beacon=sys.arg
             [sys.executable, "-c", code, address, kind],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=True,
         )
         assert json.loads(done.stdout) == [["b", "ä"], {"ä": "b"}]
@@ -397,7 +397,7 @@ def test_the_client_brings_neither_torch_numpy_nor_asyncio() -> None:
         "import sys, allranks.lighthouse.client.client, allranks.lighthouse.client.liveness_proxy;"
         "print(sorted({'torch', 'numpy', 'asyncio', 'grpc', 'yaml'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -226,7 +226,7 @@ def test_a_token_that_cannot_be_left_is_an_error_that_names_folder_and_cure(tmp_
     command = [sys.executable, "-m", "allranks", "lighthouse", "--bind", "127.0.0.1:0"]
     blocked = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_TOKEN")}
     blocked["XDG_RUNTIME_DIR"] = str(tmp_path / "file")
-    done = subprocess.run(command, env=blocked, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=blocked, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert str(tmp_path / "file") in done.stderr and "--token-file" in done.stderr
     assert "Traceback" not in done.stderr

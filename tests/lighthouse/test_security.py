@@ -243,7 +243,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=60)
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=300)
 
     openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
             "-subj", "/CN=test ca", "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip

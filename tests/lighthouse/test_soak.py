@@ -13,7 +13,6 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "lighthouse.py"
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_ten_thousand_replicas_are_held_without_a_false_death() -> None:
     """Busy processes take the CPU, half-open and dripping strangers the door; everybody beats; nobody is given up."""
     done = subprocess.run(

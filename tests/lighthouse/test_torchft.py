@@ -376,7 +376,6 @@ def go(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lighthouse", ["one port"], indirect=True)
 def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
     torchft: Path, lighthouse: dict[str, str]
@@ -425,7 +424,6 @@ def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
             each.communicate()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lighthouse", ["two ports"], indirect=True)
 def test_torchfts_calls_and_page_share_a_port_of_their_own(torchft: Path, lighthouse: dict[str, str]) -> None:
     """A browser at the port that torchft's clients use sees its fragment of HTML, with the client in it."""

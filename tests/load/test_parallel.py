@@ -138,7 +138,7 @@ def silent(folder: Path) -> Iterator[Path]:
             pytest.skip("this file system knows no leases")
         yield path
     finally:
-        holder.communicate(timeout=60)
+        holder.communicate(timeout=300)
         for thread in threading.enumerate():
             if thread.name == "allranks-load":
                 thread.join(60)

@@ -12,7 +12,6 @@ from checkpoint.s3server import KEY, SECRET, S3Server
 
 from .dumps import dump, entry
 
-pytestmark = pytest.mark.timeout(300)  # for hanging only: machines are shared
 obstore = pytest.importorskip("obstore")
 
 

@@ -65,7 +65,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing_behind(tmp_path: Path, mode: str
         wait_for(lambda: len(list(tmp_path.glob("pid*"))) == (2 if mode == "replicas" else 1), process)
         pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
         (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
         process.wait()
@@ -85,7 +85,7 @@ def test_ctrl_c_of_a_watch_by_pid_leaves_the_job_alone(tmp_path: Path) -> None:
     try:
         wait_for(lambda: list(tmp_path.glob("pid*")) and _catches(process.pid), process)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
         assert job.poll() is None
     finally:
         for one in (process, job):

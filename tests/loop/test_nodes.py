@@ -28,7 +28,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_hang_on_one_node_is_one_incident_with_the_evidence_of_both(tmp_path: Path) -> None:
     """Rank 3 sleeps on node b; whoever leads has four boxes, names rank 3 and restarts the job, which then ends."""
     (tmp_path / "train.py").write_text(TRAIN)
@@ -79,7 +78,6 @@ for step in range(100_000):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["whole job", "replicas"])
 def test_a_node_that_dies_with_its_ranks_is_one_incident_and_the_others_go_on(
     tmp_path: Path, mode: str

@@ -77,7 +77,7 @@ def test_a_job_trains_on_an_odd_machine(machine: str, mode: str, tmp_path: Path)
     done = subprocess.run(
         ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", inside,
          "bash", sys.executable, "-m", "allranks", "run", *flags, str(script)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=110, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout.decode(errors="replace")
     if machine != "closed output":

@@ -174,7 +174,6 @@ def answers(ports: set[tuple[str, int]]) -> dict[tuple[tuple[str, int], str], by
     return said
 
 
-@pytest.mark.timeout(300)
 def test_strangers_at_every_port_learn_nothing_and_stop_nothing(job: RunningJob) -> None:
     """While a hundred silent ones stay at each port a killed replica comes back, heals, and votes."""
     ports = job.ports()

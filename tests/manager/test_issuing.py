@@ -117,7 +117,7 @@ def test_an_operation_that_waited_at_the_gate_is_not_given_to_a_dead_backend() -
     first, _ = beside(lambda: group.allreduce([torch.ones(1)]))
     assert backend.entered.wait(60)
     second, refused = beside(lambda: group.allreduce([torch.ones(1)]))
-    assert gate.came.acquire(timeout=60) and gate.came.acquire(timeout=60)
+    assert gate.came.acquire(timeout=300) and gate.came.acquire(timeout=300)
     group.abort("a member died")
     backend.take.set()
     for thread in (first, second):

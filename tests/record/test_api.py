@@ -52,7 +52,7 @@ def test_the_wrapper_records_a_script_that_knows_nothing_of_us(
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
     words = [sys.executable, "-m", "allranks.record", *local_rank, str(script), "--lr", "1"]
-    done = subprocess.run(words, env=_env(), capture_output=True, text=True, timeout=110)
+    done = subprocess.run(words, env=_env(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{[*local_rank, '--lr', '1']} {tmp_path}"
     (box,) = find_boxes(folder)
@@ -64,7 +64,7 @@ def test_the_wrapper_records_a_script_that_knows_nothing_of_us(
 def test_the_wrapper_without_a_script_says_how_to_use_it() -> None:
     """Exit code 2 and one line."""
     done = subprocess.run(
-        [sys.executable, "-m", "allranks.record"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "allranks.record"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
     assert done.stderr.startswith("usage: python -m allranks.record")
@@ -78,7 +78,7 @@ def test_record_is_a_module_and_a_function_and_needs_no_torch_to_import() -> Non
         "with allranks.expect('eval', up_to_s=1): pass\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "False", done.stderr
 
 

@@ -63,7 +63,7 @@ def _work(rank: int, world: int, out: str, hang: bool) -> dict[str, Any]:
 def _frtrace(folder: Path) -> str:
     """What PyTorch's own analyzer says of a folder; "" is a clean bill of health."""
     tool = Path(sys.executable).with_name("torchfrtrace")
-    done = subprocess.run([str(tool), str(folder)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([str(tool), str(folder)], capture_output=True, text=True, timeout=300)
     if "No module named 'tools'" in done.stderr:
         pytest.skip(
             "torchfrtrace of this torch cannot start: it lacks its own module `tools` (2.8 and earlier)"
@@ -319,7 +319,7 @@ print(len(entries), bool(entries[0]["frames"]), "torch._inductor" in sys.modules
 
 def test_torchs_own_recorder_is_harvested_without_importing_its_compiler() -> None:
     """The ring of gloo is there in a CPU build; the first dump with stacks imports nothing, and leaves torch whole."""
-    done = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["1", "True", "False", "True"], done.stderr
 
 

@@ -141,7 +141,7 @@ def test_a_clock_that_is_set_back_does_not_stop_the_notice_of_ends(
         "LD_LIBRARY_PATH": str(tmp_path),
         "JUMPED": str(tmp_path / "jumped"),
     }
-    done = subprocess.run([sys.executable, "-c", JUMPS], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", JUMPS], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     states = [int(state) for state in read_trace(done.stdout.strip()).calls["state"]]
     assert len(states) == 25
@@ -183,7 +183,7 @@ def test_a_refused_look_names_the_rule_and_what_to_do(open_folder: Path) -> None
         [sys.executable, "-c", LOOK, str(pyspy), str(os.getpid())],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd="/",
     )
     assert done.returncode == 0, done.stderr

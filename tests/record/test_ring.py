@@ -94,7 +94,7 @@ def test_two_threads_write_without_losing_a_record(tmp_path: Path, engine: str) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     trace = read_trace(box.path)
     assert list(trace.calls["begin"]) == list(range(1, 8001))
     assert trace.torn == 0

@@ -148,7 +148,7 @@ def _script(folder: Path, tmp_path: Path, ending: str, port: int) -> subprocess.
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(ending=ending))
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_the_box_says_how_the_process_ended(folder: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def watch(folder: Path, command: list[str]) -> tuple[dict[str, object], list[str
         raise AssertionError(lines)
     finally:
         process.terminate()  # passed on: the launcher ends its ranks
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 def test_a_hang_of_a_plain_torchrun_job_is_noticed_with_rank_and_line(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_exit_code_of_the_command_passes_through(code: int, tmp_path: Path) 
     command = watch(
         "-o", str(tmp_path), "--", sys.executable, "-c", f"print('hello'); raise SystemExit({code})"
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == code
     assert done.stdout == "hello\n"
     assert list(tmp_path.iterdir()) == []
@@ -67,7 +67,7 @@ def test_a_signal_reaches_the_command_and_shows_in_the_exit_code(tmp_path: Path)
     try:
         v.wait_until(mark.exists, process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert process.wait(timeout=300) == 128 + signal.SIGTERM
     finally:
         process.kill()
         process.wait()
@@ -101,7 +101,7 @@ def test_a_standstill_of_the_black_box_is_collected_and_judged(tmp_path: Path) -
         assert read_bundle(folder).ranks[0].where.endswith("in stuck")
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 DELEGATES = """
@@ -116,7 +116,7 @@ def test_a_program_that_leaves_the_work_to_its_children_is_not_taken_for_a_hang(
     words = watch(
         "--wait", "0", "--no-progress", "3", "-o", str(tmp_path), "--", sys.executable, "-c", DELEGATES
     )
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and list(tmp_path.iterdir()) == [], done.stderr
 
 
@@ -177,7 +177,7 @@ def test_running_processes_are_watched_by_pid_and_asked_on_demand(tmp_path: Path
         finally:
             os.killpg(victim.pid, signal.SIGKILL)
             victim.process.wait()
-            _, told = process.communicate(timeout=60)
+            _, told = process.communicate(timeout=300)
     assert process.returncode == 0
     assert "asked for" in told
 
@@ -206,7 +206,7 @@ def test_a_look_that_fails_does_not_touch_the_job(tmp_path: Path) -> None:
         "--wait", "0.5", "--interval", "0", "-o", str(blocker / "sub"), "--",
         sys.executable, "-c", "import time; time.sleep(4); raise SystemExit(7)",
     )  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 7
     assert "failed" in done.stderr or "could not be written" in done.stderr
 
@@ -247,4 +247,4 @@ def test_a_hang_of_a_plain_job_is_collected_and_what_cannot_be_seen_is_said(tmp_
         assert json.loads(lines[-1])["reason"].startswith("no progress for ")
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)

@@ -12,8 +12,6 @@ import pytest
 
 from proc import gone
 
-pytestmark = pytest.mark.timeout(100)  # for hanging only
-
 #: An agent with two "ranks", each with a child in its process group; the second one is no longer guarded.
 AGENT = """
 import subprocess, sys, time
@@ -51,7 +49,7 @@ def test_what_a_rank_has_started_ends_with_the_agent(end: str) -> None:
         assert not gone(child) and not gone(guard)
         if end == "killed":
             agent.kill()
-        agent.communicate("\n" if end == "closed" else None, timeout=60)
+        agent.communicate("\n" if end == "closed" else None, timeout=300)
         _wait_until_gone(rank, child, guard)
         assert not gone(free) and not gone(other)
     finally:
