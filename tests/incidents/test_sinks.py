@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
 import socket
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from allranks.cli.run_job import webhook_addresses
-from allranks.errors import MissingExtra
+from allranks.errors import ConfigurationError, MissingExtra
 from allranks.incidents.publish import check_address, send
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Incident, Moment
@@ -164,3 +166,37 @@ def test_webhooks_come_from_flags_or_the_job_file_or_the_environment() -> None:
         "https://d.example",
     )
     assert webhook_addresses((), (), {}) == ()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["hooks.slack.com/S3CRET", "htps://x.example/S3CRET", "slack:hooks.slack.com/S3CRET", "otlp:S3CRET:4318",
+     "https:///S3CRET", "https://x.example:S3CRET/", "https://x.example/S3 CRET", "https://[S3CRET/", "tensorboard:", "wandb", ""],
+)  # fmt: skip
+def test_a_webhook_that_nothing_can_be_sent_to_is_refused_without_showing_it(address: str) -> None:
+    """Its path or user is often the key."""
+    with pytest.raises(ConfigurationError, match="not shown") as caught:
+        check_address(address)
+    said = f"{caught.value} {caught.value.hint}"
+    assert "S3" not in said and "slack:https://" in said and caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("way", ["flag", "flag, nothing watched", "job file", "environment"])
+def test_run_refuses_a_webhook_without_a_known_scheme_before_anything_is_started(
+    way: str, tmp_path: Path
+) -> None:
+    """Not at the first incident, days later."""
+    secret = "hooks.slack.com/services/T0/S3CRET"
+    (tmp_path / "train.py").write_text("print('started')")
+    (tmp_path / "job.yaml").write_text(f"recovery:\n  webhooks: [{secret}]\n")
+    words = {"job file": ["--config", "job.yaml"], "environment": []}.get(way, ["--webhook", secret])
+    words += ["--no-watch"] if "watched" in way else []
+    added = {"ALLRANKS_WEBHOOK": secret} if way == "environment" else {}
+    environment = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes"), **added}
+    done = subprocess.run(
+        [sys.executable, "-m", "allranks", "run", "--replicas", "1", *words, "train.py"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "slack:https://" in done.stderr
+    assert "S3CRET" not in done.stdout + done.stderr and "started" not in done.stdout
+    assert not (tmp_path / "boxes").exists()

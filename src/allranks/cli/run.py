@@ -29,6 +29,7 @@ from allranks.cli.run_job import (
     start_agent,
     start_snapshot_server,
     start_watch,
+    webhook_addresses,
     with_job_file,
 )
 from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
@@ -75,6 +76,8 @@ def main(args: argparse.Namespace) -> int:
     options = read_flags(RunFlags, args)
     settings = read_settings(options.config) if options.config else {}
     options, script = with_job_file(options, args, settings, script)
+    in_file = (settings.get("recovery") or {}).get("webhooks") or ()
+    options = replace(options, webhook=webhook_addresses(options.webhook, in_file, os.environ))
     logging.basicConfig(
         level=logging.DEBUG if options.verbose else logging.INFO,
         stream=sys.stderr,

@@ -262,11 +262,12 @@ def webhook_addresses(
     flags: Sequence[str], settings: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Where incidents are sent: the flags, else the job file, else ALLRANKS_WEBHOOK, which `ps` does not show."""
-    from allranks.incidents.publish import check_address
-
     found = tuple(flags or settings or environment.get("ALLRANKS_WEBHOOK", "").split())
-    for address in found:
-        check_address(address)
+    if found:
+        from allranks.incidents.publish import check_address
+
+        for address in found:
+            check_address(address)
     return found
 
 
@@ -278,7 +279,6 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
     from allranks.incidents.loop import Watch
     from allranks.incidents.pipeline import WatchOptions
 
-    webhooks = webhook_addresses(options.webhook, recovery.get("webhooks") or (), os.environ)
     retry_s = manager_timeout_s(os.environ) if mode == "replica" else None
     watch = Watch(
         WatchOptions(
@@ -291,7 +291,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
             replicas=options.total_replicas or options.replicas or 1,
             notice=notice_options(options.notice_s, job.settings, retry_s),
             policy=policy_options(options.recovery, job.settings),
-            webhooks=webhooks,
+            webhooks=options.webhook,
             may_leave=may_leave,
         )
     )

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote_to_bytes, urlsplit
 
-from allranks.errors import InputError, require
+from allranks.errors import ConfigurationError, InputError, require
 from allranks.incidents.folder import IncidentFolder, write_atomically
 from allranks.load import LoadOptions, load_paths
 from allranks.model.incident import Incident
@@ -135,11 +135,28 @@ SINKS: dict[str, tuple[Callable[[str, Incident, str], None], str, str]] = {
 
 
 def check_address(address: str) -> None:
-    """Raises MissingExtra at the start of a job, not at its first incident."""
-    scheme = address.partition(":")[0]
-    if scheme in SINKS:
+    """Raises at the start of a job, not at its first incident; the error does not show the address, which may be a secret."""
+    scheme, _, rest = address.partition(":")
+    if scheme in SINKS and rest:
         _, package, extra = SINKS[scheme]
         require(package, feature=f"--webhook {scheme}:…", extra=extra)
+    is_url = scheme not in ("tensorboard", "wandb")
+    if not rest or (is_url and not _is_url(rest if scheme in ("slack", "otlp") else address)):
+        raise ConfigurationError(
+            "a webhook is no address that incidents can be sent to (not shown: it may hold a secret)",
+            hint="--webhook, recovery.webhooks and ALLRANKS_WEBHOOK take http://…, https://…, slack:https://…, "
+            "otlp:http://…, tensorboard:DIR and wandb:PROJECT.",
+        )
+
+
+def _is_url(text: str) -> bool:
+    """Whether urllib can send something there."""
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets or a port that is none
+        return False
+    return known and text.isascii() and text.isprintable() and " " not in text
 
 
 log = logging.getLogger("allranks.agent")
@@ -231,7 +248,8 @@ def _write(scheme: str, target: str, incident: Incident, sentence: str) -> bool:
         SINKS[scheme][0](target, incident, sentence)
         return True
     except Exception:  # whatever the other tool raises
-        log.exception("%s:%s did not take incident %s", scheme, target, incident.id)
+        shown = _host(target) if scheme == "otlp" else target
+        log.exception("%s:%s did not take incident %s", scheme, shown, incident.id)
         return False
 
 

@@ -35,6 +35,7 @@ from allranks.incidents.loop import Watch
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.policy import PolicyOptions
+from allranks.incidents.publish import check_address
 from allranks.launch.command_line import job_token
 from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.client.client import Client, ClientOptions
@@ -58,6 +59,10 @@ class RayWatch:
     notice_s: float = 10.0  # least silence that is examined
     pause_s: float = 1800.0  # how long a report with a checkpoint may take
     webhooks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for address in self.webhooks:
+            check_address(address)
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):

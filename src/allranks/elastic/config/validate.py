@@ -278,7 +278,11 @@ _BOUNDS = {
     "less_than_equal": "{name} must be <= {le:g} (got {value})",
     "finite_number": "{name} ({value}) must be a finite number",
     "missing": "{name} is required",
-    "string_pattern_mismatch": "{name} must start with http:// or https:// or slack:https:// (got {value!r})",
+    "string_pattern_mismatch": "{name} must start with {starts} (not shown: it may hold a secret)",
+}
+_STARTS = {  # of the keys that hold addresses
+    "webhooks": "http://, https://, slack:https://, otlp:http://, tensorboard: or wandb:",
+    "incident_store": "the kind of the store, as in s3://BUCKET/PREFIX",
 }
 
 
@@ -296,7 +300,8 @@ def _sentence(model: Model, path: KeyPath, entry: ErrorDetails) -> str:
         return f"Unknown {name} {value!r}. Valid options: {options}{_near(value, options)}"
     if kind in _BOUNDS:
         word = "positive" if context.get("gt") == 0 else f"greater than {context.get('gt', 0):g}"
-        return _BOUNDS[kind].format(name=name, value=value, word=word, **context)
+        starts = _STARTS.get(_last_key(path), "")
+        return _BOUNDS[kind].format(name=name, value=value, word=word, starts=starts, **context)
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
         return _not_a_mapping(f"'{name}'", value)
     wanted = _WANTED.get(kind.split("_")[0])
