@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.boxes import write_box
 
+from allranks.blackbox import files
 from allranks.errors import InputError
 from allranks.stacks import procfs
-from allranks.stacks.boxes import LiveBox
+from allranks.stacks.boxes import LiveBox, find_boxes
 from allranks.stacks.find import (
     Selection,
     choose,
@@ -53,6 +55,38 @@ def test_actors_of_ray_are_ranks_only_where_they_train() -> None:
     assert [target.pid for target in choose(entries, [], Selection())] == [10, 11, 12]
     other = replace(box, path=Path("b.box"), rank=1, pid=12, start_ticks=120)
     assert [target.pid for target in choose(entries, [box, other], Selection())] == [10, 12]
+
+
+def test_a_black_box_of_another_user_makes_no_process_a_rank() -> None:
+    """Anybody can write one into his own folder that names the pid and the start of any process."""
+    shell, rank = (
+        replace(_entry(pid, 1, title), uid=0) for pid, title in ((10, "sshd"), (11, "python train.py"))
+    )
+    forged = LiveBox(Path("f.box"), 7, 8, 10, 100, 2.0, "job", uid=1001)
+    real = LiveBox(Path("r.box"), 3, 8, 11, 110, 1.0, "job", uid=0)
+    forgery = replace(forged, pid=11, start_ticks=110)
+    found = choose([shell, rank], [forged, real, forgery], Selection())
+    assert [(target.pid, target.rank, target.box) for target in found] == [(11, 3, Path("r.box"))]
+    for uid in (None, 0, 1001):  # given on the command line, of root, of the process's own user
+        mine = [replace(rank, uid=1001)]
+        assert [t.rank for t in choose(mine, [replace(real, uid=uid)], Selection())] == [3]
+
+
+@pytest.mark.needs_root
+def test_boxes_in_folders_of_other_users_are_not_those_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor can a user have the boxes of another taken for his own by naming their folder."""
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    ours, theirs = tmp_path / "allranks-0" / "job", tmp_path / "allranks-1001" / "job"
+    for folder in (ours, theirs):
+        folder.mkdir(parents=True)
+        write_box(folder, 0, 1)
+    os.lchown(theirs.parent, 1001, 1001)
+    assert {box.uid for box in find_boxes(named=[(tmp_path / "allranks-0", 1001)])} == {0, 1001}
+    assert {(box.path.parent, box.uid) for box in find_boxes(uids={0})} == {(ours, 0)}
+    assert [entry.uid for entry in procfs.scan([os.getpid()])] == [0]
 
 
 def test_ranks_of_several_jobs_are_told_apart_and_keep_their_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,32 +30,48 @@ class LiveBox:
     start_ticks: int
     start_s: float
     job: str
+    uid: int | None = None  # of the user who may have made it, whatever it says; None: one whom we trust
 
 
-def find_boxes(folders: tuple[Path, ...] = ()) -> list[LiveBox]:
-    """Boxes in the default folders of every user and in the given ones; what is no box is passed over."""
+def find_boxes(
+    folders: tuple[Path, ...] = (), named: Iterable[tuple[Path, int]] = (), uids: Container[int] | None = None
+) -> list[LiveBox]:
+    """Boxes in the default folders of these users (None: of all) and in the given ones; what is no box is passed over.
+
+    `named`: folders that processes name themselves, and whose processes these are.
+    """
     roots = {files.SHARED_MEMORY, Path(tempfile.gettempdir())}
-    bases = [base for root in roots if root.is_dir() for base in root.glob("allranks-*")]
-    places = [place for base in (*bases, *folders) for place in files.subfolders(base)]
-    places += folders
+    bases = [(base, _owner(base)) for root in roots if root.is_dir() for base in root.glob("allranks-*")]
+    bases = [(base, uid) for base, uid in bases if uids is None or uid in uids]
+    given = {*named, *((folder, None) for folder in folders)}
+    places = [(place, uid) for base, uid in (*bases, *given) for place in files.subfolders(base)]
     found = {}
-    for place in places:
+    for place, uid in (*places, *given):
         try:
             for path in place.glob("*.box"):
-                if (box := read_box(path)) is not None:
-                    found[path] = box
+                if (box := read_box(path, uid)) is not None:
+                    found[path, uid] = box
         except OSError:
             continue
     return list(found.values())
 
 
-def read_box(path: Path) -> LiveBox | None:
+def _owner(base: Path) -> int:
+    """Who made a folder of /tmp, or a link there; -1 when it is gone."""
+    try:
+        return base.lstat().st_uid
+    except OSError:
+        return -1
+
+
+def read_box(path: Path, uid: int | None = None) -> LiveBox | None:
     """The header of a box, None when the file is none."""
     head = find_header(path)
     if head is None:
         return None
     job = path.name.split(".a")[0]
-    return LiveBox(path, head.rank, head.world_size, head.pid, head.start_ticks, head.start_ns / 1e9, job)
+    start_s = head.start_ns / 1e9
+    return LiveBox(path, head.rank, head.world_size, head.pid, head.start_ticks, start_s, job, uid)
 
 
 def read_marks(path: Path, rank: int, now_s: float) -> RankMarks | None:

@@ -117,8 +117,9 @@ def find_targets(selection: Selection) -> list[Target]:
 
         inside = container_pids(selection.container, [entry.pid for entry in entries])
         entries = [entry for entry in entries if entry.pid in inside]
-    folders = {Path(e.environ["ALLRANKS_DIR"]) for e in entries if "ALLRANKS_DIR" in e.environ}
-    boxes = find_boxes((*selection.box_folders, *sorted(folders)))
+    asked = [e for e in entries if not selection.pids or e.pid in selection.pids]
+    named = {(Path(e.environ["ALLRANKS_DIR"]), e.uid) for e in asked if "ALLRANKS_DIR" in e.environ}
+    boxes = find_boxes(selection.box_folders, named, {0, *(e.uid for e in asked)})
     boxes += _mapped_boxes(entries, selection, {box.path for box in boxes})
     targets = choose(entries, boxes, selection, own_pid=os.getpid())
     if not targets:
@@ -185,7 +186,7 @@ def _mapped_boxes(entries: Iterable[ProcessEntry], selection: Selection, known: 
     for entry in entries:
         if entry.python and (entry.pid in selection.pids or _env_rank(entry) is not None):
             for path in mapped_files(entry.pid, ".box"):
-                box = read_box(path) if path not in known else None
+                box = read_box(path, entry.uid) if path not in known else None
                 if box is not None:
                     found.append(box)
     return found
@@ -264,7 +265,10 @@ def _job_fits(entry: ProcessEntry, box: LiveBox | None, job: str) -> bool:
 
 
 def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox]) -> dict[int, LiveBox]:
-    """pid on this side -> its box. A reused pid is told by its start; the newest box of a process wins."""
+    """pid on this side -> its box. A reused pid is told by its start; the newest box of a process wins.
+
+    Anybody can write a box that names the process of another user: it would be taken for a rank, and stopped by debuggers.
+    """
     by_inner: dict[tuple[int, int], ProcessEntry] = {}
     for entry in entries:
         by_inner[(entry.inner_pid or entry.pid, entry.start_ticks)] = entry
@@ -272,7 +276,7 @@ def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox]) -> d
     found: dict[int, LiveBox] = {}
     for box in sorted(boxes, key=lambda one: one.start_s):
         owner = by_inner.get((box.pid, box.start_ticks))
-        if owner is not None:
+        if owner is not None and box.uid in (None, 0, owner.uid):
             found[owner.pid] = box
     return found
 

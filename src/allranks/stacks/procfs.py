@@ -44,6 +44,7 @@ class ProcessEntry:
     inner_pid: int = 0  # pid in its own PID namespace; 0 unknown
     python: bool = False
     spawned: bool = False  # by multiprocessing's spawn, and talks over TCP with torch loaded: a rank, or a worker that loads data
+    uid: int = -1  # whose rights it has; -1 unknown
 
 
 def scan(pids: list[int] | None = None) -> list[ProcessEntry]:
@@ -62,7 +63,8 @@ def read_entry(pid: int) -> ProcessEntry | None:
     if len(fields) < 20:
         return None
     title = _command_line(pid)
-    inner = status_of(pid).get("NSpid", "").split()
+    status = status_of(pid)
+    inner = status.get("NSpid", "").split()
     return ProcessEntry(
         pid=pid,
         ppid=int(fields[1]),
@@ -72,6 +74,7 @@ def read_entry(pid: int) -> ProcessEntry | None:
         title=title,
         environ=_environ(pid),
         inner_pid=int(inner[-1]) if inner else 0,
+        uid=int(status.get("Uid", "-1 -1").split()[1]),
         python=_is_python(pid, comm, title),
         spawned="multiprocessing.spawn import spawn_main" in title and _talks(pid),
     )
