@@ -240,6 +240,30 @@ def test_a_folder_that_another_user_made_in_our_name_is_refused_wherever_it_is(
         place.make_folder(folder)
 
 
+@pytest.mark.needs_root
+@pytest.mark.parametrize("taken_by", ["a folder", "a link", "a file"])
+def test_a_user_who_has_taken_our_names_does_not_stop_a_job(
+    taken_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written to what is his, nor where his links lead; the job has a folder with a name that nobody knew before."""
+    monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "elsewhere").mkdir()
+    for root in ("shm", "tmp"):
+        name = tmp_path / root / place.base_folder().name
+        name.parent.mkdir()
+        if taken_by == "a link":
+            name.symlink_to(tmp_path / "elsewhere")
+        else:
+            name.mkdir(mode=0o777) if taken_by == "a folder" else name.touch()
+        os.lchown(name, 4242, 4242)
+    folder, problem = place.usable_folder(None, "job")
+    assert folder.parent == tmp_path / "tmp" and folder.stat().st_mode & 0o777 == 0o700
+    assert str(place.job_folder("job")) in problem
+    assert list(folder.iterdir()) == list((tmp_path / "elsewhere").iterdir()) == []
+    assert len(list(tmp_path.rglob("*"))) == 6
+
+
 def test_runs_that_start_at_once_may_remove_the_same_finished_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

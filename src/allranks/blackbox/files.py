@@ -38,13 +38,16 @@ def job_folder(job: str) -> Path:
 
 def make_folder(folder: Path) -> None:
     """Makes the folder, 0700 if new or below our own; refuses one that another user owns or that is a link."""
+    bases = [base for base in _bases() if folder.is_relative_to(base)]
+    for base in bases:  # first: nothing is made in a folder of somebody else, or where his link leads
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_ours(base)
     missing = [folder, *folder.parents]
     missing = missing[: next((i for i, path in enumerate(missing) if path.exists()), len(missing))]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
-    bases = [base for base in _bases() if folder.is_relative_to(base)]
-    for path in ([folder] if missing or bases else []) + bases:
-        _check_ours(path)
+    if missing or bases:
+        _check_ours(folder)
 
 
 def _check_ours(folder: Path) -> None:
@@ -76,20 +79,33 @@ def room_for_box(capacity: int = DEFAULT_CAPACITY, heap_bytes: int = DEFAULT_HEA
 def usable_folder(wanted: Path | None, job: str, record: bool = True) -> tuple[Path, str]:
     """The folder for a job's black boxes (without `record` only logs and small files), and what is wrong with the wanted one ("" when that is taken).
 
-    OSError when there is no folder at all.
+    OSError when there is no folder at all. The last resort has a name that nobody can take before us, as anybody can the others.
     """
-    candidates = [wanted] if wanted is not None else []
-    problem = ""
-    for folder in [*candidates, job_folder(job), fallback_folder(job)]:
+    wanted_first = [wanted] if wanted is not None else []
+    size, problem = room_for_box() if record else SMALL_BYTES, ""
+    for folder in [*wanted_first, job_folder(job), fallback_folder(job)]:
         try:
             make_folder(folder)
-            probe = folder / f".probe-{os.getpid()}"
-            os.close(reserve_file(probe, room_for_box() if record else SMALL_BYTES))
-            probe.unlink()
+            _try_out(folder, size)
             return folder, problem
         except OSError as error:
             problem = problem or f"{folder} cannot hold black boxes: {error.strerror or error}"
-    raise OSError(problem)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{base_folder().name}-"))
+    except OSError:
+        raise OSError(problem) from None
+    try:
+        _try_out(folder, size)
+    except OSError:
+        folder.rmdir()
+        raise OSError(problem) from None
+    return folder, problem
+
+
+def _try_out(folder: Path, size: int) -> None:
+    probe = folder / f".probe-{os.getpid()}"
+    os.close(reserve_file(probe, size))
+    probe.unlink()
 
 
 def fallback_folder(job: str) -> Path:

@@ -26,6 +26,8 @@ from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse, new_event_loop
 from allranks.lighthouse.web import http_protocol
 
+log = logging.getLogger("allranks.lighthouse")
+
 START_GRACE_S = 1.5
 
 
@@ -139,7 +141,13 @@ def _announce(
             default_token_file(lighthouse.address).unlink()
     if token and token_file is None:
         token_file = default_token_file(lighthouse.address)
-        _leave_token(token_file, token)
+        try:
+            _leave_token(token_file, token)
+        except InputError as error:
+            if token != os.environ.get("ALLRANKS_TOKEN"):
+                raise
+            log.warning("%s: commands on this machine need ALLRANKS_TOKEN too", error)
+            token_file = None
     scheme = "https" if lighthouse.server.certificate else "http"
     line = {"address": lighthouse.address, "http": f"{scheme}://{lighthouse.address}"}
     if options.grpc_bind:
@@ -154,7 +162,8 @@ def _leave_token(path: Path, token: str) -> None:
     """For commands of this user; not in a folder that belongs to another user."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.parent.stat().st_uid != os.getuid():
+        own, link_by = path.parent.stat().st_uid == os.getuid(), path.parent.lstat().st_uid
+        if not own or link_by not in (0, os.getuid()):
             raise InputError(f"{path.parent} belongs to another user", hint="Give --token-file.")
         write_token(path, token)
     except OSError as error:
