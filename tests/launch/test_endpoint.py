@@ -10,6 +10,7 @@ import pytest
 from tests.ports import held_port
 
 from allranks.launch.torchrun_patches import split, wait_for_host, who_listens
+from allranks.launch.whole_job import explain
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,11 @@ def test_a_host_elsewhere_that_comes_later_is_found(monkeypatch: pytest.MonkeyPa
     with socket.create_server(("127.0.0.1", port)):
         waiting.join(60)
     assert found == [True]
+
+
+@pytest.mark.parametrize(
+    "problem", [ConnectionRefusedError("connection refused"), TimeoutError("not in time")]
+)
+def test_the_password_of_an_endpoint_is_not_shown(problem: Exception) -> None:
+    error = explain(problem, endpoint="http://root:S3CRET@node1:2379,root:S3CRET@node2:2379", run_id="job")
+    assert "node1:2379,node2:2379" in str(error) and "S3CRET" not in f"{error} {error.hint}"

@@ -219,6 +219,7 @@ def _own_address(given: str | None, alone: bool) -> str | None:
 def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
     """A launch failure in words, with the cure."""
     name, text = type(error).__name__, str(error)
+    endpoint = ",".join(one.rpartition("@")[2] for one in endpoint.split(","))  # user:password@ is not shown
     cause = f"{text} {error.__cause__ or ''}".lower()
     if "address already in use" in cause or "eaddrinuse" in cause:
         return patches.port_in_use(endpoint, text)
