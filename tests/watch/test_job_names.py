@@ -101,3 +101,32 @@ def test_incidents_go_beside_the_black_boxes_where_the_wanted_folder_cannot_be_w
     assert _incidents(tmp_path / "file" / "incidents", boxes) == boxes / "incidents"
     said = "".join(capfd.readouterr())
     assert str(tmp_path / "file") in said and str(boxes / "incidents") in said and "--incidents" in said
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize("made", ["a folder", "a link", "a link to nothing"])
+def test_incidents_do_not_go_to_a_folder_that_another_user_made_before(
+    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """He could put a link in place of a file that is to be written. Whoever names the folder himself gets it."""
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "allranks-incidents"
+    theirs.mkdir(mode=0o777) if made == "a folder" else theirs.symlink_to(
+        "/nowhere" if "nothing" in made else tmp_path
+    )
+    os.lchown(theirs, 4242, 4242)
+    assert _incidents(None, tmp_path / "boxes") == tmp_path / "boxes" / "incidents"
+    assert f"{theirs} belongs to another user" in "".join(capfd.readouterr())
+    if made == "a folder":
+        assert _incidents(theirs, tmp_path / "boxes") == theirs
+
+
+def test_the_folder_of_incidents_is_made_at_once_where_others_could_make_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere it is made with the first incident."""
+    monkeypatch.chdir(tmp_path)
+    folder = _incidents(None, tmp_path / "boxes")
+    assert not folder.exists()
+    tmp_path.chmod(0o1777)
+    assert _incidents(None, tmp_path / "boxes") == folder and folder.is_dir()

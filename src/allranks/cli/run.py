@@ -9,10 +9,11 @@ import logging
 import os
 import resource
 import signal
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def _run(
     keep = options.snapshots if options.snapshots is not None else not options.replicas
     snapshots = start_snapshot_server(token, torchrun, stack) if keep else ""
     environment = JobEnvironment(name, token, lighthouse, folder, snapshots, options.record)
-    incidents = _incidents(options.incidents or Path("allranks-incidents"), folder)
+    incidents = _incidents(options.incidents, folder)
     log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
     facts = {"job": name, "lighthouse": lighthouse, "incidents": str(incidents.absolute())}
     write_job(folder, {**facts, "pid": os.getpid()})
@@ -159,14 +160,23 @@ def _remove_finished(folder: Path) -> None:
         _say(f"removed the black boxes of {len(removed)} finished jobs: they took more than {limit} MiB")
 
 
-def _incidents(wanted: Path, folder: Path) -> Path:
-    """Where incidents go: below the black boxes when the wanted folder cannot be written."""
-    whole = wanted.absolute()
+def _incidents(wanted: Path | None, folder: Path) -> Path:
+    """Where incidents go: below the black boxes when the folder cannot be written, or another user made the default one.
+
+    He could lead what is written there elsewhere: in a place like /tmp it is made at once, before he can.
+    """
+    whole = (wanted or Path("allranks-incidents")).absolute()
     nearest = next(path for path in (whole, *whole.parents) if os.path.exists(path))
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-        return wanted
+    problem = "" if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK) else "cannot be written"
+    if wanted is None and not problem and nearest.stat().st_mode & stat.S_IWOTH:
+        with suppress(OSError):
+            whole.mkdir(mode=0o755)
+    if wanted is None and os.path.lexists(whole) and whole.lstat().st_uid not in (0, os.getuid()):
+        nearest, problem = whole, "belongs to another user"
+    if not problem:
+        return wanted or Path("allranks-incidents")
     instead = folder / "incidents"
-    _say(f"incidents go to {instead}, since {nearest} cannot be written: --incidents DIR sets another folder")
+    _say(f"incidents go to {instead}, since {nearest} {problem}: --incidents DIR sets another folder")
     return instead
 
 
