@@ -89,7 +89,7 @@ def launcher(name: str, *, module: str, restarts: str = "") -> tuple[str, ...]:
 LAUNCHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "`torchrun --max-restarts 30 …`": ("torch", launcher("torchrun", module="-m")),
     "`python -m torch.distributed.run --max-restarts 30 …`": ("torch", launcher("torch.distributed.run", module="-m")),
-    "`accelerate launch --max_restarts 30 …`": ("accelerate", launcher("accelerate", module="-m")),
+    "`accelerate launch --rdzv_backend c10d --max_restarts 30 …`": ("accelerate", launcher("accelerate", module="-m")),
     "`deepspeed …`": ("deepspeed", launcher("deepspeed", module="--module", restarts="it ends the job: use `allranks run`")),
     "`fabric run …`": ("lightning", launcher("fabric", module="", restarts="it ends the job: use `allranks run`")),
     "`python train.py`, Lightning's ddp": ("lightning", launcher("lightning", module="", restarts="it ends the job: use `allranks run`")),
@@ -280,7 +280,8 @@ As they come from the registry, or a few lines around a package's own trainer; n
 ## Launchers of other projects
 Typed after `allranks watch --`, with the programs that they are for. A launcher's own restarts are not touched by us: the kills were run with
 `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, without which ranks of torchrun 2.13 meet addresses of the attempt before, with us and without (`allranks doctor`
-says so, `allranks run` sets it). Recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `train.py`.
+says so, `allranks run` sets it). `accelerate launch` needs `--rdzv_backend c10d` as well to restart: its default, `static`, has one store for all
+attempts, whatever that variable says (the tests add `--rdzv_conf store_type=file`: no port). Recorded: `-m allranks.record train.py` (deepspeed: `--module`) instead of `train.py`.
 
 {launchers}
 

@@ -45,7 +45,7 @@ KINDS = {
     ),
     "accelerate": Launcher(
         ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
-         "--max_restarts", "30"),
+         "--max_restarts", "30", "--main_process_port", "0", "--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file"),
         ("accelerate_loop.py",), "accelerate", restarts=True, module="-m",
     ),
     "deepspeed": Launcher(("deepspeed", "--num_gpus", "2"), ("deepspeed_zero.py",), "deepspeed", module="--module"),
