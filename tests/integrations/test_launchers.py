@@ -63,6 +63,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("built")))
 
 
+@pytest.fixture(scope="module")
+def clean() -> dict[str, Ended]:
+    """One healthy run of each launcher, shared by the tests of it."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Ended:
     """What is left of a watched job."""
@@ -120,24 +126,33 @@ def _kill(pid: int) -> None:
             os.kill(one, signal.SIGKILL)
 
 
+def healthy(name: str, clean: dict[str, Ended], folder: Path) -> Ended:
+    if name not in clean:
+        (folder / "clean").mkdir()
+        clean[name] = watch(name, folder / "clean")
+    return clean[name]
+
+
 def bits(output: str) -> dict[str, str]:
     """What every rank said at its end, the last time it ended."""
     return dict(re.findall(r"SAYS rank=(\d) (step=\d+ bits=[0-9a-f]{16})", output))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_runs_to_its_end(name: str, tmp_path: Path) -> None:
+def test_runs_to_its_end(name: str, clean: dict[str, Ended], tmp_path: Path) -> None:
     """The launcher's exit code is ours, both ranks end well, and no stall is seen."""
-    ended = watch(name, tmp_path)
+    ended = healthy(name, clean, tmp_path)
     assert ended.code == 0 and set(bits(ended.said)) == {"0", "1"}, ended.said[-5000:]
     assert not [row for row in ended.collections if row["hung"]], ended.collections
 
 
+@pytest.mark.timeout(2 * LIMIT_S + 60)  # two runs
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.restarts])
-def test_a_launcher_that_restarts_continues_after_ten_kills(name: str, tmp_path: Path) -> None:
+def test_a_launcher_that_restarts_continues_after_ten_kills(
+    name: str, clean: dict[str, Ended], tmp_path: Path
+) -> None:
     """With the recorder in its ranks, too, a launcher restarts them as it does without us, and the bits are the same."""
-    (tmp_path / "clean").mkdir()
-    wanted = bits(watch(name, tmp_path / "clean").said)
+    wanted = bits(healthy(name, clean, tmp_path).said)
     (tmp_path / "hung").touch()  # kills only
     ended = watch(name, tmp_path, record=True, TROUBLE=str(tmp_path))
     assert ended.code == 0 and bits(ended.said) == wanted, ended.said[-5000:]
