@@ -194,6 +194,8 @@ def test_a_serving_recipe_is_accepted_as_it_is(tmp_path: Path, capsys: pytest.Ca
         f"'{name}'" for name in warned
     ]
     assert "Unknown section 'resource'" in validate_config(_write(tmp_path, "resource: {}\n")).errors[0]
+    (wrong,) = validate_config(_write(tmp_path, "debug: {patterns: [worker, '([']}\n")).errors
+    assert "'([' is no regular expression" in wrong
 
 
 def test_the_harness_own_configuration_is_accepted(tmp_path: Path) -> None:

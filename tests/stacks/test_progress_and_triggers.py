@@ -223,3 +223,5 @@ def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
         parse_debug({"enabled": "yes"})
     with pytest.raises(ConfigurationError, match=r"wait_seconds .* must not be negative"):
         parse_debug({"wait_seconds": -1})
+    with pytest.raises(ConfigurationError, match=r"patterns: '\(\[' is no regular expression: unterminated"):
+        parse_debug({"patterns": ["worker", "(["]})

@@ -21,7 +21,8 @@ debug:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -86,6 +87,8 @@ class DebugOptions:
 
     def __post_init__(self) -> None:
         check_options(self, "debug: ")
+        for complaint in bad_patterns(self.patterns):
+            raise ConfigurationError(f"debug: patterns: {complaint}")
 
     def fixed_points(self) -> tuple[float, ...]:
         """Seconds after the start at which to collect whatever happens."""
@@ -98,6 +101,15 @@ class DebugOptions:
         log_dir = values.get("LOG_DIR") or values.get("ALLRANKS_LOG_DIR") or "logs"
         named = self.output_dir.replace("{log_dir}", log_dir)
         return Path(named.replace("{job_id}", values.get("SLURM_JOB_ID", "job")))
+
+
+def bad_patterns(patterns: Iterable[str]) -> Iterator[str]:
+    """A complaint for each that is no regular expression."""
+    for one in patterns:
+        try:
+            re.compile(one)
+        except re.error as error:
+            yield f"{one!r} is no regular expression: {error}"
 
 
 #: Keys of the same section that `allranks run` reads: one job file serves every command.

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from allranks.checkpoint.config import folder_problem
 from allranks.elastic.config.schema import ALIASES, FOREIGN, JobConfig
 from allranks.elastic.config.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
+from allranks.stacks.debug_config import bad_patterns
 
 Get = Callable[[str], Any]  # dotted path -> value, default included; None: absent or invalid
 
@@ -55,6 +56,8 @@ def find_breaches(get: Get) -> Iterator[Breach]:
     yield from _scaling(get)
     yield from _checkpoint(get)
     yield from _timeouts(get)
+    for complaint in bad_patterns(get("debug.patterns") or ()):
+        yield Breach("debug.patterns", complaint)
     if get("recovery.on_hang") == "command" and not get("recovery.command"):
         yield Breach("recovery.command", "command is required because on_hang is 'command'")
     if get("data.enabled") and get("data.files") and not get("data.index"):
