@@ -87,7 +87,8 @@ def ray_job(text: str, folder: Path, limit_s: int) -> tuple[str, list[str]]:
     script, job = folder / "train.py", f"test-{folder.name}-{os.getpid()}"
     script.write_text(text)
     session = Path("/tmp") / f"ray-{os.getpid()}"  # socket paths must be short
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0",
+           "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}  # of Ray's controller; every report waits for its next look, 2 s otherwise  # fmt: skip
     try:
         done = subprocess.run(
             [sys.executable, str(script), str(folder), str(session), job],
