@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from allranks.diagnose import diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import Diagnosis
 
-from .torch_dumps import Entry, entry, number, write
+from .torch_dumps import BASE_NS, Entry, entry, number, write
 
 
 def _diagnose(folder: Path) -> Diagnosis:
@@ -467,3 +468,35 @@ def test_the_only_communicator_is_called_by_its_name(tmp_path: Path) -> None:
 
     verdict = _diagnose(write(tmp_path, {0: calls(6), 1: calls(4)}, groups)).verdict
     assert verdict is not None and verdict.group == "main_comm"
+
+
+@pytest.mark.parametrize("waited_s", [0.2, 31.0])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_dump_alone_tells_where_its_rank_waits_and_asks_for_the_others(
+    rank: int, waited_s: float, tmp_path: Path
+) -> None:
+    """Without pg_config nobody knows who else is in the group: nobody is blamed, and nothing is called right."""
+    nobody: dict[str, tuple[str, list[int]]] = {"0": ("default_pg", [])}
+    folder = write(tmp_path, {rank: number(_reduces(1, 5, "scheduled", line=44))}, nobody)
+    created_s = (BASE_NS + 4000) / 1e9
+    os.utime(folder / f"trace_{rank}", (created_s + waited_s, created_s + waited_s))
+    result = _diagnose(folder)
+    verdict = result.verdict
+    assert result.status == "unclear" and verdict is not None and verdict.ranks == ()
+    assert verdict.sentence.startswith(
+        f"rank {rank} waits in all_reduce #5 of group default_pg at train.py:44"
+    )
+    assert "for 31 s" in verdict.sentence if waited_s > 1 else "for 0.2 s" in verdict.sentence
+    assert verdict.where == "train.py:44 in f" and "the other ranks" in verdict.missing_evidence[0]
+
+
+def test_one_dump_alone_of_a_call_that_timed_out_says_so(tmp_path: Path) -> None:
+    """The dump that NCCL's watchdog writes at a timeout: the call was put away, not finished."""
+    nobody: dict[str, tuple[str, list[int]]] = {"0": ("default_pg", [])}
+    verdict = _diagnose(write(tmp_path, {0: number(_reduces(1, 5, "started", retired=True))}, nobody)).verdict
+    assert verdict is not None and verdict.ranks == () and "failed or timed out on rank 0" in verdict.sentence
+
+
+def test_one_dump_alone_whose_calls_have_all_ended_is_called_right(tmp_path: Path) -> None:
+    nobody: dict[str, tuple[str, list[int]]] = {"0": ("default_pg", [])}
+    assert _diagnose(write(tmp_path, {0: number(_reduces(1, 5))}, nobody)).status == "ok"

@@ -151,3 +151,69 @@ def test_a_warning_alone_is_told_with_what_to_do_and_is_no_failure(
     (tmp_path / "log").write_text("SECURITY: Loading checkpoint with weights_only=False\n")
     assert main(["doctor", "explain", str(tmp_path / "log")]) == 0
     assert "what to do" in capsys.readouterr().out
+
+
+#: How torch writes the state of a group: 2.4, 2.5, 2.6 to 2.12, and since 2.13.
+TIMED_OUT = [
+    "[PG 1 Rank {r}] Timeout at NCCL work: {n}, last enqueued NCCL work: {n}, last completed NCCL work: {done}.",
+    "[PG ID 2 PG GUID 1 Rank {r}] Exception (either an error or timeout) detected by watchdog at work: {n}, last enqueued "
+    "NCCL work: {n}, last completed NCCL work: {done}.",
+    "[PG ID 0 PG GUID 1(default_pg) Rank {r}]  failure detected by watchdog at work sequence id: {n} PG status: last "
+    "enqueued work: {n}, last completed work: {done}",
+    "[PG ID 0 PG GUID 1(default_pg) Rank {r}]  failure detected by watchdog at work sequence id: {n} PG status: last "
+    "enqueued work: {n}, last started work: -1, last completed work: {done}",
+]
+SIGNALLED = (
+    "Received a dump signal due to a collective timeout from  rank 0 and we will try our best to dump the debug info. "
+    "Last enqueued NCCL work: {done}, last completed NCCL work: {done}.This is most likely caused by incorrect usages"
+)
+
+
+def _watchdog_log(form: str, waiting: list[int], behind: list[int]) -> str:
+    head = "[rank{r}]:[E703 15:37:17.178099253 ProcessGroupNCCL.cpp:1922] "
+    prefix = form[: form.index("]") + 1]
+    lines = [(head + form).format(r=r, n=56119, done=56118) for r in waiting]
+    lines += [f"{head}{prefix} {SIGNALLED}".format(r=r, done=56118) for r in behind]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("form", TIMED_OUT, ids=["2.4", "2.5", "2.6", "2.13"])
+def test_the_rank_that_never_enqueued_the_call_in_which_the_others_timed_out_is_named(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The watchdog of every rank prints how far it came in the group."""
+    (tmp_path / "job.log").write_text(_watchdog_log(form, [0, 1, 2, 3, 5], [4]))
+    found = explain(read_lines([tmp_path])).first
+    assert found is not None and found.line.rank == 4
+    assert found.cause.startswith("Rank 4 never entered call #56119 of group 1")
+    assert "ranks 0-3, 5 timed out" in found.cause and "rank 4" in found.cure
+    assert main(["doctor", "explain", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("Rank 4 never entered")
+
+
+def test_one_rank_that_is_a_call_ahead_of_all_others_makes_no_culprits_of_them(tmp_path: Path) -> None:
+    """An extra call of one rank looks like this, too."""
+    (tmp_path / "job.log").write_text(_watchdog_log(TIMED_OUT[2], [0], [1, 2, 3]))
+    found = explain(read_lines([tmp_path])).first
+    assert found is not None and found.line.rank == 0
+    assert found.cause.startswith("Only rank 0 entered call #56119 of group 1(default_pg)")
+
+
+def test_numbers_of_different_groups_or_of_one_rank_alone_name_nobody(tmp_path: Path) -> None:
+    """Each group counts for itself; a rank that waits with all others is no culprit."""
+    logs = _watchdog_log(TIMED_OUT[0], [0, 1], []) + _watchdog_log(TIMED_OUT[0], [], [2]).replace(
+        "PG 1", "PG 0"
+    )
+    (tmp_path / "job.log").write_text(logs)
+    found = explain(read_lines([tmp_path])).first
+    assert found is not None and "did not finish in time on this rank" in found.cause
+
+
+def test_a_cause_in_the_log_of_a_rank_comes_before_the_numbers_of_the_watchdog(tmp_path: Path) -> None:
+    """Why it never entered the call."""
+    logs = (
+        _watchdog_log(TIMED_OUT[0], [0, 1, 2], [3]) + "[rank3]: torch.OutOfMemoryError: CUDA out of memory.\n"
+    )
+    (tmp_path / "job.log").write_text(logs)
+    found = explain(read_lines([tmp_path]))
+    assert found.first is not None and found.first.pattern.id == "cuda_out_of_memory"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
 from allranks.diagnose.match import known_inside
@@ -12,6 +13,29 @@ from allranks.diagnose.phrasing import is_secondary, one_line, ranks_text, ranks
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import Flag, State
+
+#: So sure is what one dump alone tells: its rank waits, and nobody knows for whom.
+ALONE = 0.35
+
+
+def explain_alone(context: Context, every: list[Blocked]) -> Finding | None:
+    """The first unfinished call of the only rank with a dump, of a group whose members that dump does not name: nobody can be
+    blamed, however long it has lasted, and nothing is known to be right."""
+    ((rank, view),) = context.job.ranks.items()
+    if is_box(view.trace) or context.seen or any(context.group(b).members_known for b in every):
+        return None
+    blocked = min(every, key=lambda one: one.rows[rank])
+    wait, failure = context.waited(blocked), context.failure(blocked)
+    call = f"{context.call(blocked)}{context.at(blocked)}"
+    waits = (
+        f"{who(context.job, (rank,))} waits in {call}{f' for {seconds(wait)}' if wait is not None else ''}"
+    )
+    known = failure.replace("the call", call) if failure else waits
+    sentence = f"{known}; whether another rank never entered it, only the dumps of the other ranks tell"
+    asked = "the dumps of the other ranks: run `allranks diagnose` with all of them"
+    return replace(
+        _finding(context, blocked, "none_finished", (), sentence, ALONE), missing_evidence=(asked,)
+    )
 
 
 def explain_call(context: Context, blocked: Blocked) -> Finding | None:

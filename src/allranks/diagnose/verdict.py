@@ -110,9 +110,19 @@ def _diagnose(
     hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
     graph = wait_graph(job, hung, p2p_mismatches)
     context = Context(job, patience, tuple(hung), graph, seen, tuple(p2p_mismatches))
-    roots = _all_roots(context, mismatches, doubts, options)
+    alone = _alone(context, every)
+    roots = [alone] if alone is not None else _all_roots(context, mismatches, doubts, options)
     warnings = find_warnings(context, every, damaged, options.allow_incomplete_ranks, roots)
     return _compose(context, roots, warnings, files, options)
+
+
+def _alone(context: Context, every: list[Blocked]) -> Finding | None:
+    """What the only dump tells, where there is one and it does not name the members of its groups."""
+    if len(context.job.ranks) != 1 or not every:
+        return None
+    from allranks.diagnose.entered import explain_alone
+
+    return explain_alone(context, every)
 
 
 def _all_roots(

@@ -19,6 +19,8 @@ from typing import BinaryIO, Literal, cast
 
 import yaml
 
+from allranks.model.parsing import rank_runs
+
 Level = Literal["root", "symptom", "warning"]
 MAX_LINE = 4000
 #: Bytes of one packed log that are read: a small file may unpack to any size.
@@ -95,11 +97,12 @@ def explain(lines: Iterable[LogLine]) -> Explanation:
     """The explanation of a whole set of logs."""
     firsts: dict[tuple[str, int | None], Match] = {}  # of each pattern in each rank
     counts: dict[str, int] = {}
-    launcher = _Launcher()
+    launcher, watchdogs = _Launcher(), _Watchdogs()
     total = 0
     for line in lines:
         total += 1
         launcher.read(line)
+        watchdogs.read(line)
         match = match_line(line)
         if match is None:
             continue
@@ -109,6 +112,8 @@ def explain(lines: Iterable[LogLine]) -> Explanation:
             firsts[key] = match
     ordered = sorted(firsts.values(), key=lambda match: _weight(match, launcher.blamed))
     first = _long_before(ordered) or next(iter(ordered), None)  # a warning only where there is nothing worse
+    if first is not None and first.pattern.id in _OF_WATCHDOG:
+        first = watchdogs.explain(first)
     seen = {first.pattern.id} if first is not None else set()
     others = [m for m in ordered if not (m.pattern.id in seen or seen.add(m.pattern.id))]  # type: ignore[func-returns-value]
     return Explanation(first, tuple((m, counts[m.pattern.id]) for m in others), total)
@@ -126,6 +131,62 @@ class _Launcher:
             self._in_summary = True
         elif self._in_summary and (found := _SUMMARY_RANK.match(line.text)):
             self.blamed, self._in_summary = int(found.group(1)), False
+
+
+@dataclass(frozen=True)
+class _Status:
+    """How far a rank came in a group, as its watchdog printed it."""
+
+    line: LogLine
+    stuck: int | None  # the call that timed out; None: another rank's did
+    entered: int
+    completed: int
+
+
+@dataclass
+class _Watchdogs:
+    """What the NCCL watchdogs of all ranks print at a timeout, compared: who never entered the call?"""
+
+    groups: dict[str, dict[int, _Status]] = field(default_factory=dict)
+
+    def read(self, line: LogLine) -> None:
+        found = _WORKS.search(line.text) if "nqueued" in line.text and line.rank is not None else None
+        if found is None or line.rank is None or "periodically" in line.text:  # then the job still ran
+            return
+        stuck = int(found["stuck"]) if found["stuck"] else None
+        status = _Status(line, stuck, int(found["entered"]), int(found["completed"]))
+        ranks = self.groups.setdefault(found["group"], {})
+        if line.rank not in ranks or stuck is not None:
+            ranks[line.rank] = status
+
+    def explain(self, first: Match) -> Match:
+        """The match with the ranks named that are behind, where the numbers of a group tell."""
+        for group, ranks in sorted(self.groups.items(), key=lambda item: -len(item[1])):
+            stuck = min((one.stuck for one in ranks.values() if one.stuck is not None), default=None)
+            # Sends and receives have numbers of their own, which may pass those of the collectives.
+            if stuck is None or any(one.completed > one.entered for one in ranks.values()):
+                continue
+            behind = [rank for rank, one in ranks.items() if one.entered < stuck]
+            waiting = [rank for rank in ranks if rank not in behind]
+            if behind:
+                few = behind if len(behind) < len(waiting) else waiting
+                cause, cure = _behind(f"call #{stuck} of group {group}", behind, waiting)
+                return replace(first, line=ranks[min(few)].line, cause=cause, cure=cure)
+        return first
+
+
+def _behind(call: str, behind: list[int], waiting: list[int]) -> tuple[str, str]:
+    """(cause, cure) of a call that some ranks never entered."""
+    late, those = _ranks(behind), _ranks(waiting)
+    if len(behind) < len(waiting):
+        cause = f"{late.capitalize()} never entered {call}, in which {those} timed out: {late} is behind."
+        return cause, _BEHIND_CURE.format(ranks=late)
+    cause = f"Only {those} entered {call} and timed out in it; {late} never did: an extra call, or they are stuck before it."
+    return cause, _BEHIND_CURE.format(ranks=those)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(rank_runs(ranks))}"
 
 
 def _long_before(ordered: list[Match]) -> Match | None:
@@ -164,6 +225,17 @@ def parse_line(path: str, number: int, text: str, rank: int | None = None) -> Lo
 
 
 _GENERIC = frozenset({"python_exception", "assertion"})
+#: Patterns of lines that a watchdog prints because a collective timed out, on whichever rank.
+_OF_WATCHDOG = frozenset({"watchdog_timeout", "nccl_dump_signal"})
+_BEHIND_CURE = (
+    "Look at what {ranks} did instead: the end of the log, and the line by `allranks diagnose FOLDER` with black boxes or "
+    "Flight Recorder dumps; next time by `allranks stacks` before the job is killed."
+)
+#: torch 2.4 to 2.15: "[PG 1 Rank 0]" or "[PG ID 0 PG GUID 0(default_pg) Rank 0]", then the numbers of the group's calls.
+_WORKS = re.compile(
+    r"\[PG (?:ID \d+ PG GUID )?(?P<group>.+?) Rank \d+\](?:.* at (?:NCCL )?work(?: sequence id)?: (?P<stuck>\d+))?"
+    r".*[Ll]ast enqueued (?:NCCL )?work: (?P<entered>-?\d+),.* last completed (?:NCCL )?work: (?P<completed>-?\d+)"
+)
 _SUMMARY_RANK = re.compile(r"\s*rank\s*:\s*(\d+)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _RANK = re.compile(
