@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.diagnose.align import is_box
-from allranks.diagnose.call_sequences import Shift, find_stack_shift
+from allranks.diagnose.call_sequences import MAX_CALLS, Divergence
 from allranks.diagnose.context import Context, Stacks
+from allranks.diagnose.culprit import find_stack_shift
 from allranks.diagnose.divergence import (
-    MAX_CALLS,
-    Divergence,
-    DivergenceStory,
     find_divergence,
     find_skip_over_groups,
+    left_program,
     odd_one,
 )
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.lacking import draft, explain_without_file, settled, their, waiting_text, wrong_peer
-from allranks.diagnose.phrasing import is_secondary, line_in, one_line, place, ranks_text, ranks_wait, who
+from allranks.diagnose.phrasing import is_secondary, line_in, one_line, place, ranks_text, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import State
@@ -38,14 +37,14 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
     ranks = tuple(rank for rank in ranks if rank in context.job.ranks)
     if blocked.p2p is None:
         if (divergence := _by_steps(context, blocked, ranks)) is not None:
-            return DivergenceStory(context, group, divergence, (divergence.rank,), None, blocked).finding()
+            return left_program(context, group, divergence, blocked)
         shift = find_stack_shift(context.job, group)
         if shift is not None and shift.seq <= blocked.seq:
-            return shifted(context, blocked, group, shift)
+            return left_program(context, group, shift, blocked)
         if _one_against_all(context, blocked, group, ranks):
             return _lone_waiter(context, blocked, ranks)
         if (skip := _over_groups(context, blocked, ranks)) is not None:
-            return DivergenceStory(context, group, skip, (skip.rank,), None, blocked).finding()
+            return left_program(context, group, skip, blocked)
     return _never_entered(context, blocked, ranks)
 
 
@@ -227,41 +226,6 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
         advice = f"look at {line}, where rank {ranks[0]} ended"
     sure = 0.8 if dead[ranks[0]] == QUICK_FAILURE else 0.93
     return settled(draft(context, blocked, ranks), sentence, sure, advice, "rank_died")
-
-
-def shifted(context: Context, blocked: Blocked | None, group: GroupView, shift: Shift) -> Finding:
-    """An extra or a skipped call seen only in the stacks."""
-    lanes, others = group.lanes, tuple(rank for rank in group.lanes if rank != shift.rank)
-    usual = next(rank for rank in others if len(lanes[rank].seqs))
-    source = shift.rank if shift.extra else usual
-    row = lanes[source].row(shift.seq)
-    at = place(context.job.frames(source, row))
-    verb = "made an extra" if shift.extra else "skipped"
-    call = f"{context.job.op(source, row)} #{shift.seq} of group {group.label}{f' at {at}' if at else ''}"
-    sentence = (
-        f"{who(context.job, (shift.rank,))} {verb} {call}: moved by {shift.count}, its next {shift.agreeing} calls are at "
-        f"the same lines as those of {ranks_text(others)}"
-    )
-    waiting: tuple[int, ...] = ()
-    if blocked is not None:
-        waiting = tuple(rank for rank in context.waiters_behind((-1 - blocked.index,)) if rank != shift.rank)
-        sentence += f"; now {ranks_wait(blocked.waiters)} in {context.call(blocked)}"
-    rows = [(rank, lanes[rank].row(shift.seq)) for rank in others]
-    return Finding(
-        "extra_collective" if shift.extra else "missing_rank",
-        (shift.rank,),
-        sentence,
-        "root",
-        group.label,
-        shift.seq,
-        min(0.95, 0.75 + 0.05 * shift.agreeing) if shift.told else 0.55,
-        at,
-        waiting,
-        context.waited(blocked) if blocked else None,
-        context.stacks([(source, row), *((rank, at_row) for rank, at_row in rows if at_row >= 0)]),
-        (f"the call sites of rank {shift.rank} and of the others part at #{shift.seq}",),
-        advice=(f"make the call at {at or 'that line'} on all ranks of the group, or on none",),
-    )
 
 
 def _one_against_all(context: Context, blocked: Blocked, group: GroupView, ranks: tuple[int, ...]) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from allranks.diagnose.call_sequences import Shift, breaks_habit, by_habit, find_shift
+from allranks.diagnose.call_sequences import Divergence, breaks_habit, common_calls, is_inserted, of_two
 from allranks.diagnose.cells import Mismatch
-from allranks.diagnose.divergence import Divergence, find_divergence, odd_one
+from allranks.diagnose.divergence import find_divergence, find_move, odd_one
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.phrasing import count_ranks
 
@@ -23,7 +24,6 @@ class Culprit:
     ranks: tuple[int, ...]
     confidence: float
     reason: str
-    shift: Shift | None = None
     divergence: Divergence | None = None
 
 
@@ -85,7 +85,7 @@ def _diverged(case: _Case) -> Culprit | None:
         other = find_divergence(case.job, case.group, rank, found.reference, mismatch.seq)
         if rank != found.rank and other is not None and other.kind == found.kind:
             same.append(rank)
-    return Culprit(tuple(sorted(same)), found.confidence, found.reason, None, found)
+    return Culprit(tuple(sorted(same)), found.confidence, found.reason, found)
 
 
 def _is_of_another_group(case: _Case, found: Divergence) -> bool:
@@ -95,17 +95,34 @@ def _is_of_another_group(case: _Case, found: Divergence) -> bool:
     return bool(view.stack[row]) and bool((same_line != case.group.index).any())
 
 
-def _shifted(case: _Case) -> Culprit | None:
+def _moved(case: _Case) -> Culprit | None:
     """A rank whose calls fit those of the others when moved. Inside a batch the group's numbers say nothing of that, and
     splits differ between ranks as they may."""
-    fixed = case.mismatch.part or case.mismatch.exchange is not None
-    shift = None if fixed else _shift(case.job, case.group, case.mismatch, case.odd)
-    if shift is None or (case.odd is not None and shift.rank not in case.odd):
+    classes, seq = case.mismatch.classes, case.mismatch.seq
+    if case.mismatch.part or case.mismatch.exchange is not None or (case.odd is None and len(classes) != 2):
         return None
-    more = "more" if shift.extra else "fewer"
-    reason = f"moved by {shift.count}, its next {shift.agreeing} calls fit the others': it made {shift.count} {more}"
-    sure = 0.93 if case.odd is not None else 0.8 if shift.told else 0.55
-    return Culprit(_all_shifted(case, shift), sure, reason, shift)
+    one, two = (case.odd or classes[1][1])[0], classes[0][1][0]
+    if case.odd is not None:
+        moves = {r: find_move(case.job, case.group, r, two, seq) for r in case.odd[:ASKED_RANKS]}
+        found = moves[one]
+        ranks = tuple(rank for rank, move in moves.items() if move and found and move.kind == found.kind)
+        return Culprit(ranks, 0.93, found.reason, replace(found, confidence=0.93)) if found else None
+    found = _one_of_two(case.job, case.group, one, two, seq)
+    if found is None:
+        return None
+    ranks = next(ranks for _, ranks in classes if found.rank in ranks)
+    return Culprit(ranks, found.confidence, found.reason, found)
+
+
+def _one_of_two(job: Job, group: GroupView, one: int, two: int, seq: int) -> Divergence | None:
+    """Which of two made an extra call or skipped one, if their calls fit when moved."""
+    moves = (find_move(job, group, a, b, seq) for a, b in ((one, two), (two, one)))
+    extras = [move for move in moves if move is not None and move.kind == "extra"]
+    # "One made an extra call" and "the other skipped one" look the same from two sides; the first is the usual bug.
+    best = max(extras, key=lambda d: (group.lanes[d.rank].last, d.agreeing, -d.rank), default=None)
+    if best is None:
+        return None
+    return of_two(job, best, group.lanes[best.rank], group.lanes[best.reference])
 
 
 def _exchanged(case: _Case) -> Culprit | None:
@@ -131,36 +148,6 @@ def _outvoted(case: _Case) -> Culprit | None:
         reason += f"; {count_ranks(absent)} left no file and might turn the majority"
         return Culprit(case.odd, 0.55, reason)
     return Culprit(case.odd, 0.95 if agree > 2 else 0.9, reason)
-
-
-def _shift(job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] | None) -> Shift | None:
-    """A shift of one of the odd ranks against the majority; of either side when there is none."""
-    reference = mismatch.classes[0][1][0]
-    if odd is not None:
-        return find_shift(job, group, odd[0], reference, mismatch.seq)
-    if len(mismatch.classes) != 2:
-        return None
-    one, two = mismatch.classes[0][1][0], mismatch.classes[1][1][0]
-    shifts = [find_shift(job, group, a, b, mismatch.seq) for a, b in ((one, two), (two, one))]
-    extras = [shift for shift in shifts if shift is not None and shift.extra]
-    # "One made an extra call" and "the other skipped one" look the same from two sides; the first is the usual bug.
-    best = max(extras, key=lambda s: (group.lanes[s.rank].last, s.agreeing, -s.rank), default=None)
-    if best is None:
-        return None
-    return by_habit(job, best, group.lanes[best.rank], group.lanes[two if best.rank == one else one])
-
-
-def _all_shifted(case: _Case, shift: Shift) -> tuple[int, ...]:
-    """All ranks of the shifted one's class; after a skip only those that are shifted too."""
-    classes = case.mismatch.classes
-    if case.odd is None:
-        return next(ranks for _, ranks in classes if shift.rank in ranks)
-    same = []
-    for rank in case.odd[:ASKED_RANKS]:
-        found = find_shift(case.job, case.group, rank, classes[0][1][0], case.mismatch.seq)
-        if found is not None and found.extra == shift.extra:
-            same.append(rank)
-    return tuple(same) or (shift.rank,)
 
 
 def _own_history(case: _Case) -> Culprit | None:
@@ -200,10 +187,10 @@ def _left_round(case: _Case) -> Culprit | None:
     astray = Divergence(rank, other, seq, "extra", 1, 0.7, reason, True)
     groups = view.group[:row][view.stack[:row] == mine]
     if not len(groups):
-        return Culprit(odd[0], 0.7, reason, divergence=astray)
+        return Culprit(odd[0], 0.7, reason, astray)
     own = bool((groups == case.group.index).all())  # else it is the right call in the wrong group
     known = find_divergence(case.job, case.group, rank, other, seq, outvoted=False) if own else None
-    return Culprit(odd[0], 0.7, reason, divergence=known)
+    return Culprit(odd[0], 0.7, reason, known)
 
 
 def _changed(job: Job, group: GroupView, rank: int, seq: int) -> bool | None:
@@ -252,4 +239,36 @@ def _aborted(case: _Case) -> Culprit | None:
     return Culprit(guilty, 0.7, "gloo aborts the rank that gets more than it expects, and a rank is gone")
 
 
-_RULES = (_diverged, _shifted, _exchanged, _outvoted, _own_history, _left_round, _other_groups, _aborted)
+def find_stack_shift(job: Job, group: GroupView) -> Divergence | None:
+    """An extra or skipped call of the same kind and size, visible only in the stacks."""
+    lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
+    windows, low = common_calls(job, lanes)
+    if len(windows) < 2:
+        return None
+    prints = {rank: window.tobytes() for rank, window in windows.items()}
+    common, votes = Counter(prints.values()).most_common(1)[0]
+    odd = sorted(rank for rank, text in prints.items() if text != common)
+    if not odd or (votes <= len(lanes) // 2 and len(lanes) > 2) or len(odd) > 64:
+        return None
+    usual = max((lane for lane in lanes if prints[lane.rank] == common), key=lambda lane: lane.last)
+    first = {rank: low + int(np.flatnonzero(windows[rank] != windows[usual.rank])[0]) for rank in odd}
+    found = (_shift_of(job, group, rank, usual.rank, first[rank], len(lanes) == 2) for rank in odd)
+    shifts = [shift for shift in found if shift is not None]
+    return max(shifts, key=lambda shift: (shift.kind == "extra", shift.agreeing, -shift.rank), default=None)
+
+
+def _shift_of(job: Job, group: GroupView, rank: int, usual: int, seq: int, two: bool) -> Divergence | None:
+    """How the rank left the program of the usual one at `seq`; of `two` either may have."""
+    if is_inserted(job.ranks[rank], group.lanes[rank].row(seq)):
+        reason = (
+            f"rank {rank} never made this call before, and right behind it the one that has always come here"
+        )
+        return Divergence(rank, usual, seq, "extra", 1, 0.8, reason, agreeing=1)
+    if not two:
+        return find_move(job, group, rank, usual, seq)
+    found = odd_one(job, group, rank, usual, seq) or _one_of_two(job, group, rank, usual, seq)
+    # A program that alternates between two lines looks swapped at its end: that alone is no evidence.
+    return found if found is not None and found.kind != "swapped" else None
+
+
+_RULES = (_diverged, _moved, _exchanged, _outvoted, _own_history, _left_round, _other_groups, _aborted)

@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnose.absent import explain_ranks, left_out, shifted
+from allranks.diagnose.absent import explain_ranks, left_out
 from allranks.diagnose.call_sequences import (
     breaks_habit,
-    find_stack_shift,
     messages_per_round,
     owes_message,
     step_keys,
     successors,
 )
 from allranks.diagnose.context import Context, p2p_text
+from allranks.diagnose.culprit import find_stack_shift
+from allranks.diagnose.divergence import left_program
 from allranks.diagnose.lacking import draft, settled, waiting_text, wrong_peer
 from allranks.diagnose.ops import is_p2p
 from allranks.diagnose.phrasing import place, ranks_text, ranks_wait, who
@@ -179,7 +180,7 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     for call in collectives:
         shift = find_stack_shift(context.job, context.group(call))
         if shift is not None and shift.seq <= call.seq:
-            return shifted(context, call, context.group(call), shift)
+            return left_program(context, context.group(call), shift, call)
     if (one := _left_out(context, ranks, calls, collectives)) is not None:
         return one
     p2p = [call for call in calls if call.p2p is not None]

@@ -9,41 +9,30 @@ they were made in, and by what has always come next at this point. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
-from allranks.diagnose.call_sequences import CONTEXT, CallPair, differences, usual_next
+from allranks.diagnose.call_sequences import (
+    CONTEXT,
+    MAX_CALLS,
+    CallPair,
+    Divergence,
+    Kind,
+    differences,
+    usual_next,
+)
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView, Job
-from allranks.diagnose.phrasing import count as counted
+from allranks.diagnose.phrasing import count as count_of
 from allranks.diagnose.phrasing import place, ranks_text, ranks_wait, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 
-#: At most so many calls are skipped, added or swapped in a row.
-MAX_CALLS = 4
 #: One line of a program makes so many calls at most.
 MAX_BLOCK = 256
 #: So many differences between two whole programs are looked at.
 MAX_DIFFERENCES = 64
-
-Kind = Literal["skipped", "extra", "swapped"]
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """`rank` left the program of `reference` at call `seq` of the group."""
-
-    rank: int
-    reference: int
-    seq: int
-    kind: Kind
-    count: int  # calls skipped, added, or between the two that are swapped
-    confidence: float
-    reason: str  # what shows it, as a sentence
-    either: bool = False  # an added call and an early end of a loop look the same here
 
 
 def find_divergence(
@@ -67,6 +56,15 @@ def diverged(pair: CallPair, seq: int | None, outvoted: bool = True) -> Divergen
     if swapped is not None and min(len(pair.mine), len(pair.theirs)) - at - swapped.count > 2:
         return swapped  # and the calls behind it fit where they are
     return _moved(pair, at) or swapped or by_habit(pair, _apart_since(pair, at), outvoted)
+
+
+def find_move(job: Job, group: GroupView, rank: int, reference: int, seq: int) -> Divergence | None:
+    """Whether the two, who differ at `seq`, agree from some call on when one is moved. At one and the same line they do not:
+    the call is the right one with the wrong arguments."""
+    pair = CallPair.of(job, group, rank, reference)
+    if pair is None or pair.on_one_line(seq - pair.low):
+        return None
+    return _moved(pair, seq - pair.low) or _moved(pair, seq - pair.low, weak=True)
 
 
 def find_skip_over_groups(job: Job, group: GroupView, rank: int, waiter: int) -> Divergence | None:
@@ -130,7 +128,7 @@ def by_steps(pair: CallPair) -> Divergence | None:
     word: Kind = "skipped" if skips else "extra"
     reason = (
         f"step marks: rank {pair.rank} entered #{pair.low + at} in step {int(pair.my_steps[at])}, rank {pair.reference} in step "
-        f"{int(pair.their_steps[at])}; in step {step} rank {pair.rank} made {counted(made[0], 'call')} of the group, rank {pair.reference} {made[1]}"
+        f"{int(pair.their_steps[at])}; in step {step} rank {pair.rank} made {count_of(made[0], 'call')} of the group, rank {pair.reference} {made[1]}"
     )
     return Divergence(pair.rank, pair.reference, pair.low + at, word, count, 0.93, reason)
 
@@ -175,39 +173,45 @@ def _swapped(pair: CallPair, at: int) -> Divergence | None:
     return Divergence(pair.rank, pair.reference, pair.low + at, "swapped", int(later[0]), 0.9, reason)
 
 
-def _moved(pair: CallPair, at: int) -> Divergence | None:
-    """The two fit again when one is moved from some call before `at` on; in place they have differed since."""
+def _moved(pair: CallPair, at: int, weak: bool = False) -> Divergence | None:
+    """The two fit again when one is moved from some call before `at` on; in place they have differed since. `weak`: one call
+    that fits is enough, if one of the two made as many calls more."""
     kinds: tuple[Kind, ...] = ("skipped", "extra")
-    moves = (_move(pair, at, count, kind) for count in range(1, MAX_CALLS + 1) for kind in kinds)
+    moves = (_move(pair, at, count, kind, weak) for count in range(1, MAX_CALLS + 1) for kind in kinds)
     found = [move for move in moves if move is not None]
     return max(found, key=lambda move: move[:3])[3] if found else None
 
 
-def _move(pair: CallPair, at: int, count: int, kind: Kind) -> tuple[int, bool, int, Divergence] | None:
+def _move(
+    pair: CallPair, at: int, count: int, kind: Kind, weak: bool
+) -> tuple[int, bool, int, Divergence] | None:
     """(how many calls fit better, whether the numbers of calls agree with it, fewest moved first, the divergence)."""
     differs = differences(pair.mine, pair.theirs)
     mine, theirs = (pair.mine, pair.theirs[count:]) if kind == "skipped" else (pair.mine[count:], pair.theirs)
     moved = differences(mine, theirs)
     length = min(len(differs), len(moved))
-    if length < 2:
+    if length < 1:
         return None
     # Differences in place before d, and moved behind it, for every d; the last of equal ones is the certain one.
     behind = np.append(np.cumsum(moved[::-1])[::-1], 0)[: length + 1]
     total = np.append(0, np.cumsum(differs[:length])) + behind
     d = int(length - np.argmin(total[::-1]))
     agreeing, gain = len(moved) - d, int(differs.sum()) - int(total[d])
-    if d > at or d == 0 or agreeing < 2 or gain < 2 or not differs[d]:
-        return None
     more = len(pair.mine) - len(pair.theirs)
+    counted = more == (count if kind == "extra" else -count)
+    fitting = min(agreeing, gain)
+    enough = (counted and fitting > 0) if weak else (d > 0 and fitting > 1)
+    if d > at or not differs[d] or not enough:
+        return None
     if not more and not differs[d + count :].any():
         return None  # what lies behind fits where it is: a call was changed, none added or left out
     reason = (
         f"moved by {count}, its next {agreeing} calls are at the same lines as those of rank {pair.reference}"
     )
     sure = min(0.95, 0.8 + 0.03 * agreeing)
-    found = Divergence(pair.rank, pair.reference, pair.low + d, kind, count, sure, reason)
+    found = Divergence(pair.rank, pair.reference, pair.low + d, kind, count, sure, reason, agreeing=agreeing)
     # A program that alternates fits both ways: then who made more calls has the extra one.
-    return gain, more == (count if kind == "extra" else -count), -count, found
+    return gain, counted, -count, found
 
 
 def _in_usual_step(pair: CallPair, at: int, starts: np.ndarray, ends: np.ndarray) -> bool:
@@ -273,7 +277,7 @@ def _skipped(pair: CallPair, at: int, usual: np.ndarray, always: bool) -> Diverg
             reason = f"{often}, rank {pair.rank} made the call too, and then the one that it went on to"
             sure = 0.7 if not always else 0.9 if len(ends) > 1 else 0.85
             return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", count, sure, reason)
-        reason = f"{often}, rank {pair.rank} made {counted(count, 'call')} more before the one it is in now"
+        reason = f"{often}, rank {pair.rank} made {count_of(count, 'call')} more before the one it is in now"
         return Divergence(pair.rank, pair.reference, pair.low + at, "extra", 1, 0.7, reason, True)
     return None
 
@@ -291,7 +295,7 @@ def _rest_of_round(pair: CallPair, at: int, usual: np.ndarray) -> Divergence | N
         return None
     if not _in_usual_step(pair, at, usual, behind[found]):
         return None
-    reason = f"in all rounds before, rank {pair.rank} made {counted(count, 'call')} more before the one it is in now"
+    reason = f"in all rounds before, rank {pair.rank} made {count_of(count, 'call')} more before the one it is in now"
     return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", count, 0.8, reason)
 
 
@@ -323,7 +327,7 @@ def _skipped_line(pair: CallPair, at: int, usual: np.ndarray) -> Divergence | No
     alone = line and line != lines[start - 1] and bool((lines[start : start + count] == line).all())
     if count == MAX_BLOCK or not alone or not bool((known[ends] == me).all()) or lines[start + count] == line:
         return None
-    reason = f"in all rounds before, rank {pair.rank} made here {counted(count, 'call')} of one line and then the one it is in"
+    reason = f"in all rounds before, rank {pair.rank} made here {count_of(count, 'call')} of one line and then the one it is in"
     return Divergence(pair.rank, pair.reference, pair.low + at, "skipped", count, 0.8, reason)
 
 
@@ -384,7 +388,7 @@ class DivergenceStory:
             return self._swapped()
         op = self.context.job.op(maker, self.group.lanes[maker].row(found.seq))
         call = f"{op} #{found.seq} of group {self.group.label}{f' at {at}' if at else ''}"
-        call += f" and {counted(found.count - 1, 'call')} behind it" if found.count > 1 else ""
+        call += f" and {count_of(found.count - 1, 'call')} behind it" if found.count > 1 else ""
         if found.kind == "skipped":
             makers = ranks_text(self.others) if self.others else "the others"
             return f"{subject} skipped {call}, which {makers} made, and went on"
@@ -449,6 +453,13 @@ class DivergenceStory:
                 return f"; {failure.replace('the call', self.context.call(blocked))}"
             return f"; now {ranks_wait(blocked.waiters)} in {self.context.call(blocked)}"
         return ""
+
+
+def left_program(
+    context: Context, group: GroupView, divergence: Divergence, blocked: Blocked | None = None
+) -> Finding:
+    """The finding about one rank; `blocked` is the call in which others wait since."""
+    return DivergenceStory(context, group, divergence, (divergence.rank,), None, blocked).finding()
 
 
 def _advice(divergence: Divergence, at: str) -> str:

@@ -33,9 +33,9 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     }
     guilty = [(rank, rows[rank]) for rank in culprit.ranks if rows.get(rank, -1) >= 0]
     others = [(rank, row) for rank, row in rows.items() if rank not in culprit.ranks]
-    at = _line(context, culprit, guilty, others)
+    at = place(context.job.frames(*guilty[0])) if guilty else ""
     cause, sentence = _say(context, group, mismatch, culprit, rows, at)
-    elsewhere = _elsewhere(context, others, at) if culprit.shift is None else ""
+    elsewhere = _elsewhere(context, others, at)
     certain = culprit.confidence > 0.5 and not elsewhere
     # Calls of two lines are the consequence of an earlier one, which a short ring has lost.
     sure = min(0.75, culprit.confidence) if elsewhere and context.forgetful(rows) else culprit.confidence
@@ -59,15 +59,6 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     )
 
 
-def _line(
-    context: Context, culprit: Culprit, guilty: list[tuple[int, int]], others: list[tuple[int, int]]
-) -> str:
-    """Where the guilty rank called; of a call that it skipped, where the others did."""
-    skipped = culprit.shift is not None and not culprit.shift.extra
-    calls = others if skipped else guilty
-    return place(context.job.frames(*calls[0])) if calls else ""
-
-
 def _elsewhere(context: Context, others: list[tuple[int, int]], at: str) -> str:
     """A line from which the others called, if none of them called from this one."""
     lines = {place(context.job.frames(rank, row)) for rank, row in others} - {""}
@@ -89,17 +80,10 @@ def _say(
     context: Context, group: GroupView, mismatch: Mismatch, culprit: Culprit, rows: dict[int, int], at: str
 ) -> tuple[str, str]:
     """(cause, sentence)."""
-    job, subject, shift = context.job, who(context.job, culprit.ranks), culprit.shift
+    job, subject = context.job, who(context.job, culprit.ranks)
     number = f"{f'(call {mismatch.part} of a batch) ' if mismatch.part else ''}#{mismatch.seq} of group {group.label}"
     first = culprit.ranks[0] if culprit.ranks else next(iter(rows))
     op, where = job.op(first, rows[first]), f" at {at}" if at else ""
-    if shift is not None and shift.extra:
-        rest = f"the other ranks never make it, and from there on its calls are {shift.count} behind theirs"
-        return "extra_collective", f"{subject} made an extra {op} {number}{where}; {rest}"
-    if shift is not None:
-        makers = next(ranks for _, ranks in mismatch.classes if not set(ranks) & set(culprit.ranks))
-        call = f"{job.op(makers[0], rows[makers[0]])} {number}{where}"
-        return "missing_rank", f"{subject} skipped {call}, which {ranks_text(makers)} made, and went on"
     if mismatch.exchange is not None:
         return mismatch.cause, _say_exchange(mismatch.exchange, culprit, subject, f"in {op} {number}{where}")
     mine = next((text for text, ranks in mismatch.classes if first in ranks and culprit.ranks), "")

@@ -260,8 +260,7 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
         return True  # NCCL does not notice: what does not fit stays in its buffers, and a later call hangs
     from allranks.diagnose.culprit import judge
 
-    culprit = judge(context.job, mismatch)
-    return culprit.shift is not None or culprit.divergence is not None
+    return judge(context.job, mismatch).divergence is not None
 
 
 def _misfits(context: Context, blocked: Blocked) -> bool:

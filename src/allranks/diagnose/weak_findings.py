@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnose.absent import explain_ranks, shifted
+from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.align import is_box
-from allranks.diagnose.call_sequences import find_stack_shift
 from allranks.diagnose.context import Context
+from allranks.diagnose.culprit import find_stack_shift
+from allranks.diagnose.divergence import left_program
 from allranks.diagnose.false_completions import Doubt
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView, Job, Lane, Now
@@ -35,7 +36,7 @@ def quiet_roots(context: Context, doubts: list[Doubt], allow_incomplete_ranks: b
     for group in context.job.groups:
         shift = find_stack_shift(context.job, group)
         if shift is not None and shift.agreeing >= 2:
-            return [shifted(context, None, group, shift)]
+            return [left_program(context, group, shift)]
     found = ended_badly(context) or (None if allow_incomplete_ranks else _gone_unnoticed(context))
     if found is not None:
         return [found]
