@@ -65,8 +65,8 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern
             return _cause(match, thread, view)
     if first is None:
         return _unknown(main, view)
-    if first.pattern.cause == "lock_wait":
-        return _deadlock(view, main, patterns)
+    if first.pattern.cause == "lock_wait":  # with whom, or for itself?
+        return _lock_cause(view, [main, *_locked(view, patterns)], None)
     if first.pattern.cause == "thread_wait":
         return _follow(view, main, first, patterns)
     if first.pattern.cause in ("request_wait", "event_loop_idle"):
@@ -83,13 +83,20 @@ def _behind_backward(view: ProcessView, main: ThreadView, patterns: Sequence[Sta
     hooks = [
         t for t in view.threads if not t.main and t.python and not t.python[-1].name.endswith("_bootstrap")
     ]
-    found = [(thread, match_thread(patterns, thread, view)) for thread in hooks]
-    told = [(t, m) for t, m in found if m is not None and m.pattern.cause not in _SHAPES]
+    told = _told(view, hooks, patterns)
     if not told:
         return None
     thread, match = max(told, key=lambda pair: _weight(pair[1]))
     cause = _cause(match, thread, view)
     return replace(cause, evidence=f"a hook of its backward {cause.evidence}", thread=thread.name)
+
+
+def _told(
+    view: ProcessView, threads: list[ThreadView], patterns: Sequence[StackPattern]
+) -> list[tuple[ThreadView, PatternMatch]]:
+    """Those of the threads whose stack tells a cause of its own."""
+    found = ((thread, match_thread(patterns, thread, view)) for thread in threads)
+    return [(t, m) for t, m in found if m is not None and m.pattern.cause not in _SHAPES]
 
 
 def _follow(
@@ -98,14 +105,8 @@ def _follow(
     """The main thread waits for another thread: that thread's trouble is the rank's."""
     if locked := _locked(view, patterns):
         return _lock_cause(view, locked, main)
-    others = [(thread, match_thread(patterns, thread, view)) for thread in view.threads if not thread.main]
-    told = [
-        (thread, match)
-        for thread, match in others
-        if match is not None
-        and match.pattern.cause not in _SHAPES
-        and (match.pattern.cause in _STRONG or _has_own_code(thread))
-    ]
+    others = _told(view, [thread for thread in view.threads if not thread.main], patterns)
+    told = [(t, m) for t, m in others if m.pattern.cause in _STRONG or _has_own_code(t)]
     if told:
         thread, match = max(told, key=lambda pair: _weight(pair[1]))
         cause = _cause(match, thread, view)
@@ -147,11 +148,6 @@ def _has_own_code(thread: ThreadView) -> bool:
 def _weight(match: PatternMatch) -> float:
     """A thread that sleeps may just be a monitor: any other trouble is more telling."""
     return match.pattern.confidence - (0.5 if match.pattern.cause == "sleep" else 0.0)
-
-
-def _deadlock(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause:
-    """The main thread waits for a lock: with whom, or for itself?"""
-    return _lock_cause(view, [main, *_locked(view, patterns)], None)
 
 
 def _locked(view: ProcessView, patterns: Sequence[StackPattern]) -> list[ThreadView]:
