@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from allranks.drill.ranks import Ranks
 from allranks.lighthouse.options import Options
 from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager import prepared_group
+from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
-from allranks.manager.plan import Claim, ReplicaClaim
-from allranks.manager.prepared_group import agreed, invitations
-from allranks.model.cluster import Member, Quorum
+from allranks.manager.options import ManagerOptions
+from allranks.manager.plan import Claim, ReplicaClaim, decide
+from allranks.manager.prepared_group import Invitation, NextGroup, agreed, invitations, wait_for_invitation
+from allranks.manager.training import TrainingState
+from allranks.manager.vote_mesh import VoteMesh
+from allranks.model.cluster import Member, Quorum, QuorumWanted
 
 from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
 
@@ -177,12 +184,100 @@ def test_a_member_that_dies_while_a_newcomer_prepares_is_replaced_by_it(
     assert first.value.state == newcomer.value.state
 
 
-# ---- who is invited, and what is agreed: pure ----
+# ---- a member of one, and newcomers whose stores are real ----
 
 
-def member(name: str, session: str = "s", **claim: Any) -> Member:
+def member(name: str, session: str = "s", store: str = "", **claim: Any) -> Member:
     said = ReplicaClaim(ranks=(Claim(),), **claim)
-    return Member(replica=name, session=session, store=f"{name}:1", data=said.encode())
+    return Member(replica=name, session=session, store=store or f"{name}:1", data=said.encode())
+
+
+class Newcomer:
+    """A replica that waits to join: it has a store and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        address = f"127.0.0.1:{self.store.port}"
+        self.member = member(name, f"{name}1", address, prepares=True, beside=True)
+
+    def invitation(self) -> Invitation:
+        deadline = time.monotonic() + LIMIT_S
+        found = wait_for_invitation(self.store, lambda: time.monotonic() < deadline, "")
+        assert found is not None, "no invitation came"
+        return found
+
+
+@pytest.fixture
+def next_group() -> Iterator[NextGroup]:
+    """Of replica "a", which trains alone in quorum 1."""
+    quorum = Quorum(1, 1, (member("a"),))
+    group = ProcessGroupGloo(30.0)
+    plan = decide([ReplicaClaim.decode(quorum.members[0].data)], 1)
+    training = TrainingState(generation=Generation(quorum, plan, 0, 0, group, VoteMesh(), group))
+    found = NextGroup(ManagerOptions("nowhere:1", "a"), training, group, "nowhere:1")
+    yield found
+    found.cancel()
+    wait_until(lambda: all(thread.name != "allranks-prepare" for thread in threading.enumerate()))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.005)
+
+
+def waits(*newcomers: Newcomer) -> QuorumWanted:
+    return QuorumWanted("somebody waits to join", 1, waiting=tuple(each.member for each in newcomers))
+
+
+def test_an_invitation_that_is_held_up_does_not_replace_a_later_one(
+    next_group: NextGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the newcomer would make a group that nobody wants, and the members wait for it without end."""
+    b, c = Newcomer("b"), Newcomer("c")
+    held, release, real = threading.Event(), threading.Event(), prepared_group.open_store
+
+    def hold_first(address: str, limit_s: float) -> dist.Store:
+        if not held.is_set():
+            held.set()
+            assert release.wait(LIMIT_S)
+        return real(address, limit_s)
+
+    monkeypatch.setattr(prepared_group, "open_store", hold_first)
+    assert next_group.prepare(waits(b))
+    assert held.wait(LIMIT_S)
+    (late,) = (thread for thread in threading.enumerate() if thread.name == "allranks-prepare")
+    assert next_group.prepare(waits(b, c))
+    assert c.invitation().name == "1.1+b1,c1"
+    release.set()
+    late.join(LIMIT_S)
+    assert not late.is_alive()
+    assert b.invitation().name == "1.1+b1,c1"
+
+
+def test_newcomers_that_do_not_answer_an_invitation_join_without_a_prepared_group(
+    next_group: NextGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its invitation was lost, or it cannot reach the store where all meet."""
+    monkeypatch.setattr(prepared_group, "_ANSWER_S", 0.05)
+    assert next_group.prepare(waits(Newcomer("b")))
+    wait_until(lambda: next_group.training.wanted == "somebody waits to join")
+
+
+def test_those_who_still_wait_when_another_newcomer_has_gone_join_without_a_prepared_group(
+    next_group: NextGroup,
+) -> None:
+    """The group of them alone was called off when the other came."""
+    b, c = Newcomer("b"), Newcomer("c")
+    assert next_group.prepare(waits(b))
+    assert b.invitation().name == "1.1+b1"
+    assert next_group.prepare(waits(b, c))
+    assert next_group.prepare(waits(b, c))  # told twice: it is on its way
+    assert not next_group.prepare(waits(b))
+
+
+# ---- who is invited, and what is agreed: pure ----
 
 
 def test_members_and_newcomers_are_invited_to_the_store_of_the_first_newcomer() -> None:

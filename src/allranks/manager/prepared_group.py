@@ -38,6 +38,7 @@ log = logging.getLogger("allranks.manager")
 _INVITATION = "allranks/invitation"
 _POLL_S = 0.005
 _STORE_S = 10.0  # of reaching a store
+_ANSWER_S = 10.0  # within which every newcomer must have read its invitation
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Invitation:
 
     @staticmethod
     def decode(text: bytes | str) -> Invitation:
-        """From what `invite` left in a store."""
+        """From what a member left in a store."""
         raw = json.loads(text)
         return Invitation(**{**raw, "global_ranks": tuple(raw["global_ranks"])})
 
@@ -108,6 +109,7 @@ class GroupPreparation:
         invitation = self.invitation
         store = open_store(invitation.store, min(self.limit_s, _STORE_S))
         self._store = dist.PrefixStore(f"allranks/prepare/{invitation.name}", store)
+        self._store.set(f"here/{invitation.rank}", "1")
         spec = GroupSpec(
             dist.PrefixStore("group", self._store),
             invitation.rank,
@@ -119,14 +121,14 @@ class GroupPreparation:
         call = AbandonableCall(lambda: self.group.make_beside(spec), self.group.discard)
         with self._lock:
             self._call = call
-        if self._cancelled.is_set():
+        if self.cancelled:
             raise GroupAborted("called off")
         with silenced():
             backend = call.result()
         with self._lock:
             self._call, self._made = None, True
             self._backend = backend
-        if self._cancelled.is_set():
+        if self.cancelled:
             self.discard()
             raise GroupAborted("called off")
 
@@ -136,20 +138,33 @@ class GroupPreparation:
             self._store.set(f"made/{self.invitation.rank}" if made else "failed", "1")
 
     def wait_for_all(self, wanted: Callable[[], bool]) -> None:
-        """Returns when all have made it, or it is not wanted any more; raises when it cannot be had."""
-        while wanted() and not self._cancelled.is_set() and not self.is_complete():
+        """Returns when all have made it, or it is not wanted any more; raises when it cannot be had.
+
+        A newcomer may compile its model for minutes before it is ready, but it is there soon, or never.
+        """
+        deadline = time.monotonic() + _ANSWER_S
+        while wanted() and not self.cancelled and not self.is_complete():
             if self._store is None or self._store.check(["failed"]):
                 raise GroupAborted("a newcomer could not make the group")
+            if time.monotonic() > deadline and not self._store.check(self._keys("here")):
+                raise GroupAborted("a newcomer did not answer its invitation")
             time.sleep(_POLL_S)
 
     def is_complete(self) -> bool:
         """Whether everybody who is invited has made the group."""
         if not self._complete and self._made and self._store is not None:
             try:
-                self._complete = self._store.check([f"made/{r}" for r in range(self.invitation.world_size)])
+                self._complete = self._store.check(self._keys("made"))
             except RuntimeError:  # the newcomer that hosts the store is gone
                 return False
         return self._complete
+
+    def _keys(self, what: str) -> list[str]:
+        return [f"{what}/{rank}" for rank in range(self.invitation.world_size)]
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
 
     def take(self) -> object:
         """The backend, now the caller's; None where the group is made only when it is needed."""
@@ -193,6 +208,7 @@ class NextGroup:
     own_store: str  # host:port
     _preparations: list[GroupPreparation] = field(default_factory=list)  # the last counts
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _inviting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def may_be_invited(self) -> bool:
@@ -200,15 +216,21 @@ class NextGroup:
         return self.training.generation is None and self.options.world_size == 1
 
     def prepare(self, notice: QuorumWanted) -> bool:
-        """In a member: begins to make the group with those who wait; False when that cannot be."""
+        """In a member: begins to make the group with those who wait; False when that cannot be.
+
+        When a newcomer has gone, the rest may be those of an earlier making, which was called off: they join without.
+        """
         generation = self.training.generation
         if generation is None or generation.number != notice.number or not self.training.eager:
             return False
         found = invitations(generation.quorum, notice.waiting)
         mine = found.get(self.options.replica_id)
-        if mine is not None and mine.name not in [each.invitation.name for each in self._preparations]:
+        names = [each.invitation.name for each in self._preparations]
+        if mine is None or mine.name in names[:-1]:
+            return False
+        if mine.name not in names:
             _start(self._prepare_as_member, generation, notice, found, self._add(mine))
-        return mine is not None
+        return True
 
     def accept_invitations(self, ticket: PendingAnswer[Quorum]) -> None:
         """In a newcomer: makes the group with those who invite it, while it waits for its first quorum."""
@@ -254,7 +276,7 @@ class NextGroup:
         began = time.monotonic()
         try:
             for member in notice.waiting:
-                invite(member, found[member.replica], self.options.connect_timeout_s)
+                self._invite(member, found[member.replica], preparation)
             preparation.make()
             made = time.monotonic()
             preparation.report(made=True)
@@ -270,6 +292,14 @@ class NextGroup:
         finally:  # in any case they join
             if generation.usable and self._preparations[-1:] == [preparation]:
                 self.training.hear_of_newcomers(notice.reason)
+
+    def _invite(self, newcomer: Member, invitation: Invitation, preparation: GroupPreparation) -> None:
+        """Leaves the invitation in the newcomer's store, where it must not replace a later one."""
+        store = open_store(newcomer.store, min(self.options.connect_timeout_s, _STORE_S))
+        with self._inviting:
+            if preparation.cancelled:
+                raise GroupAborted("called off")
+            store.set(_INVITATION, json.dumps(asdict(invitation)))
 
     def _accept_invitations(self, ticket: PendingAnswer[Quorum]) -> None:
         known = ""
@@ -295,11 +325,6 @@ class NextGroup:
 
 def _start(target: Callable[..., None], *args: object) -> None:
     threading.Thread(target=target, args=args, name="allranks-prepare", daemon=True).start()
-
-
-def invite(replica: Member, invitation: Invitation, limit_s: float) -> None:
-    """Leaves the invitation in the store of a newcomer."""
-    open_store(replica.store, min(limit_s, _STORE_S)).set(_INVITATION, json.dumps(asdict(invitation)))
 
 
 def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: str) -> Invitation | None:
