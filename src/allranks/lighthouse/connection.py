@@ -293,6 +293,9 @@ class Connection(asyncio.Protocol):
 
     # ---- sessions.Peer ----------------------------------------------------------------------------------
 
+    def _send(self, message: object) -> None:
+        self.deliver(message, encode(message))
+
     def deliver(self, message: object, frame: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
@@ -390,8 +393,7 @@ class Connection(asyncio.Protocol):
             return
         nonce = os.urandom(16).hex()
         self._greeting = (message, payload, nonce.encode())
-        challenge = messages.Challenge(nonce)
-        self.deliver(challenge, encode(challenge))
+        self._send(messages.Challenge(nonce))
 
     def _prove(self, message: object, hello: messages.Hello, said: bytes, nonce: bytes) -> None:
         if not isinstance(message, messages.Proof):
@@ -401,8 +403,7 @@ class Connection(asyncio.Protocol):
             why = "the job token is wrong" if message.proof else "no job token"
             self._refuse(messages.Refused("token", why))
             return
-        ours = messages.Proof(prove(door.credential, b"server", nonce, said).hex())
-        self.deliver(ours, encode(ours))
+        self._send(messages.Proof(prove(door.credential, b"server", nonce, said).hex()))
         self._greeting = None
         entered = door.service.hello(self, hello)
         if isinstance(entered, messages.Refused):
@@ -422,10 +423,9 @@ class Connection(asyncio.Protocol):
         if isinstance(message, messages.Join):
             refused = service.join(session, message.member, message.known)
             if refused is not None:
-                self.deliver(refused, encode(refused))
+                self._send(refused)
         elif isinstance(message, messages.Withdraw):
-            waiting = service.withdraw(session)
-            self.deliver(waiting, encode(waiting))
+            self._send(service.withdraw(session))
         elif isinstance(message, messages.Leave):
             self._session = None
             service.leave(session, printable(message.reason), message.finished, message.term, message.step)
@@ -436,7 +436,7 @@ class Connection(asyncio.Protocol):
         elif isinstance(message, Quorum):
             service.recalled(message)
         elif isinstance(message, messages.Command):
-            carry_out(service, message, lambda result: self.deliver(result, encode(result)))
+            carry_out(service, message, self._send)
         else:
             raise BadFrame(f"{type(message).__name__} is not for the lighthouse")
 
@@ -445,7 +445,7 @@ class Connection(asyncio.Protocol):
             refused.code, "%s refused (%s): %s", self.address, refused.code, refused.message
         )
         self._door.strangers.pop(self, None)
-        self.deliver(refused, encode(refused))
+        self._send(refused)
         self.close()
 
     def _other_protocol(self, data: bytes) -> None:

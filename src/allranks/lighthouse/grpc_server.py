@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from allranks.channel.frames import join_address, loopback
 from allranks.errors import require
@@ -28,6 +28,7 @@ from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.model.cluster import Quorum
 
+T = TypeVar("T")
 CHUNK = 1 << 16
 CALL_BYTES = 64 << 10  # that a connection may send from one call to the next: four times the largest call
 IDLE_BYTES_S = 100.0  # and so much more each second, for the signs of life of a call that waits for hours
@@ -208,10 +209,7 @@ class TorchftServer:
         """Long poll: answers when a quorum with this member is formed."""
         import grpc
 
-        try:
-            member = grpc_wire.decode_quorum_request(request)
-        except grpc_wire.BadMessage as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        member = await _decode(grpc_wire.decode_quorum_request, request, context)
         peer = self._peer(member.replica, context)
         if isinstance(peer, Refused):
             await context.abort(grpc.StatusCode.UNAVAILABLE, peer.message)
@@ -241,12 +239,7 @@ class TorchftServer:
         return call.result()
 
     async def heartbeat(self, request: bytes, context: CallContext) -> bytes:
-        import grpc
-
-        try:
-            name = grpc_wire.decode_heartbeat_request(request)
-        except grpc_wire.BadMessage as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        name = await _decode(grpc_wire.decode_heartbeat_request, request, context)
         peer = self._peer(name, context)
         if isinstance(peer, GrpcPeer) and peer.session is not None:
             self.service.heard(peer.session)
@@ -290,6 +283,15 @@ class TorchftServer:
             if self.relay is not None:
                 self.relay.keep(port)
         return peer
+
+
+async def _decode(read: Callable[[bytes], T], request: bytes, context: CallContext) -> T:
+    import grpc
+
+    try:
+        return read(request)
+    except grpc_wire.BadMessage as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
 def grpc_door(

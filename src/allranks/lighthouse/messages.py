@@ -174,7 +174,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Start:
-    """Client to liveness proxy only, first: `link` is LinkOptions as JSON."""
+    """Client to liveness proxy only, first: `link` is ClientOptions as JSON."""
 
     link: str
     pid: int

@@ -133,10 +133,8 @@ class Lighthouse:
         """Drains and stops. May be called twice."""
         loop, stop, thread = self._loop, self._stop, self._thread
         if loop is not None and stop is not None and not loop.is_closed():
-            try:
+            with suppress(RuntimeError):  # it ended by itself just now
                 loop.call_soon_threadsafe(stop.set)
-            except RuntimeError:
-                pass  # it ended by itself just now
         if thread is not None:
             thread.join(timeout_s)
 

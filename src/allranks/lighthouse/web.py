@@ -321,24 +321,19 @@ class Web:
         return not self.token or hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def web_door(service: Service, token: str, names: Sequence[str] = ()) -> Callable[[], asyncio.Protocol]:
-    """For one lighthouse: makes the protocol of each HTTP connection; all share one Web."""
-    web = Web(service, token, frozenset(name.lower() for name in names))
-    places = HttpSlots(min(MAX_CONNECTIONS, open_files_limit() // 8))
-    return lambda: HttpConnection(web.handle, places)
-
-
 def http_protocol(names: Sequence[str] = ()) -> Callable[[Service, str], asyncio.Protocol]:
-    """What `Lighthouse(http=…)` takes; remembers the Web of each service. `names`, and those of
-    $ALLRANKS_ALLOW_HOSTS, are host names under which it may be asked."""
+    """What `Lighthouse(http=…)` takes: makes the protocol of each HTTP connection; all of one lighthouse share one Web.
+    `names`, and those of $ALLRANKS_ALLOW_HOSTS, are host names under which it may be asked."""
     names = [*names, *filter(None, os.environ.get("ALLRANKS_ALLOW_HOSTS", "").split(","))]
-    doors: dict[int, Callable[[], asyncio.Protocol]] = {}
+    shared: dict[int, tuple[Web, HttpSlots]] = {}
 
     def make(service: Service, token: str) -> asyncio.Protocol:
-        if id(service) not in doors:
-            doors.clear()
-            doors[id(service)] = web_door(service, token, names)
-        return doors[id(service)]()
+        if id(service) not in shared:
+            shared.clear()
+            web = Web(service, token, frozenset(name.lower() for name in names))
+            shared[id(service)] = web, HttpSlots(min(MAX_CONNECTIONS, open_files_limit() // 8))
+        web, slots = shared[id(service)]
+        return HttpConnection(web.handle, slots)
 
     return make
 

@@ -23,7 +23,6 @@ from allranks import errors
 from allranks.channel.frames import JsonObject
 from allranks.lighthouse import messages
 from allranks.lighthouse.client.actions import Actions, Body, PendingAnswer
-from allranks.lighthouse.client.held_sockets import HeldSockets
 from allranks.lighthouse.client.link import FATAL, Link
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.proxy_link import ProxyLink
@@ -58,7 +57,6 @@ class Client(Actions):
         self._ids = itertools.count(1)
         self._listeners: list[Callable[[cluster.Notice], None]] = []
         self._seen: dict[int, None] = {}
-        self._held = HeldSockets()
         self._report = messages.Report()
         self._last_error = ""
         self._refused: errors.LighthouseRefused | None = None
@@ -69,13 +67,11 @@ class Client(Actions):
 
     def start(self, timeout_s: float = 60.0) -> Client:
         """Connects. Raises LighthouseUnreachable or LighthouseRefused, and leaves nothing behind then."""
-        link = self.options.link(self.session)
-        self._node = link.node
+        options = self.options.resolved(self.session)
+        self._node = options.node
         self._reactor.open()
-        if self.options.beacon:
-            self._line = ProxyLink(link, self._reactor, self._receive, self.options.black_box)
-        else:
-            self._line = Link(link, self._reactor, self._receive, self._beat)
+        self._line = (ProxyLink if options.beacon else Link)(options, self._reactor, self._receive)
+        self._line.report(self._report)
         self._thread = threading.Thread(target=self._run, name="allranks-lighthouse", daemon=True)
         _alive.add(self)
         self._thread.start()
@@ -124,8 +120,7 @@ class Client(Actions):
     def report(self, step: int = -1, progress: int = -1, health: str = "") -> None:
         """What the next heartbeats say. Costs next to nothing: call it every step."""
         self._report = messages.Report(step, progress, health)
-        if self.options.beacon:
-            self._reactor.call(self._send_report)
+        self._reactor.call(self._send_report)
 
     def leave(self, reason: str = "", finished: bool = False, term: int = 0, step: int = -1) -> None:
         """Leaves in good order: the others go on at once. Returns when it is sent.
@@ -167,10 +162,8 @@ class Client(Actions):
         handed = threading.Event()
 
         def hand_over() -> None:
-            if isinstance(self._line, ProxyLink):
+            if self._line is not None:
                 self._line.hold(number, copies)
-            else:
-                self._held.add(number, copies)
             handed.set()
 
         self._reactor.call(hand_over)
@@ -179,11 +172,8 @@ class Client(Actions):
 
     def release(self, number: int) -> None:
         """Forgets the sockets of a quorum; call it when its groups are taken down."""
-        line = self._line
-        if isinstance(line, ProxyLink):
+        if (line := self._line) is not None:
             self._reactor.call(lambda: line.release(number))
-        else:
-            self._reactor.call(lambda: self._held.release(number))
 
     # ---- actions (actions.py) ---------------------------------------------------------------------------
 
@@ -232,18 +222,13 @@ class Client(Actions):
     def _shut(self) -> None:
         if self._line is not None:
             self._line.close()
-        self._held.drop_all(shut=False)
         self._fail_all(errors.LighthouseError("the lighthouse client was closed"))
         self.connected = False
         _alive.discard(self)
         self._reactor.stop()
 
-    def _beat(self) -> messages.Beat:
-        report = self._report
-        return messages.Beat(report.step, report.progress, 0.0, report.health)
-
     def _send_report(self) -> None:
-        if isinstance(self._line, ProxyLink):
+        if self._line is not None:
             self._line.report(self._report)
 
     def _send_join(self) -> None:
@@ -330,8 +315,6 @@ class Client(Actions):
             self._seen[notice_id] = None
             if len(self._seen) > _SEEN:
                 del self._seen[next(iter(self._seen))]
-        if isinstance(notice, (cluster.MemberLost, cluster.MemberLeft, cluster.Evicted)) and notice.number:
-            self._held.shut(notice.number)
         self._tell(notice)
 
     def _tell(self, notice: cluster.Notice) -> None:
@@ -392,8 +375,7 @@ class Client(Actions):
     def _forked(self) -> None:
         """In a forked child: close our copies, or the lighthouse would not see the rank's death."""
         self._closed = self._left = True
-        fd = self._line.fd if self._line is not None else -1
-        for each in [fd, *(fd for fds in self._held.by_number.values() for fd in fds)]:
+        for each in self._line.fds if self._line is not None else ():
             if each >= 0:
                 # The numbers stay with the Python objects, which must not close them a second time.
                 null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

@@ -2,7 +2,7 @@
 
 Runs on a Reactor's thread, in the client or in the liveness proxy. What arrives is handed to `receive(kind, payload)`
 undecoded (the liveness proxy only passes it on): Welcome each time the line is up, ConnectionLost (made here) each
-time it breaks, Refused, and all the rest.
+time it breaks, Refused, and all the rest. Sockets that it holds are shut first when a member of their quorum is gone.
 """
 
 from __future__ import annotations
@@ -13,46 +13,27 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from allranks.channel import frames
 from allranks.channel.keys import Keyring, is_proof, prove
 from allranks.lighthouse import messages
-from allranks.lighthouse.client.reactor import Reactor, ReactorTimer
+from allranks.lighthouse.client.held_sockets import HeldSockets
+from allranks.lighthouse.client.options import ClientOptions
+from allranks.lighthouse.client.reactor import MAX_FRAME, FrameSocket, Reactor, ReactorTimer
 from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")
 
 FATAL = frozenset({"token", "version", "superseded", "garbage"})
 ResolvedAddress = tuple[socket.AddressFamily, Any]
-_AGAIN = (BlockingIOError, InterruptedError)
-_MAX_FRAME = 256 << 20
 _MAX_GREETING = 1 << 20  # of a server that has not proved yet that it knows our token
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
-
-
-@dataclass(frozen=True)
-class LinkOptions:
-    """Where to go and who we are."""
-
-    addresses: tuple[str, ...]
-    token: str = ""
-    role: str = "replica"
-    replica: str = ""
-    session: str = ""
-    node: str = ""
-    rank: int = 0
-    connections: int = 1
-    heartbeat_s: float = 0.0  # 0: as the lighthouse says
-    connect_timeout_s: float = 3.0
-    ca: str = ""  # PEM file; switches TLS on
-    certificate: str = ""  # mTLS
-    key: str = ""
-    server_name: str = ""  # expected in the certificate; "": the host of the address
-    proxy: bool = False  # we are a rank's liveness proxy
+CONNECT_TIMEOUT_S = 3.0
 
 
 class Link:
@@ -60,23 +41,25 @@ class Link:
 
     def __init__(
         self,
-        options: LinkOptions,
+        options: ClientOptions,
         reactor: Reactor,
         receive: Callable[[int, bytes], None],
-        beat: Callable[[], messages.Beat],
+        beat: Callable[[], messages.Beat] | None = None,
+        proxy: bool = False,
     ) -> None:
         self.options = options
         self.known = (0, 0, 0)  # epoch, number, round of the last quorum; told in the hello
         self.address = ""
         self.up = False
+        self.held = HeldSockets()
         self._reactor = reactor
         self._receive = receive
-        self._beat = beat
-        self._socket: socket.socket | None = None
-        self._connecting = False
+        self._beat = beat or self._reported  # what the next heartbeat says
+        self._proxy = proxy  # we are a rank's liveness proxy
+        self._report = messages.Report()
+        self._connecting: socket.socket | None = None
+        self._line: FrameSocket | None = None  # once it is connected
         self._attempt = 0  # to connect; what an earlier one brings is too late
-        self._in = bytearray()
-        self._out = bytearray()
         self._failures = 0
         self._next = 0
         self._detour = ""  # the leader that a standby named
@@ -84,38 +67,55 @@ class Link:
         self._timeout: ReactorTimer | None = None
         self._beating: ReactorTimer | None = None
         self._welcome: messages.Welcome | None = None
-        self._heard = self._pinged = 0.0
+        self._pinged = 0.0
         self._sent_beat: messages.Beat | None = None
         self._last_error = ""
         self._credential = Keyring(options.token).for_purpose(messages.PURPOSE)
         self._said: tuple[bytes, ...] = ()  # the lighthouse's nonce and our hello: what both sides prove
         self._proved = False  # the lighthouse has
-        self._secure = False
-        self._again: tuple[type[OSError], ...] = _AGAIN  # not ready, try later
 
     def close(self) -> None:
         """Sends what is waiting as far as the socket takes it, and ends."""
         self._closed = True
-        self._flush()
+        if self._line is not None:
+            self._line.flush()
         self._shut()
+        self.held.drop_all(shut=False)
+
+    def reopen(self) -> None:
+        """After `close`: connects again."""
+        self._closed = False
+        self.open()
 
     def send(self, frame: bytes) -> bool:
         """Queues a frame; False when there is no lighthouse to send it to."""
-        if not self.up:
-            return False
-        self._out += frame
-        self._flush()
-        return True
+        if self.up and self._line is not None:
+            self._line.send(frame)
+        return self.up
 
     def finish(self, frame: bytes) -> None:
         """Sends the last frame; the connection may end now and is not made again."""
         self.send(frame)
         self._closed = True
 
+    def report(self, report: messages.Report) -> None:
+        self._report = report
+
+    def hold(self, number: int, fds: Sequence[int]) -> None:
+        """Takes descriptors over, until they are released."""
+        self.held.add(number, fds)
+
+    def release(self, number: int) -> None:
+        self.held.release(number)
+
     @property
-    def fd(self) -> int:
-        """The socket's descriptor, or -1; to be closed in a forked child."""
-        return self._socket.fileno() if self._socket is not None else -1
+    def fds(self) -> list[int]:
+        """All descriptors; to be closed in a forked child."""
+        sock = self._connecting or (self._line and self._line.sock)
+        return [
+            *([sock.fileno()] if sock else []),
+            *(fd for fds in self.held.by_number.values() for fd in fds),
+        ]
 
     # ---- connecting -------------------------------------------------------------------------------------
 
@@ -123,13 +123,13 @@ class Link:
         """Begins to connect."""
         if self._closed:
             return
-        options = self.options
-        self.address = self._detour or options.addresses[self._next % len(options.addresses)]
+        addresses = self.options.addresses
+        self.address = self._detour or addresses[self._next % len(addresses)]
         if not self._detour:
             self._next += 1
         self._detour = ""
         self._timeout = self._reactor.later(
-            options.connect_timeout_s, lambda: self._broken(f"no answer in {options.connect_timeout_s} s")
+            CONNECT_TIMEOUT_S, lambda: self._broken(f"no answer in {CONNECT_TIMEOUT_S} s")
         )
         self._attempt += 1
         resolve(self.address, self._reactor, partial(self._resolved, self._attempt))
@@ -138,35 +138,35 @@ class Link:
         """The address is looked up, unless it took so long that we gave up."""
         if attempt != self._attempt:
             return
-        options = self.options
         if isinstance(found, Exception):
             self._broken(f"{found}")
             return
         family, target = found
         try:
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.setblocking(False)
-            frames.tune(self._socket, max(options.connect_timeout_s, 5.0))
-            code = self._socket.connect_ex(target)
+            sock = self._connecting = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            frames.tune(sock, 5.0)
+            code = sock.connect_ex(target)
         except OSError as error:
             self._broken(f"{error}")
             return
         if code not in (0, errno.EINPROGRESS):
             self._broken(os.strerror(code))
             return
-        self._connecting = True
-        self._reactor.watch(self._socket.fileno(), self._ready, write=True)
+        self._reactor.watch(sock.fileno(), lambda events: self._connected(sock), write=True)
 
-    def _connected(self) -> None:
-        assert self._socket is not None
-        code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    def _connected(self, sock: socket.socket) -> None:
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._broken(os.strerror(code))
             return
-        self._connecting = False
         options = self.options
         if options.ca or options.certificate:
-            self._start_tls()
+            self._reactor.forget(sock.fileno())
+            sock = self._wrap(sock)
+        self._connecting = None
+        self._line = FrameSocket(sock, self._reactor, self._handle, self._lost)
+        self._line.limit = _MAX_GREETING
         epoch, number, round_ = self.known
         hello = messages.Hello(
             nonce=os.urandom(16).hex(),
@@ -180,73 +180,38 @@ class Link:
             number=number,
             round=round_,
             pid=os.getpid(),
-            proxy=options.proxy,
+            proxy=self._proxy,
         )
         frame = messages.encode(hello)
         self._said, self._proved = (frame[frames.HEAD.size :],), False
-        self._out = bytearray(messages.PREAMBLE + frame)
-        self._flush()
+        self._line.send(messages.PREAMBLE + frame)
 
-    def _start_tls(self) -> None:
-        """Wraps the socket; the handshake goes on by itself with the first reads and writes."""
+    def _wrap(self, sock: socket.socket) -> socket.socket:
+        """TLS; the handshake goes on by itself with the first reads and writes."""
         import ssl
 
-        assert self._socket is not None
         options = self.options
-        self._secure, self._again = True, (*_AGAIN, ssl.SSLWantReadError, ssl.SSLWantWriteError)
         context = ssl.create_default_context(cafile=options.ca or None)
         if options.certificate:
             context.load_cert_chain(options.certificate, options.key or None)
         name = options.server_name or frames.split_address(self.address)[0]
-        self._reactor.forget(self._socket.fileno())
-        self._socket = context.wrap_socket(self._socket, server_hostname=name, do_handshake_on_connect=False)
-        self._reactor.watch(self._socket.fileno(), self._ready, write=True)
+        return context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
 
-    # ---- reading and writing ----------------------------------------------------------------------------
-
-    def _ready(self, events: int) -> None:
-        if self._connecting:
-            self._connected()
-            return
-        self._flush()
-        self._read()
-
-    def _read(self) -> None:
-        while self._socket is not None:
-            try:
-                data = self._socket.recv(frames.READ_BYTES)
-            except self._again:
-                break
-            except OSError as error:
-                self._broken(_words(error))
-                return
-            if not data:
-                self._broken("the lighthouse closed the connection")
-                return
-            self._heard, self._pinged = self._reactor.clock.now, 0.0
-            self._in += data
-            if len(data) < frames.READ_BYTES and not self._secure:
-                break
-        self._parse()
-
-    def _parse(self) -> None:
-        try:
-            for kind, payload in frames.take_frames(self._in, _MAX_FRAME):
-                self._handle(kind, payload)
-            if not self._proved:
-                frames.check_length(len(self._in), _MAX_GREETING)
-        except frames.BadFrame as error:
-            self._broken(f"this is no lighthouse of our version: {error}")
+    # ---- what comes -------------------------------------------------------------------------------------
 
     def _handle(self, kind: int, payload: bytes) -> None:
         if self.up and kind not in (messages.WELCOME, messages.REFUSED):
+            if kind & 0x7F in messages.DEPARTURES:  # before anything else: survivors are blocked
+                self.held.shut(getattr(messages.decode(kind, payload)[0], "number", 0))
             self._receive(kind, payload)
             return
-        message, _ = messages.decode(kind, payload, _MAX_FRAME if self._proved else _MAX_GREETING)
+        message, _ = messages.decode(kind, payload, MAX_FRAME if self._proved else _MAX_GREETING)
         if isinstance(message, messages.Challenge):
             self._prove(message)
         elif isinstance(message, messages.Proof):
             self._proved = is_proof(message.proof, self._credential, b"server", *self._said)
+            if self._proved and self._line is not None:
+                self._line.limit = MAX_FRAME
         elif isinstance(message, messages.Refused):
             self._refused(message, payload)
         elif self.options.token and not self._proved:
@@ -266,32 +231,17 @@ class Link:
             raise frames.BadFrame("a second Challenge")
         self._said = (challenge.nonce.encode(), *self._said)
         proof = prove(self._credential, b"client", *self._said).hex() if self.options.token else ""
-        self._out += messages.encode(messages.Proof(proof))
-        self._flush()
+        self._put(messages.encode(messages.Proof(proof)))
 
-    def _flush(self) -> None:
-        if self._socket is None or self._connecting:
-            return
-        try:
-            while self._out:
-                sent = self._socket.send(self._out)
-                del self._out[:sent]
-        except self._again as error:
-            handshake = type(error).__name__ == "SSLWantReadError"  # the other side is to speak first
-            self._reactor.watch(self._socket.fileno(), self._ready, write=not handshake)
-            return
-        except OSError as error:
-            self._broken(_words(error))
-            return
-        self._reactor.watch(self._socket.fileno(), self._ready)
+    def _put(self, frame: bytes) -> None:
+        if self._line is not None:
+            self._line.send(frame)
 
     # ---- life -------------------------------------------------------------------------------------------
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
         self.up, self._failures, self._welcome = True, 0, welcome
-        self._last_error = ""
-        self._heard, self._pinged = self._reactor.clock.now, 0.0
-        self._sent_beat = None
+        self._last_error, self._pinged, self._sent_beat = "", 0.0, None
         if self._timeout is not None:
             self._timeout.cancel()
         self._send_beat()
@@ -309,30 +259,35 @@ class Link:
 
     def _send_beat(self) -> None:
         """Says what is new, or only that we live; asks for a sign of life when the lighthouse is silent."""
-        if not self.up or self._welcome is None:
+        if not self.up or self._welcome is None or self._line is None:
             return
-        now, limit = self._reactor.clock.now, self._welcome.timeout_s
-        if self._pinged and now - self._pinged > limit:
-            self._broken(f"the lighthouse is silent for {now - self._heard:.1f} s", silent=True)
+        now, limit, heard = self._reactor.clock.now, self._welcome.timeout_s, self._line.heard
+        if heard < self._pinged < now - limit:
+            self._broken(f"the lighthouse is silent for {now - heard:.1f} s", silent=True)
             return
-        ping = now - self._heard >= limit / 2
-        if ping and not self._pinged:
+        ping = now - heard >= limit / 2
+        if ping and heard >= self._pinged:
             self._pinged = now
         beat = self._beat()
         if not self.up:  # the proxy has seen that its rank is stopped, and ended this
             return
         if ping:
-            self._out += messages.encode(
-                messages.Beat(beat.step, beat.progress, beat.idle_s, beat.health, ping=True)
-            )
+            self._put(messages.encode(replace(beat, ping=True)))
         else:
-            self._out += messages.EMPTY_BEAT if beat == self._sent_beat else messages.encode(beat)
+            self._put(messages.EMPTY_BEAT if beat == self._sent_beat else messages.encode(beat))
             self._sent_beat = beat
-        self._flush()
-        if self.up:
-            self._beating = self._reactor.later(
-                self.options.heartbeat_s or self._welcome.beat_s, self._send_beat
-            )
+        self._beating = self._reactor.later(self.options.heartbeat_s or self._welcome.beat_s, self._send_beat)
+
+    def _reported(self) -> messages.Beat:
+        return messages.Beat(self._report.step, self._report.progress, 0.0, self._report.health)
+
+    def _lost(self, error: Exception | None) -> None:
+        if error is None:
+            self._broken("the lighthouse closed the connection")
+        elif isinstance(error, frames.BadFrame):
+            self._broken(f"this is no lighthouse of our version: {error}")
+        else:
+            self._broken(getattr(error, "strerror", "") or str(error))
 
     def _broken(self, reason: str, silent: bool = False) -> None:
         """The line is cut: tell it once, then try the next address, at first at once, later with pauses.
@@ -366,12 +321,13 @@ class Link:
                 timer.cancel()
         self.up = False
         self._attempt += 1
-        self._in.clear()
-        self._out.clear()
-        if self._socket is not None:
-            self._reactor.forget(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+        line, self._line = self._line, None
+        sock, self._connecting = self._connecting, None
+        if line is not None:
+            line.close()
+        if sock is not None:
+            self._reactor.forget(sock.fileno())
+            sock.close()
 
 
 def resolve(
@@ -384,11 +340,9 @@ def resolve(
     except ValueError as error:
         tell(error)
         return None
-    try:
+    with suppress(socket.gaierror):
         tell(_look_up(host, port, socket.AI_NUMERICHOST))
         return None
-    except socket.gaierror:
-        pass
 
     def ask() -> None:
         found: ResolvedAddress | Exception
@@ -406,7 +360,3 @@ def resolve(
 def _look_up(host: str, port: int, flags: int = 0) -> ResolvedAddress:
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
     return family, target
-
-
-def _words(error: OSError) -> str:
-    return error.strerror or str(error)

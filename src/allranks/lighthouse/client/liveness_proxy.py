@@ -15,19 +15,16 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from allranks.blackbox.header import STRUCT, parse_header, process_state, read_regular
-from allranks.channel.frames import HEAD, BadFrame, take_frames
+from allranks.channel.frames import HEAD, BadFrame
 from allranks.errors import InputError
 from allranks.lighthouse import messages
-from allranks.lighthouse.client.held_sockets import HeldSockets
-from allranks.lighthouse.client.link import Link, LinkOptions
-from allranks.lighthouse.client.reactor import Reactor
-from allranks.model.cluster import Evicted, MemberLeft, MemberLost
+from allranks.lighthouse.client.link import Link
+from allranks.lighthouse.client.options import ClientOptions
+from allranks.lighthouse.client.reactor import FrameSocket, Reactor
 
-_MAX_FRAME = 256 << 20
-_MAX_FDS = 250  # per message; the kernel's limit is 253
 _LOOK_S = 0.1  # how often the rank's process state is looked at while it is stopped; else with every beat
 _NO_BEAT_S = 0.5  # the same while beats are rare or the line is down
 
@@ -54,15 +51,10 @@ class LivenessProxy:
     """One rank's liveness proxy. `run()` returns when the rank or its client is gone."""
 
     def __init__(self, line: socket.socket) -> None:
-        self._line = line
         self._reactor = Reactor()
+        self._socket = line
         self._link: Link | None = None
-        self._held = HeldSockets()
-        self._fds: list[int] = []  # received, not claimed by a Hold yet
-        self._in = bytearray()
-        self._out = bytearray()
         self._pid = 0
-        self._pidfd = -1
         self._box = ""
         self._report = messages.Report()
         self._left = False
@@ -75,90 +67,57 @@ class LivenessProxy:
     def run(self) -> None:
         """Until the rank or its client is gone."""
         self._reactor.open()
-        self._line.setblocking(False)
-        self._reactor.watch(self._line.fileno(), self._line_ready)
+        self._line = FrameSocket(self._socket, self._reactor, self._from_rank, self._rank_lost)
         try:
             self._reactor.run()
         finally:
-            self._held.drop_all(shut=True)
             if self._link is not None:
+                self._link.held.drop_all(shut=True)
                 self._link.close()
             self._reactor.close()
 
     # ---- the rank's side --------------------------------------------------------------------------------
 
-    def _line_ready(self, events: int) -> None:
-        self._flush()
-        try:
-            data, fds, _, _ = socket.recv_fds(self._line, 1 << 18, _MAX_FDS)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data, fds = b"", []
-        self._fds += fds
-        if not data:
-            self._end(f"process {self._pid} exited")
-            return
-        self._in += data
-        try:
-            for kind, payload in take_frames(self._in, _MAX_FRAME):
-                self._from_rank(kind, payload)
-        except BadFrame as error:
+    def _rank_lost(self, error: Exception | None) -> None:
+        if isinstance(error, BadFrame):
             self._end(f"the rank sent garbage to its liveness proxy: {error}")
+        else:
+            self._end(f"process {self._pid} exited")
 
     def _from_rank(self, kind: int, payload: bytes) -> None:
-        if kind in (messages.START, messages.HOLD, messages.RELEASE, messages.REPORT):
+        if kind == messages.START:
+            self._start(messages.load(messages.Start, payload))
+        elif (link := self._link) is None:
+            raise BadFrame("a message before Start")
+        elif kind in (messages.HOLD, messages.RELEASE, messages.REPORT):
             message, _ = messages.decode(kind, payload)
-            if isinstance(message, messages.Start):
-                self._start(message)
-            elif isinstance(message, messages.Hold):
-                mine, self._fds = self._fds[: message.count], self._fds[message.count :]
-                self._held.add(message.number, mine)
+            if isinstance(message, messages.Hold):
+                mine, self._line.fds = self._line.fds[: message.count], self._line.fds[message.count :]
+                link.hold(message.number, mine)
             elif isinstance(message, messages.Release):
-                self._held.release(message.number)
+                link.release(message.number)
             elif isinstance(message, messages.Report):
                 self._report = message
-                if self._link is not None and len(message.known) == 3:
-                    self._link.known = (message.known[0], message.known[1], message.known[2])
-            return
-        frame = HEAD.pack(len(payload), kind) + payload
-        if self._link is not None and kind == messages.LEAVE:
-            self._left = True
-            self._link.finish(frame)
-        elif self._link is not None:
-            self._link.send(frame)
+                if len(message.known) == 3:
+                    link.known = (message.known[0], message.known[1], message.known[2])
+        else:
+            self._left = self._left or kind == messages.LEAVE
+            (link.finish if kind == messages.LEAVE else link.send)(HEAD.pack(len(payload), kind) + payload)
 
     def _start(self, start: messages.Start) -> None:
         self._pid, self._box = start.pid, start.black_box
-        self._where = replace(messages.load(LinkOptions, start.link.encode()), proxy=True)
-        self._link = Link(self._where, self._reactor, self._from_lighthouse, self._beat)
+        options = messages.load(ClientOptions, start.link.encode())
+        self._link = Link(options, self._reactor, self._from_lighthouse, self._beat, proxy=True)
         try:
-            self._pidfd = os.pidfd_open(self._pid)
+            pidfd = os.pidfd_open(self._pid)
+            self._reactor.watch(pidfd, lambda events: self._end(f"process {self._pid} died"))
         except ProcessLookupError:
             self._end(f"process {self._pid} died")
             return
         except OSError:
-            self._pidfd = -1  # an old kernel: the closed line tells it
-        if self._pidfd >= 0:
-            self._reactor.watch(self._pidfd, lambda events: self._end(f"process {self._pid} died"))
+            pass  # an old kernel: the closed line tells it
         self._link.open()
         self._look()
-
-    def _send(self, kind: int, payload: bytes) -> None:
-        self._out += HEAD.pack(len(payload), kind) + payload
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._out:
-                sent = self._line.send(self._out)
-                del self._out[:sent]
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self._end(f"process {self._pid} exited")
-            return
-        self._reactor.watch(self._line.fileno(), self._line_ready, write=bool(self._out))
 
     # ---- the lighthouse's side --------------------------------------------------------------------------
 
@@ -167,11 +126,7 @@ class LivenessProxy:
             welcome, _ = messages.decode(kind, payload)
             if isinstance(welcome, messages.Welcome):
                 self._timeout_s = welcome.timeout_s
-        if kind in messages.DEPARTURES:
-            notice, _ = messages.decode(kind, payload)
-            if isinstance(notice, (MemberLost, MemberLeft, Evicted)) and notice.number:
-                self._held.shut(notice.number)  # before anything else: survivors are blocked
-        self._send(kind, payload)
+        self._line.send(HEAD.pack(len(payload), kind) + payload)
 
     def _beat(self) -> messages.Beat:
         self._check()  # here, since a wake-up of its own costs as much as the beat
@@ -197,13 +152,12 @@ class LivenessProxy:
         now = time.monotonic()
         if process_state(self._pid) != "T":  # a debugger's stop ("t") ends by itself
             self._seen_running = now
-            if self._asleep:
+            if self._asleep and self._link is not None:
                 self._asleep = False
-                self._link = Link(self._where, self._reactor, self._from_lighthouse, self._beat)
-                self._link.open()
+                self._link.reopen()
         elif not self._asleep and 0 < self._timeout_s <= now - self._seen_running and self._link is not None:
             self._asleep = True
-            self._held.drop_all(shut=True)
+            self._link.held.drop_all(shut=True)
             why = f"process {self._pid} is stopped (SIGSTOP) for {now - self._seen_running:.2f} s"
             self._link.send(messages.encode(messages.Died(why)))
             self._link.close()
@@ -212,7 +166,8 @@ class LivenessProxy:
 
     def _end(self, reason: str) -> None:
         """The rank is gone: end its connections first, then tell the lighthouse."""
-        self._held.drop_all(shut=True)
+        if self._link is not None:
+            self._link.held.drop_all(shut=True)
         if self._link is not None and not self._left:
             mark = read_mark(self._box) if self._box else None
             died = messages.Died(f"{reason} ({mark.closed})" if mark and mark.closed else reason)

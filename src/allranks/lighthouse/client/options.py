@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allranks.channel.keys import find_token
 from allranks.errors import ConfigurationError
-from allranks.lighthouse.client.link import LinkOptions
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,9 @@ class ClientOptions:
     beacon: bool = False
     black_box: str = ""
     ca: str = ""  # PEM files; `ca` switches TLS on. $ALLRANKS_CA
-    certificate: str = ""
+    certificate: str = ""  # mTLS
     key: str = ""
-    server_name: str = ""
+    server_name: str = ""  # expected in the certificate; "": the host of the address
 
     def __post_init__(self) -> None:
         if self.role not in ("replica", "observer"):
@@ -39,7 +38,7 @@ class ClientOptions:
         if not 0 <= self.rank < self.connections:
             raise ConfigurationError(f"rank is {self.rank}, must be below connections ({self.connections})")
 
-    def link(self, session: str) -> LinkOptions:
+    def resolved(self, session: str) -> ClientOptions:
         """All empty values filled in. Reads environment and token file."""
         text = ",".join(self.addresses) or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
         addresses = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -48,18 +47,11 @@ class ClientOptions:
                 "no address of a lighthouse",
                 hint="set ALLRANKS_LIGHTHOUSE=HOST:PORT, or start `allranks lighthouse`",
             )
-        return LinkOptions(
-            addresses,
-            self.token or find_token(),
-            self.role,
-            self.replica,
-            session,
-            self.node or socket.gethostname(),
-            self.rank,
-            self.connections,
-            self.heartbeat_s,
+        return replace(
+            self,
+            addresses=addresses,
+            token=self.token or find_token(),
+            session=session,
+            node=self.node or socket.gethostname(),
             ca=self.ca or os.environ.get("ALLRANKS_CA", ""),
-            certificate=self.certificate,
-            key=self.key,
-            server_name=self.server_name,
         )

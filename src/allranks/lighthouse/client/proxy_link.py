@@ -12,22 +12,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import allranks
-from allranks.channel.frames import HEAD, READ_BYTES, BadFrame, take_frames
-from allranks.lighthouse.client.link import LinkOptions
-from allranks.lighthouse.client.reactor import Reactor
+from allranks.channel.frames import HEAD
+from allranks.lighthouse.client.options import ClientOptions
+from allranks.lighthouse.client.reactor import MAX_FDS, FrameSocket, Reactor
 from allranks.lighthouse.messages import WELCOME, Hold, Release, Report, Start, encode
 from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")
 
-_MAX_FRAME = 256 << 20
-_MAX_FDS = 250
 _PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0  # before one that dies at once is started again
 _STEADY_S = 10.0  # one that lived so long is started again at once
 
@@ -36,23 +33,16 @@ class ProxyLink:
     """See the module."""
 
     def __init__(
-        self,
-        options: LinkOptions,
-        reactor: Reactor,
-        receive: Callable[[int, bytes], None],
-        black_box: str = "",
+        self, options: ClientOptions, reactor: Reactor, receive: Callable[[int, bytes], None]
     ) -> None:
         self.options = options
         self.known = (0, 0, 0)
-        self.address = ""
         self.up = False
         self.process: subprocess.Popen[bytes] | None = None
         self._reactor = reactor
         self._receive = receive
-        self._box = black_box
-        self._line: socket.socket | None = None
-        self._in = bytearray()
-        self._out: deque[tuple[bytes, tuple[int, ...]]] = deque()  # frame, descriptors to send along
+        self._line: FrameSocket | None = None
+        self._early: list[tuple[int, Sequence[int]]] = []  # to be held as soon as there is a process
         self._report = Report()
         self._starts = 0  # in quick succession
         self._started = 0.0
@@ -62,44 +52,39 @@ class ProxyLink:
         """Starts the process and tells it where to go."""
         self._starts, self._started = self._starts + 1, time.monotonic()
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._line = ours
+        module, fd = "allranks.lighthouse.client.liveness_proxy", str(theirs.fileno())
         try:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-S",
-                    "-s",
-                    "-m",
-                    "allranks.lighthouse.client.liveness_proxy",
-                    "--fd",
-                    str(theirs.fileno()),
-                ],
+                [sys.executable, "-S", "-s", "-m", module, "--fd", fd],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": _python_path()},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        except OSError:
+            ours.close()
+            raise
         finally:
             theirs.close()
-        self._reactor.watch(ours.fileno(), self._ready)
-        start = Start(json.dumps(asdict(self.options)), os.getpid(), self._box)
-        self._out.append((encode(start), ()))
+        self._line = FrameSocket(ours, self._reactor, self._take, self._died)
+        self._put(Start(json.dumps(asdict(self.options)), os.getpid(), self.options.black_box))
         self.report(self._report)
+        early, self._early = self._early, []
+        for number, fds in early:
+            self.hold(number, fds)
 
     def close(self) -> None:
         """Closes the line; the liveness proxy ends by itself and is reaped."""
         self._closed = True
-        self._flush()
+        if self._line is not None:
+            self._line.flush()
         self._shut()
 
     def send(self, frame: bytes) -> bool:
         """Queues a frame; False when the lighthouse cannot be reached."""
-        if not self.up:
-            return False
-        self._out.append((frame, ()))
-        self._flush()
-        return True
+        if self.up and self._line is not None:
+            self._line.send(frame)
+        return self.up
 
     def finish(self, frame: bytes) -> None:
         """Sends the last frame; the liveness proxy does not come back after it."""
@@ -108,79 +93,45 @@ class ProxyLink:
     def report(self, report: Report) -> None:
         """What the liveness proxy's next heartbeats should say."""
         self._report = Report(report.step, report.progress, report.health, self.known)
-        self._out.append((encode(self._report), ()))
-        self._flush()
+        self._put(self._report)
 
     def hold(self, number: int, fds: Sequence[int]) -> None:
         """Hands descriptors over; ours are closed once they are sent."""
-        for i in range(0, len(fds), _MAX_FDS):
-            some = tuple(fds[i : i + _MAX_FDS])
-            self._out.append((encode(Hold(number, len(some))), some))
-        self._flush()
+        if self._line is None:
+            self._early.append((number, fds))
+            return
+        for i in range(0, len(fds), MAX_FDS):
+            some = tuple(fds[i : i + MAX_FDS])
+            self._put(Hold(number, len(some)), some)
 
     def release(self, number: int) -> None:
         """Lets the liveness proxy close what it holds for this quorum."""
-        self._out.append((encode(Release(number)), ()))
-        self._flush()
+        self._put(Release(number))
+
+    def _put(self, message: object, fds: tuple[int, ...] = ()) -> None:
+        if self._line is not None:
+            self._line.send(encode(message), fds)
 
     @property
-    def fd(self) -> int:
-        """The line's descriptor, or -1."""
-        return self._line.fileno() if self._line is not None else -1
+    def fds(self) -> list[int]:
+        """All descriptors; to be closed in a forked child."""
+        sock = self._line.sock if self._line is not None else None
+        return [sock.fileno()] if sock is not None else []
 
-    # ---- inside -----------------------------------------------------------------------------------------
+    def _take(self, kind: int, payload: bytes) -> None:
+        if kind == WELCOME:
+            self.up = True
+        elif kind == _CONNECTION_LOST:
+            self.up = False
+        self._receive(kind, payload)
 
-    def _ready(self, events: int) -> None:
-        self._flush()
-        while self._line is not None:
-            try:
-                data = self._line.recv(READ_BYTES)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                data = b""
-            if not data:
-                self._died()
-                return
-            self._in += data
-            if len(data) < READ_BYTES:
-                break
-        try:
-            for kind, payload in take_frames(self._in, _MAX_FRAME):
-                if kind == WELCOME:
-                    self.up = True
-                elif kind == _CONNECTION_LOST:
-                    self.up = False
-                self._receive(kind, payload)
-        except BadFrame:
-            self._died()
-
-    def _flush(self) -> None:
-        if self._line is None:
-            return
-        try:
-            while self._out:
-                frame, fds = self._out[0]
-                sent = socket.send_fds(self._line, [frame], fds) if fds else self._line.send(frame)
-                self._out.popleft()
-                for fd in fds:
-                    os.close(fd)
-                if sent < len(frame):
-                    self._out.appendleft((frame[sent:], ()))
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self._reactor.later(0.0, self._died)
-            return
-        self._reactor.watch(self._line.fileno(), self._ready, write=bool(self._out))
-
-    def _died(self) -> None:
+    def _died(self, error: Exception | None) -> None:
         """Somebody killed the liveness proxy: start another, with pauses if that goes on."""
-        if self._line is None or self._closed:
+        if self._closed:
             return
         self._shut()
         lost = encode(ConnectionLost("the liveness proxy died"))
-        self._receive(lost[HEAD.size - 1], lost[HEAD.size :])
+        self._receive(_CONNECTION_LOST, lost[HEAD.size :])
         if time.monotonic() - self._started >= _STEADY_S:
             self._starts = 0
         pause = min(_PAUSE_S * self._starts, _LAST_PAUSE_S) if self._starts > 1 else 0.0
@@ -197,15 +148,13 @@ class ProxyLink:
 
     def _shut(self) -> None:
         self.up = False
-        self._in.clear()
-        for _, fds in self._out:
-            for fd in fds:
-                os.close(fd)
-        self._out.clear()
         if self._line is not None:
-            self._reactor.forget(self._line.fileno())
             self._line.close()
             self._line = None
+        if self._closed:
+            for fd in [fd for _, fds in self._early for fd in fds]:
+                os.close(fd)
+            self._early.clear()
         if self.process is not None:
             try:
                 self.process.wait(2.0)

@@ -1,4 +1,4 @@
-"""A small event loop over selectors for one thread: the client's own, or the liveness proxy process.
+"""A small event loop over selectors for one thread: the client's own, or the liveness proxy process; and its sockets.
 
 asyncio would do, but not in a rank: its loop is a global of the thread, and the rank's thread must survive
 forks, need no policy and start in no time. Everything runs on the thread that calls `run()`, except `call`.
@@ -11,14 +11,21 @@ import itertools
 import logging
 import os
 import selectors
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
+from allranks.channel.frames import READ_BYTES, BadFrame, check_length, take_frames
 from allranks.lighthouse.detect import AwakeClock
 
 log = logging.getLogger("allranks.lighthouse")
+
+MAX_FRAME = 256 << 20
+MAX_FDS = 250  # of one message; the kernel's limit is 253
 
 
 class ReactorTimer:
@@ -77,10 +84,8 @@ class Reactor:
     def forget(self, fd: int) -> None:
         """Watches `fd` no more. Call it before closing the descriptor."""
         if self._selector is not None:
-            try:
+            with suppress(KeyError, ValueError):
                 self._selector.unregister(fd)
-            except (KeyError, ValueError):
-                pass
 
     def later(self, delay_s: float, callback: Callable[[], None]) -> ReactorTimer:
         """Calls back once after `delay_s`."""
@@ -93,10 +98,8 @@ class Reactor:
         with self._lock:
             self._calls.append(callback)
             if self._wake_write >= 0:
-                try:
+                with suppress(BlockingIOError):  # enough wake-ups are on the way
                     os.write(self._wake_write, b"x")
-                except BlockingIOError:
-                    pass  # enough wake-ups are on the way
 
     def stop(self) -> None:
         """Ends `run()`. Safe from any thread."""
@@ -134,7 +137,121 @@ class Reactor:
             log.exception("a callback of the lighthouse client failed")
 
     def _woken(self, events: int) -> None:
-        try:
+        with suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
-        except BlockingIOError:
-            pass
+
+
+class FrameSocket:
+    """A connected socket: frames go out as it takes them, what comes is handed on frame by frame.
+
+    A local socket carries descriptors too: `send` takes them over, those received lie in `fds`. `lost(error)` is called
+    once, from the reactor; the error is None when the other side has closed.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        reactor: Reactor,
+        receive: Callable[[int, bytes], None],
+        lost: Callable[[Exception | None], None],
+    ) -> None:
+        sock.setblocking(False)
+        self.sock: socket.socket | None = sock
+        self.limit = MAX_FRAME  # of bytes that are no whole frame yet
+        self.heard = reactor.clock.now  # when the last bytes came
+        self.fds: list[int] = []
+        self._reactor, self._receive, self._lost = reactor, receive, lost
+        self._again: tuple[type[OSError], ...] = (BlockingIOError, InterruptedError)
+        self._secure = hasattr(sock, "context")
+        if self._secure:
+            import ssl
+
+            self._again += (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+        self._local = sock.family == socket.AF_UNIX
+        self._broken = False  # nothing can be sent any more
+        self._in = bytearray()
+        self._out: deque[tuple[bytes | memoryview, tuple[int, ...]]] = (
+            deque()
+        )  # with descriptors to send along
+        reactor.watch(sock.fileno(), self._ready, write=True)
+
+    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        self._out.append((data, fds))
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends as much as the socket takes now."""
+        sock = self.sock
+        if sock is None:
+            return
+        write = False
+        try:
+            while self._out:
+                data, fds = self._out[0]
+                sent = socket.send_fds(sock, [data], fds) if fds else sock.send(data)
+                self._out.popleft()
+                for fd in fds:
+                    os.close(fd)
+                if sent < len(data):
+                    self._out.appendleft((memoryview(data)[sent:], ()))
+        except self._again as error:  # in a handshake of TLS the other side may have to speak first
+            write = type(error).__name__ != "SSLWantReadError"
+        except OSError as error:  # later: whoever sends need not expect to be called back
+            self._broken = True
+            self._reactor.later(0.0, partial(self._end, error))
+            return
+        self._reactor.watch(sock.fileno(), self._ready, write)
+
+    def close(self) -> None:
+        """Ends the connection; what was not sent is dropped."""
+        sock, self.sock = self.sock, None
+        for _, fds in self._out:
+            for fd in fds:
+                os.close(fd)
+        self._out.clear()
+        if sock is not None:
+            self._reactor.forget(sock.fileno())
+            sock.close()
+
+    def _ready(self, events: int) -> None:
+        self.flush()
+        if self._broken:
+            return
+        try:
+            closed = self._read()
+        except OSError as error:
+            self._end(error)
+            return
+        try:
+            for kind, payload in take_frames(self._in, MAX_FRAME):
+                if self.sock is not None:
+                    self._receive(kind, payload)
+            check_length(len(self._in), self.limit)
+        except BadFrame as error:
+            self._end(error)
+        if closed:
+            self._end(None)
+
+    def _read(self) -> bool:
+        """Takes what has come; True when the other side has closed."""
+        while self.sock is not None:
+            fds: list[int] = []
+            try:
+                if self._local:
+                    data, fds, _, _ = socket.recv_fds(self.sock, READ_BYTES, MAX_FDS)
+                else:
+                    data = self.sock.recv(READ_BYTES)
+            except self._again:
+                break
+            self.fds += fds
+            if not data:
+                return True
+            self.heard = self._reactor.clock.now
+            self._in += data
+            if len(data) < READ_BYTES and not self._secure:
+                break
+        return False
+
+    def _end(self, error: Exception | None) -> None:
+        if self.sock is not None:
+            self._lost(error)
