@@ -29,14 +29,7 @@ from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.groups.teardown import end_compile_workers
 from allranks.manager.heal.state import LiveState, local_of
 from allranks.manager.options import ManagerOptions, from_environment, from_settings
-from allranks.manager.registered_state import (
-    LoadFunction,
-    RegisteredState,
-    SaveFunction,
-    is_small,
-    named_parts,
-    state_functions,
-)
+from allranks.manager.registered_state import LoadFunction, RegisteredState, SaveFunction
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
 from allranks.manager.votes import Tally, Vote
@@ -75,10 +68,7 @@ class Manager:
         self._life = threading.Lock()
         self.training.eager = self.options.world_size == 1
         self.sums = StateSums(self.options.check_every)
-        for name, part in named_parts(state).items():
-            self.register_state_dict_fn(name, *state_functions(part))
-            if is_small(part):
-                self.sums.small[name] = part
+        self.sums.small |= self.registered.add(state)
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
 
@@ -290,9 +280,12 @@ class Manager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close("left" if kind else "finished", finished=kind is None and self.training.step > 0)
+        if kind is None:
+            self.finish()
+        else:
+            self._leave()
 
-    def _leave_at_exit(self) -> None:
+    def _leave(self) -> None:
         """The script ended without `shutdown`, perhaps by an exception: it has not finished."""
         self._close("left", finished=False)
 
@@ -304,7 +297,7 @@ class Manager:
         with self.training.changed:
             self.training.closing = True
             self.training.changed.notify_all()
-        atexit.unregister(self._leave_at_exit)
+        atexit.unregister(self._leave)
         end_compile_workers()
         record.announce("leaving", up_to_s=120.0)  # saving and ending are no hang
         opened.close(reason, finished)
@@ -326,7 +319,7 @@ class Manager:
                 self._opened = opened.start(live, lambda: bool(self._wrapped))
                 # without it the interpreter visits all objects of torch again: 2 s of a busy CPU
                 atexit.register(gc.freeze)
-                atexit.register(self._leave_at_exit)
+                atexit.register(self._leave)
             return self._opened
 
     def _mark_settled(self) -> None:
@@ -401,8 +394,7 @@ class Manager:
             attempt.spoiled = reason
             return self._no_vote(attempt)
         if tally.news:
-            with self.training.changed:
-                self.training.wanted = self.training.news or "another member has news of the membership"
+            self.training.want(self.training.news or "another member has news of the membership")
         if not tally.passed:
             log.warning("step %d is not committed: %s", vote.step, attempt.error or tally.reason)
             self.training.rest()
@@ -426,14 +418,11 @@ class Manager:
         if self.options.on_difference == "report" or not found.healable:
             return ""
         reason = f"{' and '.join(found.replicas)} must take the state of the others"
-        if self.options.replica_id in found.replicas:
+        ours = self.options.replica_id in found.replicas
+        if ours:
             self.training.healing()
         self.training.refuse(generation, reason)
-        if (
-            self._opened is not None
-            and self.options.replica_id not in found.replicas
-            and self.options.rank == 0
-        ):
+        if not ours and self.options.rank == 0 and self._opened is not None:
             for replica, why in self.sums.corruption.repeated(found, generation.quorum, step).items():
                 self._opened.evict(replica, why)
         return reason
@@ -443,15 +432,14 @@ class Manager:
         if self._starts < 2:
             self._starts += 1
             if self._starts == 2:
-                atexit.unregister(self._leave_at_exit)
-                atexit.register(self._leave_at_exit)  # now before the handlers of what that step imported
+                atexit.unregister(self._leave)
+                atexit.register(self._leave)  # now before the handlers of what that step imported
                 self.registered.warn_about_missing()
 
     def _no_vote(self, attempt: StepAttempt) -> bool:
         generation = attempt.generation
         if generation is not None and not generation.usable and generation is self.training.generation:
-            with self.training.changed:
-                self.training.wanted = self.training.wanted or generation.broken
+            self.training.want(generation.broken)
         log.info("step %d is tried again: %s", self.training.step, attempt.spoiled or "the group is gone")
         self.training.rest()
         return False
@@ -470,9 +458,7 @@ class Manager:
             )
 
     def _must_load(self, generation: Generation | None) -> bool:
-        if generation is None or not generation.usable:
-            return False
-        return generation.participates and not generation.loaded
+        return bool(generation and generation.usable and generation.participates and not generation.loaded)
 
     def _bring_in_late_state(self) -> None:
         """What heals beside this step must be there before the script does anything with the gradients."""

@@ -30,6 +30,13 @@ class RegisteredState:
     )  # a scheduler may be attached to them
     scaler_seen: bool = False  # a GradScaler steps our optimizer
 
+    def add(self, state: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+        """Takes objects in; returns schedulers, scalers and samplers: their plain values must be equal in all replicas."""
+        parts = named_parts(state)
+        self.functions |= {name: state_functions(part) for name, part in parts.items()}
+        large = (nn.Module, torch.optim.Optimizer, torch.Generator)
+        return {name: part for name, part in parts.items() if not isinstance(part, large)}
+
     def save(self) -> dict[str, Any]:
         """Every part as its function returns it."""
         return {key: save() for key, (_, save) in self.functions.items()}
@@ -80,11 +87,6 @@ def state_functions(part: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]
     if isinstance(part, torch.Generator):
         return lambda state: part.set_state(state["state"].cpu()), lambda: {"state": part.get_state()}
     return part.load_state_dict, part.state_dict
-
-
-def is_small(part: Any) -> bool:
-    """A scheduler, scaler or sampler: its plain values must be equal in all replicas at every step."""
-    return not isinstance(part, (nn.Module, torch.optim.Optimizer, torch.Generator))
 
 
 def missing_parts(

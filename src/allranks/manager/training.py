@@ -115,7 +115,7 @@ class TrainingState:
             old = self.attempt
             abandoned = old.issuers and self.phase is Phase.REDUCING and not old.spoiled
             if abandoned and old.generation is not None:
-                self._break(old.generation, "a step was abandoned in the middle")
+                self.break_group(old.generation, "a step was abandoned in the middle")
             if old.committed and old.generation is not None:
                 old.generation.together = True
             self.attempt = StepAttempt(opened=True)
@@ -181,7 +181,7 @@ class TrainingState:
         with self.changed:
             if attempt.spoiled:
                 return True
-            generation = attempt.generation or (self.generation if self._settled() else None)
+            generation = attempt.generation or self.settled()
             return generation is not None and not (generation.usable and generation.holding(attempt))
 
     def wait_for_transfers(self, attempt: StepAttempt, generation: Generation, limit_s: float) -> str:
@@ -191,12 +191,11 @@ class TrainingState:
             while generation.usable and (healers := generation.holding(attempt)):
                 if generation.group.peer_gone():
                     break
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if time.monotonic() >= deadline:
                     members = generation.quorum.members
                     names = ", ".join(members[healer].replica for healer in sorted(healers))
                     return f"{names} did not fetch its state in {limit_s:.1f} s"
-                self.changed.wait(min(left, _LOOK_S))
+                self.changed.wait(_LOOK_S)
         return ""
 
     def park(self, limit_s: float) -> Generation:
@@ -208,7 +207,7 @@ class TrainingState:
         """Before the first group: True when the first step may begin without one, for the members prepare it."""
         with self.parking(), self.changed:
             self.changed.wait_for(
-                lambda: self.invited or self.failure is not None or self._settled(), limit_s
+                lambda: self.invited or self.failure is not None or self.settled() is not None, limit_s
             )
             return self.invited
 
@@ -267,7 +266,8 @@ class TrainingState:
     def settled(self) -> Generation | None:
         """The group that works; None while a new one is needed or being made."""
         with self.changed:
-            return self.generation if self._settled() else None
+            usable = self.generation is not None and self.generation.usable
+            return self.generation if usable and not self.wanted and not self.regrouping else None
 
     def want(self, reason: str) -> None:
         """A new quorum is to be requested as soon as that is possible."""
@@ -275,28 +275,20 @@ class TrainingState:
             self.wanted = self.wanted or reason
             self.changed.notify_all()
 
-    def _settled(self) -> bool:
-        usable = self.generation is not None and self.generation.usable
-        return usable and not self.wanted and not self.regrouping
-
     def _wait_for_group(self, limit_s: float) -> Generation:
-        deadline = time.monotonic() + limit_s
-        while True:
-            generation = self.generation
-            if self.failure is not None:
-                raise self.failure
-            if generation is not None and self._settled():
-                self.due = False
-                return generation
-            if not self.due:
-                self.due = True
-                self.changed.notify_all()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(
-                    f"no process group after {limit_s:.1f} s; last: {self.wanted or 'regrouping'}"
-                )
-            self.changed.wait(left)
+        def ready() -> bool:
+            return self.failure is not None or self.settled() is not None
+
+        if not ready() and not self.due:
+            self.due = True
+            self.changed.notify_all()
+        if not self.changed.wait_for(ready, limit_s):
+            raise TimeoutError(f"no process group after {limit_s:.1f} s; last: {self.wanted or 'regrouping'}")
+        if self.failure is not None:
+            raise self.failure
+        assert self.generation is not None
+        self.due = False
+        return self.generation
 
     def begin_vote(self, attempt: StepAttempt) -> Generation | None:
         """Enters VOTING unless the group is gone."""
@@ -323,8 +315,8 @@ class TrainingState:
         says so from now on. A vote in doubt could be committed without us."""
         with self.changed:
             if not self.claimed_pending:
-                self._rest()
-            self._break(generation, reason)
+                self.rest()
+            self.break_group(generation, reason)
 
     def decided_otherwise(self, limit_s: float) -> bool:
         """Whether the quorum that was asked before we refused has committed the step."""
@@ -334,29 +326,28 @@ class TrainingState:
     def doubtful(self, generation: Generation, reason: str, limit_s: float) -> bool:
         """The vote was given and its result did not come: the next quorum, or a member that left, decides."""
         with self.changed:
-            self._break(generation, reason)
+            self.break_group(generation, reason)
             return self._wait_for_verdict(limit_s, generation.plan.term)
 
     def _wait_for_verdict(self, limit_s: float, term: int = 0) -> bool:
-        deadline = time.monotonic() + limit_s
-        while True:
-            if term and (term, self.step + 1) in self.heard:
-                self.claimed_pending = False
-                self._commit(term)
-                return True
-            if self.verdict is not None:
-                verdict, self.verdict, self.claimed_pending = self.verdict, None, False
-                if not verdict:
-                    self._rest()
-                return verdict
-            if self.failure is not None:
-                raise self.failure
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(
-                    f"nobody could say whether step {self.step} was committed ({limit_s:.1f} s)"
-                )
-            self.changed.wait(left)
+        def heard() -> bool:
+            return bool(term) and (term, self.step + 1) in self.heard
+
+        def decided() -> bool:
+            return heard() or self.verdict is not None or self.failure is not None
+
+        if not self.changed.wait_for(decided, limit_s):
+            raise TimeoutError(f"nobody could say whether step {self.step} was committed ({limit_s:.1f} s)")
+        if heard():
+            self.claimed_pending = False
+            self._commit(term)
+            return True
+        if self.verdict is None and self.failure is not None:
+            raise self.failure
+        verdict, self.verdict, self.claimed_pending = bool(self.verdict), None, False
+        if not verdict:
+            self.rest()
+        return verdict
 
     def _commit(self, term: int) -> None:
         self.term, self.step = term, self.step + 1
@@ -369,26 +360,20 @@ class TrainingState:
     def rest(self) -> None:
         """Nothing changes the state any more: the step was applied, or it failed."""
         with self.changed:
-            self._rest()
-
-    def _rest(self) -> None:
-        self.phase = Phase.BETWEEN
-        if self.wanted:  # waking the regrouping thread for nothing would cost every step a switch
-            self.changed.notify_all()
+            self.phase = Phase.BETWEEN
+            if self.wanted:  # waking the regrouping thread for nothing would cost every step a switch
+                self.changed.notify_all()
 
     def break_group(self, generation: Generation, reason: str) -> bool:
         """The group failed us; True when we are the first to notice."""
         with self.changed:
-            return self._break(generation, reason)
-
-    def _break(self, generation: Generation, reason: str) -> bool:
-        first = generation.break_off(reason)
-        if first:
-            self.times.mark("group broken")
-        if first and generation is self.generation:
-            self.wanted = self.wanted or reason
-        self.changed.notify_all()
-        return first
+            first = generation.break_off(reason)
+            if first:
+                self.times.mark("group broken")
+                if generation is self.generation:
+                    self.wanted = self.wanted or reason
+            self.changed.notify_all()
+            return first
 
     # ---- notices ----
 
@@ -407,7 +392,7 @@ class TrainingState:
             generation = self.generation
             if not act or generation is None or generation.number != number:
                 return False
-            return self._break(generation, reason)
+            return self.break_group(generation, reason)
 
     def hear_of_newcomers(self, reason: str) -> None:
         """Somebody waits to join: the next vote tells all members, who then ask at the same boundary."""
@@ -488,7 +473,7 @@ class TrainingState:
             generation.transfers -= self.fetched.pop(generation.quorum.order, set())
             lost = self.losses.get(generation.number)
             if lost:
-                self._break(generation, lost)
+                self.break_group(generation, lost)
             self.changed.notify_all()
 
     def healing(self) -> None:
