@@ -18,8 +18,8 @@ from torch import nn
 
 from allranks.drill.ranks import Ranks
 from allranks.lighthouse.options import Options
-from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager import prepared_group
+from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.groups.group_spec import GroupSpec

@@ -65,8 +65,7 @@ class AskedWork(Work):
 def test_no_operation_is_asked_for_its_end_while_its_communicator_is_aborted() -> None:
     """torch's answer may wait for the abort, without giving the interpreter to other threads."""
     over = threading.Event()
-    aborting = threading.Thread(target=over.wait, daemon=True)
-    teardown.start_attended(aborting)
+    aborting = teardown.start_attended("test-abort", over.wait)
     work, backend = AskedWork(aborting), Backend()
     found = weakref.ref(backend)
     teardown.destroy_later(backend, [work], abort=aborting)
@@ -82,8 +81,7 @@ def test_no_operation_is_asked_for_its_end_while_its_communicator_is_aborted() -
 def test_a_teardown_that_does_not_end_is_waited_for_once() -> None:
     """An abort that is stuck in the driver: `shutdown` and the exit of the process do not add up their waits."""
     stuck = threading.Event()
-    thread = threading.Thread(target=stuck.wait, daemon=True)
-    teardown.start_attended(thread)
+    thread = teardown.start_attended("test-abort", stuck.wait)
     teardown.finish(limit_s=0.01)
     assert thread.is_alive()
     teardown.finish(limit_s=60.0)  # returns at once: only hanging reaches the limit of the test
@@ -101,7 +99,7 @@ def test_what_is_given_up_while_teardowns_are_waited_for_is_waited_for_too() -> 
         teardown._exiting.wait()
         teardown.destroy_later(held.pop(), (), keep_at_exit=True)
 
-    teardown.start_attended(threading.Thread(target=shut_down, args=([backend],), daemon=True))
+    teardown.start_attended("test-shut-down", shut_down, [backend])
     del backend
     teardown.finish(limit_s=20.0)
     assert not [thread for thread in threading.enumerate() if thread.name == "allranks-teardown"]

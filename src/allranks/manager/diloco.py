@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from allranks.errors import ConfigurationError
-from allranks.manager.local_sgd import make_synchronous
+from allranks.manager.local_sgd import LocalSteps
 from allranks.manager.manager import Manager
 from allranks.manager.work import ManagedWork
 
@@ -100,7 +99,7 @@ class Fragment:
         self.restore()
 
 
-class DiLoCo:
+class DiLoCo(LocalSteps):
     """A context manager around the training loop; hooks itself to `inner_optimizer.step`.
 
     `pin_memory`, `use_bucketization` and `bucket_cap_mb` are accepted for torchft's sake and change nothing.
@@ -130,31 +129,19 @@ class DiLoCo:
             log.warning("should_quantize is ignored: tensors are reduced in their own precision")
         if manager.options.use_async_quorum:
             raise ConfigurationError("DiLoCo needs Manager(use_async_quorum=False)")
-        make_synchronous(manager)
-        self.manager = manager
+        super().__init__(manager, inner_optimizer)
         self.inner_optimizer = inner_optimizer
         self.every = sync_every // len(fragments)
         self.delay = fragment_sync_delay
-        self.local_step = 0
         self.fragments = [
             Fragment(module, outer, fragment_update_alpha, backup_device)
             for module, outer in zip(fragments, outers, strict=True)
         ]
         self._moving: Fragment | None = None
-        self._handle: Any = None
         for number, fragment in enumerate(self.fragments):
             fragment.keep()
             manager.register_state_dict_fn(f"diloco_{number}", fragment.load, fragment.save)
             manager.sums.kept.append(fragment.kept)
-
-    def __enter__(self) -> DiLoCo:
-        self._handle = self.inner_optimizer.register_step_post_hook(lambda *_: self._stepped())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handle.remove()
 
     def _stepped(self) -> None:
         self.local_step += 1

@@ -24,6 +24,7 @@ from torch import nn
 
 from allranks.errors import GroupAborted
 from allranks.manager.groups.generation import Generation
+from allranks.manager.groups.teardown import start_thread
 from allranks.manager.heal.state import local_of
 from allranks.manager.votes import Tally
 from allranks.model.cluster import Quorum
@@ -241,8 +242,7 @@ class _Summing:
         self._on_host = torch.zeros(0, dtype=torch.int64)
         self._thread: threading.Thread | None = None
         if layout.on_host.bytes > _SUMMED_AT_ONCE_BYTES:
-            self._thread = threading.Thread(target=self._sum_on_host, name="allranks-checksum", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("allranks-checksum", self._sum_on_host)
 
     def _sum_on_host(self) -> None:
         self._on_host = self._layout.on_host.row_sums()

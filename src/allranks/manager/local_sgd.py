@@ -6,8 +6,7 @@ replica that joins is given, never somebody's parameters in the middle of local 
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,35 @@ from torch.optim import Optimizer as TorchOptimizer
 from allranks.errors import ConfigurationError
 from allranks.manager.manager import Manager
 
-
-def make_synchronous(manager: Manager) -> None:
-    """Local steps change the parameters while a quorum would form beside them: every quorum is waited for."""
-    manager.training.eager = False
-    manager._volatile = True
+T = TypeVar("T", bound="LocalSteps")
 
 
-class LocalSGD:
-    """A context manager around the training loop; hooks itself to `optimizer.step`.
+class LocalSteps:
+    """A context manager around the training loop; hooks itself to the optimizer's `step`."""
+
+    def __init__(self, manager: Manager, optimizer: TorchOptimizer) -> None:
+        # Local steps change the parameters while a quorum would form beside them: every quorum is waited for.
+        manager.training.eager = False
+        manager._volatile = True
+        self.manager = manager
+        self.local_step = 0
+        self._stepping = optimizer
+        self._handle: Any = None
+
+    def __enter__(self: T) -> T:
+        self._handle = self._stepping.register_step_post_hook(lambda *_: self._stepped())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _stepped(self) -> None:
+        """After each local step."""
+        raise NotImplementedError
+
+
+class LocalSGD(LocalSteps):
+    """Takes the mean of the parameters after every `sync_every` local steps.
 
     The user's own state functions may carry the inner optimizer; the parameters are carried by this class.
     """
@@ -35,25 +54,13 @@ class LocalSGD:
     ) -> None:
         if sync_every < 1:
             raise ConfigurationError(f"sync_every must be at least 1, not {sync_every}")
-        make_synchronous(manager)
-        self.manager = manager
+        super().__init__(manager, optimizer)
         self.model = model
         self.optimizer = optimizer
         self.sync_every = sync_every
-        self.local_step = 0
         self._synced = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self._handle: Any = None
         manager.register_state_dict_fn("local_sgd", self._load, lambda: dict(self._synced))
         manager.sums.kept.append(lambda: self._synced)
-
-    def __enter__(self) -> LocalSGD:
-        self._handle = self.optimizer.register_step_post_hook(lambda *_: self._stepped())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handle.remove()
 
     def sync(self) -> bool:
         """Takes the mean over all members; False when it was not committed (local work is kept and retried)."""

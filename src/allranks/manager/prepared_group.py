@@ -28,6 +28,7 @@ from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall, silenced
+from allranks.manager.groups.teardown import start_thread
 from allranks.manager.options import ManagerOptions
 from allranks.manager.plan import ReplicaClaim
 from allranks.manager.training import TrainingState
@@ -229,13 +230,15 @@ class NextGroup:
         if mine is None or mine.name in names[:-1]:
             return False
         if mine.name not in names:
-            _start(self._prepare_as_member, generation, notice, found, self._add(mine))
+            start_thread(
+                "allranks-prepare", self._prepare_as_member, generation, notice, found, self._add(mine)
+            )
         return True
 
     def accept_invitations(self, ticket: PendingAnswer[Quorum]) -> None:
         """In a newcomer: makes the group with those who invite it, while it waits for its first quorum."""
         if self.may_be_invited:
-            _start(self._accept_invitations, ticket)
+            start_thread("allranks-prepare", self._accept_invitations, ticket)
 
     def name_if_complete(self) -> str:
         """Of the group that everybody who is invited has made; "": none."""
@@ -307,7 +310,7 @@ class NextGroup:
             store = open_store(self.own_store, _STORE_S)
             while invitation := wait_for_invitation(store, lambda: not ticket.done(), known):
                 known = invitation.name
-                _start(self._prepare_as_newcomer, self._add(invitation), ticket)
+                start_thread("allranks-prepare", self._prepare_as_newcomer, self._add(invitation), ticket)
         except (RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
             log.debug("invitations cannot be read: %s", error)
 
@@ -321,10 +324,6 @@ class NextGroup:
             log.info("no group could be prepared with the members: %s", str(error).partition("\n")[0])
             with contextlib.suppress(RuntimeError):
                 preparation.report(made=False)
-
-
-def _start(target: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=target, args=args, name="allranks-prepare", daemon=True).start()
 
 
 def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: str) -> Invitation | None:

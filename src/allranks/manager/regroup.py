@@ -31,6 +31,7 @@ from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall, silenced
 from allranks.manager.groups.sockets import abort_connecting
+from allranks.manager.groups.teardown import start_thread
 from allranks.manager.heal.fetch import Fetch, HealSource, report_fetched
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
@@ -103,9 +104,7 @@ class Regrouper:
     def interrupt(self, number: int, reason: str) -> None:
         """A member of the quorum that is being made, or heals us, is gone: do not wait for it."""
         if number and self.training.forming == number:
-            threading.Thread(
-                target=self._stop_forming, args=(number, reason), name="allranks-abort", daemon=True
-            ).start()
+            start_thread("allranks-abort", self._stop_forming, number, reason)
         generation = self.training.generation
         if self.fetch is not None and generation is not None and generation.number == number:
             self.fetch.cancel()
@@ -272,9 +271,7 @@ class Regrouper:
             with self._guard:
                 self._offer_due = generation
         else:
-            threading.Thread(
-                target=self._offer_in_step, args=(generation,), name="allranks-offer", daemon=True
-            ).start()
+            start_thread("allranks-offer", self._offer_in_step, generation)
 
     def _offer_in_step(self, generation: Generation) -> None:
         top = generation.plan.top
@@ -397,14 +394,10 @@ class Regrouper:
 
     def _end_transfer(self, generation: Generation) -> None:
         """Our state is here: we and those who gave it may launch collectives again. Touches no device."""
-        order, index = generation.quorum.order, generation.index
+        order, index, limit_s = generation.quorum.order, generation.index, self.options.timeout_s
         for source in self._sources(generation):
-            threading.Thread(
-                target=report_fetched,
-                args=(source, order, index, self.options.timeout_s, lambda: generation.usable),
-                name="allranks-heal-report",
-                daemon=True,
-            ).start()
+            args = (source, order, index, limit_s, lambda: generation.usable)
+            start_thread("allranks-heal-report", report_fetched, *args)
         self.training.transferred(order, index)
 
     def _sources(self, generation: Generation) -> list[HealSource]:

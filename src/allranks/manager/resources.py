@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -20,22 +21,16 @@ from allranks.channel.keys import Keyring, find_token
 from allranks.errors import LighthouseError
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.groups.teardown import start_thread
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions
+from allranks.manager.plan import Position
 from allranks.manager.regroup import Regrouper
 from allranks.manager.replica_rendezvous import ReplicaRendezvous, mesh_name
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh
-from allranks.model.cluster import (
-    ConnectionLost,
-    Evicted,
-    LeaderMoved,
-    MemberLeft,
-    MemberLost,
-    Notice,
-    QuorumWanted,
-)
+from allranks.model import cluster
 
 log = logging.getLogger("allranks.manager")
 
@@ -64,8 +59,7 @@ class ManagerResources:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
         self.group.choose_device()
-        preparing = threading.Thread(target=self.group.prepare, name="allranks-prepare", daemon=True)
-        preparing.start()
+        preparing = start_thread("allranks-prepare", self.group.prepare)
         inside = ReplicaRendezvous(
             options.rank, options.world_size, self._inside_store(), lambda: self.training.closing
         )
@@ -91,8 +85,7 @@ class ManagerResources:
         )
         preparing.join()
         self.client.subscribe(self._hear)
-        self._thread = threading.Thread(target=self.regrouper.run, name="allranks-regroup", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("allranks-regroup", self.regrouper.run)
         return self
 
     def report(self, step: int) -> None:
@@ -112,14 +105,12 @@ class ManagerResources:
             except LighthouseError as error:
                 log.warning("%s could not be evicted: %s", replica, error)
 
-        threading.Thread(target=ask, name="allranks-evict", daemon=True).start()
+        start_thread("allranks-evict", ask)
 
     def close(self, reason: str, finished: bool) -> None:
         """Leaves, stops the thread, closes the groups and the servers."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the rank that hosts the store is gone already
             self.regrouper.inside.depart(_DEPART_S if finished else _DEPART_UNFINISHED_S)
-        except RuntimeError:
-            pass  # the rank that hosts the store is gone already
         self.client.leave(reason, finished, *self.training.position)
         generation = self.training.generation
         if generation is not None:
@@ -191,33 +182,33 @@ class ManagerResources:
             )
         return dist.PrefixStore(f"allranks/{options.replica_id}", store)
 
-    def _hear(self, notice: Notice) -> None:
+    def _hear(self, notice: cluster.Notice) -> None:
         """On the client's thread: note, wake, return."""
-        if isinstance(notice, (MemberLost, MemberLeft, Evicted)):
-            self._somebody_went(notice)
-        elif isinstance(notice, QuorumWanted) and notice.broken:
-            self._broken(notice)
-        elif isinstance(notice, QuorumWanted):
+        if isinstance(notice, cluster.MemberLost | cluster.MemberLeft | cluster.Evicted):
+            left = notice if isinstance(notice, cluster.MemberLeft) else None
+            position = (left.term, left.step) if left and left.step >= 0 else None
+            gone = f"{notice.replica} is gone: {notice.reason}"
+            self._lost(
+                notice.number, notice.reason, gone, self.options.proactive or left is not None, position
+            )
+        elif isinstance(notice, cluster.QuorumWanted) and notice.broken:
+            self._lost(notice.number, notice.reason, notice.reason)
+        elif isinstance(notice, cluster.QuorumWanted):
             self._wanted(notice)
-        elif isinstance(notice, ConnectionLost):
+        elif isinstance(notice, cluster.ConnectionLost):
             log.warning("no lighthouse can be reached (%s); training continues", notice.reason)
-        elif isinstance(notice, LeaderMoved):
+        elif isinstance(notice, cluster.LeaderMoved):
             log.info("the lighthouse is now %s", notice.address)
 
-    def _somebody_went(self, notice: MemberLost | MemberLeft | Evicted) -> None:
-        left = isinstance(notice, MemberLeft)
-        position = (notice.term, notice.step) if isinstance(notice, MemberLeft) and notice.step >= 0 else None
-        if self.training.lost(notice.number, notice.reason, self.options.proactive or left, position):
-            log.warning("quorum %d: %s is gone: %s", notice.number, notice.replica, notice.reason)
-        self.regrouper.interrupt(notice.number, notice.reason)
+    def _lost(
+        self, number: int, reason: str, said: str, act: bool = True, position: Position | None = None
+    ) -> None:
+        """A member of this quorum is gone, or has given it up: its group cannot work for us either."""
+        if self.training.lost(number, reason, act, position):
+            log.warning("quorum %d: %s", number, said)
+        self.regrouper.interrupt(number, reason)
 
-    def _broken(self, notice: QuorumWanted) -> None:
-        """A member has given this quorum up: its group cannot work for us either."""
-        if self.training.lost(notice.number, notice.reason, act=True):
-            log.warning("quorum %d: %s", notice.number, notice.reason)
-        self.regrouper.interrupt(notice.number, notice.reason)
-
-    def _wanted(self, notice: QuorumWanted) -> None:
+    def _wanted(self, notice: cluster.QuorumWanted) -> None:
         generation = self.training.generation
         if not self.regrouper.next_group.prepare(notice):
             self.training.hear_of_newcomers(notice.reason)

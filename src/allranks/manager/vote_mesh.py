@@ -65,7 +65,7 @@ class VoteMesh:
         self.abort("the members changed")
         with self._changed:
             self._error = ""
-            self._sockets = SocketSet(number)
+            self._sockets = SocketSet()
         deadline = time.monotonic() + limit_s
         lines = [self._call(name, place, voter, deadline) for voter in others if voter.place < place]
         lines += self._await(name, {voter.place for voter in others if voter.place > place}, deadline, gone)

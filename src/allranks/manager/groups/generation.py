@@ -142,10 +142,6 @@ class StepAttempt:
     issuers: list[object] = field(default_factory=list)  # who issued each collective, in order
     works: list[ManagedWork] = field(default_factory=list)  # to be finished before the vote
 
-    @property
-    def failed(self) -> bool:
-        return self.error is not None or bool(self.spoiled)
-
 
 @dataclass(eq=False)
 class RegroupTimes:

@@ -58,7 +58,7 @@ class GlooMesh:
         try:
             backend = dist.ProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_default_timeout(timedelta(seconds=timeout_s))
-            sockets = SocketSet(meeting.number)
+            sockets = SocketSet()
             sockets.take(*ports, before)
         except BaseException:
             with self._lock:

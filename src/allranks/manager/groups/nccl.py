@@ -110,8 +110,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         if self._retired:
             with self._guard:
                 retired, self._retired = self._retired, []
-            ending = threading.Thread(target=_end, args=(retired,), name="allranks-nccl-end", daemon=True)
-            start_attended(ending)
+            start_attended("allranks-nccl-end", _end, retired)
 
     def _make(self, meeting: GroupSpec) -> object:
         """The communicator is ready when this returns.
@@ -171,13 +170,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         destroy_later(backend, (), self.slow_to_destroy, self._take_down(backend, threading.Lock()))
 
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
-        if backend is None:
-            return None
-        thread = threading.Thread(
-            target=_abort, args=(backend, gate), name="allranks-nccl-abort", daemon=True
-        )
-        start_attended(thread)
-        return thread
+        return None if backend is None else start_attended("allranks-nccl-abort", _abort, backend, gate)
 
 
 @contextlib.contextmanager

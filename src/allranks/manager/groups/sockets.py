@@ -14,7 +14,8 @@ import socket
 import stat
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 _live: weakref.WeakSet[SocketSet] = weakref.WeakSet()
@@ -25,20 +26,19 @@ _fork_watched = False
 class SocketSet:
     """Duplicates of the connected sockets of one group, owned by us. Safe to abort from any thread."""
 
-    number: int = 0
     _held: list[socket.socket] = field(default_factory=list)
     _originals: list[tuple[int, int]] = field(default_factory=list)  # descriptor and inode
     _lock: threading.Lock = field(default_factory=threading.Lock)
     aborted: bool = False
 
     def take(
-        self, local_ports: Iterable[int], remote_ports: Iterable[int], without: frozenset[int] = frozenset()
+        self, local_ports: Collection[int], remote_ports: Collection[int], without: Collection[int] = ()
     ) -> None:
         """Duplicates every connected socket of this process with one of these ports on the right side.
 
         `without`: inodes of sockets that belong to somebody else.
         """
-        found = find_connected(frozenset(local_ports), frozenset(remote_ports), without)
+        found = find_connected(local_ports, remote_ports, without)
         with self._lock:
             self._held += [held for _, held in found]
             self._originals += [(fd, _inode(held)) for fd, held in found]
@@ -89,76 +89,70 @@ class SocketSet:
         for held in self._held:
             held.close()
         for fd, inode in self._originals:
-            try:
+            with suppress(OSError):
                 if os.fstat(fd).st_ino == inode and stat.S_ISSOCK(os.fstat(fd).st_mode):
                     os.close(fd)
-            except OSError:
-                pass
         self._held.clear()
         self._originals.clear()
 
     def _shut(self) -> None:
         for held in self._held:
-            try:
-                held.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the peer was faster
+            _shut_down(held)
 
 
 def find_connected(
-    local_ports: frozenset[int], remote_ports: frozenset[int], without: frozenset[int] = frozenset()
+    local_ports: Collection[int], remote_ports: Collection[int], without: Collection[int] = ()
 ) -> list[tuple[int, socket.socket]]:
-    """(descriptor, duplicate) of every connected TCP socket with such a local or remote port.
-
-    Duplicate first, look after: a descriptor that is closed and reused in between cannot fool us.
-    """
+    """(descriptor, duplicate) of every connected TCP socket with such a local or remote port."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
-        held = _duplicate(int(name))
-        if held is None:
-            continue
+    for fd, held in _tcp_sockets():
         if _matches(held, local_ports, remote_ports) and _inode(held) not in without:
-            found.append((int(name), held))
+            found.append((fd, held))
         else:
             held.close()
     return found
 
 
-def inodes(local_ports: Iterable[int], remote_ports: Iterable[int]) -> frozenset[int]:
+def inodes(local_ports: Collection[int], remote_ports: Collection[int]) -> frozenset[int]:
     """What tells the connected sockets with such ports from later ones."""
-    found = [held for _, held in find_connected(frozenset(local_ports), frozenset(remote_ports))]
-    numbers = frozenset(_inode(held) for held in found)
-    for held in found:
-        held.close()
-    return numbers
+    numbers = set()
+    for _, held in find_connected(local_ports, remote_ports):
+        with held:
+            numbers.add(_inode(held))
+    return frozenset(numbers)
 
 
-def abort_connecting(local_ports: Iterable[int], remote_ports: Iterable[int]) -> int:
-    """Shuts sockets down while their group is still being made; says how many there were."""
-    found = find_connected(frozenset(local_ports), frozenset(remote_ports))
-    for _, held in found:
-        try:
-            held.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        held.close()
-    return len(found)
+def abort_connecting(local_ports: Collection[int], remote_ports: Collection[int]) -> None:
+    """Shuts sockets down while their group is still being made."""
+    for _, held in find_connected(local_ports, remote_ports):
+        with held:
+            _shut_down(held)
 
 
 def listening_ports() -> set[int]:
     """Ports on which this process listens."""
     ports = set()
+    for _, held in _tcp_sockets():
+        with held, suppress(OSError, IndexError, TypeError):
+            if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.add(held.getsockname()[1])
+    return ports
+
+
+def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """(descriptor, duplicate, which is the caller's) of every TCP socket of this process.
+
+    Duplicate first, look after: a descriptor that is closed and reused in between cannot fool us.
+    """
     for name in os.listdir("/proc/self/fd"):
         held = _duplicate(int(name))
-        if held is None:
-            continue
-        with held:
-            try:
-                if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    ports.add(held.getsockname()[1])
-            except (OSError, IndexError, TypeError):
-                pass
-    return ports
+        if held is not None:
+            yield int(name), held
+
+
+def _shut_down(held: socket.socket) -> None:
+    with suppress(OSError):  # the peer was faster
+        held.shutdown(socket.SHUT_RDWR)
 
 
 def _duplicate(fd: int) -> socket.socket | None:
@@ -183,7 +177,7 @@ def _inode(held: socket.socket) -> int:
     return os.fstat(held.fileno()).st_ino
 
 
-def _matches(held: socket.socket, local_ports: frozenset[int], remote_ports: frozenset[int]) -> bool:
+def _matches(held: socket.socket, local_ports: Collection[int], remote_ports: Collection[int]) -> bool:
     try:
         remote = held.getpeername()[1]  # fails on the listener, which must never be touched
         return remote in remote_ports or held.getsockname()[1] in local_ports

@@ -13,7 +13,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 EXIT_S = 2.0  # the longest that the end of a process waits for teardowns
@@ -35,12 +35,17 @@ def destroy_later(
 
     `keep_at_exit`: its destructor may take seconds; not while the process ends. `abort`: the thread that aborts it.
     """
-    last = [backend]
-    args = (last, list(works), keep_at_exit, abort)
-    start_attended(threading.Thread(target=_destroy, args=args, name="allranks-teardown", daemon=True))
+    start_attended("allranks-teardown", _destroy, [backend], list(works), keep_at_exit, abort)
 
 
-def start_attended(thread: threading.Thread) -> None:
+def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
+    """One that ends with the process."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def start_attended(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
     """Starts a thread that works on a backend; the end of the process waits for it a little (see `finish`)."""
     global _registered
     with _lock:
@@ -48,8 +53,9 @@ def start_attended(thread: threading.Thread) -> None:
         if not _registered:
             _registered = True
             atexit.register(finish, for_good=True)
-        thread.start()
+        thread = start_thread(name, target, *args)
         _threads.add(thread)
+    return thread
 
 
 def finish(limit_s: float = EXIT_S, for_good: bool = False) -> None:
@@ -78,7 +84,7 @@ def end_compile_workers() -> None:
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is None:
         return
-    threading.Thread(target=inductor.shutdown_compile_workers, name="allranks-workers", daemon=True).start()
+    start_thread("allranks-workers", inductor.shutdown_compile_workers)
     deadline = time.monotonic() + EXIT_S
     while any(getattr(pool, "running", False) for pool in list(inductor._pool_set)):
         if time.monotonic() > deadline:

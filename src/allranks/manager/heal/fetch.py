@@ -8,6 +8,7 @@ source that dies puts its stripe back and the others go on. `begin` may be calle
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import socket
 import threading
@@ -136,10 +137,8 @@ class Fetch:
         with self._lock:
             self._lock.notify_all()
             for sock in self._sockets:
-                try:
+                with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
 
     def state(self) -> Any:
         """The fetched state. Only after `complete`."""
