@@ -43,33 +43,32 @@ class Generation:
     def number(self) -> int:
         return self.quorum.number
 
+    @cached_property
+    def seats(self) -> list[tuple[int, int]]:
+        """(replica's place in the quorum, rank inside it) of every voter."""
+        sizes = [member.world_size for member in self.quorum.members]
+        return [(replica, rank) for replica, size in enumerate(sizes) for rank in range(size)]
+
     @property
     def voters(self) -> int:
-        return sum(member.world_size for member in self.quorum.members)
+        return len(self.seats)
 
     @property
     def place(self) -> int:
         """Ours among the voters."""
-        return sum(member.world_size for member in self.quorum.members[: self.index]) + self.rank
+        return self.seats.index((self.index, self.rank))
 
     @cached_property
     def counterparts(self) -> list[list[int]]:
         """The voters that must hold the same state: the ranks of equal number in each replica."""
         places: dict[int, list[int]] = {}
-        voter = 0
-        for member in self.quorum.members:
-            for rank in range(member.world_size):
-                places.setdefault(rank, []).append(voter)
-                voter += 1
+        for voter, (_, rank) in enumerate(self.seats):
+            places.setdefault(rank, []).append(voter)
         return list(places.values())
 
     def replica_of(self, voter: int) -> str:
         """The replica to which a voter belongs."""
-        for member in self.quorum.members:
-            if voter < member.world_size:
-                return member.replica
-            voter -= member.world_size
-        return "?"
+        return self.quorum.members[self.seats[voter][0]].replica
 
     @property
     def heals(self) -> bool:

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from allranks.channel.frames import is_intact, read_into, receive_json, send_json, tune_for_bulk
+from allranks.channel.frames import JsonObject, is_intact, read_into, receive_json, send_json, tune_for_bulk
 from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
-from allranks.manager.heal.staging import Staging
-from allranks.manager.heal.state import HealSegment, Landing, LiveState, StateLayout, make_landing, stripes
+from allranks.manager.heal.state import HealSegment, Landing, LiveState, Staging, StateLayout, stripes
 from allranks.manager.plan import MAX_SOURCES, Position
 
 log = logging.getLogger("allranks.manager")
@@ -52,7 +51,6 @@ class Fetch:
     position: Position
     live: LiveState
     timeout_s: float = 60.0
-    device: torch.device | None = None
     received_bytes: int = 0
     failures: list[str] = field(default_factory=list)  # "source: why", in order
     began_at: float = 0.0
@@ -214,13 +212,10 @@ class Fetch:
         """The first source's layout counts; one that describes another state is not used."""
         term, step = self.position
         send_json(sock, {"want": "layout", "term": term, "step": step, "wait_s": self.timeout_s / 2})
-        answer = receive_json(sock)
-        if not answer.get("ok"):
-            raise ChannelError(str(answer.get("why", "refused")))
-        layout = StateLayout.from_json(answer)
+        layout = StateLayout.from_json(_receive_ok(sock))
         with self._lock:
             if self._landing is None:
-                landing = make_landing(layout, self.live.read(), self.device, self.live.moving())
+                landing = self.live.landing(layout)
                 # In this order: `complete` is asked without the lock.
                 self._left.extend(stripes(layout))
                 self._landing = landing
@@ -250,10 +245,7 @@ class Fetch:
     def _receive(self, sock: socket.socket, stripe: tuple[HealSegment, ...], staging: Staging) -> bool:
         """Takes one stripe to where it belongs; False when its checksum is wrong."""
         assert self._landing is not None
-        answer = receive_json(sock)
-        if not answer.get("ok"):
-            raise ChannelError(str(answer.get("why", "refused")))
-        hasher = new_hasher(str(answer["algorithm"]))
+        hasher = new_hasher(str(_receive_ok(sock)["algorithm"]))
         read_into(sock, self._landing.views(stripe, staging), hasher)
         if not is_intact(sock, hasher):
             return False
@@ -263,6 +255,13 @@ class Fetch:
         with self._lock:
             self.received_bytes += length
         return True
+
+
+def _receive_ok(sock: socket.socket) -> JsonObject:
+    answer = receive_json(sock)
+    if not answer.get("ok"):
+        raise ChannelError(str(answer.get("why", "refused")))
+    return answer
 
 
 def _connections(sources: Sequence[HealSource]) -> Sequence[HealSource]:

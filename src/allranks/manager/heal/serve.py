@@ -18,8 +18,7 @@ from allranks.channel.frames import listen, receive_json, send_checksum, send_fr
 from allranks.channel.keys import ChannelError, Keyring
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
-from allranks.manager.heal.staging import Staging
-from allranks.manager.heal.state import HealSegment, Offer
+from allranks.manager.heal.state import HealSegment, Offer, Staging
 from allranks.manager.plan import Position
 
 log = logging.getLogger("allranks.manager")

@@ -7,21 +7,79 @@ that train.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from allranks.channel.keys import ChannelError
 from allranks.checkpoint.tensors import flatten, memory_of, unflatten
-from allranks.manager.heal.staging import Staging, stream_beside
 from allranks.manager.plan import Position
 
 #: Tensors up to this size are copied when they are offered: forward may change them (buffers, counters).
 SMALL_BYTES = 64 << 10
 STRIPE_BYTES = 4 << 20
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: asking a tensor for a missing attribute is slow
+
+
+@dataclass(eq=False)
+class Staging:
+    """Host memory for bytes on the way from or to a device: one per connection, reused from stripe to stripe.
+
+    Copies go over a stream of our own, so that they do not queue up behind the forward and backward that the training
+    thread has already given to the device; `fetch` and `store` return only when the copy is done, so nobody else has to
+    know of that stream. Not for several threads at once. What `fetch` or `room` gave is overwritten by the next call.
+    """
+
+    copying_s: float = 0.0  # spent in copies from or to a device
+    moved_bytes: int = 0  # that its connection has sent or received
+    _memory: torch.Tensor | None = None
+    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
+
+    def fetch(self, source: torch.Tensor) -> memoryview:
+        """The bytes of a flat uint8 tensor of a device."""
+        host = self._host(source.numel())
+        with self._beside(source.device):
+            host.copy_(source, non_blocking=True)
+        return memory_of(host)
+
+    def room(self, length: int) -> memoryview:
+        """Where bytes for a device may be received, before they are checked and stored."""
+        return memory_of(self._host(length))
+
+    def store(self, offset: int, target: torch.Tensor) -> None:
+        """Brings received bytes, from `offset` of the room on, into a flat uint8 tensor of a device."""
+        if self._memory is not None and target.numel():
+            with self._beside(target.device):
+                target.copy_(self._memory[offset : offset + target.numel()], non_blocking=True)
+
+    def _host(self, length: int) -> torch.Tensor:
+        if self._memory is None or self._memory.numel() < length:
+            self._memory = torch.empty(length, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return self._memory[:length]
+
+    @contextlib.contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        began = time.monotonic()
+        with stream_beside(device, self._streams):
+            yield
+        self.copying_s += time.monotonic() - began
+
+
+@contextlib.contextmanager
+def stream_beside(device: torch.device, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
+    """Inside, work for a GPU queues up on a stream of `streams`; when it is left, that work is done. A CPU needs none."""
+    if device.type != "cuda":
+        yield
+        return
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    with torch.cuda.stream(streams[device]):
+        yield
+    streams[device].synchronize()
 
 
 @dataclass(frozen=True)
@@ -44,6 +102,13 @@ class LiveState:
     def offer(self, position: Position) -> Offer:
         """Makes it fetchable as it stands now."""
         return make_offer(position, self.read(), self.volatile(), self.moving())
+
+    def landing(self, layout: StateLayout) -> Landing:
+        """Memory for a state that is fetched: our own tensors, but for those that a forward may be changing."""
+        own, moving = flatten(self.read()).tensors, self.moving()
+        placed = [_place(note, own, moving) for note in layout.notes]
+        values = {note.name: value for note, (value, _) in zip(layout.notes, placed, strict=True)}
+        return Landing(layout, values, tuple(local for _, local in placed))
 
 
 @dataclass(frozen=True)
@@ -173,22 +238,6 @@ class Landing:
         return unflatten(self.layout.skeleton, self.values)
 
 
-def make_landing(
-    layout: StateLayout,
-    own_state: object,
-    device: torch.device | None = None,
-    moving: frozenset[int] = frozenset(),
-) -> Landing:
-    """Prepares memory for a layout, reusing the tensors of our own state that no forward may be changing."""
-    own = flatten(own_state).tensors
-    values, locals_ = {}, []
-    for note in layout.notes:
-        value, local = _place(note, own, device, moving)
-        values[note.name] = value
-        locals_.append(local)
-    return Landing(layout, values, tuple(locals_))
-
-
 def stripes(layout: StateLayout, size: int = STRIPE_BYTES) -> list[tuple[HealSegment, ...]]:
     """Cuts a layout into pieces of about `size` bytes; small tensors share one, large ones span several."""
     found: list[tuple[HealSegment, ...]] = []
@@ -217,12 +266,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(
-    note: TensorNote,
-    own: Mapping[str, torch.Tensor],
-    device: torch.device | None,
-    moving: frozenset[int],
+    note: TensorNote, own: Mapping[str, torch.Tensor], moving: frozenset[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mine = own.get(note.name)
+    mine, device = own.get(note.name), None
     dtype = _dtype(note.dtype)
     if mine is not None:
         local = local_of(mine)
