@@ -230,10 +230,10 @@ class Connection(asyncio.Protocol):
     """See the module. Implements sessions.Peer."""
 
     __slots__ = ("_door", "_greeting", "_need", "_rest", "_session", "_transport", "address")
+    _transport: asyncio.Transport  # from connection_made on, which comes first
 
     def __init__(self, door: Listener) -> None:
         self._door = door
-        self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
         self._rest = b""
         self._need = len(PREAMBLE)
@@ -288,8 +288,7 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._door.throttle.warn("slow", "%s does not read: cut off", self.address)
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     # ---- sessions.Peer ----------------------------------------------------------------------------------
 
@@ -297,25 +296,23 @@ class Connection(asyncio.Protocol):
         self.deliver(message, encode(message))
 
     def deliver(self, message: object, frame: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if not self._transport.is_closing():
             self._transport.write(frame)
 
     def close(self) -> None:
         """Ends the connection after what was written is out."""
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def refuse_quietly(self, why: str) -> None:
         self._door.strangers.pop(self, None)
         self._door.throttle.warn(why, "%s %s: closed", self.address, why)
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     # ---- inside -----------------------------------------------------------------------------------------
 
     def _read_goodbye(self) -> None:
         """A write to a closed connection ends it before what has arrived is read: a replica that left had said so."""
-        if self._session is None or self._transport is None or self._transport.get_extra_info("sslcontext"):
+        if self._session is None or self._transport.get_extra_info("sslcontext"):
             return
         data = self._rest
         with contextlib.suppress(OSError):
@@ -346,7 +343,7 @@ class Connection(asyncio.Protocol):
                 return data[start:]
             self._frame(kind, data[start + HEAD.size : end])
             start = end
-            if self._transport is None or self._transport.is_closing():
+            if self._transport.is_closing():
                 return b""
         self._need = HEAD.size
         return data[start:] if start < size else b""
@@ -415,8 +412,7 @@ class Connection(asyncio.Protocol):
 
     def _tune(self) -> None:
         """Not for strangers: thousands may come at once."""
-        if self._transport is not None:
-            tune(self._transport.get_extra_info("socket"), self._door.service.options.heartbeat_timeout_s)
+        tune(self._transport.get_extra_info("socket"), self._door.service.options.heartbeat_timeout_s)
 
     def _message(self, session: Session, message: object) -> None:
         service = self._door.service
@@ -450,7 +446,7 @@ class Connection(asyncio.Protocol):
 
     def _other_protocol(self, data: bytes) -> None:
         door, transport, start = self._door, self._transport, data[:4]
-        if transport is None or start not in (*_HTTP, *door.takers):
+        if start not in (*_HTTP, *door.takers):
             if start == PREAMBLE:
                 raise BadFrame("this port is for torchft's clients: use the lighthouse's own")
             what = "gRPC: torchft's clients need --grpc-bind" if start == _HTTP2 else f"{data[:16]!r}"

@@ -149,11 +149,12 @@ class HttpSlots:
 class HttpConnection(asyncio.Protocol):
     """One connection; requests are handled one after the other."""
 
+    _transport: asyncio.Transport  # from connection_made on, which comes first
+
     def __init__(self, handle: Callable[[HttpRequest], Answer], places: HttpSlots) -> None:
         self._handle = handle
         self._places = places
         self._host = ""
-        self._transport: asyncio.Transport | None = None
         self._rest = bytearray()
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = False  # for the turn of the next request
@@ -172,8 +173,7 @@ class HttpConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Ends it at once: its place is needed."""
         self._places.free(self, self._host)
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._places.free(self, self._host)
@@ -194,8 +194,7 @@ class HttpConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._unread = True
-        if self._transport is not None:
-            self._places.reads_slowly(self, self._transport.get_write_buffer_size())
+        self._places.reads_slowly(self, self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         self._unread = False
@@ -219,18 +218,16 @@ class HttpConnection(asyncio.Protocol):
             self._read(True)
 
     def _handle_one(self) -> bool:
-        transport = self._transport
-        return transport is not None and not transport.is_closing() and self._take_one()
+        return not self._transport.is_closing() and self._take_one()
 
     def _read(self, wanted: bool) -> None:
-        transport = self._transport
-        if transport is None or transport.is_closing() or wanted is self._reading:
+        if self._transport.is_closing() or wanted is self._reading:
             return
         self._reading = wanted
         if wanted:
-            transport.resume_reading()
+            self._transport.resume_reading()
         else:
-            transport.pause_reading()
+            self._transport.pause_reading()
 
     def _take_one(self) -> bool:
         """Handles one whole request; False when more bytes are needed or the connection is closed."""
@@ -261,7 +258,6 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def _answer(self, request: HttpRequest, answer: Answer) -> None:
-        assert self._transport is not None
         keep = request.headers.get("connection", "").lower() != "close" and answer.stream is None
         lines = [
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
@@ -295,14 +291,12 @@ class HttpConnection(asyncio.Protocol):
         """Closes the connection unless a request arrives in time."""
         if self._timer is not None:
             self._timer.cancel()
-        transport = self._transport
-        if transport is not None:
-            self._timer = asyncio.get_running_loop().call_later(seconds, transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
 
 
-def _is_private(transport: asyncio.Transport | None) -> bool:
+def _is_private(transport: asyncio.Transport) -> bool:
     """Whether nobody between the two sides can read what is sent."""
-    if transport is None or transport.get_extra_info("sslcontext") is not None:
+    if transport.get_extra_info("sslcontext") is not None:
         return True
     peer = transport.get_extra_info("peername")
     address = ipaddress.ip_address(peer[0].partition("%")[0]) if peer else None
