@@ -85,11 +85,12 @@ class LivenessProxy:
             self._end(f"process {self._pid} exited")
 
     def _from_rank(self, kind: int, payload: bytes) -> None:
-        if kind == messages.START:
-            self._start(messages.load(messages.Start, payload))
-        elif (link := self._link) is None:
+        code, link = kind & 0x7F, self._link
+        if code == messages.START:
+            self._start(messages.decode(kind, payload)[0])
+        elif link is None:
             raise BadFrame("a message before Start")
-        elif kind in (messages.HOLD, messages.RELEASE, messages.REPORT):
+        elif code in (messages.HOLD, messages.RELEASE, messages.REPORT):
             message, _ = messages.decode(kind, payload)
             if isinstance(message, messages.Hold):
                 mine, self._line.fds = self._line.fds[: message.count], self._line.fds[message.count :]
@@ -101,10 +102,12 @@ class LivenessProxy:
                 if len(message.known) == 3:
                     link.known = (message.known[0], message.known[1], message.known[2])
         else:
-            self._left = self._left or kind == messages.LEAVE
-            (link.finish if kind == messages.LEAVE else link.send)(HEAD.pack(len(payload), kind) + payload)
+            frame = HEAD.pack(len(payload), kind) + payload
+            self._left = self._left or code == messages.LEAVE
+            (link.finish if self._left else link.send)(frame)
 
-    def _start(self, start: messages.Start) -> None:
+    def _start(self, start: object) -> None:
+        assert isinstance(start, messages.Start)
         self._pid, self._box = start.pid, start.black_box
         options = messages.load(ClientOptions, start.link.encode())
         self._link = Link(options, self._reactor, self._from_lighthouse, self._beat, proxy=True)
