@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.channel.keys import MAX_TOKEN_CHARS
 from allranks.errors import (
     ConfigurationError,
     LighthouseError,
@@ -24,6 +27,7 @@ from allranks.errors import (
 )
 from allranks.lighthouse.client import proxy_link
 from allranks.lighthouse.client.client import Client, ClientOptions
+from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import (
     CollectEvidence,
@@ -417,6 +421,13 @@ def test_a_killed_liveness_proxy_is_replaced_however_often(
             lambda before=before: line.process is not None and line.process.pid != before and client.connected
         )
     assert client.join(Member("a"), 30).names == ("a",)
+
+
+def test_a_liveness_proxy_takes_the_longest_job_token(embedded: Embedded, connect: Connect) -> None:
+    """What a client tells its proxy first is packed when it is long."""
+    token = "".join(random.Random(1).choices(string.ascii_letters, k=MAX_TOKEN_CHARS))
+    lighthouse = embedded(ServerOptions(token=token))
+    assert connect(lighthouse.address, "a", token=token, beacon=True).status()["leading"] is True
 
 
 def test_wall_clock_jumps_harm_nobody(
