@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.checkpoint.stores import Store, StoreSpec, open_store, split_address
-from allranks.cli.terminal import ProgressBar
+from allranks.checkpoint.stores import Store, StoreSpec, open_store, reason_of, split_address
+from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -81,11 +80,8 @@ def _add_conversions(actions: Actions) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs one action; 1 when something is damaged."""
     try:
-        code: int = args.run(args)
-        return code
+        return int(args.run(args))
     except OSError as error:
-        from allranks.checkpoint.stores import reason_of
-
         where = error.filename or getattr(args, "store", None) or getattr(args, "checkpoint", "")
         raise InputError(
             f"cannot {args.action} {where}: {reason_of(error)}", hint="Is the address right, and reachable?"
@@ -97,28 +93,27 @@ def _ls(args: argparse.Namespace) -> int:
 
     with _store(args.store, args.option) as store:
         found, quarantined = list_checkpoints(store), store.quarantined()
-    if args.json:
-        bad = [{"path": path, "reason": reason} for path, reason in quarantined]
-        listed = [asdict(one) for one in found]
-        print(json.dumps({"schema": 1, "store": args.store, "checkpoints": listed, "quarantined": bad}))
-        return 0
-    _print_list(args.store, found)
-    for path, reason in quarantined:
-        print(f"in quarantine: {path}: {reason}")
-    return 0
+    bad = [{"path": path, "reason": reason} for path, reason in quarantined]
+    facts = {"store": args.store, "checkpoints": [asdict(one) for one in found], "quarantined": bad}
+    lines = [
+        *_table(args.store, found),
+        *(f"in quarantine: {path}: {reason}" for path, reason in quarantined),
+    ]
+    return _answer(args, facts, lines)
 
 
-def _print_list(address: str, found: list[Listed]) -> None:
-    if not found:
-        print(f"no checkpoints in {address}")
-        return
-    print(f"{'STEP':>10} {'SIZE':>9} {'RANKS':>5} {'SAVED':<19} NAME")
+def _table(address: str, found: list[Listed]) -> Iterator[str]:
+    yield (
+        f"{'STEP':>10} {'SIZE':>9} {'RANKS':>5} {'SAVED':<19} NAME"
+        if found
+        else f"no checkpoints in {address}"
+    )
     for one in found:
         if one.problem:
-            print(f"{'-':>10} {'-':>9} {'-':>5} {'damaged':<19} {one.name}: {one.problem}")
+            yield f"{'-':>10} {'-':>9} {'-':>5} {'damaged':<19} {one.name}: {one.problem}"
         else:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.timestamp))
-            print(f"{one.step:>10} {_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}")
+            yield f"{one.step:>10} {_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}"
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -130,22 +125,17 @@ def _show(args: argparse.Namespace) -> int:
         tensors = tensors_of(checkpoint)
     total = sum(int(entry["bytes"]) for entry in tensors.values())
     algorithm = checkpoint.indexes[0].algorithm if checkpoint.indexes else ""
-    if args.json:
-        names = ("step", "epoch", "world_size", "timestamp")
-        facts = {"schema": 1, "path": path, **{name: getattr(manifest, name) for name in names}}
-        facts |= {"metrics": dict(manifest.metrics), "ranks": list(manifest.ranks), "bytes": total}
-        facts |= {"checksum": algorithm, "tensor_count": len(tensors), "tensors": tensors}
-        print(json.dumps(facts))
-        return 0
-    print(f"{path}\nstep {manifest.step}, epoch {manifest.epoch}, saved by {manifest.world_size} ranks")
-    print(f"{len(tensors)} tensors, {_size(total)}, checksums {algorithm}")
-    for key, value in manifest.metrics.items():
-        print(f"  {key} = {value}")
-    if args.tensors:
-        for name, entry in tensors.items():
-            shards = f", {entry['shards']} shards" if entry["shards"] != 1 else ""
-            print(f"  {name}  {entry['dtype']} {entry['shape']} {_size(int(entry['bytes']))}{shards}")
-    return 0
+    names = ("step", "epoch", "world_size", "timestamp")
+    facts = {"path": path, **{name: getattr(manifest, name) for name in names}}
+    facts |= {"metrics": dict(manifest.metrics), "ranks": list(manifest.ranks), "bytes": total}
+    facts |= {"checksum": algorithm, "tensor_count": len(tensors), "tensors": tensors}
+    lines = [path, f"step {manifest.step}, epoch {manifest.epoch}, saved by {manifest.world_size} ranks"]
+    lines += [f"{len(tensors)} tensors, {_size(total)}, checksums {algorithm}"]
+    lines += [f"  {key} = {value}" for key, value in manifest.metrics.items()]
+    for name, entry in tensors.items() if args.tensors else ():
+        shards = f", {entry['shards']} shards" if entry["shards"] != 1 else ""
+        lines.append(f"  {name}  {entry['dtype']} {entry['shape']} {_size(int(entry['bytes']))}{shards}")
+    return _answer(args, facts, lines)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -161,25 +151,21 @@ def _verify(args: argparse.Namespace) -> int:
                 moved[result.path] = store.quarantine(name, "; ".join(result.problems))
     if not results:  # a mistyped address must not pass for "all is well"
         raise InputError(f"no checkpoints in '{args.checkpoint}'", hint="is the address right?")
-    bad = [result for result in results if result.problems]
-    if args.json:
-        entries = [{**asdict(result), "quarantined": moved.get(result.path, "")} for result in results]
-        print(json.dumps({"schema": 1, "ok": not bad, "checkpoints": entries}))
-        return 1 if bad else 0
+    good = not any(result.problems for result in results)
+    entries = [{**asdict(result), "quarantined": moved.get(result.path, "")} for result in results]
+    lines = []
     for result in results:
         if result.problems:
-            print(f"DAMAGED {result.path}")
-            for problem in result.problems:
-                print(f"  {problem}")
-            if result.path in moved:
-                print(f"  moved to {moved[result.path]}")
+            lines += [f"DAMAGED {result.path}", *(f"  {problem}" for problem in result.problems)]
+            lines += [f"  moved to {moved[result.path]}"] if result.path in moved else []
         else:
-            print(f"ok      {result.path}: {result.tensors} tensors, {_size(result.bytes)}")
-    return 1 if bad else 0
+            lines.append(f"ok      {result.path}: {result.tensors} tensors, {_size(result.bytes)}")
+    _answer(args, {"ok": good, "checkpoints": entries}, lines)
+    return 0 if good else 1
 
 
 def _copy(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.inspect import copy_checkpoint
+    from allranks.checkpoint.inspect import copy_checkpoint, has_manifest
 
     with _checkpoint(args.checkpoint, args.option) as (source, name):
         base, new_name = args.target, name
@@ -188,7 +174,8 @@ def _copy(args: argparse.Namespace) -> int:
             base, new_name = head, tail
         options = args.target_option or args.option
         with _store(base, options, must_exist=False) as target:
-            _refuse_existing(target, new_name, args.force)
+            if not args.force and has_manifest(target, new_name):
+                raise InputError(f"'{target.path_of(new_name)}' exists already", hint="--force replaces it")
             with _bar(f"copy {name}", _bytes_of(source, name), args.json) as progress:
                 manifest = copy_checkpoint(source, name, target, new_name, progress)
             path = target.path_of(new_name)
@@ -215,14 +202,14 @@ def _prune(args: argparse.Namespace) -> int:
     lines += [f"removed {name}" for name in removed]
     lines += [f"left {name}: it is being read" for name in left]
     would = {"reason": decision.reason, "would_remove": list(decision.remove)}
-    return _answer(args, {**would, "removed": removed, "being_read": left}, "\n".join(lines))
+    return _answer(args, {**would, "removed": removed, "being_read": left}, lines)
 
 
 def _set_aside(args: argparse.Namespace) -> int:
     with _store(args.store, args.option) as store:
         moved = store.set_aside()
-    text = "\n".join(f"moved to {where}" for where in moved) or f"no checkpoints in {args.store}"
-    return _answer(args, {"moved_to": moved}, text)
+    lines = [f"moved to {where}" for where in moved] or f"no checkpoints in {args.store}"
+    return _answer(args, {"moved_to": moved}, lines)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -266,8 +253,8 @@ def _add_pairs(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
     parser.add_argument(flag, action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
-def _answer(args: argparse.Namespace, facts: Mapping[str, object], text: str) -> int:
-    print(json.dumps({"schema": 1, **facts}) if args.json else text)
+def _answer(args: argparse.Namespace, facts: Mapping[str, object], lines: str | Iterable[str]) -> int:
+    answer(args.json, {"schema": 1, **facts}, lines)
     return 0
 
 
@@ -326,13 +313,6 @@ def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, 
         yield store, [listed.name for listed in list_checkpoints(store)]
 
 
-def _refuse_existing(store: Store, name: str, force: bool) -> None:
-    from allranks.checkpoint.stores.listing import has_manifest
-
-    if not force and has_manifest(store, name):
-        raise InputError(f"'{store.path_of(name)}' exists already", hint="--force replaces it")
-
-
 def _bytes_of(store: Store, name: str) -> int:
     from allranks.checkpoint.inspect import shard_bytes
     from allranks.checkpoint.restore.opened_checkpoint import opened
@@ -371,7 +351,6 @@ def _size(count: int) -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if int(text) < 1:
         raise argparse.ArgumentTypeError("must be at least 1: the last good one is always kept")
-    return value
+    return int(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from allranks.cli.terminal import use_color
+from allranks.cli.terminal import answer, use_color
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,39 +25,11 @@ def main(args: argparse.Namespace) -> int:
     """0: the file is right; 1: it has errors; 2: it cannot be read."""
     if args.verb == "check":
         return _check(args)
-    if args.verb == "show":
-        return _show(args)
     from allranks.elastic import config
 
-    print(json.dumps(config.json_schema(), indent=2))
-    return 0
-
-
-def _check(args: argparse.Namespace) -> int:
-    from allranks.elastic.config import ConfigProblem, validate_config
-
-    result = validate_config(args.file, validate_s3=args.s3)
-    if args.json:
-        found = {"errors": list(map(_facts, result.errors)), "warnings": list(map(_facts, result.warnings))}
-        print(json.dumps({"schema": 1, "file": args.file, "valid": result.valid, **found}))
-        return 0 if result.valid else 1
-    for kind, problems in (("error", result.errors), ("warning", result.warnings)):
-        for problem in problems:
-            place = args.file
-            message = str(problem)
-            if isinstance(problem, ConfigProblem):
-                place = f"{args.file}:{problem.line}:{problem.column}" if problem.line else args.file
-                message = f"{problem.path}: {problem.message}" if problem.path else problem.message
-            print(f"{place}: {_coloured(kind)}: {message}")
-    print(_verdict(args.file, len(result.errors), len(result.warnings)))
-    return 0 if result.valid else 1
-
-
-def _show(args: argparse.Namespace) -> int:
-    from allranks.elastic.config import load_config
-
-    values = load_config(args.file).model_dump(mode="json")
-    if args.json:
+    schema = args.verb == "schema"
+    values = config.json_schema() if schema else config.load_config(args.file).model_dump(mode="json")
+    if schema or args.json:
         print(json.dumps(values, indent=2))
         return 0
     import yaml
@@ -66,19 +38,22 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(problem: str) -> dict[str, object]:
-    """Of a ConfigProblem, its place too."""
-    names = ("path", "line", "column")
-    found = {"message": getattr(problem, "message", str(problem)), "path": "", "line": None, "column": None}
-    return found | {name: getattr(problem, name) for name in names if hasattr(problem, name)}
+def _check(args: argparse.Namespace) -> int:
+    from allranks.elastic.config import ConfigProblem, validate_config
 
-
-def _coloured(kind: str) -> str:
-    return f"\x1b[{31 if kind == 'error' else 33}m{kind}\x1b[0m" if use_color() else kind
-
-
-def _verdict(file: str, errors: int, warnings: int) -> str:
-    if not errors and not warnings:
-        return f"{file}: ok"
-    parts = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
-    return f"{file}: {', '.join(parts)}{'' if errors else '; usable'}"
+    result = validate_config(args.file, validate_s3=args.s3)
+    kinds = {"error": result.errors, "warning": result.warnings}
+    facts: dict[str, object] = {"schema": 1, "file": args.file, "valid": result.valid}
+    lines, counts = [], []
+    for kind, found in kinds.items():
+        problems = [one if isinstance(one, ConfigProblem) else ConfigProblem(one) for one in found]
+        facts[f"{kind}s"] = [problem.to_dict() for problem in problems]
+        shown = f"\x1b[{31 if kind == 'error' else 33}m{kind}\x1b[0m" if use_color() else kind
+        for problem in problems:
+            place = f"{args.file}:{problem.line}:{problem.column}" if problem.line else args.file
+            path = f"{problem.path}: " if problem.path else ""
+            lines.append(f"{place}: {shown}: {path}{problem.message}")
+        counts += [f"{len(found)} {kind}{'s' * (len(found) != 1)}"] if found else []
+    lines.append(f"{args.file}: {', '.join(counts) or 'ok'}{'; usable' if counts and result.valid else ''}")
+    answer(args.json, facts, lines)
+    return 0 if result.valid else 1

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from allranks.model.options import check_options, option
 
 if TYPE_CHECKING:  # heavy: numpy comes with them
     from allranks.load import LoadResult
-    from allranks.model.diagnosis import Diagnosis, FileNote
+    from allranks.model.diagnosis import Diagnosis
     from allranks.model.trace import RankTrace
 
 _output, _reading = partial(option, group="output"), partial(option, group="what to read")
@@ -90,7 +89,11 @@ def main(args: argparse.Namespace) -> int:
         loaded = _without_own_files(args.paths, loaded)
     traces = _transformed(options, loaded.traces)
     if options.just_print_entries:
-        return _print_entries(options, traces)
+        from allranks.report.text import render_entries
+
+        shown = render_entries(traces, pg_filters=options.pg_filters, with_stacks=options.print_stack_trace)
+        print("\n".join(shown))
+        return 0
     result = _judge_incident(args.paths, options) or _diagnose(args.paths, options, loaded, traces)
     _write_files(options, result, traces)  # before stdout, which may be closed
     _print(options, result)
@@ -117,7 +120,9 @@ def _diagnose(
     if not traces and not options.json and all(note.status != "ok" for note in found.files):
         logs = [note for note in found.files if note.kind == "text" and note.note != "empty file"]
         more = ["Logs: `allranks doctor explain PATH` finds the first cause in them."] if logs else []
-        hint = "\n".join([*_unreadable(found.files), *more])
+        lines = [f"  {note.path}: {note.status}, {note.note or note.kind}" for note in found.files[:20]]
+        lines += [f"  … and {len(found.files) - 20} more"] if len(found.files) > 20 else []
+        hint = "\n".join([*lines, *more])
         raise InputError("no dump among the files could be read", hint=hint)
     return found
 
@@ -182,11 +187,6 @@ def _load(paths: list[str], options: DiagnoseFlags, all_calls: bool) -> LoadResu
         bar.clear()
 
 
-def _unreadable(files: Sequence[FileNote]) -> list[str]:
-    lines = [f"  {note.path}: {note.status}, {note.note or note.kind}" for note in files[:20]]
-    return lines + ([f"  … and {len(files) - 20} more"] if len(files) > 20 else [])
-
-
 def _transformed(options: DiagnoseFlags, traces: list[RankTrace]) -> list[RankTrace]:
     if not options.transform_ft:
         return traces
@@ -195,47 +195,28 @@ def _transformed(options: DiagnoseFlags, traces: list[RankTrace]) -> list[RankTr
     return [transform_ft(trace, options.group_world_size) for trace in traces]
 
 
-def _print_entries(options: DiagnoseFlags, traces: list[RankTrace]) -> int:
-    from allranks.report.text import render_entries
-
-    for line in render_entries(traces, pg_filters=options.pg_filters, with_stacks=options.print_stack_trace):
-        print(line)
-    return 0
-
-
 def _print(options: DiagnoseFlags, result: Diagnosis) -> None:
-    if options.json:
-        from allranks.report import as_json
+    from allranks.report import as_json, text
 
+    if options.json:
         print(as_json.render(result))
         return
-    from allranks.report import text
-
-    for line in text.render(
-        result, text.TextOptions(use_color(), options.print_stack_trace, options.verbose)
-    ):
-        print(line)
+    how = text.TextOptions(use_color(), options.print_stack_trace, options.verbose)
+    print("\n".join(text.render(result, how)))
 
 
 def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTrace]) -> None:
-    if options.output:
-        from allranks.report import as_json
+    from allranks.report import as_json
 
+    if options.output:
         write_whole(options.output, [as_json.render(result), "\n"])
     if options.html:
         from allranks.report import html
 
         write_whole(options.html, html.render(result, traces, time.time()))
     if options.perfetto:
-        write_whole(options.perfetto, _trace(options.perfetto, result, traces))
+        from allranks.report import chrome_trace, perfetto
 
-
-def _trace(name: str, result: Diagnosis, traces: list[RankTrace]) -> Iterable[str | bytes]:
-    """The name chooses the format: Chrome's for .json and .json.gz, else Perfetto's own."""
-    if name.removesuffix(".gz").endswith(".json"):
-        from allranks.report import chrome_trace
-
-        return chrome_trace.render(result, traces)
-    from allranks.report import perfetto
-
-    return perfetto.render(result, traces)
+        # the name chooses the format: Chrome's for .json and .json.gz, else Perfetto's own
+        chrome = options.perfetto.removesuffix(".gz").endswith(".json")
+        write_whole(options.perfetto, (chrome_trace if chrome else perfetto).render(result, traces))

@@ -48,14 +48,13 @@ def arrange_words(words: Sequence[str]) -> list[str]:
     """Puts flags before the words, wherever they were typed: argparse takes the words in one piece only."""
     flags: list[str] = []
     plain: list[str] = []
-    rest = iter(words[1:])
-    for word in rest:
-        if word == "-" or not word.startswith("-"):
-            plain.append(word)
-        else:
-            flags.append(word)
-            if word not in _SWITCHES and "=" not in word:
-                flags += [value for value in (next(rest, None),) if value is not None]
+    rest = list(words[1:])
+    while rest:
+        word = rest.pop(0)
+        is_flag = word.startswith("-") and word != "-"
+        (flags if is_flag else plain).append(word)
+        if is_flag and word not in _SWITCHES and "=" not in word and rest:
+            flags.append(rest.pop(0))
     return [words[0], *flags, *plain]
 
 
@@ -75,7 +74,13 @@ def _check(args: argparse.Namespace) -> int:
     if args.config:
         options = _with_config(options, args.config)
     found = run_checks(options)
-    fixed = [_fix(check) for check in found if args.fix and check.fix and check.status != "ok"]
+    fixed = []
+    for check in found if args.fix else ():
+        if check.fix is not None and check.status != "ok":
+            try:
+                fixed.append(check.fix())
+            except OSError as error:
+                fixed.append(f"could not repair {check.name}: {error}")
     if fixed:
         found = run_checks(options)  # report how it is now
     from allranks.doctor.nodes import read_facts
@@ -106,10 +111,7 @@ def _report(
         more = {} if facts is None else {"fixed": fixed, "facts": facts}
         print(json.dumps({"schema": 1, "problems": problems, "checks": checks, **more}))
     else:
-        for text in fixed:
-            print(f"fixed: {text}")
-        for line in render_checks(found, colour=use_color()):
-            print(line)
+        print("\n".join([*(f"fixed: {text}" for text in fixed), *render_checks(found, colour=use_color())]))
     return 1 if problems else 0
 
 
@@ -160,14 +162,6 @@ def render_checks(found: list[Check], colour: bool) -> Iterator[str]:
     )
 
 
-def _fix(check: Check) -> str:
-    assert check.fix is not None
-    try:
-        return check.fix()
-    except OSError as error:
-        return f"could not repair {check.name}: {error}"
-
-
 def _explain(args: argparse.Namespace) -> int:
     paths = args.what[1:]
     if not paths:
@@ -214,23 +208,12 @@ def render_explanation(found: Explanation) -> Iterator[str]:
 
 def _as_json(found: Explanation) -> dict[str, object]:
     def one(match: Match, count: int | None = None) -> dict[str, object]:
-        line = match.line
-        return {
-            "id": match.pattern.id,
-            "level": match.pattern.level,
-            "cause": match.cause,
-            "cure": match.cure,
-            "rank": line.rank,
-            "path": line.path,
-            "line": line.number,
-            "text": line.text.strip()[:1000],
-            "count": count,
-        }
+        line, pattern = match.line, match.pattern
+        facts = {"id": pattern.id, "level": pattern.level, "cause": match.cause, "cure": match.cure}
+        place = {"rank": line.rank, "path": line.path, "line": line.number, "text": line.text.strip()[:1000]}
+        return {**facts, **place, "count": count}
 
-    return {
-        "schema": 1,
-        "lines": found.lines,
-        "unreadable": [{"path": path, "reason": why} for path, why in found.unreadable],
-        "first": one(found.first) if found.first else None,
-        "others": [one(match, count) for match, count in found.others],
-    }
+    unreadable = [{"path": path, "reason": why} for path, why in found.unreadable]
+    first = one(found.first) if found.first else None
+    others = [one(match, count) for match, count in found.others]
+    return {"schema": 1, "lines": found.lines, "unreadable": unreadable, "first": first, "others": others}

@@ -81,12 +81,14 @@ def _fetch(args: argparse.Namespace, folder: str) -> str:
 
 
 def _dump(args: argparse.Namespace) -> int:
+    from allranks.record.dump import ask_through_pipe
+
     headers = _choose(args)
     if args.list:
         _print_list(headers, args.json)
         return 0
     written = _write(args, headers)
-    asked = _ask_native(args, headers)
+    asked = [h.rank for h in headers if args.native and ask_through_pipe(args.native, h.rank)]
     if args.json:
         print(json.dumps({"schema": 1, "files": written, "asked_native": asked}))
         return 0
@@ -103,16 +105,25 @@ def _choose(args: argparse.Namespace) -> list[Header]:
 
     prefix = job_prefix(args.job) if args.job and not args.path else ""
     every = {header.path: header for path in _sources(args) for header in _headers(path)}
-    found = [header for header in every.values() if _is_wanted(header, args, prefix)]
+    found = [
+        header
+        for header in every.values()
+        if (not args.pid or header.pid in args.pid)
+        and (not args.rank or header.rank in args.rank)
+        and header.path.name.startswith(prefix)
+    ]
     if not found:
+        words = [f"job {args.job}"] if args.job else []
+        words += [f"pid {pid}" for pid in args.pid or ()] + [f"rank {rank}" for rank in args.rank or ()]
         raise InputError(
-            f"no black box of {_wish(args)} on this machine",
+            f"no black box of {', '.join(words) or args.path or 'any job'} on this machine",
             hint="is the job recorded (allranks.record() or allranks run)? `allranks dump --list` shows what there is",
         )
     if args.list:
         return found
-    if args.pid:
-        found = _of_these_processes(found)
+    if args.pid:  # without the boxes of ended processes whose number a running one has now
+        running = {header.pid for header in found if _state(header) == "running"}
+        found = [header for header in found if header.pid not in running or _state(header) == "running"]
     elif not (args.path or args.job):
         found = _only_job(found)
     return found if args.all_attempts or args.pid else _newest(found)
@@ -129,23 +140,6 @@ def _only_job(headers: list[Header]) -> list[Header]:
             hint="Choose one with --job; `allranks dump --list` shows their ranks.",
         )
     return [header for header in headers if header.path.parent in jobs]
-
-
-def _of_these_processes(headers: list[Header]) -> list[Header]:
-    """Without the boxes of ended processes whose number a running one has now."""
-    running = {header.pid for header in headers if _state(header) == "running"}
-    return [header for header in headers if header.pid not in running or _state(header) == "running"]
-
-
-def _is_wanted(header: Header, args: argparse.Namespace, prefix: str) -> bool:
-    chosen = (not args.pid or header.pid in args.pid) and (not args.rank or header.rank in args.rank)
-    return chosen and header.path.name.startswith(prefix)
-
-
-def _wish(args: argparse.Namespace) -> str:
-    words = [f"job {args.job}"] if args.job else []
-    words += [f"pid {pid}" for pid in args.pid or ()] + [f"rank {rank}" for rank in args.rank or ()]
-    return ", ".join(words) or str(args.path or "any job")
 
 
 def _sources(args: argparse.Namespace) -> list[Path]:
@@ -205,7 +199,10 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
     many = len({header.rank for header in headers}) < len(headers)
     written: list[dict[str, object]] = []
     for header in headers:
-        target = folder / _name(header, args.format, many)
+        # a copy keeps its name; torch's formats are named as torchfrtrace wants them
+        extra = f"a{header.attempt}_p{header.pid}_" if many else ""
+        name = f"{extra}rank_{max(header.rank, 0)}" + (".json" if args.format == "json" else "")
+        target = folder / (header.path.name if args.format == "box" else name)
         if target.exists() and not args.force:
             raise InputError(f"{target} exists", hint="choose another folder with -o, or --force")
         data = dump_bytes(header.path, args.format, Content(completed=not args.active))
@@ -214,23 +211,6 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
         facts |= {"calls": header.calls_started, "state": _state(header), "box": str(header.path)}
         written.append(facts)
     return written
-
-
-def _name(header: Header, format: str, many: bool) -> str:
-    """A copy keeps its name; torch's formats are named as torchfrtrace wants them."""
-    if format == "box":
-        return header.path.name
-    rank = max(header.rank, 0)
-    extra = f"a{header.attempt}_p{header.pid}_" if many else ""
-    return f"{extra}rank_{rank}" + (".json" if format == "json" else "")
-
-
-def _ask_native(args: argparse.Namespace, headers: list[Header]) -> list[int]:
-    from allranks.record.dump import ask_through_pipe
-
-    if not args.native:
-        return []
-    return [header.rank for header in headers if ask_through_pipe(args.native, header.rank)]
 
 
 def _print_list(headers: list[Header], as_json: bool) -> None:

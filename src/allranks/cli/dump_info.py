@@ -14,7 +14,6 @@ from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
     from allranks.load import LoadResult
-    from allranks.model.diagnosis import FileNote
     from allranks.model.trace import RankTrace
 
 
@@ -31,10 +30,10 @@ def main(args: argparse.Namespace) -> int:
 
     result = load_paths(args.paths, LoadOptions(allow_nothing=True, number_unknown=True))
     if args.json:
-        files = [describe_note(note, result, args.calls) for note in result.files]
-        print(
-            json.dumps({"schema": 1, "attempt": result.attempt, "attempts": result.attempts, "files": files})
-        )
+        traces = {trace.path: describe(trace, args.calls) for trace in result.traces}
+        files = [{**asdict(note), **traces.get(note.path, {})} for note in result.files]
+        facts = {"schema": 1, "attempt": result.attempt, "attempts": result.attempts, "files": files}
+        print(json.dumps(facts))
     else:
         for line in render(result, args.calls):
             print(printable(line))
@@ -42,14 +41,6 @@ def main(args: argparse.Namespace) -> int:
         print("allranks dump-info: no files", file=sys.stderr)
         return 2
     return 0 if all(note.status == "ok" for note in result.files) else 1
-
-
-def describe_note(note: FileNote, result: LoadResult, calls: int) -> dict[str, Any]:
-    entry: dict[str, Any] = asdict(note)
-    trace = next((trace for trace in result.traces if trace.path == note.path), None)
-    if trace is not None:
-        entry.update(describe(trace, calls))
-    return entry
 
 
 def describe(trace: RankTrace, last: int = 0) -> dict[str, Any]:
@@ -60,12 +51,9 @@ def describe(trace: RankTrace, last: int = 0) -> dict[str, Any]:
     states = {state.name.lower(): int((rows["state"] == state).sum()) for state in State}
     created = rows["created_ns"][rows["created_ns"] > 0]
     described: dict[str, Any] = {
-        "host": header.host,
-        "pid": header.pid,
-        "job": header.job,
-        "attempt": header.attempt,
-        "world_size": header.world_size,
-        "backend": header.backend,
+        **{
+            name: getattr(header, name) for name in ("host", "pid", "job", "attempt", "world_size", "backend")
+        },
         "versions": dict(header.versions),
         "calls": len(rows),
         "dropped": header.dropped,
@@ -149,28 +137,16 @@ def _render_trace(trace: RankTrace, calls: int) -> Iterator[str]:
         yield f"  step {progress.step}" + (f", phase {progress.phase}" if progress.phase else "")
     if progress.closed:
         yield f"  closed: {progress.closed}"
-    yield from map(_group_line, about["groups"])
-    yield from map(_call_line, about.get("last_calls", ()))
-
-
-def _group_line(group: dict[str, Any]) -> str:
-    first, last = group["first_sequence"], group["last_sequence"]
-    window = "-" if first is None else f"#{first}…#{last}"
-    ranks = _short_ranks(group["ranks"])
-    return f"  group {group['name']} {group['desc']} {ranks}: {group['calls']} calls, {window}"
-
-
-def _call_line(call: dict[str, Any]) -> str:
-    peer = f" peer {call['peer']}" if call["peer"] >= 0 else ""
-    sizes = [list(size) for size in call["inputs"]]
-    return f"    {call['op']} #{call['sequence']} of {call['group']}{peer} {sizes} {call['state']} {call['where']}"
-
-
-def _short_ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return "(members unknown)"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"[{shown}{f', … {len(ranks)} in all' if len(ranks) > 8 else ''}]"
+    for group in about["groups"]:
+        ranks, first = group["ranks"], group["first_sequence"]
+        window = "-" if first is None else f"#{first}…#{group['last_sequence']}"
+        more = f", … {len(ranks)} in all" if len(ranks) > 8 else ""
+        members = f"[{', '.join(map(str, ranks[:8]))}{more}]" if ranks else "(members unknown)"
+        yield f"  group {group['name']} {group['desc']} {members}: {group['calls']} calls, {window}"
+    for call in about.get("last_calls", ()):
+        peer = f" peer {call['peer']}" if call["peer"] >= 0 else ""
+        what = f"{call['op']} #{call['sequence']} of {call['group']}{peer}"
+        yield f"    {what} {list(map(list, call['inputs']))} {call['state']} {call['where']}"
 
 
 def _time(ns: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
+
+from allranks.cli.terminal import answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,21 +24,20 @@ def main(args: argparse.Namespace) -> int:
     folder = args.folder or etcd_server.default_folder()
     if args.action == "stop":
         stopped = etcd_server.stop(folder)
-        _show(args.json, {"stopped": stopped}, "etcd stopped" if stopped else "no etcd of ours was running")
+        answer(args.json, {"stopped": stopped}, "etcd stopped" if stopped else "no etcd of ours was running")
         return 0
-    server = (
-        etcd_server.start(folder, bind=args.bind, port=args.port)
-        if args.action == "start"
-        else etcd_server.read(folder)
-    )
+    if args.action == "start":
+        server = etcd_server.start(folder, bind=args.bind, port=args.port)
+    else:
+        server = etcd_server.read(folder)
     if server is None or not server.running():
-        _show(args.json, {"running": False}, "etcd is not running; start it with: allranks etcd start")
+        answer(args.json, {"running": False}, "etcd is not running; start it with: allranks etcd start")
         return 1
     facts: dict[str, object] = {"running": True, "pid": server.pid, "client": server.client}
     facts |= {"folder": server.folder, **_health(server.client)}
     state = "healthy" if facts["healthy"] else f"not answering: {facts.get('error')}"
     endpoint = server.client.removeprefix("http://")
-    _show(args.json, facts, f"etcd {facts.get('version', '')} at {endpoint} (pid {server.pid}) is {state}")
+    answer(args.json, facts, f"etcd {facts.get('version', '')} at {endpoint} (pid {server.pid}) is {state}")
     return 0 if facts["healthy"] else 1
 
 
@@ -53,7 +53,3 @@ def _health(client: str) -> dict[str, object]:
         return {"healthy": False, "error": str(error)}
     finally:
         gateway.close()
-
-
-def _show(as_json: bool, facts: dict[str, object], text: str) -> None:
-    print(json.dumps(facts) if as_json else text)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from allranks.cli.terminal import ProgressBar
+from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
-    from allranks.elastic.index import BuildProgress, BuildResult
+    from allranks.elastic.index import BuildProgress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,15 +66,14 @@ def main(args: argparse.Namespace) -> int:
             "fingerprint": index.fingerprint,
             **index.meta,
         }
-    if args.json:
-        print(json.dumps(facts))
-        return 0
-    print(f"{args.index}: {facts['total_tokens']:,} tokens, {facts['documents']:,} documents")
-    print(f"tokenizer   {facts['tokenizer']['name']} ({facts['tokenizer']['digest']})")
-    print(f"built       {facts['created']} by allranks {facts['allranks']}")
-    print(f"fingerprint {facts['fingerprint']}")
-    for entry in facts["files"]:
-        print(f"file        {entry['path']} ({entry['size']:,} bytes)")
+    lines = [
+        f"{args.index}: {facts['total_tokens']:,} tokens, {facts['documents']:,} documents",
+        f"tokenizer   {facts['tokenizer']['name']} ({facts['tokenizer']['digest']})",
+        f"built       {facts['created']} by allranks {facts['allranks']}",
+        f"fingerprint {facts['fingerprint']}",
+        *(f"file        {entry['path']} ({entry['size']:,} bytes)" for entry in facts["files"]),
+    ]
+    answer(args.json, facts, lines)
     return 0
 
 
@@ -87,37 +86,30 @@ def _build(args: argparse.Namespace) -> int:
     files = _expanded([*args.files, *args.data_files])
     request = BuildRequest(files, args.output, *text, args.workers, args.force)
     bar = ProgressBar()
+
+    def show(now: BuildProgress) -> None:
+        speed = (now.bytes_done - now.resumed_bytes) / max(now.elapsed_s, 1e-6)
+        left = (now.bytes_total - now.bytes_done) / speed if speed > 0 else 0.0
+        text = f"{now.tokens / 1e6:,.1f} M tokens  {speed / 1e6:.1f} MB/s  {left:.0f} s left"
+        bar.show(now.bytes_done, now.bytes_total, text)
+
     try:
-        result = build_index(request, lambda now: _progress(bar, now))
+        result = build_index(request, show)
     finally:
         bar.clear()
-    print(_built_json(result) if args.json else _built_text(result))
+    done = result.progress
+    facts = {"schema": 1, "index": result.path, "total_tokens": done.tokens, "documents": done.documents}
+    facts |= {"skipped": done.skipped, "bytes": done.bytes_total, "elapsed_s": round(done.elapsed_s, 3)}
+    facts |= {"resumed": result.resumed, "fresh": result.fresh}
+    text = f"{result.path} is up to date: {done.tokens:,} tokens"
+    if result.fresh:
+        skipped = f", {done.skipped:,} records left out" if done.skipped else ""
+        resumed = " (resumed)" if result.resumed else ""
+        text = (
+            f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}{resumed}"
+        )
+    answer(args.json, facts, text)
     return 0
-
-
-def _built_json(result: BuildResult) -> str:
-    done = result.progress
-    facts = {
-        "schema": 1,
-        "index": result.path,
-        "total_tokens": done.tokens,
-        "documents": done.documents,
-        "skipped": done.skipped,
-        "bytes": done.bytes_total,
-        "elapsed_s": round(done.elapsed_s, 3),
-        "resumed": result.resumed,
-        "fresh": result.fresh,
-    }
-    return json.dumps(facts)
-
-
-def _built_text(result: BuildResult) -> str:
-    done = result.progress
-    if not result.fresh:
-        return f"{result.path} is up to date: {done.tokens:,} tokens"
-    skipped = f", {done.skipped:,} records left out" if done.skipped else ""
-    resumed = " (resumed)" if result.resumed else ""
-    return f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}{resumed}"
 
 
 def _expanded(patterns: list[str]) -> tuple[str, ...]:
@@ -138,19 +130,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     with TokenIndexFile(args.index, sample_check=False) as index:
         damage = list(index.verify())
-    if args.json:
-        blocks = [{"block": d.block, "offset": d.offset} for d in damage]
-        print(json.dumps({"schema": 1, "index": args.index, "ok": not damage, "damage": blocks}))
-    elif damage:
-        for one in damage:
-            print(f"{args.index}: block {one.block} at byte {one.offset} fails its checksum")
-    else:
-        print(f"{args.index}: ok")
+    facts = {"schema": 1, "index": args.index, "ok": not damage, "damage": [asdict(one) for one in damage]}
+    lines = [f"{args.index}: block {d.block} at byte {d.offset} fails its checksum" for d in damage]
+    answer(args.json, facts, lines or f"{args.index}: ok")
     return 1 if damage else 0
-
-
-def _progress(bar: ProgressBar, now: BuildProgress) -> None:
-    speed = (now.bytes_done - now.resumed_bytes) / max(now.elapsed_s, 1e-6)
-    left = (now.bytes_total - now.bytes_done) / speed if speed > 0 else 0.0
-    text = f"{now.tokens / 1e6:,.1f} M tokens  {speed / 1e6:.1f} MB/s  {left:.0f} s left"
-    bar.show(now.bytes_done, now.bytes_total, text)

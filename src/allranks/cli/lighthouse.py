@@ -114,14 +114,25 @@ def _act(
 ) -> int:
     from allranks.lighthouse.client.client import Client, ClientOptions
 
-    who = ClientOptions((address,), _client_token(address, token_file), role="observer", replica="")
+    token, left = "", default_token_file(address)
+    if token_file:
+        token = read_token(Path(token_file))
+    elif not (os.environ.get("ALLRANKS_TOKEN") or os.environ.get("ALLRANKS_TOKEN_FILE")) and left.exists():
+        token = read_token(left, own=True)  # those of the environment are read by the client
+    who = ClientOptions((address,), token, role="observer", replica="")
     who = replace(who, ca=options.ca, certificate=tls.certificate, key=tls.key)
     client = Client(who).start(timeout_s=5.0)
     try:
         status = client.status()
         if action == "status":
             return _show_status(status, options.json)
-        _check_names(action, replicas, status)
+        # a replica that the lighthouse does not know is a mistake; only one that is there can be evicted
+        here = {row["replica"] for row in status["replicas"] if row["state"] != "observer"}
+        known = sorted(here if action == "evict" else here | {*status["lost"], *status["evicted"]})
+        if unknown := [name for name in replicas if name not in known]:
+            raise InputError(
+                f"no replica {unknown[0]!r} is known", hint=f"Known: {', '.join(known) or 'none'}."
+            )
         facts, text = _change(client, action, replicas, options.reason or "requested on the command line")
     finally:
         client.close()
@@ -156,24 +167,6 @@ def _find_lighthouse(given: str | None, token_file: str) -> tuple[str, str]:
     if not token_file and read_job_token(folder):
         token_file = str(folder / TOKEN_FILE)
     return address.split(",")[0], token_file
-
-
-def _check_names(action: str, replicas: list[str], status: dict[str, Any]) -> None:
-    """A replica that the lighthouse does not know is a mistake. Only one that is there can be evicted."""
-    here = {row["replica"] for row in status["replicas"] if row["state"] != "observer"}
-    known = sorted(here if action == "evict" else here | {*status["lost"], *status["evicted"]})
-    for name in replicas:
-        if name not in known:
-            raise InputError(f"no replica {name!r} is known", hint=f"Known: {', '.join(known) or 'none'}.")
-
-
-def _client_token(address: str, token_file: str) -> str:
-    if token_file:
-        return read_token(Path(token_file))
-    if os.environ.get("ALLRANKS_TOKEN") or os.environ.get("ALLRANKS_TOKEN_FILE"):
-        return ""  # the client reads them
-    path = default_token_file(address)
-    return read_token(path, own=True) if path.exists() else ""
 
 
 def default_token_file(address: str) -> Path:

@@ -51,7 +51,10 @@ def serve(options: LighthouseFlags, args: argparse.Namespace) -> int:
     except OSError as error:
         raise InputError(f"cannot listen on {options.bind}: {error.strerror or error}") from error
     finally:
-        if token_file is None and lighthouse.address and not _has_replicas(lighthouse):
+        # replicas that were there to the last come back to the next lighthouse here, with the same token
+        known = lighthouse.service.state.replicas.values() if lighthouse.service else ()
+        alone = all(replica.observer for replica in known)
+        if token_file is None and lighthouse.address and alone:
             with suppress(OSError):  # it could not be written either
                 default_token_file(lighthouse.address).unlink(missing_ok=True)
     return 130 if caught == signal.SIGINT else 0
@@ -78,12 +81,6 @@ def _serve_until_signal(lighthouse: Lighthouse, announce: Callable[[], None]) ->
     finally:
         loop.close()
     return caught[0] if caught else 0
-
-
-def _has_replicas(lighthouse: Lighthouse) -> bool:
-    """Whether replicas were there to the last: they come back to the next lighthouse here, with the same token."""
-    replicas = lighthouse.service.state.replicas.values() if lighthouse.service else ()
-    return any(not replica.observer for replica in replicas)
 
 
 def make_lighthouse(
@@ -121,16 +118,10 @@ def server_token(options: LighthouseFlags) -> tuple[str, Path | None, bool]:
         return token, None, False
     if path := options.token_file or os.environ.get("ALLRANKS_TOKEN_FILE"):
         return read_token(Path(path)), Path(path), False
-    left = _left_token(default_token_file(options.bind))
-    return left or secrets.token_urlsafe(24), None, not left
-
-
-def _left_token(path: Path) -> str:
-    """The token of a lighthouse at this address that was killed: its replicas know no other. "" if there is none."""
-    try:
-        return read_token(path, own=True)
+    try:  # that of a lighthouse at this address that was killed: its replicas know no other
+        return read_token(default_token_file(options.bind), own=True), None, False
     except ConfigurationError:
-        return ""
+        return secrets.token_urlsafe(24), None, True
 
 
 def _announce(

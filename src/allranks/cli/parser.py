@@ -167,14 +167,13 @@ def from_variables(options: type, environment: Mapping[str, str]) -> dict[str, A
     found = {}
     for one, meaning in meanings(options):
         text = environment.get(meaning.environment, "") if meaning.environment else ""
+        kind = _kind(kinds[one.name])
         if text:
             try:
-                found[one.name] = _kind(kinds[one.name])(text)
+                found[one.name] = kind(text)
             except ValueError:
-                wanted = _kind(kinds[one.name]).__name__
-                raise InputError(
-                    f"{meaning.environment}={text!r} is no {wanted}", hint=meaning.help
-                ) from None
+                problem = f"{meaning.environment}={text!r} is no {kind.__name__}"
+                raise InputError(problem, hint=meaning.help) from None
     return found
 
 
@@ -187,23 +186,19 @@ def _settings(default: Any, meaning: Meaning, hint: Any) -> dict[str, Any]:
         optional = default is None and not meaning.flags
         return {"action": argparse.BooleanOptionalAction if optional else "store_true", "help": text}
     kind = _seconds if meaning.ms else _kind(hint)
-    found: dict[str, Any] = {"type": kind, "help": (text + _default(default, meaning)).replace("%", "%%")}
+    if default not in (None, "", ()):
+        shown = default * 1000 if meaning.ms else default
+        text += f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
+    found: dict[str, Any] = {"type": kind, "help": text.replace("%", "%%")}
     if meaning.choices:
         found["choices"] = meaning.choices
     else:
         found["metavar"] = (
             meaning.metavar or ("" if meaning.ms else _UNITS.get(meaning.unit)) or _METAVARS.get(kind, "TEXT")
         )
-    if _is_tuple(hint):
+    if any(typing.get_origin(member) is tuple for member in _members(hint)):
         found |= {"nargs": meaning.nargs} if meaning.nargs else {"action": "append"}
     return found
-
-
-def _default(value: Any, meaning: Meaning) -> str:
-    if value in (None, "", ()):
-        return ""
-    shown = value * 1000 if meaning.ms else value
-    return f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
 
 
 def _seconds(milliseconds: str) -> float:
@@ -218,10 +213,6 @@ def _members(hint: Any) -> tuple[Any, ...]:
     """The types of a union but None; a plain type is alone."""
     whole = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return tuple(kind for kind in whole if kind is not type(None))
-
-
-def _is_tuple(hint: Any) -> bool:
-    return any(typing.get_origin(kind) is tuple for kind in _members(hint))
 
 
 def _kind(hint: Any) -> Callable[[str], Any]:

@@ -25,7 +25,6 @@ from allranks.cli.run_job import (
     RunFlags,
     Settings,
     embed_lighthouse,
-    heartbeats,
     read_settings,
     start_agent,
     start_snapshot_server,
@@ -33,7 +32,8 @@ from allranks.cli.run_job import (
     webhook_addresses,
     with_job_file,
 )
-from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
+from allranks.cli.terminal import note
+from allranks.elastic.world import ElasticTrainingConfig, keep_alive, need_etcd_v2, obey_timeout
 from allranks.errors import InputError, MissingExtra
 from allranks.launch.command_line import (
     JobEnvironment,
@@ -127,11 +127,13 @@ def _run(
     name = find_job_name(options.job, os.environ, torchrun, settings, script[0])
     torchrun = obey_timeout([*_torchrun_from(settings, torchrun), *torchrun])
     need_etcd_v2(flag_value(torchrun, "--rdzv-backend"))
-    _need_script(script, torchrun)  # before anything is started or written
+    # before anything is started or written: one error message now instead of a traceback of every rank
+    if not has_flag(torchrun, "--module", "-m", "--no-python") and not Path(script[0]).exists():
+        hint = f"The path counts from {Path.cwd()}. For a module: allranks run -m MODULE."
+        raise InputError(f"there is no script {script[0]}", hint=hint)
     token = job_token(os.environ)
     folder = _folder(name, options.record)
     set_aside_earlier(folder)
-    _remove_finished(folder)
     _start_fresh(options, folder)
     write_token(folder / TOKEN_FILE, token)
     lighthouse = _lighthouse(options, settings, token, stack, name)
@@ -152,12 +154,8 @@ def _run(
     return _run_replicas(job, script, torchrun) if options.replicas else _run_whole(job, [*torchrun, *script])
 
 
-def _remove_finished(folder: Path) -> None:
-    from allranks.blackbox.files import MAX_LEFT_BYTES, remove_finished
-
-    if removed := remove_finished(keep=folder):
-        limit = MAX_LEFT_BYTES >> 20
-        _say(f"removed the black boxes of {len(removed)} finished jobs: they took more than {limit} MiB")
+def _say(text: str) -> None:
+    note(f"[allranks] {text}")
 
 
 def _incidents(wanted: Path | None, folder: Path) -> Path:
@@ -182,7 +180,7 @@ def _incidents(wanted: Path | None, folder: Path) -> Path:
 
 def _folder(job: str, record: bool) -> Path:
     """Where this job's black boxes, logs and token go: ALLRANKS_DIR, or the default when that cannot be used."""
-    from allranks.blackbox.files import usable_folder
+    from allranks.blackbox.files import MAX_LEFT_BYTES, remove_finished, usable_folder
 
     wanted = os.environ.get("ALLRANKS_DIR")
     try:
@@ -193,13 +191,18 @@ def _folder(job: str, record: bool) -> Path:
         raise InputError(str(error), hint=hint) from error
     if problem:
         _say(f"{problem}; using {folder} instead. Set ALLRANKS_DIR to a folder with room for 2 MB per rank.")
+    if removed := remove_finished(keep=folder):
+        limit = MAX_LEFT_BYTES >> 20
+        _say(f"removed the black boxes of {len(removed)} finished jobs: they took more than {limit} MiB")
     return folder
 
 
 def _run_whole(job: NodeJob, words: list[str]) -> int:
     from allranks.launch.whole_job import Launch, launch
 
-    watch = start_watch(job, "whole_job", _elastic(words))
+    low, _, high = (flag_value(words, "--nnodes") or "1").partition(":")
+    elastic = high not in ("", low)  # it can continue with fewer nodes than it has
+    watch = start_watch(job, "whole_job", elastic)
     agent = start_agent(job, watch)
     options, variables = job.options, job.environment.variables()
     started = Launch(tuple(words), variables, options.record, job.log_dir, options.quiet, options.spares)
@@ -215,9 +218,13 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
     options = job.options
     elastic = job.settings.get("elastic") or {}
     restarts = flag_value(torchrun, "--max-restarts") or str(elastic.get("max_restarts", 100))
+    module = ["-m"] if has_flag(torchrun, "--module", "-m") else []
+    entry = ["-m", "allranks.launch.rank_entry"] if job.environment.record else []
+    plain = has_flag(torchrun, "--no-python")
+    command = tuple(script) if plain else (sys.executable, "-u", *entry, *module, *script)
     supervisor = Supervisor(
         ReplicaOptions(
-            command=_rank_command(script, torchrun, job.environment.record),
+            command=command,
             replicas=options.replicas or 1,
             ranks_per_replica=options.nproc_per_replica,
             first_replica=options.first_replica or 0,
@@ -255,23 +262,6 @@ def _start_fresh(options: RunFlags, folder: Path) -> None:
     os.environ[FRESH_VARIABLE] = "1"
 
 
-def _need_script(script: list[str], torchrun: list[str]) -> None:
-    """One error message now instead of a traceback of every rank."""
-    if not has_flag(torchrun, "--module", "-m", "--no-python") and not Path(script[0]).exists():
-        raise InputError(
-            f"there is no script {script[0]}",
-            hint=f"The path counts from {Path.cwd()}. For a module: allranks run -m MODULE.",
-        )
-
-
-def _rank_command(script: list[str], torchrun: list[str], record: bool) -> tuple[str, ...]:
-    if has_flag(torchrun, "--no-python"):
-        return tuple(script)
-    module = ["-m"] if has_flag(torchrun, "--module", "-m") else []
-    entry = ["-m", "allranks.launch.rank_entry"] if record else []
-    return (sys.executable, "-u", *entry, *module, *script)
-
-
 def _lighthouse(options: RunFlags, settings: Settings, token: str, stack: ExitStack, job: str) -> str:
     """The address of the lighthouse to use; starts one in this process unless another is given."""
     if options.lighthouse:
@@ -296,12 +286,6 @@ ALONE = (
 def may_have_several_nodes(words: list[str]) -> bool:
     """Whether torchrun's flags allow more nodes than this one."""
     return (flag_value(words, "--nnodes") or "1").rpartition(":")[2] not in ("0", "1")
-
-
-def _elastic(words: list[str]) -> bool:
-    """Whether the job can continue with fewer nodes than it has: --nnodes MIN:MAX."""
-    low, _, high = (flag_value(words, "--nnodes") or "1").partition(":")
-    return high not in ("", low)
 
 
 def find_job_name(
@@ -338,9 +322,5 @@ def _torchrun_from(settings: Settings, given: list[str]) -> list[str]:
         if elastic.get(key) not in (None, "") and not has_flag(given, flag):
             words += [flag, str(elastic[key])]
     if not has_flag(given, "--rdzv-conf"):
-        words += ["--rdzv-conf", heartbeats(settings)]
+        words += ["--rdzv-conf", keep_alive(elastic["heartbeat_interval"], elastic["heartbeat_timeout"])]
     return words
-
-
-def _say(text: str) -> None:
-    print(f"[allranks] {text}", file=sys.stderr, flush=True)

@@ -8,13 +8,13 @@ import argparse
 import logging
 import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allranks.cli.terminal import note
 from allranks.errors import AllranksError, InputError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
 from allranks.model.cluster import AGENT
@@ -121,7 +121,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = read_config(path).model_dump()
     for warning in check(path).warnings:
-        print(f"[allranks] {path}: {warning}", file=sys.stderr, flush=True)
+        note(f"[allranks] {path}: {warning}")
     return found
 
 
@@ -157,13 +157,6 @@ def with_job_file(
     if not script and training["script"]:
         script = [training["script"], *training["args"]]
     return replace(options, **taken), script
-
-
-def heartbeats(settings: Settings) -> str:
-    """The heartbeats of the `elastic` section as torchrun's --rdzv-conf."""
-    from allranks.elastic.world import keep_alive
-
-    return keep_alive(settings["elastic"]["heartbeat_interval"], settings["elastic"]["heartbeat_timeout"])
 
 
 def quorum_times(settings: Settings) -> dict[str, Any]:
@@ -246,16 +239,14 @@ def embed_lighthouse(
     host, _, port = bind.rpartition(":")
     server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
     options = Options(min_replicas=min_replicas or 1, expect_replicas=replicas, **quorum_times(settings))
-    logging.getLogger("allranks.lighthouse").addFilter(_is_news)
+    # not what this process logs itself: incidents, and the address
+    logging.getLogger("allranks.lighthouse").addFilter(
+        lambda line: getattr(line, "event", "") != "incident" and not str(line.msg).startswith("listening on")
+    )
     lighthouse = stack.enter_context(Lighthouse(options, server, http=http_protocol()))
     address = str(lighthouse.address)
-    print(f"[allranks] lighthouse at {address}, page http://{address}/", file=sys.stderr, flush=True)
+    note(f"[allranks] lighthouse at {address}, page http://{address}/")
     return address
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not what this process logs itself: incidents, and the address."""
-    return getattr(record, "event", "") != "incident" and not str(record.msg).startswith("listening on")
 
 
 def webhook_addresses(

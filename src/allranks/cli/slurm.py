@@ -83,18 +83,15 @@ def main(args: argparse.Namespace) -> int:
     if args.action == "collect":
         if not words:
             raise InputError("no job was given", hint="allranks slurm collect JOBID [-o DIR]")
-        line = slurm.collect_words(words[0], _count_nodes(words[0]), words[1:], command, args.srun)
-        return _call(args, line, {})
+        # as Slurm counts them: srun would start one collector only; None where it cannot be asked
+        asked = ["squeue", "--noheader", "--jobs", words[0], "--format=%D"]
+        known = shutil.which("squeue") is not None
+        said = (
+            subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split() if known else []
+        )
+        nodes = int(said[0]) if said and said[0].isdigit() else None
+        return _call(args, slurm.collect_words(words[0], nodes, words[1:], command, args.srun), {})
     return _submit(args, words, command)
-
-
-def _count_nodes(job: str) -> int | None:
-    """The nodes of a job as Slurm counts them: srun would start one collector only; None where it cannot be asked."""
-    if shutil.which("squeue") is None:
-        return None
-    asked = ["squeue", "--noheader", "--jobs", job, "--format=%D"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
-    return int(said[0]) if said and said[0].isdigit() else None
 
 
 def _wrap(args: argparse.Namespace, words: list[str], command: str) -> int:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from allranks.cli.parser import add_flags, read_flags
-from allranks.cli.terminal import check_target, write_whole
+from allranks.cli.terminal import check_target, note, write_whole
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 from allranks.model.parsing import printable
@@ -212,7 +212,7 @@ def _folder(name: str, force: bool) -> Path | None:
 
 
 def _say(text: str) -> None:
-    print(f"allranks stacks: {text}", file=sys.stderr)
+    note(f"allranks stacks: {text}")
 
 
 def _signal_number(name: str) -> int:

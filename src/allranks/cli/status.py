@@ -139,12 +139,11 @@ def _doing(row: RankRow, waiters: int, narrow: bool) -> str:
     """What it does, and who waits for whom; on a narrow screen that comes first."""
     phase = f" [{row.phase}]" if row.phase else ""
     held = f"<- {waiters} {'rank waits' if waiters == 1 else 'ranks wait'} for it" if waiters else ""
+    waits = _ranks(row.waits_for)
     if narrow:
-        waits = f"waits for {_ranks(row.waits_for)}" if row.waits_for else ""
-        first = held or waits
+        first = held or (f"waits for {waits}" if waits else "")
         return f"{first}: {row.doing}{phase}" if first else f"{row.doing}{phase}"
-    waits = f", waits for rank {_ranks(row.waits_for)}" if row.waits_for else ""
-    return f"{row.doing}{waits}{phase}" + (f"  {held}" if held else "")
+    return f"{row.doing}{f', waits for rank {waits}' if waits else ''}{phase}" + (f"  {held}" if held else "")
 
 
 def _cut(text: str, width: int) -> str:
@@ -153,5 +152,4 @@ def _cut(text: str, width: int) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -3,11 +3,12 @@ whole."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +16,21 @@ from typing import TextIO
 from allranks.errors import InputError
 
 LONG_S = 1.0  # what takes longer shows that it is at work
+_CLEAR = "\r\x1b[K"  # the line under the cursor
+
+
+def answer(as_json: bool, facts: Mapping[str, object], lines: str | Iterable[str]) -> None:
+    """Prints what was found: one JSON object for programs, or lines for people."""
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for line in [lines] if isinstance(lines, str) else lines:
+        print(line)
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def use_color(stream: TextIO | None = None) -> bool:
@@ -33,15 +49,13 @@ def at_work(label: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    done, began = threading.Event(), time.monotonic()
-    shown = threading.Event()
+    done, began, pause = threading.Event(), time.monotonic(), LONG_S
 
     def show() -> None:
-        pause = LONG_S
+        nonlocal pause
         while not done.wait(pause):
-            shown.set()
             pause = 0.5
-            print(f"\r\x1b[K{label} … {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
+            print(f"{_CLEAR}{label} … {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
 
     worker = threading.Thread(target=show, name="allranks-progress", daemon=True)
     worker.start()
@@ -50,8 +64,8 @@ def at_work(label: str) -> Iterator[None]:
     finally:
         done.set()
         worker.join()
-        if shown.is_set():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if pause != LONG_S:  # something was shown
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
 class ProgressBar:
@@ -70,7 +84,7 @@ class ProgressBar:
         share = min(1.0, done / total) if total else 1.0
         full = int(share * 30)
         line = f"{self._title}[{'#' * full}{'.' * (30 - full)}] {share:4.0%}  {text}"
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        print(f"{_CLEAR}{line}", end="", file=sys.stderr, flush=True)
 
     def per_second(self, done: float) -> float:
         """The speed since the bar was made."""
@@ -78,7 +92,7 @@ class ProgressBar:
 
     def clear(self) -> None:
         if self._drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.terminal import note
 from allranks.errors import InputError
 from allranks.model.options import option
 from allranks.stacks.debug_config import DebugOptions, read_debug_options
@@ -55,7 +55,18 @@ def main(args: argparse.Namespace) -> int:
         )
     base = read_debug_options(args.config) if args.config else DebugOptions()
     options = read_flags(DebugOptions, args, base)
-    sidecar = Sidecar(options, options.folder(), _say, _print_json if args.json else _print_line)
+
+    def show(done: Collection) -> None:
+        report = done.report
+        if args.json:
+            row: dict[str, object] = {"reason": done.reason, "folder": str(done.folder), "hung": report.hung}
+            note(json.dumps({**row, "culprits": list(report.culprits), "sentence": report.sentence}))
+            return
+        word = {True: "HUNG", False: "not hung", None: "unclear"}[report.hung]
+        _say(f"{word}: {report.sentence}")
+        _say(f"Wrote {done.folder}")
+
+    sidecar = Sidecar(options, options.folder(), _say, show)
     if words:
         sidecar.start_command(words)
     else:
@@ -64,17 +75,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"allranks watch: {text}", file=sys.stderr, flush=True)
-
-
-def _print_line(done: Collection) -> None:
-    word = {True: "HUNG", False: "not hung", None: "unclear"}[done.report.hung]
-    _say(f"{word}: {done.report.sentence}")
-    _say(f"Wrote {done.folder}")
-
-
-def _print_json(done: Collection) -> None:
-    report = done.report
-    row: dict[str, object] = {"reason": done.reason, "folder": str(done.folder), "hung": report.hung}
-    row |= {"culprits": list(report.culprits), "sentence": report.sentence}
-    print(json.dumps(row), file=sys.stderr, flush=True)
+    note(f"allranks watch: {text}")
