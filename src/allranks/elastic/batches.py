@@ -120,11 +120,9 @@ def plan_for(config: GradAccumulationConfig, world_size: int) -> BatchPlan:
     if config.rounding_mode is RoundingMode.EXACT:
         return exact_plan(config.target_global_batch_size, world_size, config.local_batch_size)
     raw = config.target_global_batch_size / (config.local_batch_size * world_size)
-    rounded = {
-        RoundingMode.CEIL: math.ceil(raw),
-        RoundingMode.FLOOR: math.floor(raw),
-        RoundingMode.NEAREST: math.floor(raw + 0.5),
-    }[config.rounding_mode]
+    if config.rounding_mode is RoundingMode.NEAREST:
+        raw += 0.5
+    rounded = math.ceil(raw) if config.rounding_mode is RoundingMode.CEIL else math.floor(raw)
     return rounded_plan(max(1, rounded), world_size, config.local_batch_size)
 
 
@@ -166,7 +164,8 @@ class GradientAccumulationManager:
     @property
     def loss_scale_factor(self) -> float:
         """Divide the mean loss of the micro-batch under way by it; the number of micro-batches if all are equal."""
-        return 1.0 / self.plan.weight(self._rank, self._index) if not self._equal else float(len(self._sizes))
+        equal = len({size for sizes in self.plan.micro for size in sizes}) == 1 and self.plan.uniform
+        return float(len(self._sizes)) if equal else 1.0 / self.plan.weight(self._rank, self._index)
 
     def should_step(self) -> bool:
         """To be called after each backward: True when the window is full."""
@@ -207,7 +206,3 @@ class GradientAccumulationManager:
     @property
     def _sizes(self) -> tuple[int, ...]:
         return self.plan.micro[self._rank]
-
-    @property
-    def _equal(self) -> bool:
-        return len({size for sizes in self.plan.micro for size in sizes}) == 1 and self.plan.uniform

@@ -38,32 +38,20 @@ class LogSink:
     """A few sentences in the log."""
 
     def write(self, summary: Summary) -> None:
-        training, saves = summary["training"], summary["checkpoint"]
-        log.info(
-            "step %d, %.0f tokens/s, %.1f %% efficiency",
-            training["current_step"],
-            training["tokens_per_second"],
-            100 * training["efficiency"],
-        )
+        training, saves, recovery = summary["training"], summary["checkpoint"], summary["recovery"]
+        speed, efficiency = training["tokens_per_second"], 100 * training["efficiency"]
+        log.info("step %d, %.0f tokens/s, %.1f %% efficiency", training["current_step"], speed, efficiency)
         shares = {key[6:]: part for key, part in summary["goodput"].items() if key.startswith("share_")}
         lost = ", ".join(
             f"{what} {part:.1%}" for what, part in shares.items() if what != "useful" and part > 0.0005
         )
-        log.info(
-            "goodput %.1f %%%s", 100 * summary["goodput"]["ratio"], f"; the rest: {lost}" if lost else ""
-        )
-        if saves["total_saves"]:
-            log.info(
-                "%d saves, %.2f s on average, %d failed",
-                saves["total_saves"],
-                saves["avg_save_time"],
-                saves["async_failures"],
-            )
-        recovery = summary["recovery"]
-        if recovery["total_events"]:
-            log.info(
-                "%d recoveries, %.2f s on average", recovery["total_events"], recovery["avg_recovery_time"]
-            )
+        rest = f"; the rest: {lost}" if lost else ""
+        log.info("goodput %.1f %%%s", 100 * summary["goodput"]["ratio"], rest)
+        if count := saves["total_saves"]:
+            text = "%d saves, %.2f s on average, %d failed"
+            log.info(text, count, saves["avg_save_time"], saves["async_failures"])
+        if count := recovery["total_events"]:
+            log.info("%d recoveries, %.2f s on average", count, recovery["avg_recovery_time"])
 
 
 class JsonLinesSink:
@@ -112,7 +100,8 @@ _COUNTERS = (
 
 def prometheus_text(summary: Summary, labels: Mapping[str, str] | None = None) -> str:
     """The summary in Prometheus' text format, names beginning with `allranks_`."""
-    tags = ",".join(f'{key}="{_escaped(value)}"' for key, value in sorted((labels or {}).items()))
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    tags = ",".join(f'{key}="{value.translate(escapes)}"' for key, value in sorted((labels or {}).items()))
     lines, counters = [], tuple(_COUNTERS.split())
     for name, number in _flat(summary):
         kind = "counter" if name.endswith(counters) else "gauge"
@@ -122,10 +111,6 @@ def prometheus_text(summary: Summary, labels: Mapping[str, str] | None = None) -
             f"{full}{{{tags}}} {number:.10g}" if tags else f"{full} {number:.10g}",
         ]
     return "\n".join(lines) + "\n"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 class _ScrapeServer(ThreadingHTTPServer):

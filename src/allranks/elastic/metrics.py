@@ -65,11 +65,9 @@ class Goodput:
     def shares(self, now_s: float) -> dict[str, float]:
         """What part of all time went where; "useful" first, they sum to 1."""
         total = max(now_s - self.started_s, 1e-9)
-        named = self.useful_s + sum(self.stolen_s.values())
-        shares = {"useful": self.useful_s / total}
-        shares.update({what: seconds / total for what, seconds in sorted(self.stolen_s.items())})
-        shares["other"] = max(0.0, total - named) / total
-        return shares
+        named = {"useful": self.useful_s, **dict(sorted(self.stolen_s.items()))}
+        named["other"] = max(0.0, total - sum(named.values()))
+        return {what: seconds / total for what, seconds in named.items()}
 
     def ratio(self, now_s: float) -> float:
         return self.useful_s / max(now_s - self.started_s, 1e-9)
@@ -158,9 +156,8 @@ class RecoveryMetrics:
         checkpoint_tier: str | None = None,
         step_resumed: int = 0,
     ) -> None:
-        event = RecoveryEvent(
-            time.time(), old_world_size, new_world_size, recovery_time, checkpoint_tier, step_resumed
-        )
+        sizes = (old_world_size, new_world_size)
+        event = RecoveryEvent(time.time(), *sizes, recovery_time, checkpoint_tier, step_resumed)
         self.events.append(event)
         self.timer.add(recovery_time)
         self.worker_joins += new_world_size > old_world_size
@@ -235,7 +232,7 @@ class TrainingMetrics:
         self.start_time = self.clock()
         self.goodput = Goodput(self.start_time)
         self._mark_s = self.start_time  # up to here time is accounted for
-        self.recovery.on_record = self._recovered
+        self.recovery.on_record = lambda event: self.stole("recovery", event.recovery_time)
 
     def update_step(self, step: int, tokens_processed: int = 0, loss: float | None = None) -> None:
         """A step is done. A step number that is not larger than before is one that is done again."""
@@ -254,9 +251,6 @@ class TrainingMetrics:
         seconds = min(max(0.0, seconds), now - self._mark_s)
         self.goodput.add_lost(what, seconds)
         self._mark_s += seconds
-
-    def _recovered(self, event: RecoveryEvent) -> None:
-        self.stole("recovery", event.recovery_time)
 
     @property
     def training_time(self) -> float:

@@ -7,9 +7,9 @@ that ends in the same world ends in the same rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from allranks.elastic.batches import (
@@ -77,14 +77,11 @@ class ScalingConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "scaling_rule", ScalingRule(self.scaling_rule))
         need_positive(self, "base_lr", "base_batch_size", "base_world_size")
-        if self.warmup_steps < 0:
-            raise ConfigurationError(
-                f"warmup_steps must be >= 0 (got {self.warmup_steps})", "scaling.warmup_steps"
-            )
-        if self.min_lr > self.max_lr:
-            raise ConfigurationError(
-                f"min_lr ({self.min_lr}) cannot exceed max_lr ({self.max_lr})", "scaling"
-            )
+        steps, low, high = self.warmup_steps, self.min_lr, self.max_lr
+        if steps < 0:
+            raise ConfigurationError(f"warmup_steps must be >= 0 (got {steps})", "scaling.warmup_steps")
+        if low > high:
+            raise ConfigurationError(f"min_lr ({low}) cannot exceed max_lr ({high})", "scaling")
 
     @property
     def base_effective_batch_size(self) -> int:
@@ -257,7 +254,9 @@ class ScaledSchedule:
         self._take()
 
     def step(self, *args: object, **kwargs: object) -> None:
-        self._give()
+        manager = self._manager
+        for group, lr in zip(manager.optimizer.param_groups, manager._unscaled or [], strict=True):
+            group["lr"] = lr
         self.scheduler.step(*args, **kwargs)
         self._take()
 
@@ -273,14 +272,8 @@ class ScaledSchedule:
         self._manager._unscaled = [float(lr) for lr in state["unscaled"]]
         self._manager._write()
 
-    def _give(self) -> None:
-        for group, lr in zip(
-            self._manager.optimizer.param_groups, self._manager._unscaled or [], strict=True
-        ):
-            group["lr"] = lr
-
     def _take(self) -> None:
-        self._manager._unscaled = [float(group["lr"]) for group in self._manager.optimizer.param_groups]
+        self._manager._unscaled = self.get_last_lr()
         self._manager._write()
 
 
@@ -290,21 +283,16 @@ def create_lr_scheduler_with_warmup(
     """A torch LambdaLR. The first step has 1/warmup_steps of the rate, not zero: no step is wasted."""
     from torch.optim.lr_scheduler import LambdaLR
 
-    groups = optimizer.param_groups
-    return LambdaLR(optimizer, [_shape(float(g["lr"]), warmup_steps, total_steps, min_lr) for g in groups])
-
-
-def _shape(base: float, warmup_steps: int, total_steps: int, min_lr: float) -> Callable[[int], float]:
-    """step -> factor of the base rate, for one parameter group."""
-    floor = min(min_lr / base, 1.0) if base else 0.0
-
-    def factor(step: int) -> float:
+    def factor(floor: float, step: int) -> float:
+        """Of the base rate of one parameter group."""
         if step < warmup_steps:
             return max(floor, (step + 1) / warmup_steps)
         done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
         return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
-    return factor
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    floors = [min(min_lr / rate, 1.0) if rate else 0.0 for rate in rates]
+    return LambdaLR(optimizer, [partial(factor, floor) for floor in floors])
 
 
 STRATEGIES = ["variable_batch", "constant_batch"]
@@ -327,15 +315,13 @@ class ElasticScalingManager:
         world_size: int | None = None,
     ) -> None:
         if strategy not in STRATEGIES:
-            raise ConfigurationError(
-                f"Unknown scaling strategy '{strategy}'. Valid options: {STRATEGIES}", "scaling"
-            )
-        if strategy == "constant_batch" and accum_config is None:
-            raise ConfigurationError(
-                "target_global_batch_size is required for 'constant_batch' strategy", "scaling"
-            )
-        self.strategy = strategy
+            text = f"Unknown scaling strategy '{strategy}'. Valid options: {STRATEGIES}"
+            raise ConfigurationError(text, "scaling")
         constant = strategy == "constant_batch"
+        if constant and accum_config is None:
+            text = "target_global_batch_size is required for 'constant_batch' strategy"
+            raise ConfigurationError(text, "scaling")
+        self.strategy = strategy
         self.lr_manager = LRScalingManager(lr_config, optimizer, None if constant else world_size)
         self.accum_manager: GradientAccumulationManager | None = None
         if constant and accum_config is not None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # the parts that are None need not be importable
 
     from allranks.checkpoint.config import CheckpointTier
     from allranks.checkpoint.manager import CheckpointManager
-    from allranks.checkpoint.state import CheckpointState
     from allranks.elastic.data import ElasticDataLoader
     from allranks.elastic.metrics import TrainingMetrics
     from allranks.elastic.scaling import ElasticScalingManager
@@ -149,9 +148,9 @@ class ElasticJob:
         if self.checkpoint is None:
             return ()
         start = time.monotonic()
-        saved = self.checkpoint.step(
-            step, self.model, self.optimizer, self.lr_scheduler, dataset_state=self.state, epoch=self._epoch
-        )
+        parts = (self.model, self.optimizer, self.lr_scheduler)
+        epoch = int(self.loader.dataset.epoch) if self.loader is not None else 0
+        saved = self.checkpoint.step(step, *parts, dataset_state=self.state, epoch=epoch)
         if saved and self.metrics is not None:
             stall = time.monotonic() - start
             for i, tier in enumerate(saved):
@@ -159,10 +158,6 @@ class ElasticJob:
                 self.metrics.checkpoint.record_save(name, stall, 0.0 if i else stall)
             self.metrics.stole("checkpoint", stall)
         return saved
-
-    @property
-    def _epoch(self) -> int:
-        return int(self.loader.dataset.epoch) if self.loader is not None else 0
 
 
 def on_topology_change(
@@ -184,8 +179,12 @@ class _Change:
     took: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> TopologyEvent:
-        with self._phase("stop"):
-            self._stop()
+        job = self.job
+        with self._phase("stop"):  # at a step boundary: what a step has begun is dropped
+            if job.optimizer is not None:
+                job.optimizer.zero_grad(set_to_none=True)
+            if job.scaling is not None and job.scaling.accum_manager is not None:
+                job.scaling.accum_manager.reset()
         with self._phase("decide"):
             decision = decide(self._known_old, self.new, self.job.limits)
             if not decision.go:
@@ -205,14 +204,6 @@ class _Change:
     @property
     def _known_old(self) -> int:
         return self.new if self.old is None else self.old
-
-    def _stop(self) -> None:
-        """At a step boundary: what a step has begun is dropped."""
-        job = self.job
-        if job.optimizer is not None:
-            job.optimizer.zero_grad(set_to_none=True)
-        if job.scaling is not None and job.scaling.accum_manager is not None:
-            job.scaling.accum_manager.reset()
 
     def _rescale(self) -> None:
         job = self.job
@@ -240,7 +231,9 @@ class _Change:
             return "fresh", 0, {}
         if self.old is None:
             self.old = int(state.world_size)
-        saved = _ours(state)
+        # data and scaling: this rank's, or any rank's for one that was not there
+        others = (state.rank_states[number].get("dataset_state") for number in sorted(state.rank_states))
+        saved = state.dataset_state or next(filter(None, others), {})
         if job.scaling is not None and saved.get("scaling"):
             job.scaling.load_state_dict(saved["scaling"])
             self._rescale()
@@ -306,9 +299,3 @@ class _Change:
         if detail:
             error.hint = f"{detail}\n{error.hint}"
         return error
-
-
-def _ours(state: CheckpointState) -> StateDict:
-    """Data and scaling of a loaded checkpoint: this rank's, or any rank's for one that was not there."""
-    others = (state.rank_states[number].get("dataset_state") for number in sorted(state.rank_states))
-    return state.dataset_state or next(filter(None, others), {})

@@ -43,11 +43,8 @@ def get_world_info() -> WorldInfo:
             f"Missing required environment variables: {missing}. "
             "Ensure you are running with torchrun or torch.distributed.launch.",
             missing,
-            hint=(
-                "start the script with one of:\n"
-                "  torchrun --nproc-per-node=4 train.py\n"
-                "  allranks run --nproc-per-node=4 train.py"
-            ),
+            hint="start the script with one of:\n"
+            "  torchrun --nproc-per-node=4 train.py\n  allranks run --nproc-per-node=4 train.py",
         )
     return WorldInfo(
         rank=_number("RANK"),
@@ -112,33 +109,25 @@ def _explained(error: Exception, info: WorldInfo, backend: str) -> DistributedSe
         )
     else:
         hint = f"is rank 0 alive at {where}? allranks doctor"
-    context = {
-        "backend": backend,
-        "master": where,
-        "rank": f"{info.rank}",
-        "world_size": f"{info.world_size}",
-    }
-    return DistributedSetupError(
-        f"Failed to initialize distributed ({backend}, {where}): {text}", (), context, hint=hint
-    )
+    sizes = {"rank": str(info.rank), "world_size": str(info.world_size)}
+    context = {"backend": backend, "master": where, **sizes}
+    message = f"Failed to initialize distributed ({backend}, {where}): {text}"
+    return DistributedSetupError(message, (), context, hint=hint)
 
 
 def cleanup_distributed() -> None:
-    dist = _dist()
-    if dist is not None:
+    if (dist := _dist()) is not None:
         dist.destroy_process_group()
 
 
 def get_rank() -> int:
     """0 without a process group."""
-    dist = _dist()
-    return int(dist.get_rank()) if dist is not None else 0
+    return int(dist.get_rank()) if (dist := _dist()) is not None else 0
 
 
 def get_world_size() -> int:
     """1 without a process group."""
-    dist = _dist()
-    return int(dist.get_world_size()) if dist is not None else 1
+    return int(dist.get_world_size()) if (dist := _dist()) is not None else 1
 
 
 def is_main_process() -> bool:
@@ -148,8 +137,7 @@ def is_main_process() -> bool:
 
 def barrier() -> None:
     """Waits for all ranks, as long as the process group's timeout; returns at once without a group."""
-    dist = _dist()
-    if dist is not None:
+    if (dist := _dist()) is not None:
         dist.barrier()
 
 
@@ -210,14 +198,12 @@ def _refuse_objects(value: object, where: str) -> None:
 
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """(rank, world size): as given, else of torch.distributed, else of the environment, else 0 of 1."""
-    if rank is not None and world_size is not None:
-        return rank, world_size
-    dist = _dist()
-    if dist is not None:
-        here = dist.get_rank(), dist.get_world_size()
-    else:
-        here = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    return here[0] if rank is None else rank, here[1] if world_size is None else world_size
+    known = _dist() is not None
+    if rank is None:
+        rank = get_rank() if known else int(os.environ.get("RANK", 0))
+    if world_size is None:
+        world_size = get_world_size() if known else int(os.environ.get("WORLD_SIZE", 1))
+    return rank, world_size
 
 
 def _dist() -> ModuleType | None:

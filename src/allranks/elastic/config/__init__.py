@@ -59,10 +59,6 @@ class ValidationResult:
     warnings: list[str] = field(default_factory=list)
 
 
-def _result(errors: list[str], warnings: list[str]) -> ValidationResult:
-    return ValidationResult(not errors, errors, warnings)
-
-
 def check(source: object) -> Checked:
     """Checks a YAML file (a path), YAML text (of several lines), a mapping or an OmegaConf container.
 
@@ -77,12 +73,12 @@ def check(source: object) -> Checked:
 def validate_config(source: object, validate_s3: bool = False) -> ValidationResult:
     """Every problem of a configuration; with `validate_s3` the bucket is tried too."""
     checked = check(source)
-    result = _result([*checked.errors], [*checked.warnings])
+    access = ValidationResult()
     if validate_s3 and checked.config is not None and checked.config.checkpoint.s3_bucket:
         section = checked.config.checkpoint
         access = validate_s3_access(section.s3_bucket, section.s3_region, endpoint=section.s3_endpoint_url)
-        result = _result(result.errors + access.errors, result.warnings + access.warnings)
-    return result
+    errors = [*checked.errors, *access.errors]
+    return ValidationResult(not errors, errors, [*checked.warnings, *access.warnings])
 
 
 def validate_elastic_config(source: object) -> ValidationResult:
@@ -138,7 +134,7 @@ def validate_s3_access(
     try:
         blobs = ObjectBlobs(StoreSpec(url, {key: value for key, value in given.items() if value}))
     except MissingExtra as error:
-        return _result([], [f"cannot check S3 bucket '{bucket}': {error}"])
+        return ValidationResult(warnings=[f"cannot check S3 bucket '{bucket}': {error}"])
     name, data = f"allranks-access-{uuid.uuid4().hex[:12]}", b"allranks"
     steps: dict[str, Callable[[], object]] = {
         "s3:ListBucket": lambda: blobs.keys(name),
@@ -153,11 +149,11 @@ def validate_s3_access(
         except OSError as error:
             message, fatal = _s3_problem(error, bucket, action)
             if not fatal:
-                return _result(errors, [message])
+                return ValidationResult(not errors, errors, [message])
             errors.append(message)
             if action == "s3:PutObject" or isinstance(error, FileNotFoundError):
                 break  # there is nothing to read and to delete
-    return _result(errors, [])
+    return ValidationResult(not errors, errors)
 
 
 def _s3_problem(error: OSError, bucket: str, action: str) -> tuple[str, bool]:

@@ -55,9 +55,8 @@ class Section(BaseModel):
     @classmethod
     def _no_flags_for_numbers(cls, value: object, info: ValidationInfo) -> object:
         """`true` is not 1."""
-        annotation = (
-            cls.model_fields[info.field_name].annotation if info.field_name in cls.model_fields else None
-        )
+        known = cls.model_fields.get(info.field_name or "")
+        annotation = known.annotation if known is not None else None
         if isinstance(value, bool) and annotation in {int, float}:
             kind = "int_type" if annotation is int else "float_type"
             raise PydanticCustomError(kind, "a number is wanted")

@@ -159,7 +159,9 @@ class ConfigCheck:
         if self.tree.values is not None or not self.tree.problems:
             self._top(self.tree.values)
         config = None if self.errors else JobConfig(**self.sections)
-        return Checked(config, sorted(self.errors, key=_place), sorted(self.warnings, key=_place))
+        for problems in (self.errors, self.warnings):
+            problems.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
+        return Checked(config, self.errors, self.warnings)
 
     def _top(self, values: object) -> None:
         if not isinstance(values, Mapping):
@@ -181,7 +183,12 @@ class ConfigCheck:
             self.bad.add(name)
             self._error((name,), _not_a_mapping(f"section '{name}'", value))
             return
-        keys = self._renamed(name, dict(value))
+        keys = dict(value)
+        for (section, old), new in ALIASES.items():
+            if section == name and old in keys and new not in keys:
+                keys[new] = keys.pop(old)
+                if mark := self.tree.marks.get((name, old)):
+                    self.tree.marks[(name, new)] = mark
         if name == "model":
             self.sections[name] = keys
             return
@@ -192,19 +199,15 @@ class ConfigCheck:
             self.sections[name] = model.model_validate(keys)
         except ValidationError as error:
             # Of a union's several complaints about one text, the list of valid words says most.
-            for entry in sorted(
-                error.errors(include_url=False),
-                key=lambda e: e["type"] != "literal_error" or not isinstance(e["input"], str),
-            ):
-                self._entry(name, model, entry)
-
-    def _renamed(self, name: str, value: dict[str, object]) -> dict[str, object]:
-        for (section, old), new in ALIASES.items():
-            if section == name and old in value and new not in value:
-                value[new] = value.pop(old)
-                if mark := self.tree.marks.get((name, old)):
-                    self.tree.marks[(name, new)] = mark
-        return value
+            found = error.errors(include_url=False)
+            found.sort(key=lambda e: e["type"] != "literal_error" or not isinstance(e["input"], str))
+            for entry in found:
+                path = (name, *_written(model, entry["loc"]))
+                if (
+                    dotted(path) not in self.bad
+                ):  # else the second branch of a union says the same thing again
+                    self.bad.add(dotted(path))
+                    self._error(path, _sentence(model, path, entry))
 
     def _own_keys(self, name: str, value: Iterable[str], model: Model) -> None:
         """Keys of a section that may hold the user's own: a typo is an error, anything else a warning."""
@@ -215,12 +218,6 @@ class ConfigCheck:
                 self._error((name, key), f"Unknown key '{key}' in section '{name}'.{close}")
             else:
                 self._warn((name, key), f"'{key}' is kept for your script; allranks does not read it")
-
-    def _entry(self, name: str, model: Model, entry: ErrorDetails) -> None:
-        path = (name, *_written(model, entry["loc"]))
-        if dotted(path) not in self.bad:  # else the second branch of a union says the same thing again
-            self.bad.add(dotted(path))
-            self._error(path, _sentence(model, path, entry))
 
     def _get(self, where: str) -> Any:
         """A value for relations; with a trailing "?" whether something was written, however wrong."""
@@ -258,10 +255,6 @@ class ConfigCheck:
         self.warnings.append(ConfigProblem(message, dotted(path), self.tree.mark(path)))
 
 
-def _place(problem: ConfigProblem) -> tuple[int, int]:
-    return problem.line or 0, problem.column or 0
-
-
 def _model_of(section: str) -> Model:
     model = JobConfig.model_fields[section].annotation
     assert isinstance(model, type)
@@ -293,13 +286,17 @@ def _sentence(model: Model, path: KeyPath, entry: ErrorDetails) -> str:
     """pydantic's finding in our words; the documented messages are made here."""
     kind, value, context = entry["type"], entry["input"], entry.get("ctx", {})
     owner, info = _field(model, path[1:])
-    name = (info.title if info is not None else None) or _last_key(path)
+    key = next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
+    name = (info.title if info is not None else None) or key
     if kind == "extra_forbidden":
-        return (
-            f"Unknown key '{path[-1]}' in section '{dotted(path[:-1])}'.{_near(path[-1], owner.model_fields)}"
-        )
+        near = _near(path[-1], owner.model_fields)
+        return f"Unknown key '{path[-1]}' in section '{dotted(path[:-1])}'.{near}"
     if kind == "literal_error" and info is not None:
-        options = _options(info)
+        options: list[str] = []
+        inner: list[object] = [info.annotation]
+        while inner:
+            for argument in getattr(inner.pop(0), "__args__", ()):
+                (options if isinstance(argument, str) else inner).append(argument)
         return f"Unknown {name} {value!r}. Valid options: {options}{_near(value, options)}"
     if kind in _BOUNDS:
         word = "positive" if context.get("gt") == 0 else f"greater than {context.get('gt', 0):g}"
@@ -313,11 +310,6 @@ def _sentence(model: Model, path: KeyPath, entry: ErrorDetails) -> str:
     if value is None:
         return f"{name} is empty: give it a value, or leave the line out ('#' starts a comment)"
     return f"{name} must be {wanted}, not {_shown(value)}"
-
-
-def _last_key(path: KeyPath) -> str:
-    """The key of a value; of a list's item, the list's."""
-    return next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
 
 
 def _written(model: Model | None, loc: KeyPath) -> KeyPath:
@@ -338,9 +330,7 @@ def _field(model: Model, path: KeyPath) -> tuple[Model, FieldInfo | None]:
     for i, part in enumerate(path):
         if isinstance(part, str):
             info = model.model_fields.get(part)
-            inner = _model_in(info)
-            if inner is not None and i + 1 < len(path):
-                model = inner
+            model = (_model_in(info) if i + 1 < len(path) else None) or model
     return model, info
 
 
@@ -349,15 +339,6 @@ def _model_in(info: FieldInfo | None) -> Model | None:
     annotation = info.annotation if info is not None else None
     kinds = (annotation, *getattr(annotation, "__args__", ()))
     return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
-
-
-def _options(info: FieldInfo) -> list[str]:
-    found: list[str] = []
-    stack: list[object] = [info.annotation]
-    while stack:
-        for argument in getattr(stack.pop(0), "__args__", ()):
-            (found if isinstance(argument, str) else stack).append(argument)
-    return found
 
 
 def _near(word: object, options: Iterable[str]) -> str:

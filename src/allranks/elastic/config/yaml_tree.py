@@ -102,7 +102,8 @@ def _at(lines: list[str], mark: yaml.Mark, error: yaml.YAMLError) -> ConfigProbl
         return _extra_colon(lines, place)
     for word, in_context, sentence, at_context in _GRAMMAR:
         if word in (context if in_context else message):
-            where = _context(error, place) if at_context else place
+            began = getattr(error, "context_mark", None) if at_context else None
+            where = place if began is None else (began.line + 1, began.column + 1)
             return ConfigProblem(sentence.format(message=message), mark=where)
     return ConfigProblem(f"not valid YAML: {message}", mark=place)
 
@@ -147,11 +148,6 @@ def _extra_colon(lines: list[str], place: tuple[int, int]) -> ConfigProblem:
     return ConfigProblem(text, mark=place)
 
 
-def _context(error: yaml.YAMLError, place: tuple[int, int]) -> tuple[int, int]:
-    mark = getattr(error, "context_mark", None)
-    return (mark.line + 1, mark.column + 1) if mark is not None else place
-
-
 def _unreadable(text: str, error: yaml.YAMLError) -> ConfigProblem:
     """A character that no YAML file may hold."""
     position = getattr(error, "position", None)
@@ -189,24 +185,16 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
 
-def _add_resolvers() -> None:
-    rules: list[tuple[str, str, list[str | None]]] = [
-        ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-        ("tag:yaml.org,2002:int", r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+)$", list("-+0123456789")),
-        (
-            "tag:yaml.org,2002:float",
-            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
-            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
-            list("-+0123456789."),
-        ),
-        ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-        ("tag:yaml.org,2002:merge", r"^(?:<<)$", ["<"]),
-    ]
-    for tag, pattern, first in rules:
-        _Loader.add_implicit_resolver(tag, re.compile(pattern), first)
-
-
-_add_resolvers()
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+#: (tag, what a scalar of it looks like, what it may begin with); the first one that fits counts
+for _tag, _pattern, _begins in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
+    ("float", _FLOAT, list("-+0123456789.")),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _begins)
 
 
 def read_tree(text: str) -> Tree:
@@ -261,7 +249,9 @@ class _Reader:
         own: dict[Any, object] = {}
         for key_node, value_node in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                for source in _sources(value_node):
+                for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    if not isinstance(source, yaml.MappingNode):
+                        raise ValueError(f"line {_mark(value_node)[0]}: '<<' needs a mapping to merge")
                     merged = {**self.value(source, path), **merged}
                 continue
             key = _scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else str(key_node.value)
@@ -275,24 +265,15 @@ class _Reader:
         return {**merged, **own}
 
 
-def _sources(node: yaml.Node) -> Iterator[yaml.MappingNode]:
-    """The mappings that a merge key `<<` names."""
-    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    for one in nodes:
-        if not isinstance(one, yaml.MappingNode):
-            raise ValueError(f"line {_mark(node)[0]}: '<<' needs a mapping to merge")
-        yield one
-
-
 def _scalar(node: yaml.Node) -> Any:
-    text = str(node.value)
-    if node.tag == "tag:yaml.org,2002:null":
+    text, tag = str(node.value), node.tag.removeprefix("tag:yaml.org,2002:")
+    if tag == "null":
         return None
-    if node.tag == "tag:yaml.org,2002:bool":
+    if tag == "bool":
         return text.lower() == "true"
-    if node.tag == "tag:yaml.org,2002:int":
+    if tag == "int":
         return int(text, 0) if text[:2] in {"0x", "0o"} else int(text)
-    if node.tag == "tag:yaml.org,2002:float":
+    if tag == "float":
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
     return text
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +40,30 @@ __all__ = [
     "WorldHistory",
 ]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Upcoming:
+    """What torch's loader asks for the next ids, afresh for each iteration."""
+
+    loader: ElasticDataLoader
+
+    def __iter__(self) -> Iterator[Ids]:
+        return self.loader._upcoming()
+
+
+@dataclass(frozen=True)
+class _Fetcher:
+    """The part of the dataset that a worker needs."""
+
+    dataset: ResumableDataset
+
+    def __getitem__(self, ids: Ids) -> tuple[Ids, Batch]:
+        return ids, self.dataset.fetch(ids)
+
+
+def _as_it_is(item: T) -> T:
+    return item
 
 
 class ElasticDataLoader:
@@ -230,27 +255,3 @@ def _own_child_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
-
-
-def _as_it_is(item: T) -> T:
-    return item
-
-
-class _Upcoming:
-    """What torch's loader asks for the next ids, afresh for each iteration."""
-
-    def __init__(self, loader: ElasticDataLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Ids]:
-        return self._loader._upcoming()
-
-
-class _Fetcher:
-    """The part of the dataset that a worker needs."""
-
-    def __init__(self, dataset: ResumableDataset) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, ids: Ids) -> tuple[Ids, Batch]:
-        return ids, self._dataset.fetch(ids)

@@ -72,8 +72,12 @@ class ItemSamples:
 def as_samples(
     one: str | Path | TokenIndexFile | Items, seq_length: int, data_files: Sequence[str] | None = None
 ) -> TokenSamples | ItemSamples:
-    """From an index (or its path), or from anything with `len` and `[]`."""
-    opened = _opened(one, data_files) if isinstance(one, (str, Path)) else one
+    """From an index (or its path; for a missing one the error names the data), or from anything with `len` and `[]`."""
+    if isinstance(one, (str, Path)) and data_files and not Path(one).exists():
+        files = " ".join(map(str, data_files))
+        hint = f"build it first: allranks index build {files} -o {one} --tokenizer tokenizer.json"
+        raise DataLoadingError("Token index file not found", str(data_files[0]), hint=hint)
+    opened = TokenIndexFile(one) if isinstance(one, (str, Path)) else one
     if not isinstance(opened, TokenIndexFile):
         if not len(opened):
             raise DataLoadingError("the dataset is empty", type(opened).__qualname__)
@@ -84,18 +88,6 @@ def as_samples(
             f"the index has {opened.total_tokens} tokens, a sample needs {seq_length + 1}", str(opened.path)
         )
     return source
-
-
-def _opened(path: str | Path, data_files: Sequence[str] | None) -> TokenIndexFile:
-    """Opens an index; the error for a missing one names the data to build it from."""
-    if data_files and not Path(path).exists():
-        files = " ".join(map(str, data_files))
-        raise DataLoadingError(
-            "Token index file not found",
-            str(data_files[0]),
-            hint=f"build it first: allranks index build {files} -o {path} --tokenizer tokenizer.json",
-        )
-    return TokenIndexFile(path)
 
 
 STATE_VERSION = 1
@@ -195,9 +187,7 @@ class ResumableDataset:
     def position(self) -> int:
         """Samples taken by all ranks before the current step."""
         total = self.total_positions
-        return (
-            total if total is not None and self.ends_before(self.step) else self.history.position(self.step)
-        )
+        return total if total is not None and self.finished else self.history.position(self.step)
 
     @property
     def epoch(self) -> int:
@@ -319,7 +309,11 @@ class ResumableDataset:
         """
         shares = self.history.at(self.step).shares
         if "history" not in state:
-            self._load_foreign(state, shares)
+            whole = int(state.get("epoch", 0)) * self.total_tokens
+            tokens = int(state.get("total_tokens_processed", 0)) + whole
+            samples = -(-tokens // self.seq_length)
+            self.step = -(-samples // sum(shares))
+            self.history = WorldHistory().change(0, shares)
             return
         self._check(state)
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
@@ -343,9 +337,3 @@ class ResumableDataset:
                     self.sources[0].name,
                     hint="give the same index and seq_length as before, or start the data anew without this state",
                 )
-
-    def _load_foreign(self, state: StateDict, shares: tuple[int, ...]) -> None:
-        tokens = int(state.get("total_tokens_processed", 0)) + int(state.get("epoch", 0)) * self.total_tokens
-        done = -(-tokens // self.seq_length)
-        self.step = -(-done // sum(shares))
-        self.history = WorldHistory().change(0, shares)

@@ -106,10 +106,9 @@ class Order:
         return position // self.size
 
     def ids(self, start: int, count: int) -> Ids:
-        return _from_blocks(self._kept, _PIECE, self._piece, start, count)
-
-    def _piece(self, number: int) -> Ids:
-        return self.at(np.arange(number * _PIECE, (number + 1) * _PIECE, dtype=np.int64))
+        return _from_blocks(
+            self._kept, _PIECE, lambda number: self.at(np.arange(_PIECE) + number * _PIECE), start, count
+        )
 
     def at(self, positions: Ids) -> Ids:
         """The samples at any positions; consecutive ones belong to few epochs."""

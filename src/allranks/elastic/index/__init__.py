@@ -105,7 +105,7 @@ class _Build:
     encode: Encode | None
 
     def run(self) -> BuildResult:
-        started = time.monotonic()
+        started, report = time.monotonic(), self.report or (lambda now: None)
         output = Path(self.request.output)
         if output.exists() and not self.request.force:
             return self._there_already(output)
@@ -119,10 +119,12 @@ class _Build:
                     block.file, block.end, result.tokens, result.lengths, result.places, result.skipped
                 )
                 done = sum(source.size for source in self.sources[: block.file]) + block.progress
-                self._report(writer.position, done, before, started)
+                report(_progress(writer.position, done, self._total, before, started))
             if done < self._total:  # trailing empty files
-                self._report(writer.position, self._total, before, started)
-            self._check_unchanged()
+                report(_progress(writer.position, self._total, self._total, before, started))
+            for source in self.sources:
+                if read_source(source.path) != source:
+                    raise DataLoadingError("the file changed while it was read: build again", source.path)
             header = writer.finish(self._meta(), len(self.sources))
         except OSError as error:
             raise InputError(
@@ -134,11 +136,6 @@ class _Build:
         last = _progress(writer.position, self._total, self._total, before, started)
         return BuildResult(str(output), header, last, resumed=writer.resumed)
 
-    def _check_unchanged(self) -> None:
-        for source in self.sources:
-            if read_source(source.path) != source:
-                raise DataLoadingError("the file changed while it was read: build again", source.path)
-
     @property
     def _total(self) -> int:
         return sum(source.size for source in self.sources)
@@ -148,11 +145,8 @@ class _Build:
         wanted = self.request.workers if self.request.workers is not None else (os.cpu_count() or 1)
         blocks = self._blocks(position)
         key, skip = self.request.text_key, self.request.skip_bad
-        if (
-            self.encode is not None
-            or wanted == 0
-            or (self.request.workers is None and left < _WORTH_A_PROCESS)
-        ):
+        small = self.request.workers is None and left < _WORTH_A_PROCESS
+        if self.encode is not None or wanted == 0 or small:
             yield from run_here(blocks, self.encode or make_encoder(self.spec), key, skip)
             return
         with WorkerPool(Setup(self.spec, key, skip), wanted) as pool:
@@ -176,20 +170,13 @@ class _Build:
             return before  # not known in bytes of the file; a bar that starts low is no harm
         return before + min(position.resume, source.size)
 
-    def _report(self, position: Position, done: int, before: int, started: float) -> None:
-        if self.report is not None:
-            self.report(_progress(position, done, self._total, before, started))
-
     def _identity(self) -> dict[str, object]:
         """What makes two builds the same build."""
+        spec = self.spec
         return {
             "files": [asdict(source) for source in self.sources],
-            "tokenizer": {
-                "name": self.spec.name,
-                "digest": self.spec.digest,
-                "vocab_size": self.spec.vocab_size,
-            },
-            "eos_id": self.spec.eos_id,
+            "tokenizer": {"name": spec.name, "digest": spec.digest, "vocab_size": spec.vocab_size},
+            "eos_id": spec.eos_id,
             "text_key": self.request.text_key,
             "skip_bad": self.request.skip_bad,
             "block_bytes": self._block_bytes,
@@ -208,11 +195,9 @@ class _Build:
     def _there_already(self, output: Path) -> BuildResult:
         try:
             with TokenIndexFile(output) as index:
-                meta = {
-                    k: v for k, v in index.meta.items() if k not in {"allranks", "created", "content_crc32"}
-                }
-                content = index.meta.get("content_crc32")
-                header = index.header
+                meta, header = dict(index.meta), index.header
+                content = meta.pop("content_crc32", None)
+                meta = {key: value for key, value in meta.items() if key not in ("allranks", "created")}
         except AllranksError as error:
             raise InputError(
                 f"{output} exists and is no usable index ({error}); overwrite it with --force"

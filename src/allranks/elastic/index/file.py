@@ -30,8 +30,9 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -110,7 +111,7 @@ class Damage:
     offset: int
 
 
-class TokenIndexFile:
+class TokenIndexFile(AbstractContextManager["TokenIndexFile"]):
     """An open index. Opening checks header, size, provenance and three sample blocks; `verify` checks all.
 
     Can be pickled to worker processes: they open the file themselves.
@@ -133,10 +134,8 @@ class TokenIndexFile:
                     raise _unusable(what, name)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            build = f"allranks index build FILES -o {name} --tokenizer tokenizer.json"
-            raise DataLoadingError(
-                "Token index file not found", name, hint=f"build it first: {build}"
-            ) from None
+            hint = f"build it first: allranks index build FILES -o {name} --tokenizer tokenizer.json"
+            raise DataLoadingError("Token index file not found", name, hint=hint) from None
         except IsADirectoryError:
             raise DataLoadingError("is a folder, not a token index", name) from None
         except PermissionError as error:
@@ -147,19 +146,16 @@ class TokenIndexFile:
             raise _unusable("token index is corrupted: its provenance fails its checksum", name)
         self.meta: dict[str, Any] = json.loads(raw)
         self.dtype = np.dtype("<u2" if head.token_bytes == 2 else "<u4")
-        view = self._view
+        view = partial(np.frombuffer, self._map)
         #: All tokens, in the order of files and documents; read from the disk as they are touched.
         self.tokens = view(self.dtype, head.total_tokens, HEADER_BYTES)
-        self._starts = view(np.dtype("<i8"), head.num_documents + 1, head.starts_offset)
-        self._offsets = view(np.dtype("<i8"), head.num_documents, head.offsets_offset)
-        self._files = view(np.dtype("<u4"), head.num_documents, head.files_offset)
+        self._starts = view("<i8", head.num_documents + 1, head.starts_offset)
+        self._offsets = view("<i8", head.num_documents, head.offsets_offset)
+        self._files = view("<u4", head.num_documents, head.files_offset)
         blocks = -(-(head.checks_offset - HEADER_BYTES) // BLOCK)
-        self._checks = view(np.dtype("<u4"), blocks, head.checks_offset)
+        self._checks = view("<u4", blocks, head.checks_offset)
         if self._sample_check:
             self._check_samples()
-
-    def _view(self, dtype: Any, count: int, offset: int) -> Array:
-        return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
     @property
     def total_tokens(self) -> int:
@@ -234,9 +230,6 @@ class TokenIndexFile:
             self._map.close()
         except BufferError:
             pass
-
-    def __enter__(self) -> TokenIndexFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

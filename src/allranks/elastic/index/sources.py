@@ -10,7 +10,7 @@ import codecs
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -99,7 +99,10 @@ def content_crc32(path: str) -> int:
 def cut(source: InputFile, number: int, block_bytes: int, resume: int = 0) -> Iterator[Block]:
     """The blocks of a file from `resume` on, which is the `end` of a block of the same cut (0: all)."""
     if source.kind == "parquet":
-        yield from _cut_parquet(source, number, resume)
+        groups = _parquet(source.path).metadata.num_row_groups
+        for group in range(resume, groups):
+            done = source.size * (group + 1) // groups
+            yield Block(number, source.path, "parquet", group, group + 1, done)
     elif source.packing:
         yield from _cut_stream(source, number, block_bytes, resume)
     else:
@@ -108,17 +111,10 @@ def cut(source: InputFile, number: int, block_bytes: int, resume: int = 0) -> It
             yield Block(number, source.path, source.kind, start, end, end)
 
 
-def _cut_parquet(source: InputFile, number: int, resume: int) -> Iterator[Block]:
-    groups = _parquet(source.path).metadata.num_row_groups
-    for group in range(resume, groups):
-        done = source.size * (group + 1) // groups
-        yield Block(number, source.path, "parquet", group, group + 1, done)
-
-
 def _cut_stream(source: InputFile, number: int, block_bytes: int, resume: int) -> Iterator[Block]:
     position, rest = 0, b""
     try:
-        with open(source.path, "rb") as raw, _unpacked(raw, source) as stream:
+        with open(source.path, "rb") as raw, _unpacked(raw, source.packing) as stream:
             while True:
                 piece = stream.read(block_bytes)
                 whole = rest + piece
@@ -142,8 +138,8 @@ def _cut_stream(source: InputFile, number: int, block_bytes: int, resume: int) -
         ) from error
 
 
-def _unpacked(raw: BinaryIO, source: InputFile) -> io.BufferedIOBase:
-    if source.packing == "gz":
+def _unpacked(raw: BinaryIO, packing: str) -> io.BufferedIOBase:
+    if packing == "gz":
         return gzip.GzipFile(fileobj=raw)
     zstandard = require("zstandard", feature="Reading .zst files", extra="data")
     reader = zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(raw, read_across_frames=True)
@@ -174,17 +170,20 @@ def read_documents(block: Block, text_key: str, skip_bad: bool) -> Documents:
     """The documents of a block: lines that begin in it, or the rows of its row group."""
     if block.kind == "parquet":
         return _rows(block, text_key)
-    lines, start = _lines(block)
+    data, place = (block.data, block.start) if block.data is not None else _range(block)
+    if place == 0 and data.startswith(codecs.BOM_UTF8):
+        data, place = data[len(codecs.BOM_UTF8) :], len(codecs.BOM_UTF8)
     found = Documents([], [])
-    read = _json_reader(text_key) if block.kind == "jsonl" else bytes.decode
-    place = start
-    for line in lines:
+    # of a record only the wanted field is decoded: the others are skipped, not built
+    record = msgspec.defstruct("Record", [("text", str)], rename={"text": text_key})
+    decode = msgspec.json.Decoder(record).decode
+    for line in io.BytesIO(data):
         here, place = place, place + len(line)
         line = line.strip(b"\r\n") if block.kind == "text" else line.strip()
         if not line:
             continue
         try:
-            text = read(line)
+            text = decode(line).text if block.kind == "jsonl" else line.decode()  # type: ignore[attr-defined]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if not skip_bad:
                 raise _bad_record(block, line, text_key, here, error) from None
@@ -193,14 +192,6 @@ def read_documents(block: Block, text_key: str, skip_bad: bool) -> Documents:
         found.texts.append(text)
         found.places.append(here)
     return found
-
-
-def _lines(block: Block) -> tuple[list[bytes], int]:
-    """The lines that begin in the block, and where the first begins; a byte order mark is left out."""
-    data, start = (block.data, block.start) if block.data is not None else _range(block)
-    if start == 0 and data.startswith(codecs.BOM_UTF8):
-        data, start = data[len(codecs.BOM_UTF8) :], len(codecs.BOM_UTF8)
-    return _split(data), start
 
 
 def _range(block: Block) -> tuple[bytes, int]:
@@ -217,20 +208,6 @@ def _range(block: Block) -> tuple[bytes, int]:
             return data if data.endswith(b"\n") else data + file.readline(), start
     except OSError as error:
         raise DataLoadingError(error.strerror or str(error), block.path) from error
-
-
-def _split(data: bytes) -> list[bytes]:
-    """Lines by newline alone, ends kept."""
-    lines = data.split(b"\n")
-    last = lines.pop()
-    return [line + b"\n" for line in lines] + ([last] if last else [])
-
-
-def _json_reader(text_key: str) -> Callable[[bytes], str]:
-    """Decodes only the wanted field: the others are skipped, not built."""
-    record = msgspec.defstruct("Record", [("text", str)], rename={"text": text_key})
-    decoder = msgspec.json.Decoder(record)
-    return lambda line: decoder.decode(line).text  # type: ignore[attr-defined]
 
 
 def _rows(block: Block, text_key: str) -> Documents:

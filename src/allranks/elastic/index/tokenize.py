@@ -53,7 +53,12 @@ def find_tokenizer(name: str, *, append_eos: bool = False, eos_id: int | None = 
     except Exception as error:  # the library raises plain Exception
         raise DataLoadingError(f"not a tokenizer definition: {error}", name) from error
     if append_eos and eos_id is None:
-        eos_id = _known_eos(tokenizer, name)
+        known = (tokenizer.token_to_id(word) for word in _EOS_NAMES)
+        eos_id = next((number for number in known if number is not None), None)
+        if eos_id is None:
+            raise DataLoadingError(
+                "the tokenizer has no end-of-text token that we know: give --eos-id N", name
+            )
     return TokenizerSpec(name, definition, int(tokenizer.get_vocab_size(with_added_tokens=True)), eos_id)
 
 
@@ -100,14 +105,6 @@ def _reachable(name: str, cause: Exception, hint: str) -> None:
             f"cannot be reached: {error}",
             hint=hint,
         ) from cause
-
-
-def _known_eos(tokenizer: Any, name: str) -> int:
-    for word in _EOS_NAMES:
-        number = tokenizer.token_to_id(word)
-        if number is not None:
-            return int(number)
-    raise DataLoadingError("the tokenizer has no end-of-text token that we know: give --eos-id N", name)
 
 
 class HasEncode(Protocol):

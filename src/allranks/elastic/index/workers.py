@@ -148,7 +148,10 @@ class WorkerPool:
                         break
                     child = idle.pop()
                     at_work[child.pid] = task
-                    self._give(child, task[1])
+                    try:
+                        send(_pipe(child.stdin), msgspec.msgpack.encode(task[1]))
+                    except BrokenPipeError:
+                        raise self._died(child, task[1]) from None
                 while next_out in done:
                     yield done.pop(next_out)
                     next_out += 1
@@ -163,12 +166,6 @@ class WorkerPool:
                     number, block = at_work.pop(child.pid)
                     done[number] = block, self._take(child, block)
                     idle.append(child)
-
-    def _give(self, child: subprocess.Popen[bytes], block: Block) -> None:
-        try:
-            send(_pipe(child.stdin), msgspec.msgpack.encode(block))
-        except BrokenPipeError:
-            raise self._died(child, block) from None
 
     def _take(self, child: subprocess.Popen[bytes], block: Block) -> Tokenized:
         frame = receive(_pipe(child.stdout))
