@@ -27,21 +27,15 @@ def read_members(text: object, cache: dict[str, tuple[int, ...]]) -> tuple[int, 
         return tuple(ranks) if len(ranks) == len(text) else ()
     if not isinstance(text, str):
         return ()
-    found = cache.get(text)
-    if found is None:
-        found = cache[text] = _parse_members(text)
-    return found
-
-
-def _parse_members(text: str) -> tuple[int, ...]:
-    body = text.strip().removeprefix("[").removesuffix("]").strip()
-    if not body:
-        return ()
-    try:
-        ranks = tuple(map(int, body.split(",")))
-    except ValueError:
-        return ()
-    return ranks if len(ranks) <= MAX_MEMBERS and min(ranks) >= 0 and max(ranks) < 1 << 31 else ()
+    if text not in cache:
+        body = text.strip().removeprefix("[").removesuffix("]").strip()
+        try:
+            found = tuple(map(int, body.split(","))) if body else ()
+        except ValueError:
+            found = ()
+        whole = found and len(found) <= MAX_MEMBERS and min(found) >= 0 and max(found) < 1 << 31
+        cache[text] = found if whole else ()
+    return cache[text]
 
 
 @dataclass
@@ -67,10 +61,9 @@ class GroupTable:
     def add_configured(self, backend: str) -> None:
         """Adds the groups that were made but not used: a rank that never entered its group is a finding."""
         used = {name for name, _, _ in self._ids}
+        used.add("")  # gloo writes its configuration under no name; the entries hold the truth
         for name, entry in self.config.items():
             if not isinstance(entry, dict) or not isinstance(name, str) or name in used:
-                continue
-            if name == "":  # gloo writes its configuration under no name; the entries hold the truth
                 continue
             desc = entry.get("desc")
             self.index(name, desc if isinstance(desc, str) else "", backend)
@@ -88,10 +81,7 @@ class GroupTable:
 
 def default_group(groups: list[Group]) -> Group | None:
     """The group of all ranks, when the file has it."""
-    for group in groups:
-        if group.desc == DEFAULT_DESC or group.name == DEFAULT_NAME:
-            return group
-    return None
+    return next((g for g in groups if g.desc == DEFAULT_DESC or g.name == DEFAULT_NAME), None)
 
 
 STATES = {"scheduled": State.SCHEDULED, "started": State.STARTED, "completed": State.COMPLETED}
@@ -155,12 +145,11 @@ class Interner:
         return group, self.tables.name(op), self._global_rank(group, local_peer), flags
 
     def _global_rank(self, group: int, local: int) -> int:
-        members = self.groups.groups[group].ranks
-        if 0 <= local < len(members):
-            return members[local]
         known = self.groups.groups[group]
-        is_world = known.desc == "default_pg" or known.name in ("0", "")
-        return local if not members and is_world else -1
+        if 0 <= local < len(known.ranks):
+            return known.ranks[local]
+        is_world = known.desc == DEFAULT_DESC or known.name in (DEFAULT_NAME, "")
+        return local if not known.ranks and is_world else -1
 
     def shape(self, sizes: tuple[Any, Any, Any, Any]) -> int:
         """The index of (input sizes, input dtypes, output sizes, output dtypes)."""
@@ -185,14 +174,11 @@ class Interner:
         key = tuple(map(id, frames))
         found = self._stacks.get(key)
         if found is None:
-            numbers = [self._frame(frame) for frame in frames[:MAX_FRAMES]]
+            for frame in frames[:MAX_FRAMES]:
+                if id(frame) not in self._frames:
+                    self._frames[id(frame)] = read_frame(self.tables, frame)
+            numbers = (self._frames[id(frame)] for frame in frames[:MAX_FRAMES])
             found = self._stacks[key] = self.tables.stack(tuple(n for n in numbers if n >= 0))
-        return found
-
-    def _frame(self, frame: object) -> int:
-        found = self._frames.get(id(frame))
-        if found is None:
-            found = self._frames[id(frame)] = read_frame(self.tables, frame)
         return found
 
 
@@ -237,7 +223,10 @@ def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]
     calls = np.zeros(len(rows), CALL)
     if rows:
         _fill(calls, list(zip(*rows, strict=False)), interner)
-        _fill_optional(calls, entries, interner)
+        # what only some versions and libraries write
+        calls["stack"] = [interner.stack(entry.get("frames")) for entry in entries]
+        calls["thread"] = [interner.thread(entry.get("thread_id")) for entry in entries]
+        _fill_started(calls, [entry.get("duration_ms") for entry in entries])
     return calls, bad
 
 
@@ -260,16 +249,7 @@ def _fill(calls: np.ndarray, columns: list[tuple[Any, ...]], interner: Interner)
     calls["in_numel"], calls["out_numel"] = numel[:, 0], numel[:, 1]
 
 
-def _fill_optional(calls: np.ndarray, entries: list[dict[str, Any]], interner: Interner) -> None:
-    """What only some versions and libraries write."""
-    calls["stack"] = [interner.stack(entry.get("frames")) for entry in entries]
-    calls["thread"] = [interner.thread(entry.get("thread_id")) for entry in entries]
-    durations = [entry.get("duration_ms") for entry in entries]
-    if any(duration is not None for duration in durations):
-        fill_started(calls, durations)
-
-
-def fill_started(calls: np.ndarray, durations: list[Any]) -> None:
+def _fill_started(calls: np.ndarray, durations: list[Any]) -> None:
     """Where only the duration is known, the start is the completion less the duration."""
     known = np.array([float(d) if isinstance(d, (int, float)) else np.nan for d in durations])
     known[~(np.abs(known) < 1e12)] = np.nan

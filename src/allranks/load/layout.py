@@ -164,9 +164,10 @@ def find_entries(data: bytes) -> Entries:
     else:
         numbers = _numbers_of_keys(data)
     keys = {number: name for name, number in numbers.items() if name in VARYING}
-    starts = _starts(data, first, _getting(_first_key(data, first, tokens, numbers, memoizing)), tokens[1][0])
-    last = int(starts[-1])
-    _, last_end = tokens_of(data, last)
+    key = _first_key(data, first, tokens, numbers, memoizing)
+    getting = bytes((GETS[0], key)) if key < 256 else bytes((GETS[1],)) + key.to_bytes(4, "little")
+    starts = _starts(data, first, getting, tokens[1][0])
+    _, last_end = tokens_of(data, int(starts[-1]))
     return Entries(np.append(starts, last_end), keys, memoizing, before)
 
 
@@ -177,20 +178,14 @@ def _first_entry(data: bytes, memoizing: bool) -> int:
     if at < 0:
         raise Irregular("no entries")
     position = at + len(text)
+    sizes = {PUTS[0]: 2, PUTS[1]: 5, MEMOIZE: 1, FRAME: _FRAME_BYTES}
     for expected in (b"]", b"(", b"}"):
-        position = _behind_put(data, position)
+        while position < len(data) and data[position] in sizes:
+            position += sizes[data[position]]
         if data[position : position + 1] != expected:
             raise Irregular("entries are no list")
         position += 1
     return position - 1
-
-
-def _behind_put(data: bytes, position: int) -> int:
-    """Skips memo numbers and frames."""
-    sizes = {PUTS[0]: 2, PUTS[1]: 5, MEMOIZE: 1, FRAME: _FRAME_BYTES}
-    while position < len(data) and data[position] in sizes:
-        position += sizes[data[position]]
-    return position
 
 
 def _numbers_of_keys(data: bytes) -> dict[str, int]:
@@ -245,11 +240,6 @@ def _first_key(data: bytes, start: int, tokens: list[Token], numbers: dict[str, 
     if put not in PUTS:
         raise Irregular("a key without a memo number")
     return int.from_bytes(data[start + place : start + place + width], "little")
-
-
-def _getting(number: int) -> bytes:
-    """The opcode and operand that get a memo number."""
-    return bytes((GETS[0], number)) if number < 256 else bytes((GETS[1],)) + number.to_bytes(4, "little")
 
 
 def _starts(data: bytes, first: int, getting: bytes, second_opcode: int) -> np.ndarray:

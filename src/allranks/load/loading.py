@@ -123,9 +123,8 @@ def _choose_attempt(candidates: list[TraceFile], wanted: int | None) -> FileChoi
             dropped.append((candidate, f"of attempt {number}; attempt {picked} is newer"))
     chosen = []
     for rank in sorted(by_rank):
-        best, *rest = by_rank[rank]
-        if rest:
-            best, *rest = sorted(by_rank[rank], key=_goodness, reverse=True)
+        files = by_rank[rank]
+        best, *rest = sorted(files, key=_goodness, reverse=True) if len(files) > 1 else files
         chosen.append(best)
         dropped += [(other, f"rank {rank} is read from {best.path}") for other in rest]
     return FileChoice(tuple(chosen), tuple(dropped), attempts, picked)
@@ -178,13 +177,10 @@ def number_attempts(candidates: list[TraceFile]) -> dict[str, int]:
         folders[candidate.path.rpartition("/")[0]].append(candidate)
     ranks = [rank for files in folders.values() for rank in {candidate.rank for candidate in files}]
     if len(set(ranks)) < len(ranks):  # a rank occurs in two folders
-        order = sorted(
-            folders.values(), key=lambda files: (max(c.raw.last_event_ns() for c in files), files[0].path)
-        )
+        dated = [(max(c.raw.last_event_ns() for c in files), files) for files in folders.values()]
         number = max(numbered.values(), default=-1)
         latest = -1
-        for files in order:
-            newest = max(c.raw.last_event_ns() for c in files)
+        for newest, files in sorted(dated, key=lambda one: (one[0], one[1][0].path)):
             if newest != latest or newest == 0:  # the same moment: the same dumps in another format
                 number += 1
             latest = newest
@@ -229,18 +225,14 @@ def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> Load
     options = options or LoadOptions()
     sources = _find([str(path) for path in paths], options)
     with _no_collector():
-        each = _newest_of_each(options.newest_calls, sources)
+        room = sum(source.size for source in sources) // CALL.itemsize
+        # how many calls of each black box to read; 0: all
+        each = options.newest_calls // len(sources) if 0 < options.newest_calls < room else 0
         result = _settle(_read(replace(options, newest_calls=each), sources), paths)
         if each and options.newest_calls // max(1, len(result.traces)) != each:
             # Not every file was one of the job.
             result = _settle(_read(replace(options, newest_calls=0), sources), paths)
         return result
-
-
-def _newest_of_each(calls: int, sources: list[DumpSource]) -> int:
-    """How many calls of each black box to read; 0: all."""
-    room = sum(source.size for source in sources) // CALL.itemsize
-    return calls // len(sources) if 0 < calls < room else 0
 
 
 def _find(paths: list[str], options: LoadOptions) -> list[DumpSource]:
@@ -288,14 +280,23 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
         file.raw.header = replace(file.raw.header, rank=file.rank, attempt=file.attempt or 0)
     tables = load.reader.tables.freeze()
     traces = [file.raw.as_trace(*tables, file.path) for file in choice.chosen]
-    notes += [_note(file) for file in choice.chosen]
+    for one in choice.chosen:
+        status: Literal["ok", "damaged"] = "damaged" if one.raw.damaged else "ok"
+        notes.append(FileNote(one.path, one.rank, one.raw.kind, status, "; ".join(one.raw.notes)))
     notes += [FileNote(c.path, c.rank, c.raw.kind, "skipped", reason) for c, reason in choice.dropped]
     notes += _failures(load)
     other = [source.location for source, error in load.failed if error.kind == "stacks"]
     order = {source.path: index for index, (source, _) in enumerate(load.raws)}
     notes.sort(key=lambda note: (note.rank is None, note.rank or 0, order.get(note.path, 0), note.path))
     if not traces and not other and not load.options.allow_nothing:
-        raise _nothing(paths, notes)
+        shown = ", ".join(map(str, paths))
+        if not notes:
+            raise InputError(
+                f"{shown}: no files", hint="Give the folder that holds the dumps or black boxes."
+            )
+        details = [f"  {note.path}: {note.kind}: {note.note}" for note in notes[:10]]
+        details += [f"  … and {len(notes) - 10} more"] if len(notes) > 10 else []
+        raise InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint="\n".join(details))
     return LoadResult(traces, notes, other, choice.attempts, choice.attempt)
 
 
@@ -309,12 +310,9 @@ def _ranked(load: Share) -> tuple[list[TraceFile], list[FileNote]]:
         if rank is None and load.options.number_unknown:
             used = {*(file.rank for file in files), *names.values()}
             rank = next(number for number in range(len(used) + 1) if number not in used)
-        problem = ""
-        if rank is None:
-            problem = "its rank is not in the file or its name"
-        elif load.options.ranks is not None and rank not in load.options.ranks:
-            problem = "not among the selected ranks"
-        if problem or rank is None:
+        if rank is None or (load.options.ranks is not None and rank not in load.options.ranks):
+            unknown = "its rank is not in the file or its name"
+            problem = unknown if rank is None else "not among the selected ranks"
             notes.append(FileNote(source.path, rank, raw.kind, "skipped", problem))
             continue
         is_box = raw.kind.startswith("black box")
@@ -341,12 +339,6 @@ def _dated(source: DumpSource, raw: Raw) -> Raw:
     return raw
 
 
-def _note(candidate: TraceFile) -> FileNote:
-    raw = candidate.raw
-    note = "; ".join(raw.notes)
-    return FileNote(candidate.path, candidate.rank, raw.kind, "damaged" if raw.damaged else "ok", note)
-
-
 def _failures(load: Share) -> list[FileNote]:
     """Notes of files that gave nothing; a damaged one still tells its rank by its name."""
     damaged = [source.path for source, error in load.failed if not error.skip]
@@ -356,12 +348,3 @@ def _failures(load: Share) -> list[FileNote]:
         status: Literal["skipped", "damaged"] = "skipped" if error.skip else "damaged"
         notes.append(FileNote(source.path, ranks.get(source.path), error.kind, status, str(error)))
     return notes
-
-
-def _nothing(paths: Sequence[str], notes: list[FileNote]) -> InputError:
-    shown = ", ".join(map(str, paths))
-    if not notes:
-        return InputError(f"{shown}: no files", hint="Give the folder that holds the dumps or black boxes.")
-    details = [f"  {note.path}: {note.kind}: {note.note}" for note in notes[:10]]
-    details += [f"  … and {len(notes) - 10} more"] if len(notes) > 10 else []
-    return InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint="\n".join(details))

@@ -177,7 +177,10 @@ def _adopt(
     for _, raw in raws:
         for column, ids in numbers.items():
             raw.calls[column] = ids[raw.calls[column]]
-        raw.groups = tuple(_same_group(load.reader.tables, group, groups) for group in raw.groups)
+        for group in raw.groups:  # within one child equal groups are one object already
+            if id(group) not in groups:
+                groups[id(group)] = load.reader.tables.group(group)
+        raw.groups = tuple(groups[id(group)] for group in raw.groups)
     load.raws += raws
     load.failed += failed
 
@@ -196,15 +199,6 @@ def _merge(
     return {
         column: np.array(ids, np.uint32) for column, ids in numbers.items() if ids != list(range(len(ids)))
     }
-
-
-def _same_group(tables: Tables, group: Group, known: dict[int, Group]) -> Group:
-    """The parent's object for an equal group. Within one child equal groups are one object already."""
-    found = known.get(id(group))
-    if found is None:
-        found = known[id(group)] = tables.group(group)
-        known[id(found)] = found
-    return found
 
 
 def _end(child: _Child) -> None:

@@ -91,7 +91,7 @@ class Reader:
             raise _empty(source.path)
         if head.startswith(MAGIC) and source.data is not None:
             return self._read_box(BytesFile(source.data))
-        if not _promising(head):
+        if head[:1] != b"\x80" and not head.startswith((GZIP, ZSTD)) and head.lstrip()[:1] != b"{":
             raise _foreign(source.path, head)
         return self.read_bytes(source.path, read_all(source, self.options.max_file_bytes))
 
@@ -117,11 +117,6 @@ class Reader:
         if data.lstrip()[:1] == b"{":
             return self.dumps.read_json(data)
         raise _foreign(path, data) if data else _empty(path)
-
-
-def _promising(head: bytes) -> bool:
-    """Whether the first bytes can begin anything that we read."""
-    return head[:1] == b"\x80" or head.startswith((GZIP, ZSTD)) or head.lstrip()[:1] == b"{"
 
 
 def _empty(path: str) -> Unreadable:
@@ -211,16 +206,13 @@ class Share:
 
 def processes_for(sources: list[DumpSource]) -> int:
     """How many processes pay for these sources; 1 where forking would be unsafe."""
-    if len(sources) < MIN_FILES or sum(map(_work_s, sources)) < MIN_WORK_S:
+    speeds = (BOX_BYTES_PER_S if s.path.endswith(".box") else DUMP_BYTES_PER_S for s in sources)
+    work_s = sum(FILE_S + s.size / speed for s, speed in zip(sources, speeds, strict=True))
+    if len(sources) < MIN_FILES or work_s < MIN_WORK_S:
         return 1
     if threading.active_count() > 1 or not hasattr(os, "fork"):
         return 1
     return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(sources) // (MIN_FILES // 2)))
-
-
-def _work_s(source: DumpSource) -> float:
-    """How long reading a source will take, roughly."""
-    return FILE_S + source.size / (BOX_BYTES_PER_S if source.path.endswith(".box") else DUMP_BYTES_PER_S)
 
 
 def read_here(

@@ -131,12 +131,10 @@ class _Work:
         self.kept += rows.tolist()
         self.patterns += len(rows)
         if self.plan.memoizing:
-            self.memoizes[rows] = [self._count(row) for row in rows.tolist()]
-
-    def _count(self, row: int) -> int:
-        """The unnamed memo numbers of one entry."""
-        start, stop = int(self.bounds[row]), int(self.bounds[row + 1])
-        return sum(token[0] == MEMOIZE for token in scan(self.data, start, stop))
+            spans = zip(self.bounds[rows].tolist(), self.bounds[rows + 1].tolist(), strict=True)
+            self.memoizes[rows] = [
+                sum(token[0] == MEMOIZE for token in scan(self.data, start, stop)) for start, stop in spans
+            ]
 
     def sort_out(self, rows: np.ndarray, length: int) -> None:
         """Assigns a layout and a representative to all entries of one length."""

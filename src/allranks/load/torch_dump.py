@@ -154,12 +154,10 @@ def pg_names(entries: list[Any]) -> dict[str, str]:
 def last_completed(status: object, pg_ids: dict[str, str]) -> dict[str, int]:
     """Group name → last completed sequence number, from pg_status; JSON writes the numbers as text."""
     found: dict[str, int] = {}
-    if isinstance(status, dict):
-        for pg_id, entry in status.items():
-            if isinstance(entry, dict) and pg_id in pg_ids:
-                value = int(numbers([entry.get("last_completed_collective")], missing=-1)[0])
-                if value >= 0:
-                    found[pg_ids[pg_id]] = value
+    for pg_id, entry in status.items() if isinstance(status, dict) else ():
+        if isinstance(entry, dict) and pg_id in pg_ids:
+            value = int(numbers([entry.get("last_completed_collective")], missing=-1)[0])
+            found |= {pg_ids[pg_id]: value} if value >= 0 else {}
     return found
 
 
@@ -346,7 +344,6 @@ class DumpReader:
 
     def read_json(self, data: bytes) -> Raw:
         """A JSON dump, also one that is cut short. Raises Unreadable for captures of stacks too."""
-        value: Any
         try:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -161,9 +161,8 @@ class _Salvager(_PythonUnpickler):
 
     def _make_dict(self) -> None:
         items = self.pop_mark()
-        made: dict[Any, Any] = {}
-        _pour(made, items)
-        self.append(made)
+        self.append({})
+        self._set_items(items)
 
     def _small_int(self) -> None:
         line = self.readline()[:-1]
