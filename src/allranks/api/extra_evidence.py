@@ -22,7 +22,7 @@ from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
 from allranks.model.trace import Frame, RankTrace
 
 if TYPE_CHECKING:  # only when there are captures: start-up counts
-    from allranks.model.stacks import Capture, StackFrame, StacksReport
+    from allranks.model.stacks import StackFrame, StacksReport
 
 MAX_TEXT_BYTES = 4 << 20
 #: Files of captures, as `allranks stacks` and people name them.
@@ -150,19 +150,15 @@ def with_evidence(result: Diagnosis, evidence: Evidence) -> Diagnosis:
         return result
     named = [rank for rank in result.verdict.ranks if rank in evidence.logs]
     if result.verdict.cause == "rank_died":  # others noticed that it was gone
-        named += [rank for rank, text in evidence.logs.items() if is_secondary(text) and rank not in named][
-            :2
-        ]
+        others = [rank for rank, text in evidence.logs.items() if is_secondary(text)]
+        named += [rank for rank in others if rank not in named][:2]
     lines = [f"the log of rank {rank} ends with: {evidence.logs[rank]}" for rank in named]
     lines += [f"NCCL RAS: {line}" for line in evidence.ras]
     if not lines:
         return result
     verdict = replace(result.verdict, evidence=(*result.verdict.evidence, *lines))
-    return replace(
-        result,
-        verdict=verdict,
-        findings=tuple(verdict if f is result.verdict else f for f in result.findings),
-    )
+    findings = tuple(verdict if f is result.verdict else f for f in result.findings)
+    return replace(result, verdict=verdict, findings=findings)
 
 
 def _texts(
@@ -213,23 +209,20 @@ def is_post_mortem(traces: list[RankTrace]) -> bool:
 def taken_ns(traces: list[RankTrace], roots: list[str]) -> int:
     """When black boxes were as they are: now, where one of them is still written to; the time of the copies where
     none is; 0 when nothing tells (a copy that kept the time of the original)."""
+    from allranks.blackbox.reader import boxes_of_process
+
     boxes = [trace for trace in traces if trace.kind.startswith("black box")]
     files = {trace.path: place for trace in boxes if (place := Places(roots).find(trace.path))}
     for trace in _local_boxes(boxes):
-        if _is_running(trace) and trace.path in files and _is_mapped(trace.header.pid, files[trace.path]):
-            return time.time_ns()
+        pid, place = trace.header.pid, files.get(trace.path)
+        if _is_running(trace) and place is not None:
+            # whether the process writes to this very file; taken for true where we may not look
+            hidden = not os.access(f"/proc/{pid}/maps", os.R_OK)
+            if hidden or any(os.path.samefile(box, place) for box in boxes_of_process(pid)):
+                return time.time_ns()
     newest = max((trace.header.written_ns for trace in boxes), default=0)
     copied = max((os.stat(place).st_mtime_ns for place in files.values()), default=0)
     return copied if copied > newest else 0
-
-
-def _is_mapped(pid: int, file: str) -> bool:
-    """Whether the process writes to this very file; True where we may not look."""
-    from allranks.blackbox.reader import boxes_of_process
-
-    if not os.access(f"/proc/{pid}/maps", os.R_OK):
-        return True
-    return any(os.path.samefile(box, file) for box in boxes_of_process(pid))
 
 
 def _gone(traces: list[RankTrace]) -> list[RankNow]:
@@ -277,13 +270,10 @@ def _captures(files: list[FileNote], places: Places, used: dict[str, str]) -> li
     if (by_content := read_by_content(sorted(others.items()))).processes:
         captures.append(by_content)
         used.update(dict.fromkeys(others, "stacks"))
-    return [classify(capture) for capture in ([join(captures)] if _are_disjoint(captures) else captures)]
-
-
-def _are_disjoint(captures: list[Capture]) -> bool:
-    """Whether they are parts of one, by folder or node: no rank is in two of them."""
+    # parts of one, by folder or node, where no rank is in two of them
     ranks = [process.rank for capture in captures for process in capture.processes if process.child is None]
-    return 0 < len(ranks) == len(set(ranks))
+    whole = 0 < len(ranks) == len(set(ranks))
+    return [classify(capture) for capture in ([join(captures)] if whole else captures)]
 
 
 def _frames(stack: tuple[StackFrame, ...]) -> tuple[Frame, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,7 +149,6 @@ class DiagnosisResult(PageResult):
 
     @property
     def sentence(self) -> str:
-        """The answer in one sentence."""
         from allranks.report.text import TextOptions, headline
 
         return headline(self.diagnosis, TextOptions())
@@ -185,7 +184,6 @@ class StacksResult(PageResult):
 
     @property
     def sentence(self) -> str:
-        """The answer in one sentence."""
         return self.report.sentence
 
     @property
@@ -236,11 +234,7 @@ class CheckpointIndex:
 
     def to_json(self) -> str:
         """As text."""
-        facts = {
-            name: getattr(self, name)
-            for name in ("path", "step", "epoch", "world_size", "metrics", "tensors")
-        }
-        return json.dumps(facts)
+        return json.dumps(asdict(self))
 
     def to_pandas(self) -> Any:
         """A DataFrame with one row per tensor."""
@@ -370,19 +364,14 @@ def load_checkpoint_index(address: str | Path, **options: str) -> CheckpointInde
             names = [tail] if name and has_manifest(store, name) else []
             names = names or ([] if name else [listed.name for listed in list_checkpoints(store)])
             if names:
-                with opened(store, names[-1]) as checkpoint:
-                    return _index(checkpoint)
+                with opened(store, names[-1]) as found:
+                    head, tensors = found.manifest, tensors_of(found)
+                facts = (head.step, head.epoch, head.world_size, dict(head.metrics))
+                return CheckpointIndex(found.path, *facts, tensors)
         finally:
             store.close()
     raise InputError(
         f"no checkpoint at {address}", hint="is the address right? `allranks checkpoint ls STORE` lists them"
-    )
-
-
-def _index(checkpoint: Opened) -> CheckpointIndex:
-    manifest, tensors = checkpoint.manifest, tensors_of(checkpoint)
-    return CheckpointIndex(
-        checkpoint.path, manifest.step, manifest.epoch, manifest.world_size, dict(manifest.metrics), tensors
     )
 
 

@@ -75,7 +75,9 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
             hint="\n".join([*last, f"The whole output: {log}"]),
         )
     say("title", "2. The same training undisturbed, in one process, to compare with")
-    reference = _reference(len(losses), out, options.timeout_s)
+    command = [sys.executable, str(TRAIN), "--reference", "--steps", str(len(losses)), "--out", str(out)]
+    subprocess.run(command, check=True, timeout=options.timeout_s)
+    reference = tuple(json.loads((out / "reference.json").read_text()))
     difference = max((abs(a - b) for a, b in zip(losses, reference, strict=True)), default=None)
     if reference:
         say("text", f"{len(reference)} steps: loss {reference[0]:.3f} → {reference[-1]:.3f}")
@@ -87,48 +89,34 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
     return DemoResult(drill, difference, tuple(losses), reference, identical, resharded, story)
 
 
-def _reference(steps: int, out: Path, timeout_s: float) -> tuple[float, ...]:
-    command = [sys.executable, str(TRAIN), "--reference", "--steps", str(steps), "--out", str(out)]
-    subprocess.run(command, check=True, timeout=timeout_s)
-    return tuple(json.loads((out / "reference.json").read_text()))
-
-
-class _Ending:
+def _ending(out: Path, say: Say) -> Say:
     """Hears the story and lets training end 20 steps after both culprits have healed."""
+    # two stories, which a slow machine may interleave
+    waiting = [["verdict: ", "rank 2 healed"], ["died of SIGKILL", "rank 1 healed"]]
 
-    def __init__(self, out: Path, say: Say) -> None:
-        self._out, self._say = out, say
-        # two stories, which a slow machine may interleave
-        self._waiting = [["verdict: ", "rank 2 healed"], ["died of SIGKILL", "rank 1 healed"]]
+    def hear(kind: str, text: str) -> None:
+        say(kind, text)
+        for story in [story for story in waiting if story[0] in text]:
+            story.pop(0)
+            if not story:
+                waiting.remove(story)
+                if not waiting:
+                    losses, _ = _compare(out)
+                    (out / "stop_at").write_text(str(len(losses) + 20))
 
-    def __call__(self, kind: str, text: str) -> None:
-        self._say(kind, text)
-        for story in self._waiting:
-            if story[0] in text:
-                story.pop(0)
-        if self._waiting and not all(self._waiting):
-            self._waiting = [story for story in self._waiting if story]
-            if not self._waiting:
-                losses, _ = _compare(self._out)
-                (self._out / "stop_at").write_text(str(len(losses) + 20))
+    return hear
 
 
 def _drill(options: DemoOptions, out: Path, say: Say) -> DrillResult:
-    plan = make_plan(
-        {
-            "faults": [
-                {"kind": "hang", "rank": 2, "at_step": options.hang_at},
-                {"kind": "kill", "rank": 1, "at_step": options.kill_at},
-            ]
-        },
-        ranks=REPLICAS,
-    )
+    hang = {"kind": "hang", "rank": 2, "at_step": options.hang_at}
+    kill = {"kind": "kill", "rank": 1, "at_step": options.kill_at}
+    plan = make_plan({"faults": [hang, kill]}, ranks=REPLICAS)
     folder = options.folder / "drill"
     command = [
         "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(options.notice_s), "--job", f"demo-{time.time_ns()}",
         str(TRAIN), "--steps", str(options.steps), "--pace-s", str(options.pace_s), "--out", str(out),
     ]  # fmt: skip
-    tail = _Tail(folder / "output.log", _Ending(out, say))
+    tail = _Tail(folder / "output.log", _ending(out, say))
     tail.start()
     try:
         return run_drill(plan, command, folder, timeout_s=options.timeout_s, quiet=True)
@@ -183,10 +171,9 @@ _RULES: tuple[tuple[str, str, str], ...] = (
 
 
 def notable(line: str) -> Iterator[tuple[str, str]]:
-    """The lines of a job's output that belong to the story, as (kind, text)."""
+    """The line of a job's output as (kind, text), if it belongs to the story."""
     for pattern, kind, shown in _RULES:
-        found = re.search(pattern, line)
-        if found:
+        if found := re.search(pattern, line):
             yield kind, found.expand(shown)
             return
 
@@ -211,9 +198,8 @@ def _compare(out: Path) -> tuple[list[float], bool]:
                 continue
             losses[entry["step"]] = entry["loss"]
             digests.setdefault(entry["step"], set()).add(entry["digest"])
-    return [losses[step] for step in sorted(losses)], bool(digests) and all(
-        len(d) == 1 for d in digests.values()
-    )
+    same = bool(digests) and all(len(seen) == 1 for seen in digests.values())
+    return [losses[step] for step in sorted(losses)], same
 
 
 def _reshard(folder: Path) -> bool:

@@ -123,45 +123,38 @@ def inject(manager: Manager, plan: FaultPlan, on_fire: Callable[[Fault], None] =
     _around(manager, "_vote", before=lambda: reach("before vote"), after=lambda: reach("after vote"))
     _around(manager, "should_commit", after=lambda: reach("before apply"))
     _around(manager, "_load_healed", before=lambda: reach("loading state"))
-    _around_vote(manager, injector)
+    real = manager._vote
+
+    def vote(attempt: StepAttempt) -> bool:
+        """Half vote: one other has heard us. Inside the vote: all others have, and we have heard nobody."""
+        if attempt.generation is not None:
+            _watch_tells(attempt.generation.box, injector)
+        return real(attempt)
+
+    manager._vote = vote  # type: ignore[method-assign]
     _when_open(manager, injector)
     return injector
 
 
-def _around_vote(manager: Manager, injector: Injector) -> None:
-    """Half vote: one other has heard us. Inside the vote: all others have, and we have heard nobody."""
-    real = manager._vote
-
-    def vote(attempt: StepAttempt) -> bool:
-        generation = attempt.generation
-        if generation is not None:
-            _watch_tells(generation.box, injector)
-        return real(attempt)
-
-    manager._vote = vote  # type: ignore[method-assign]
-
-
 def _when_open(manager: Manager, injector: Injector) -> None:
     """Regrouping and healing run in objects that exist only once the manager is open."""
-    real = manager._open
+    real, reach = manager._open, injector.reach
+
+    def watch_fetch(regrouper: Regrouper) -> None:
+        if regrouper.fetch is not None:
+            _around(regrouper.fetch, "_receive", before=lambda: reach("receiving state"))
 
     def opened() -> ManagerResources:
         fresh = manager._opened is None
         found = real()
         if fresh:
-            reach = injector.reach
             _around(found.regrouper, "_regroup", before=lambda: reach("regrouping"))
             _around(found.regrouper, "_connect", before=lambda: reach("connecting"))
             _around(found.server, "_send_stripe", before=lambda: reach("sending state"))
-            _around(found.regrouper, "_prepare_fetch", after=lambda: _watch_fetch(found.regrouper, injector))
+            _around(found.regrouper, "_prepare_fetch", after=lambda: watch_fetch(found.regrouper))
         return found
 
     manager._open = opened  # type: ignore[method-assign]
-
-
-def _watch_fetch(regrouper: Regrouper, injector: Injector) -> None:
-    if regrouper.fetch is not None:
-        _around(regrouper.fetch, "_receive", before=lambda: injector.reach("receiving state"))
 
 
 def _watch_tells(box: VoteMesh, injector: Injector) -> None:

@@ -25,7 +25,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from allranks.channel.frames import HeldPort, loopback
@@ -69,9 +68,7 @@ class Ranks:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -101,10 +98,7 @@ class Ranks:
     def join(self, timeout_s: float = 60.0) -> dict[int, Outcome]:
         """Waits for all ranks; ranks still running at the limit are killed and reported with exit -9."""
         deadline = time.monotonic() + timeout_s
-        outcomes = {}
-        for rank in sorted(self.pids):
-            outcomes[rank] = self._collect(rank, deadline)
-        return outcomes
+        return {rank: self._collect(rank, deadline) for rank in sorted(self.pids)}
 
     def values(self, timeout_s: float = 60.0) -> list[Any]:
         """Waits for all ranks, raises if any failed, and returns their values in rank order."""
@@ -146,9 +140,8 @@ class Ranks:
             gc.freeze()  # what the parent has not yet collected is not ours to close: its descriptors may be in use here
             # A child of pytest must not run its handlers or be interrupted by its alarm.
             signals.setitimer(signals.ITIMER_REAL, 0)
-            signals.signal(signals.SIGALRM, signals.SIG_DFL)
-            signals.signal(signals.SIGINT, signals.SIG_DFL)
-            signals.signal(signals.SIGTERM, signals.SIG_DFL)
+            for number in (signals.SIGALRM, signals.SIGINT, signals.SIGTERM):
+                signals.signal(number, signals.SIG_DFL)
             os.environ.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.world_size),
                 LOCAL_WORLD_SIZE=str(self.world_size), MASTER_ADDR=loopback(), MASTER_PORT=str(port),
@@ -176,16 +169,13 @@ class Ranks:
         import torch.distributed as dist
 
         dist.init_process_group(self.backend, timeout=timedelta(seconds=self.timeout_s))
-        self._meet(rank)
+        # one that ends before all are connected would break the connections that others still make
+        self._mark_path(rank, "connected").touch()
+        self.wait_for("connected", timeout_s=self.timeout_s)
         value = self.function(rank, self.world_size, *self.args)
         if dist.is_initialized():
             dist.destroy_process_group()
         return value
-
-    def _meet(self, rank: int) -> None:
-        """Waits until all ranks are connected: one that ends sooner would break the connections that others still make."""
-        self._mark_path(rank, "connected").touch()
-        self.wait_for("connected", timeout_s=self.timeout_s)
 
     def _collect(self, rank: int, deadline: float) -> Outcome:
         """Reads the result pipe to its end, then reaps the process; kills it at the deadline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -96,13 +97,9 @@ def run_drill(
     """Runs the command with the plan's faults preloaded into its ranks, to its end, the limit, or `until`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(plan.to_json())
-    environment = {
-        **os.environ,
-        "ALLRANKS_DRILL": str(folder.absolute()),
-        "ALLRANKS_PRELOAD": ",".join(
-            filter(None, (os.environ.get("ALLRANKS_PRELOAD"), "allranks.drill.preload"))
-        ),
-    }
+    preload = ",".join(filter(None, (os.environ.get("ALLRANKS_PRELOAD"), "allranks.drill.preload")))
+    own = {"ALLRANKS_DRILL": str(folder.absolute()), "ALLRANKS_PRELOAD": preload}
+    environment = {**os.environ, **own}
     words = with_incidents(command, folder / "incidents")
     with open(folder / "output.log", "wb") as log:
         target = log if quiet else sys.stderr
@@ -145,7 +142,12 @@ def judge_drill(plan: DrillPlan, folder: Path, exit_code: int) -> DrillResult:
     """Reads what the ranks and the agent left behind, and compares it with the plan."""
     incidents = read_incidents(folder / "incidents")
     marks = read_marks(folder)
-    fired = [_read_fired(folder, index) for index in range(len(plan.faults))]
+    fired: list[FiredFault | None] = []
+    for index in range(len(plan.faults)):
+        try:
+            fired.append(json.loads((folder / f"fired.{index}").read_text()))
+        except (OSError, ValueError):  # it did not fire
+            fired.append(None)
     own = match_incidents(plan.faults, [None if f is None else float(f["at"]) for f in fired], incidents)
     results = [
         _judge_fault(fault, facts, own.get(index), marks)
@@ -178,15 +180,6 @@ def read_marks(folder: Path) -> Marks:
     return found
 
 
-def _read_fired(folder: Path, index: int) -> FiredFault | None:
-    """When and where a fault fired; None when it did not."""
-    try:
-        found: FiredFault = json.loads((folder / f"fired.{index}").read_text())
-        return found
-    except (OSError, ValueError):
-        return None
-
-
 def match_incidents(
     faults: Sequence[DrillFault], fired_at: Sequence[float | None], incidents: Sequence[Story]
 ) -> dict[int, Story]:
@@ -217,11 +210,9 @@ def is_right(fault: DrillFault, verdict: Story | None) -> bool:
     ranks = found.get("ranks")
     # of a cut between all that is left, no rank is guilty
     named = ranks == [fault.rank] or (fault.kind == "partition" and ranks == [])
-    causes = KINDS[fault.kind][1]
     # a rank that restores its state has made no call yet
-    return named and (
-        found.get("cause") in causes or (fault.at == "heal" and found.get("cause") == "not_started")
-    )
+    causes = KINDS[fault.kind][1] | ({"not_started"} if fault.at == "heal" else set())
+    return named and found.get("cause") in causes
 
 
 def _judge_fault(
@@ -244,9 +235,8 @@ def _judge_fault(
 
 
 def _noticed(incident: Story) -> float:
-    return float(
-        min([m["at"] for m in incident["timeline"] if m["name"] == "noticed"] or [incident["opened"]])
-    )
+    times = [moment["at"] for moment in incident["timeline"] if moment["name"] == "noticed"]
+    return float(min(times or [incident["opened"]]))
 
 
 def _recovered(fault: DrillFault, at: float, marks: Marks) -> float | None:
@@ -256,12 +246,8 @@ def _recovered(fault: DrillFault, at: float, marks: Marks) -> float | None:
         if rank == fault.rank:
             continue
         before = max((e["step"] for e in entries if "step" in e and e["at"] <= at), default=-1)
-        later = [
-            e["at"]
-            for e in entries
-            if "step" in e and e["at"] > at and e["step"] > max(before, fault.at_step)
-        ]
-        times += later[:1]
+        new = max(before, fault.at_step) + 1
+        times += [e["at"] for e in entries if "step" in e and e["at"] > at and e["step"] >= new][:1]
     return min(times) - at if times else None
 
 
@@ -271,41 +257,33 @@ def find_identical(marks: Marks) -> bool | None:
     The script's own `digest` is compared with its like, and so is the `state` that was told without its help.
     """
     seen: dict[tuple[str, int, int], list[str]] = {}
-    for entries in marks.values():
-        for entry in entries:
-            for name in _REPORTS:
-                if name in entry and "at_step" in entry:
-                    seen.setdefault((name, entry.get("part", 0), entry["at_step"]), []).append(entry[name])
+    for entry in itertools.chain.from_iterable(marks.values()):
+        for name in _REPORTS:
+            if name in entry and "at_step" in entry:
+                seen.setdefault((name, entry.get("part", 0), entry["at_step"]), []).append(entry[name])
     compared = [reports for reports in seen.values() if len(reports) > 1]
     return all(len(set(reports)) == 1 for reports in compared) if compared else None
 
 
 def find_lost_steps(marks: Marks) -> int | None:
     """Steps that no rank began, below the last one that any began."""
-    steps = {entry["step"] for entries in marks.values() for entry in entries if "step" in entry}
+    steps = {entry["step"] for entry in itertools.chain.from_iterable(marks.values()) if "step" in entry}
     return (max(steps) - min(steps) + 1 - len(steps)) if steps else None
 
 
 def _samples(marks: Marks) -> dict[str, int | None]:
     """Lost and repeated samples, from the scripts' own reports of committed samples."""
-    seen: dict[int, int] = {}
-    steps: dict[int, set[int]] = {}
+    steps: dict[int, set[int]] = {}  # of each sample
     total: int | None = None
-    for entries in marks.values():
-        for entry in entries:
-            for sample in entry.get("samples", ()):
-                at_step = entry.get("at_step", -1)
-                if at_step not in steps.setdefault(sample, set()):
-                    steps[sample].add(at_step)
-                    seen[sample] = seen.get(sample, 0) + 1
-            total = entry.get("all_samples", total)
-    if not seen:
+    for entry in itertools.chain.from_iterable(marks.values()):
+        for sample in entry.get("samples", ()):
+            steps.setdefault(sample, set()).add(entry.get("at_step", -1))
+        total = entry.get("all_samples", total)
+    if not steps:
         return {"lost_samples": None, "repeated_samples": None}
-    expected = total if total is not None else max(seen) + 1
-    return {
-        "lost_samples": sum(1 for sample in range(expected) if sample not in seen),
-        "repeated_samples": sum(count - 1 for count in seen.values()),
-    }
+    expected = total if total is not None else max(steps) + 1
+    lost = sum(sample not in steps for sample in range(expected))
+    return {"lost_samples": lost, "repeated_samples": sum(len(seen) - 1 for seen in steps.values())}
 
 
 @contextmanager

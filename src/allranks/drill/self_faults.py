@@ -27,10 +27,6 @@ def inject(kind: str, for_s: float) -> None:
     FAULTS[kind](for_s)
 
 
-def _raise(for_s: float) -> None:
-    raise RuntimeError("a fault of the plan: this rank raises")
-
-
 def _stop(for_s: float) -> None:
     if for_s:
         _stop_for([os.getpid()], for_s)
@@ -68,10 +64,6 @@ def _lock(for_s: float) -> None:
         thread.join(for_s or None)
 
 
-def _gil(for_s: float) -> None:
-    ctypes.PyDLL(None).sleep(int(for_s) or 100_000)  # PyDLL keeps the GIL during the call
-
-
 def _loader(for_s: float) -> None:
     from torch.utils.data import DataLoader, Dataset
 
@@ -86,15 +78,28 @@ def _loader(for_s: float) -> None:
     next(iter(DataLoader(Sleepy(), num_workers=1)))
 
 
+def _raise(for_s: float) -> None:
+    raise RuntimeError("a fault of the plan: this rank raises")
+
+
+def _gil(for_s: float) -> None:
+    ctypes.PyDLL(None).sleep(int(for_s) or 100_000)  # PyDLL keeps the GIL during the call
+
+
 def _subprocess(for_s: float) -> None:
     subprocess.run([sys.executable, "-c", f"import time; time.sleep({for_s or 1e6})"], check=False)
 
 
 def _queue(for_s: float) -> None:
-    try:
+    with contextlib.suppress(queue.Empty):
         queue.Queue[int]().get(timeout=for_s or None)
-    except queue.Empty:
-        pass
+
+
+def _extra(for_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(3))
 
 
 def _fifo(for_s: float) -> None:
@@ -134,13 +139,6 @@ def _recv(for_s: float) -> None:
     import torch.distributed as dist
 
     dist.recv(torch.empty(1), src=(dist.get_rank() + 1) % dist.get_world_size())
-
-
-def _extra(for_s: float) -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.ones(3))
 
 
 def _pause(for_s: float) -> None:
@@ -185,7 +183,10 @@ def _stop_for(pids: list[int], seconds: float) -> None:
 
 def _cut_connections(pid: int) -> int:
     """Shuts all connections of a process; returns how many there were."""
-    copies = [_copy_of(pid, int(name)) for name in _listing(f"/proc/{pid}/fd")]
+    try:
+        copies = [_copy_of(pid, int(name)) for name in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return 0
     return sum(_shut(fd) for fd in copies if fd >= 0)
 
 
@@ -222,13 +223,6 @@ def _copy_of(pid: int, fd: int) -> int:
         return int(ctypes.CDLL(None).syscall(PIDFD_GETFD, handle, fd, 0))
     finally:
         os.close(handle)
-
-
-def _listing(path: str) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []
 
 
 FAULTS: dict[str, Callable[[float], object]] = {
