@@ -72,12 +72,30 @@ def _verify(checkpoint: Opened) -> Verified:
     shards, bad = list(checkpoint.shards()), _damaged_files(checkpoint)
     found: dict[int, str] = {}
     whole = [(number, shard) for number, shard in enumerate(shards) if shard[1].file not in bad]
-    in_threads(cores(), whole, lambda: _Verifier(checkpoint, found))
+
+    def verifier() -> Callable[[tuple[int, tuple[Index, StoredShard]]], None]:
+        """Checks one shard after the other and notes what is wrong. One per thread."""
+        scratch = memoryview(bytearray(READ_BYTES))
+
+        def verify(numbered: tuple[int, tuple[Index, StoredShard]]) -> None:
+            number, (index, stored) = numbered
+            try:
+                if checkpoint.source(stored.file).wide_reads:
+                    checkpoint.read_shard(index, stored, memoryview(bytearray(stored.shard.bytes)))
+                else:
+                    checkpoint.check_run([(index, stored)], scratch)
+            except CheckpointDamaged as error:
+                found[number] = error.reason
+            except OSError as error:
+                found[number] = f"{stored.file}: {reason_of(error)}"
+
+        return verify
+
+    in_threads(cores(), whole, verifier)
     problems = [*bad.values(), *(found[number] for number in sorted(found))]
     total = sum(stored.shard.bytes for _, stored in shards)
-    return Verified(
-        checkpoint.path, checkpoint.manifest.step, len(shards), total, tuple(dict.fromkeys(problems))
-    )
+    step, different = checkpoint.manifest.step, tuple(dict.fromkeys(problems))
+    return Verified(checkpoint.path, step, len(shards), total, different)
 
 
 def _damaged_files(checkpoint: Opened) -> dict[str, str]:
@@ -92,27 +110,6 @@ def _damaged_files(checkpoint: Opened) -> dict[str, str]:
         except OSError as error:
             bad[file] = f"{file}: {reason_of(error)}"
     return bad
-
-
-class _Verifier:
-    """Checks one shard after the other and notes what is wrong. One per thread."""
-
-    def __init__(self, checkpoint: Opened, found: dict[int, str]) -> None:
-        self.checkpoint = checkpoint
-        self.found = found
-        self.scratch = memoryview(bytearray(READ_BYTES))
-
-    def __call__(self, numbered: tuple[int, tuple[Index, StoredShard]]) -> None:
-        number, (index, stored) = numbered
-        try:
-            if self.checkpoint.source(stored.file).wide_reads:
-                self.checkpoint.read_shard(index, stored, memoryview(bytearray(stored.shard.bytes)))
-            else:
-                self.checkpoint.check_run([(index, stored)], self.scratch)
-        except CheckpointDamaged as error:
-            self.found[number] = error.reason
-        except OSError as error:
-            self.found[number] = f"{stored.file}: {reason_of(error)}"
 
 
 def _copy_part(checkpoint: Opened, index: Index, target: Store, attempt: Attempt) -> Part:

@@ -19,6 +19,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from allranks.checkpoint.state import (
     CheckpointState,
     create_checkpoint_state,
     restore_rng_states,
+    unwrap,
     whole_number,
 )
 from allranks.checkpoint.stores.backends import Backend, MemorySnapshotBackend, NVMeBackend, S3Backend
@@ -43,7 +45,7 @@ log = logging.getLogger("allranks.checkpoint")
 Tier = CheckpointTier
 
 
-class CheckpointManager:
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """See the module. `process_group`: the ranks that hold one model together (default: all)."""
 
     def __init__(self, config: CheckpointConfig | None = None, process_group: Any = None) -> None:
@@ -51,7 +53,10 @@ class CheckpointManager:
         self.group = RankGroup(process_group, config.commit_timeout_s)
         self.memory_backend = MemorySnapshotBackend(config.max_snapshots, config.max_memory_mb)
         self.nvme_backend = NVMeBackend(str(config.nvme_path)) if config.nvme_path is not None else None
-        self.s3_backend = _s3(config) if config.s3_bucket else None
+        self.s3_backend: S3Backend | None = None
+        if config.s3_bucket:
+            place, endpoint = (config.s3_bucket, config.s3_prefix, config.s3_region), config.s3_endpoint_url
+            self.s3_backend = S3Backend(*place, endpoint_url=endpoint, options=config.s3_options)
         known: dict[Tier, Backend | None] = {Tier.NVME: self.nvme_backend, Tier.S3: self.s3_backend}
         backends = {tier: backend for tier, backend in known.items() if backend is not None}
         self.places = TierLocations(config, self.group, {tier: one.spec for tier, one in backends.items()})
@@ -71,9 +76,6 @@ class CheckpointManager:
     def skipped(self) -> int:
         """How many saves were left out because the one before still ran."""
         return self.coordinator.skipped
-
-    def __enter__(self) -> CheckpointManager:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -174,7 +176,12 @@ class CheckpointManager:
         memory. Every rank calls it. Safe to call twice."""
         try:
             if self.config.save_on_close and sys.exc_info()[0] is None:
-                self._try_to_save_last()
+                try:
+                    self._save_last()
+                except RuntimeError as error:  # of gloo: another rank is gone
+                    first = (str(error).splitlines() or [""])[0][:200]
+                    text = "step %d is not saved at the end: another rank does not answer (%s)"
+                    log.warning(text, self._last_step, first)
             self.wait_for_pending_saves(timeout_s)
         finally:
             for hook in self._hooks:
@@ -183,15 +190,6 @@ class CheckpointManager:
             self.saves.helper.close()
             self.memory_backend.clear()
             self.memory_backend.pool.close()
-
-    def _try_to_save_last(self) -> None:
-        try:
-            self._save_last()
-        except RuntimeError as error:  # of gloo: another rank is gone
-            first = (str(error).splitlines() or [""])[0][:200]
-            log.warning(
-                "step %d is not saved at the end: another rank does not answer (%s)", self._last_step, first
-            )
 
     def _save_last(self) -> None:
         state, self._last = self._last, None
@@ -252,8 +250,7 @@ class CheckpointManager:
         self._last = None  # the model is no longer what that step left
         start_fresh(self.places, os.environ)
         loader = self._loader(tier, missing_ok)
-        live = Live(model, optimizer, lr_scheduler, strict=strict, check_first=check_first)
-        state = loader.load_newest(live)
+        state = loader.load_newest(Live(unwrap(model), optimizer, lr_scheduler, strict, check_first))
         self.restored_from = CheckpointTier[loader.taken.tier] if loader.taken is not None else None
         if state is not None and restore_rng:
             restore_rng_states(state.rng_states)
@@ -272,8 +269,8 @@ class CheckpointManager:
         specs = self.places.specs()
         wanted = {one.name: spec for one, spec in specs.items() if tier is None or one is tier}
         memory = self.memory_backend if tier is None or tier is Tier.MEMORY else None
-        ignore = self.config.on_unreachable == "ignore"
         config = self.config
+        ignore = config.on_unreachable == "ignore"
         rules = RestoreRules(config.job, config.from_job, config.wait_for_stores_s, ignore, missing_ok)
         return Loader(self.group, wanted, memory, rules, self.coordinator.given)
 
@@ -282,13 +279,3 @@ class CheckpointManager:
         if self.coordinator.copy is not None:
             self.coordinator.copy.join()
         self.saves.wait(self.config.commit_timeout_s)
-
-
-def _s3(config: CheckpointConfig) -> S3Backend:
-    return S3Backend(
-        config.s3_bucket or "",
-        config.s3_prefix,
-        config.s3_region,
-        endpoint_url=config.s3_endpoint_url,
-        options=config.s3_options,
-    )

@@ -121,9 +121,8 @@ def _choose(args: argparse.Namespace) -> list[Header]:
         )
     if args.list:
         return found
-    if args.pid:  # without the boxes of ended processes whose number a running one has now
-        running = {header.pid for header in found if _state(header) == "running"}
-        found = [header for header in found if header.pid not in running or _state(header) == "running"]
+    if args.pid:
+        found = _of_these_processes(found)
     elif not (args.path or args.job):
         found = _only_job(found)
     return found if args.all_attempts or args.pid else _newest(found)
@@ -140,6 +139,12 @@ def _only_job(headers: list[Header]) -> list[Header]:
             hint="Choose one with --job; `allranks dump --list` shows their ranks.",
         )
     return [header for header in headers if header.path.parent in jobs]
+
+
+def _of_these_processes(headers: list[Header]) -> list[Header]:
+    """Without the boxes of ended processes whose number a running one has now."""
+    running = {header.pid for header in headers if _state(header) == "running"}
+    return [header for header in headers if header.pid not in running or _state(header) == "running"]
 
 
 def _sources(args: argparse.Namespace) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,33 +20,25 @@ from allranks.checkpoint.restore.tensor_reader import (
     targets_of,
 )
 from allranks.checkpoint.save.snapshot import StateSnapshot
-from allranks.checkpoint.state import FROM_THE_FIRST, PER_RANK, CheckpointState, StateDict, state_of, unwrap
+from allranks.checkpoint.state import FROM_THE_FIRST, PER_RANK, CheckpointState, StateDict, state_of
 from allranks.checkpoint.stores import Store, hint_for, reason_of
 from allranks.checkpoint.tensors import flatten, local_parts, tensor_names, unflatten
 from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
 
 
+@dataclass
 class Live:
     """The parts of a job that a restore writes into, and how.
 
     `check_first`: nothing is written before every byte was found right. `torn` while they hold a part of something.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        lr_scheduler: LRScheduler | None = None,
-        *,
-        strict: bool = True,
-        check_first: bool = False,
-    ) -> None:
-        self.model = unwrap(model)
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.strict = strict
-        self.check_first = check_first
-        self.torn = False
+    model: torch.nn.Module  # without its wrappers
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: LRScheduler | None
+    strict: bool
+    check_first: bool
+    torn: bool = False
 
 
 def load_state(store: Store, name: str, rank: int) -> CheckpointState:
@@ -86,9 +79,8 @@ def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], Chec
         existing, new = _optimizer_targets(checkpoint, live, common)
         kept.update(existing)
         private = [name for part in own.values() for name in tensor_names(part)]
-        others = [
-            name for name in tensor_names(_without_model(common)) if name not in kept and name not in new
-        ]
+        outside = {k: value for k, value in common.items() if k not in ("model_state_dict", *PER_RANK)}
+        others = [name for name in tensor_names(outside) if name not in kept and name not in new]
         rest = new_targets(checkpoint, [*others, *private])
         tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
         state = _assemble(common, own, rank, tensors)
@@ -232,10 +224,6 @@ def _install(live: Live, state: CheckpointState) -> None:
         live.optimizer.load_state_dict(state.optimizer_state_dict)
     if live.lr_scheduler is not None and state.lr_scheduler_state_dict:
         live.lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
-
-
-def _without_model(common: StateDict) -> StateDict:
-    return {key: value for key, value in common.items() if key not in ("model_state_dict", *PER_RANK)}
 
 
 class _Lenient(dict[str, torch.Tensor]):

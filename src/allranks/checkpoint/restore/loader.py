@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,27 +36,18 @@ log = logging.getLogger("allranks.checkpoint")
 T = TypeVar("T")
 
 
+@dataclass
 class Loader:
-    """One load. `stores` are the tiers to look in; `memory` None leaves the memory tier out."""
+    """One load. `specs` are the tiers to look in; `memory` None leaves the memory tier out."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        stores: Mapping[str, StoreSpec],
-        memory: MemorySnapshotBackend | None,
-        rules: candidates.RestoreRules | None = None,
-        given: Mapping[str, int] | None = None,
-    ) -> None:
-        self.group = group
-        self.specs = stores
-        self.memory = memory
-        self.rules = rules or candidates.RestoreRules()
-        self.given = dict(given or {})  # tier → newest step that this process has handed to it
-        self.taken: candidates.RestoreCandidate | None = None  # what `load_newest` has loaded
-        self._torn: candidates.RestoreCandidate | None = (
-            None  # what a live model holds no more than a part of
-        )
-        self._stores: dict[str, Store] = {}
+    group: RankGroup
+    specs: Mapping[str, StoreSpec]
+    memory: MemorySnapshotBackend | None
+    rules: candidates.RestoreRules
+    given: Mapping[str, int]  # tier → newest step that this process has handed to it
+    taken: candidates.RestoreCandidate | None = None  # what `load_newest` has loaded
+    _torn: candidates.RestoreCandidate | None = None  # what a live model holds no more than a part of
+    _stores: dict[str, Store] = field(default_factory=dict)
 
     def load_newest(self, into: Live | None) -> CheckpointState | None:
         """Tries what all ranks can see, newest first; None when every tier says that it is empty. Collective."""
@@ -98,15 +90,14 @@ class Loader:
         self, tried: list[str], unread: list[candidates.RestoreCandidate], into: Live | None
     ) -> errors.CheckpointLoadError:
         if unread:
-            spec = self.specs[unread[0].tier]
-            address = spec.url
+            tier = unread[0].tier
+            spec = self.specs[tier]
+            hint = hint_for(OSError(), tier, spec.url, spec.options)
             return errors.CheckpointUnreachable(
-                f"[{unread[0].tier}] {address} stopped answering: {'; '.join(tried)}. Nothing older was restored"
+                f"[{tier}] {spec.url} stopped answering: {'; '.join(tried)}. Nothing older was restored"
                 + self._left(into),
-                path=address,
-                hint=hint_for(OSError(), unread[0].tier, address, spec.options)
-                + "\n"
-                + candidates.AFTER_UNREACHABLE,
+                path=spec.url,
+                hint=f"{hint}\n{candidates.AFTER_UNREACHABLE}",
             )
         return errors.CheckpointLoadError(
             "every checkpoint is bad: " + "; ".join(tried) + self._left(into),
@@ -141,7 +132,7 @@ class Loader:
 
     def _list_tiers(self) -> tuple[candidates.StoreLister, candidates.TiersSeen]:
         """Every checkpoint with a whole manifest that this rank can see; damaged ones go into quarantine."""
-        lister, seen = candidates.StoreLister(self.rules), candidates.TiersSeen(given=self.given)
+        lister, seen = candidates.StoreLister(self.rules), candidates.TiersSeen(given=dict(self.given))
         if self.memory is not None:
             seen.found["MEMORY"] = [(str(step), step) for step in self.memory.steps()]
             seen.unusable += [
@@ -206,8 +197,12 @@ class Loader:
             error = caught
         kind = "" if error is None else kind_of_failure(error, candidate.tier)
         outcomes = self.group.gather([kind, "" if error is None else reason_of(error)])
-        if isinstance(error, errors.CheckpointDamaged):
-            self._put_away(candidate, error.reason)
+        if isinstance(error, errors.CheckpointDamaged) and candidate.tier != "MEMORY":
+            self._quarantine(self._stores[candidate.tier], candidate.name, error.reason)
+        elif isinstance(error, errors.CheckpointDamaged) and self.memory is not None:
+            self.memory.drop(candidate.step, error.reason)
+            text = "[MEMORY] the snapshot of step %d is damaged (%s): dropped"
+            log.warning(text, candidate.step, error.reason)
         self._raise_misfit(outcomes, error, candidate)
         bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind]
         return result, "; ".join(bad), {kind for kind, _ in outcomes if kind}
@@ -221,9 +216,8 @@ class Loader:
         if isinstance(error, errors.AllranksError) and kind_of_failure(error, candidate.tier) == "misfit":
             raise error
         texts = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
-        raise errors.CheckpointLoadError(
-            "; ".join(texts), tier=candidate.tier, path=candidate.name
-        ) from error
+        text = "; ".join(texts)
+        raise errors.CheckpointLoadError(text, tier=candidate.tier, path=candidate.name) from error
 
     def _prepare(
         self, candidate: candidates.RestoreCandidate, into: Live | None, held: ExitStack
@@ -245,14 +239,6 @@ class Loader:
         held.callback(snapshot.release)
         snapshot.check()
         return snapshot.to_state if into is None else lambda: copy_into(snapshot, into)
-
-    def _put_away(self, candidate: candidates.RestoreCandidate, reason: str) -> None:
-        """Takes a damaged candidate out of sight: a file into quarantine, memory back to the pool."""
-        if candidate.tier != "MEMORY":
-            self._quarantine(self._stores[candidate.tier], candidate.name, reason)
-        elif self.memory is not None:
-            self.memory.drop(candidate.step, reason)
-            log.warning("[MEMORY] the snapshot of step %d is damaged (%s): dropped", candidate.step, reason)
 
     def _quarantine(self, store: Store, name: str, reason: str) -> None:
         where = ""

@@ -87,7 +87,7 @@ class Opened:
         with self._whole(last):
             self.source(first.file).read_views(first.start, [view for _, _, view in run])
         for index, stored, view in run:
-            self._compare(checksums.checksum(view, index.algorithm), stored)
+            self.check(index, stored, view)
 
     def check_run(
         self, run: Sequence[tuple[manifests.Index, manifests.StoredShard]], scratch: memoryview
@@ -111,6 +111,13 @@ class Opened:
     def check(self, index: manifests.Index, stored: manifests.StoredShard, view: memoryview) -> None:
         """Checks bytes that were read some other way."""
         self._compare(checksums.checksum(view, index.algorithm), stored)
+
+    def _compare(self, found: str, stored: manifests.StoredShard) -> None:
+        if self.progress is not None:
+            self.progress(stored.shard.bytes)
+        if found != stored.checksum:
+            where = f"{stored.shard.name} in {stored.file} at byte {stored.start}"
+            raise self._damaged(f"{where} does not match its checksum", stored.shard.name)
 
     def close(self) -> None:
         for source in self._sources.values():
@@ -139,13 +146,6 @@ class Opened:
         except EOFError as error:
             raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
 
-    def _compare(self, found: str, stored: manifests.StoredShard) -> None:
-        if self.progress is not None:
-            self.progress(stored.shard.bytes)
-        if found != stored.checksum:
-            where = f"{stored.shard.name} in {stored.file} at byte {stored.start}"
-            raise self._damaged(f"{where} does not match its checksum", stored.shard.name)
-
     def _read_parallel(self, source: DataReader, start: int, view: memoryview) -> None:
         if len(view) <= REQUEST_BYTES:
             source.read_into(start, view)
@@ -161,22 +161,20 @@ class Opened:
             job.result()
 
     def _open(self, file: str) -> DataReader:
-        known = next(((f, i.algorithm) for i in self.indexes for f in i.files if f.file == file), None)
         try:
             source = self.open_file(file) if self.open_file else self.store.open(self.name, file)
         except FileNotFoundError as error:
             raise self._damaged(f"{file} is missing", file) from error
-        if known is not None:
-            self._check_file(source, *known)
+        known = next(((one, i.algorithm) for i in self.indexes for one in i.files if one.file == file), None)
+        if known is not None:  # else it is of another checkpoint
+            expected, algorithm = known
+            if source.bytes != expected.bytes:
+                raise self._damaged(f"{file} has {source.bytes} bytes instead of {expected.bytes}", file)
+            header = memoryview(bytearray(expected.header_bytes))
+            source.read_into(0, header)
+            if checksums.checksum(header, algorithm) != expected.header_checksum:
+                raise self._damaged(f"the header of {file} does not match its checksum", file)
         return source
-
-    def _check_file(self, source: DataReader, known: manifests.DataFile, algorithm: str) -> None:
-        if source.bytes != known.bytes:
-            raise self._damaged(f"{known.file} has {source.bytes} bytes instead of {known.bytes}", known.file)
-        header = memoryview(bytearray(known.header_bytes))
-        source.read_into(0, header)
-        if checksums.checksum(header, algorithm) != known.header_checksum:
-            raise self._damaged(f"the header of {known.file} does not match its checksum", known.file)
 
     def _damaged(self, reason: str, key: str) -> CheckpointDamaged:
         return CheckpointDamaged(
@@ -203,7 +201,12 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
                 path=store.path_of(name),
                 hint=f"of another program? allranks checkpoint import {quoted(store.path_of(name))} STORE",
             ) from error
-        checkpoint = Opened(store, name, manifest, _read_indexes(store, name, manifest), progress)
+        if len(manifest.parts) == 1:
+            indexes = [_read_index(store, name, manifest.parts[0])]
+        else:
+            with ThreadPoolExecutor(REQUESTS, "allranks-index") as pool:
+                indexes = list(pool.map(partial(_read_index, store, name), manifest.parts))
+        checkpoint = Opened(store, name, manifest, tuple(indexes), progress)
         stack.callback(checkpoint.close)
         yield checkpoint
 
@@ -241,13 +244,6 @@ def neighbours(
             file, start = stored.file, stored.start
         end = stop
     return runs
-
-
-def _read_indexes(store: Store, name: str, manifest: manifests.Manifest) -> tuple[manifests.Index, ...]:
-    if len(manifest.parts) == 1:
-        return (_read_index(store, name, manifest.parts[0]),)
-    with ThreadPoolExecutor(REQUESTS, "allranks-index") as pool:
-        return tuple(pool.map(lambda part: _read_index(store, name, part), manifest.parts))
 
 
 def _read_index(store: Store, name: str, part: manifests.Part) -> manifests.Index:

@@ -176,15 +176,11 @@ def require(checkpoint: Opened, names: Iterable[str]) -> None:
 
 
 def stored_dtype(shard: Shard) -> torch.dtype:
-    if shard.view:
-        found = getattr(torch, shard.view, None)
-        if not isinstance(found, torch.dtype):
-            raise CheckpointValidationError(
-                f"{shard.name} is of type '{shard.view}', which this torch does not know",
-                hint="upgrade torch",
-            )
-        return found
-    return TORCH_DTYPES[shard.dtype]
+    found = getattr(torch, shard.view, None) if shard.view else TORCH_DTYPES[shard.dtype]
+    if not isinstance(found, torch.dtype):
+        problem = f"{shard.name} is of type '{shard.view}', which this torch does not know"
+        raise CheckpointValidationError(problem, hint="upgrade torch")
+    return found
 
 
 def empty_for(shard: Shard, whole: bool = False) -> torch.Tensor:
@@ -273,11 +269,8 @@ def prepare(checkpoint: Opened, items: Sequence[ReadItem]) -> Prepared:
     Raises CheckpointDamaged if any byte is not what was written.
     """
     # opened and checked here, not in several threads at once
-    far = {
-        file
-        for file in dict.fromkeys(item.stored.file for item in items)
-        if checkpoint.source(file).wide_reads
-    }
+    files = dict.fromkeys(item.stored.file for item in items)
+    far = {file for file in files if checkpoint.source(file).wide_reads}
     near = [item for item in items if item.stored.file not in far] if far else items
     live = _runs([item for item in near if item.live], TOGETHER_BYTES)
     new = _runs([item for item in near if not item.live], TOGETHER_BYTES)
@@ -288,11 +281,11 @@ def prepare(checkpoint: Opened, items: Sequence[ReadItem]) -> Prepared:
     return Prepared(checkpoint, live, staged)
 
 
+@dataclass
 class _Read:
     """Reads and checks runs in a row; what goes into live tensors is only checked. One per thread, as the others."""
 
-    def __init__(self, checkpoint: Opened) -> None:
-        self.checkpoint = checkpoint
+    checkpoint: Opened
 
     @cached_property
     def scratch(self) -> memoryview:
@@ -327,12 +320,12 @@ def _put(item: ReadItem, read: Callable[[Index, StoredShard, memoryview], None])
     item.place(whole)
 
 
+@dataclass
 class _Fetch:
     """Fetches runs of neighbours with few requests; keeps what is meant for live tensors."""
 
-    def __init__(self, checkpoint: Opened, staged: list[tuple[ReadItem, torch.Tensor]]) -> None:
-        self.checkpoint = checkpoint
-        self.staged = staged
+    checkpoint: Opened
+    staged: list[tuple[ReadItem, torch.Tensor]]
 
     def __call__(self, run: list[ReadItem]) -> None:
         if len(run) == 1 and not run[0].live:
@@ -362,17 +355,13 @@ class _Fetch:
         for item in run:
             at, shard = item.stored.start - first.start, item.stored.shard
             self.checkpoint.check(item.index, item.stored, view[at : at + shard.bytes])
-            yield item, _tensor_over(buffer, at, item)
-
-
-def _tensor_over(buffer: bytearray, at: int, item: ReadItem) -> torch.Tensor:
-    """A shard as a tensor over the bytes it came in."""
-    shard = item.stored.shard
-    if not shard.bytes:
-        return empty_for(shard)
-    dtype = stored_dtype(shard)
-    count = shard.bytes // dtype.itemsize
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shard.sizes)
+            dtype = stored_dtype(shard)
+            count = shard.bytes // dtype.itemsize
+            # a tensor over the bytes it came in; there is none over no bytes
+            over = (
+                torch.frombuffer(buffer, dtype=dtype, count=count, offset=at) if count else empty_for(shard)
+            )
+            yield item, over.view(shard.sizes)
 
 
 def _rows(runs: Sequence[list[ReadItem]]) -> list[list[list[ReadItem]]]:

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.checkpoint.checksum import best_algorithm
@@ -33,27 +34,23 @@ log = logging.getLogger("allranks.checkpoint")
 _MB = 1 << 20
 
 
+@dataclass(eq=False)
 class MemorySnapshotBackend:
     """Keeps the newest `max_snapshots` snapshots; the oldest makes room. `max_memory_mb` None: no bound.
 
     A warning is logged from `memory_warning_threshold` of the bound on.
     """
 
-    def __init__(
-        self,
-        max_snapshots: int = 2,
-        max_memory_mb: float | None = None,
-        memory_warning_threshold: float = 0.8,
-        pool: ArenaPool | None = None,
-    ) -> None:
-        self.max_snapshots = max_snapshots
-        self.max_memory_mb = max_memory_mb
-        self.memory_warning_threshold = memory_warning_threshold
-        self.pool = pool or ArenaPool()
-        self._snapshots: list[StateSnapshot] = []
-        self._lock = threading.Lock()
-        self._planner = Planner(RankGroup())
-        self.damaged: dict[int, str] = {}  # step → why its snapshot was dropped, until there is a new one
+    max_snapshots: int = 2
+    max_memory_mb: float | None = None
+    memory_warning_threshold: float = 0.8
+    pool: ArenaPool = field(default_factory=ArenaPool)
+    damaged: dict[int, str] = field(
+        default_factory=dict
+    )  # step → why it was dropped, until there is a new one
+    _snapshots: list[StateSnapshot] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _planner: Planner = field(default_factory=lambda: Planner(RankGroup()))
 
     @property
     def num_snapshots(self) -> int:
@@ -87,9 +84,9 @@ class MemorySnapshotBackend:
             "memory_mb": used / _MB,
             "max_memory_mb": self.max_memory_mb,
             "oldest_step": ready[0].step if ready else None,
-            "latest_step": ready[-1].step if ready else None,
+            "latest_step": self.latest_step,
             "oldest_timestamp": ready[0].timestamp if ready else None,
-            "latest_timestamp": ready[-1].timestamp if ready else None,
+            "latest_timestamp": self.latest_timestamp,
             "steps": [snapshot.step for snapshot in ready],
         }
 

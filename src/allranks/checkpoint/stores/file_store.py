@@ -55,7 +55,10 @@ class FileStore:
         folder = self._folder(attempt)
         self._mount.check()
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock_attempt(attempt, folder)
+        if attempt.token not in self._locks:  # held for as long as this saver lives, or until commit
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._locks[attempt.token] = fd
         space = os.statvfs(folder)
         if space.f_blocks and length > space.f_bavail * space.f_frsize:  # without blocks it is unknown
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / file))
@@ -96,7 +99,8 @@ class FileStore:
     def tidy(self) -> list[str]:
         """What nobody holds locked, and nothing has happened in for a while by the clock of the filesystem."""
         removed = []
-        hidden = {path: _changed(path) for path in self._hidden_folders()}
+        there = self.root.iterdir() if self.root.is_dir() else ()
+        hidden = {path: _changed(path) for path in there if path.name.startswith(_HIDDEN) and path.is_dir()}
         # the folder itself changes with every commit; this machine's clock may differ from a file server's
         now = max(filter(math.isfinite, [self.root.stat().st_mtime, *hidden.values()]), default=0.0)
         for folder, changed in hidden.items():
@@ -127,11 +131,14 @@ class FileStore:
         return FileSource(self.root / name / file)
 
     def remove(self, name: str) -> bool:
-        with self._exclusive(name) as alone:
-            if not alone:
+        fd = _open_to_lock(self.root / name / MANIFEST)
+        try:
+            if not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return False
             hidden = self.root / f".removing-{name}-{os.getpid()}-{time.monotonic_ns()}"
             (self.root / name).rename(hidden)
+        finally:
+            os.close(fd)
         sync_folder(self.root)
         _remove_tree(hidden)
         return True
@@ -149,10 +156,17 @@ class FileStore:
 
     def quarantined(self) -> list[tuple[str, str]]:
         try:
-            entries = sorted(os.listdir(self.root / QUARANTINE))
+            entries = sorted((self.root / QUARANTINE).iterdir())
         except FileNotFoundError:
             return []
-        return [(str(self.root / QUARANTINE / name), self._reason(name)) for name in entries]
+        found = []
+        for folder in entries:
+            try:
+                reason = (folder / "QUARANTINED.txt").read_text(errors="replace").strip()
+            except FileNotFoundError:
+                reason = "damaged"
+            found.append((str(folder), reason))
+        return found
 
     def set_aside(self) -> list[str]:
         self._mount.forget()
@@ -182,21 +196,8 @@ class FileStore:
             os.close(fd)
         self._locks.clear()
 
-    def _reason(self, name: str) -> str:
-        try:
-            return (self.root / QUARANTINE / name / "QUARANTINED.txt").read_text(errors="replace").strip()
-        except FileNotFoundError:
-            return "damaged"
-
     def _folder(self, attempt: Attempt) -> Path:
         return self.root / f".saving-{attempt.name}-{attempt.token}"
-
-    def _lock_attempt(self, attempt: Attempt, folder: Path) -> None:
-        """Holds a shared lock on the folder for as long as this saver lives or until commit."""
-        if attempt.token not in self._locks:
-            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            _lock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._locks[attempt.token] = fd
 
     def _brought_back(self, name: str) -> str:
         """The name itself; what a saver had moved aside to replace it, and then died, gets its own name again."""
@@ -207,19 +208,6 @@ class FileStore:
             with contextlib.suppress(OSError):  # a read-only disk, or another process was first
                 (self.root / name).rename(self.root / own)
         return own
-
-    def _hidden_folders(self) -> list[Path]:
-        if not self.root.is_dir():
-            return []
-        return [path for path in self.root.iterdir() if path.name.startswith(_HIDDEN) and path.is_dir()]
-
-    @contextlib.contextmanager
-    def _exclusive(self, name: str) -> Iterator[bool]:
-        fd = _open_to_lock(self.root / name / MANIFEST)
-        try:
-            yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(fd)
 
 
 class FileSource:

@@ -12,6 +12,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from allranks.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
@@ -48,16 +49,15 @@ class BlobStore(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass
 class KeyedStore:
     """See `stores.Store` for the methods."""
 
-    attempt_in_names = True
-
-    def __init__(self, blobs: BlobStore, spec: StoreSpec, tier: str, *, references: bool) -> None:
-        self.blobs = blobs
-        self.spec = spec
-        self.tier = tier
-        self.references = references
+    blobs: BlobStore
+    spec: StoreSpec
+    tier: str
+    references: bool
+    attempt_in_names: bool = True
 
     def path_of(self, name: str) -> str:
         return f"{self.spec.url.rstrip('/')}/{name}"
@@ -88,10 +88,8 @@ class KeyedStore:
                 self._delete_unreferenced(attempt.name, keep=attempt.token)
 
     def abandon(self, attempt: Attempt) -> None:
-        mine = [
-            key for key, _ in self.blobs.keys(f"{attempt.name}/") if attempt.token in key.rsplit("/", 1)[-1]
-        ]
-        self.blobs.delete(mine)
+        written = [key for key, _ in self.blobs.keys(f"{attempt.name}/")]
+        self.blobs.delete([key for key in written if attempt.token in key.rsplit("/", 1)[-1]])
 
     def leave(self, attempt: Attempt) -> None:
         """Nothing is held."""
@@ -128,7 +126,9 @@ class KeyedStore:
         return BlobSource(self.blobs, _join(name, file))
 
     def remove(self, name: str) -> bool:
-        if self._readers(name):
+        marks = self.blobs.keys(f"{READING}/{name}/")
+        limit = _newest(self.blobs.keys("")) - READING_LIMIT_S if marks else 0.0
+        if any(changed > limit for _, changed in marks):  # readers that have not run out
             return False
         self.blobs.delete([f"{name}/{MANIFEST}"])
         self._delete_unreferenced(name, keep="")
@@ -196,24 +196,13 @@ class KeyedStore:
             kept |= {other for other in keys if token in other}
         return kept
 
-    def _readers(self, name: str) -> list[str]:
-        """Marks of readers that have not run out."""
-        marks = self.blobs.keys(f"{READING}/{name}/")
-        limit = _newest(self.blobs.keys("")) - READING_LIMIT_S if marks else 0.0
-        return [key for key, changed in marks if changed > limit]
-
     def _delete_unreferenced(self, name: str, keep: str) -> None:
         """Deletes the files of a checkpoint that no manifest points at, but those of the attempt `keep`."""
-        others = [other for other in self.names() if other != name or keep]
-        referenced = self._referenced(set(others))
+        others = {other for other in self.names() if other != name or keep}
         mine = [key for key, _ in self.blobs.keys(f"{name}/")]
-        referenced |= self._out_of_sight(mine)
-        to_delete = [
-            key
-            for key in mine
-            if key not in referenced and not key.endswith(f"/{MANIFEST}") and not (keep and keep in key)
-        ]
-        self.blobs.delete(to_delete)
+        needed = self._referenced(others) | self._out_of_sight(mine)
+        needed |= {key for key in mine if key.endswith(f"/{MANIFEST}") or (keep and keep in key)}
+        self.blobs.delete([key for key in mine if key not in needed])
 
     def _referenced(self, names: set[str]) -> set[str]:
         """Data files that checkpoints of these names point at, in their own or in other folders."""

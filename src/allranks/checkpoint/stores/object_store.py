@@ -57,11 +57,19 @@ def open_object_store(spec: StoreSpec) -> KeyedStore:
     return KeyedStore(ObjectBlobs(spec), spec, "S3", references=True)
 
 
+_used_by: set[int] = set()  # processes
+
+
 class ObjectBlobs:
     """The `keyed_store.BlobStore` of an object store. Retries are obstore's, within the limits of the options."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        _refuse_after_fork()
+        if (
+            _used_by and os.getpid() not in _used_by
+        ):  # its threads do not survive a fork: calls would wait for ever
+            text = "obstore was used before this process was forked: start it with spawn instead"
+            raise OSError(errno.EIO, text)
+        _used_by.add(os.getpid())
         self._obstore = require("obstore", feature="an object store", extra="s3")
         self._store = _connect(spec)
         self._list_s = _RETRIES * float(spec.options.get("timeout_s", _TIMEOUT_S)) + 5.0
@@ -159,18 +167,6 @@ class ObjectBlobs:
 
     def close(self) -> None:
         """Connections end with the object."""
-
-
-_used_by: set[int] = set()
-
-
-def _refuse_after_fork() -> None:
-    """obstore's threads do not survive a fork, and its first call in the child would wait for ever."""
-    if _used_by and os.getpid() not in _used_by:
-        raise OSError(
-            errno.EIO, "obstore was used before this process was forked: start it with spawn instead"
-        )
-    _used_by.add(os.getpid())
 
 
 def _connect(spec: StoreSpec) -> Any:
@@ -276,19 +272,16 @@ def _os_error(error: BaseException) -> OSError:
 
 
 def _short(text: str) -> str:
-    return printable(_sentence(text), 240)
-
-
-def _sentence(text: str) -> str:
     """What a person needs out of obstore's nested debug text."""
     code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
     if code:
-        return f"{code.group(1)}: {message.group(1)}" if message else code.group(1)
-    status = re.search(r"status code: (\d{3}[^:\n]*)", text)
-    if status:
-        return status.group(1).strip()
-    # before the dash is the request
-    first = (text.splitlines()[0] if text else "unknown error").rpartition(" - ")[2]
-    inner = _INNER.findall(text)  # "error sending request" alone says nothing
-    reason = inner[-1] if inner else "no answer in time" if "TimedOut" in text else ""
-    return f"{first}: {reason}" if reason else first
+        found = f"{code.group(1)}: {message.group(1)}" if message else code.group(1)
+    elif status := re.search(r"status code: (\d{3}[^:\n]*)", text):
+        found = status.group(1).strip()
+    else:
+        # before the dash is the request
+        found = (text.splitlines()[0] if text else "unknown error").rpartition(" - ")[2]
+        inner = _INNER.findall(text)  # "error sending request" alone says nothing
+        reason = inner[-1] if inner else "no answer in time" if "TimedOut" in text else ""
+        found += f": {reason}" if reason else ""
+    return printable(found, 240)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from allranks.channel import frames
@@ -53,26 +53,22 @@ class _Blob:
         return memoryview(self.data)[: self.length] if self.data is not None else memoryview(b"")
 
 
+@dataclass(eq=False)
 class SnapshotServer:
     """Keeps at most `max_bytes` (default: half of the memory free at the start). `bind` is HOST:PORT."""
 
-    def __init__(
-        self,
-        token: str,
-        bind: str = "0.0.0.0:0",
-        max_bytes: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.token = token
-        self.bind = bind
-        self.max_bytes = max_bytes
-        self.clock = clock
-        self.address = ""
-        self._blobs: dict[str, _Blob] = {}
-        self._reserved = 0  # bytes of blobs being received
-        self._versions = 0
-        self._lock = threading.Lock()
-        self._members = MemberServer(Keyring(token), PURPOSE, self._serve, "allranks-snapshots")
+    token: str
+    bind: str = "0.0.0.0:0"
+    max_bytes: int | None = None
+    clock: Callable[[], float] = time.monotonic
+    address: str = ""
+    _blobs: dict[str, _Blob] = field(default_factory=dict)
+    _reserved: int = 0  # bytes of blobs being received
+    _versions: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._members = MemberServer(Keyring(self.token), PURPOSE, self._serve, "allranks-snapshots")
 
     def start(self) -> None:
         """Listens; `address` is where, from now on."""
@@ -111,11 +107,8 @@ class SnapshotServer:
             self._get(connection, request)
         elif operation == "list":
             with self._lock:
-                found = [
-                    [key, blob.changed, blob.length]
-                    for key, blob in self._blobs.items()
-                    if key.startswith(request["prefix"])
-                ]
+                every = [[key, blob.changed, blob.length] for key, blob in self._blobs.items()]
+            found = [entry for entry in every if str(entry[0]).startswith(request["prefix"])]
             frames.send_json(connection, {"ok": True, "now": self.clock(), "keys": found})
         elif operation == "delete":
             with self._lock:
@@ -227,15 +220,15 @@ def open_peers(spec: StoreSpec) -> KeyedStore:
     return KeyedStore(blobs, spec, "PEER", references=False)
 
 
+@dataclass(eq=False)
 class KeeperClient:
     """The client of one snapshot keeper. Connections are kept and used by one thread at a time."""
 
-    def __init__(self, address: str, token: str) -> None:
-        self.address = address
-        self.token = token
-        self.down_until = 0.0
-        self._idle: list[socket.socket] = []
-        self._lock = threading.Lock()
+    address: str
+    token: str
+    down_until: float = 0.0
+    _idle: list[socket.socket] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def connection(self) -> Iterator[socket.socket]:
