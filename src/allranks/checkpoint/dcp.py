@@ -125,12 +125,14 @@ class StorageWriter(_Storage, DcpStorageWriter):
             name, size = item.index.fqn, 0
             if item.type == WriteItemType.BYTE_IO:
                 objects[name] = _object(item, planner)
-                tensors += [
-                    (_whole(key, t), t) for key, t in flatten(objects[name], prefix=name).tensors.items()
-                ]
+                for key, tensor in flatten(objects[name], prefix=name).tensors.items():
+                    chunk = ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
+                    data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), tensor.shape)
+                    tensors.append((shard_of(key, tensor.dtype, data), tensor))
             else:
                 data, size = item.tensor_data, item.tensor_storage_size() or 0
-                tensors.append((shard_of(name, data.properties.dtype, data), _tensor(item, planner)))
+                shard = shard_of(name, data.properties.dtype, data)
+                tensors.append((shard, planner.resolve_data(item).detach()))
             results.append(WriteResult(item.index, size, objects.get(name)))
         with self._open() as (store, name):
             attempt = Attempt(name, self._ticket.token)
@@ -174,19 +176,6 @@ def _object(item: WriteItem, planner: Any) -> Any:
     data = planner.resolve_data(item)
     assert isinstance(data, io.BytesIO)
     return torch.load(data, weights_only=True)
-
-
-def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    data = planner.resolve_data(item)
-    assert isinstance(data, torch.Tensor)
-    return data.detach()
-
-
-def _whole(name: str, tensor: torch.Tensor) -> Shard:
-    chunk = ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
-    return shard_of(
-        name, tensor.dtype, TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), tensor.shape)
-    )
 
 
 def _pieces(
@@ -265,7 +254,11 @@ class StorageReader(_Storage, DcpStorageReader):
         by_chunk: dict[MetadataIndex, list[ReadItem]] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _pickled(self._objects[item.storage_index.fqn]))
+                # torch.save's bytes, as DCP's planner wants them: made here from plain data, never read from a file
+                pickled = io.BytesIO()
+                torch.save(self._objects[item.storage_index.fqn], pickled)
+                pickled.seek(0)
+                planner.load_bytes(item, pickled)
             else:
                 by_chunk.setdefault(dataclasses.replace(item.storage_index, index=None), []).append(item)
         with self._open() as (store, name), opened(store, name) as checkpoint:
@@ -289,11 +282,3 @@ def _objects(checkpoint: Opened) -> dict[str, object]:
     tensors.update(read_whole(checkpoint, tensor_names(common, ("$ndarray",))))
     flat, _ = flatten_state_dict(unflatten(common, tensors))
     return {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
-
-
-def _pickled(value: object) -> io.BytesIO:
-    """What DCP's planner wants for a value: torch.save's bytes, made here from plain data, never read from a file."""
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    return data

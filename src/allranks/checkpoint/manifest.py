@@ -77,7 +77,11 @@ class FileLayout:
 def lay_out(shards: Sequence[Shard]) -> FileLayout:
     """Places shards by falling element size, so that each starts aligned without gaps between them."""
     ordered = sorted(shards, key=lambda shard: -ITEM_BYTES[shard.dtype])
-    keys = _keys(ordered)
+    seen: dict[str, int] = {}
+    keys = []
+    for shard in ordered:
+        count = seen[shard.name] = seen.get(shard.name, 0) + 1
+        keys.append(shard.name if count == 1 else f"{shard.name}@{count}")
     header = _header(ordered, keys)
     placed, start = [], len(header)
     for shard, key in zip(ordered, keys, strict=True):
@@ -101,15 +105,6 @@ def parse_header(head: bytes) -> tuple[int, dict[str, object]]:
 
 def padded(length: int) -> int:
     return -(-length // PAGE_BYTES) * PAGE_BYTES
-
-
-def _keys(shards: Sequence[Shard]) -> list[str]:
-    seen: dict[str, int] = {}
-    keys = []
-    for shard in shards:
-        seen[shard.name] = seen.get(shard.name, 0) + 1
-        keys.append(shard.name if seen[shard.name] == 1 else f"{shard.name}@{seen[shard.name]}")
-    return keys
 
 
 def _header(shards: Sequence[Shard], keys: Sequence[str]) -> bytes:
@@ -258,9 +253,8 @@ def decode_index(data: bytes, path: str) -> Index:
     try:
         raw = _index_reader()(body)
         if raw.columns != _COLUMNS:
-            raise CheckpointValidationError(
-                f"unknown columns {raw.columns}", path=path, hint="upgrade allranks"
-            )
+            problem = f"unknown columns {raw.columns}"
+            raise CheckpointValidationError(problem, path=path, hint="upgrade allranks")
         for file in raw.files:
             _plain_name("file", file.file)
             if file.header_bytes > file.bytes:
@@ -362,7 +356,8 @@ def check_manifest(raw: Mapping[str, Any]) -> None:
     """TypeError or ValueError names the first thing that cannot be."""
     for name in ("step", "epoch", "world_size"):
         _count(name, raw[name])
-    _number("timestamp", raw["timestamp"])
+    if type(raw["timestamp"]) not in (int, float):
+        raise TypeError(f"timestamp is {raw['timestamp']!r:.80}, not a number")
     _kind("attempt", raw["attempt"], str)
     _kind("metrics", raw.get("metrics", {}), dict)
     _kind("job", raw.get("job", ""), str)
@@ -391,10 +386,9 @@ def check_shards(columns: Sequence[Column], files: Mapping[str, int]) -> None:
         _file("file", home)
     if not all(map(le, map(add, starts, lengths), map(limits.__getitem__, homes))):
         for name, start, length, home in zip(names, starts, lengths, homes, strict=True):
-            if start + length > limits[home]:
-                raise ValueError(
-                    f"{name}: bytes {start} to {start + length} of {home}, which has {limits[home]}"
-                )
+            end, limit = start + length, limits[home]
+            if end > limit:
+                raise ValueError(f"{name}: bytes {start} to {end} of {home}, which has {limit}")
 
 
 def _check_kind(
@@ -429,11 +423,6 @@ def _kind(name: str, value: object, kind: type) -> None:
 def _count(name: str, value: object) -> None:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise TypeError(f"{name} is {value!r:.80}, not a count")
-
-
-def _number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r:.80}, not a number")
 
 
 def _plain_name(name: str, value: object) -> None:

@@ -77,10 +77,7 @@ def check_structure(raw: Mapping[str, object], path: str, tier: str) -> None:
             path=path,
             hint=f"a bare state_dict? Make a checkpoint of it: allranks checkpoint import '{path}' STORE",
         ) from wrong
-    invalid = []
-    if not isinstance(raw["step"], int):
-        invalid.append("step")
-    invalid += [key for key in REQUIRED_KEYS[1:] if not isinstance(raw[key], Mapping)]
+    invalid = [k for k in REQUIRED_KEYS if not isinstance(raw[k], int if k == "step" else Mapping)]
     if invalid:
         raise CheckpointValidationError("keys of the wrong type", (), tuple(invalid), tier=tier, path=path)
 
@@ -184,12 +181,15 @@ def read_dcp(folder: Path) -> StateDict:
     """The nested state dict of a DCP folder, whole CPU tensors."""
     with damage_of(folder):
         metadata = read_metadata(folder)
-        flat = {
-            name: _read_tensor(folder, name, entry, metadata)
-            if isinstance(entry, TensorStorageMetadata)
-            else _read_item(folder, metadata.storage_data[MetadataIndex(name)])
-            for name, entry in metadata.state_dict_metadata.items()
-        }
+        flat: StateDict = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                flat[name] = _read_item(folder, metadata.storage_data[MetadataIndex(name)])
+                continue
+            flat[name] = whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+            for chunk in entry.chunks:
+                piece = _read_item(folder, metadata.storage_data[MetadataIndex(name, chunk.offsets)])
+                narrowed(whole, chunk.offsets, chunk.sizes).copy_(piece)
         return _nested(flat, metadata.planner_data or {})
 
 
@@ -260,27 +260,17 @@ def _refused(what: str) -> CheckpointValidationError:
     )
 
 
-def _read_tensor(folder: Path, name: str, entry: TensorStorageMetadata, metadata: Metadata) -> torch.Tensor:
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-    for chunk in entry.chunks:
-        piece = _read_item(folder, metadata.storage_data[MetadataIndex(name, chunk.offsets)])
-        narrowed(whole, chunk.offsets, chunk.sizes).copy_(piece)
-    return whole
-
-
 def _read_item(folder: Path, info: Any) -> Any:
     path = (folder / info.relative_path).resolve()
     if folder.resolve() not in path.parents:
-        raise CheckpointValidationError(
-            f"'{info.relative_path}' leads out of the checkpoint", path=str(folder)
-        )
+        problem = f"'{info.relative_path}' leads out of the checkpoint"
+        raise CheckpointValidationError(problem, path=str(folder))
     with path.open("rb") as file:
         file.seek(info.offset)
         data = file.read(info.length)
     if len(data) != info.length:
-        raise CheckpointValidationError(
-            f"{path.name} is cut short", invalid_keys=(path.name,), path=str(folder)
-        )
+        name = path.name
+        raise CheckpointValidationError(f"{name} is cut short", invalid_keys=(name,), path=str(folder))
     _refuse_packed(io.BytesIO(data), len(data), str(path))
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass, field, replace
@@ -67,10 +67,9 @@ class Saves:
     def submit(self, snapshot: StateSnapshot, tier: str, job: SaveJob, announced: Future[Saved]) -> None:
         """Hands a complete snapshot to the helper; it is held until the save has ended."""
         snapshot.hold()
+        order = SaveOrder(job, tier, snapshot.arena, snapshot.plan.id, snapshot.plan.shards)
         try:
-            inner = self.helper.submit(
-                SaveOrder(job, tier, snapshot.arena, snapshot.plan.id, snapshot.plan.shards)
-            )
+            inner = self.helper.submit(order)
         except OSError as error:  # no process, or no memory, for a new helper
             snapshot.release()
             self.fail(tier, str(job.store.url), error, announced)
@@ -191,7 +190,12 @@ class SaveCoordinator:
         if self.copy is not None:
             self.copy.join()
         durable = tuple(tier for tier in tiers if tier is not Tier.MEMORY)
-        flat, problem = _flattened(state, self.group.rank)
+        flat: FlatState | None = None
+        problem: CheckpointSaveError | None = None
+        try:
+            flat = flatten_state(state, self.group.rank)
+        except TypeError as error:  # the other ranks must hear of it before this one raises
+            problem = CheckpointSaveError(str(error), tier="MEMORY", path="")
         saved: dict[Tier, str | None] = {}
         in_memory = Tier.MEMORY in tiers
         for together in self.places.together(durable):
@@ -204,8 +208,11 @@ class SaveCoordinator:
             saved.update(paths)
         if flat is None:
             raise problem or AssertionError("unreachable")
-        if in_memory and not saved and self._save_memory(state, flat, may_skip):
-            saved[Tier.MEMORY] = None
+        if in_memory and not saved:  # for the memory tier alone: no exchange with the other ranks
+            plan = self.planner.alone(fingerprint(flat.tensors), flat.tensors)
+            if not may_skip or self._has_room(state.step, plan):
+                self._start(state, flat, plan, [], True)
+                saved[Tier.MEMORY] = None
         return saved
 
     def _agree(
@@ -261,14 +268,6 @@ class SaveCoordinator:
             log.warning(text, step, tier.name, since[0] if since else "? on another rank")
         return tiers
 
-    def _save_memory(self, state: CheckpointState, flat: FlatState, may_skip: bool) -> bool:
-        """A snapshot for the memory tier alone: no exchange with the other ranks."""
-        plan = self.planner.alone(fingerprint(flat.tensors), flat.tensors)
-        if may_skip and not self._has_room(state.step, plan):
-            return False
-        self._start(state, flat, plan, [], True)
-        return True
-
     def _has_room(self, step: int, plan: Plan) -> bool:
         """Whether the memory tier can take a snapshot; says so when it cannot."""
         try:
@@ -320,6 +319,11 @@ class SaveCoordinator:
     def _job(self, state: CheckpointState, flat: FlatState, tier: Tier, token: str, alike: bool) -> SaveJob:
         config = self.config
         retries = config.async_save_retries if config.async_save_policy is AsyncSavePolicy.RETRY else 0
+        shown = {  # what a manifest can show
+            str(name): value
+            for name, value in state.metrics.items()
+            if isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
+        }
         return SaveJob(
             store=self.places.spec(tier),
             attempt=Attempt(checkpoint_name(state.step), token),
@@ -332,7 +336,7 @@ class SaveCoordinator:
             algorithm=best_algorithm(),
             common=None if alike else flat.common,
             own=flat.own,
-            metrics=_plain_metrics(state.metrics),
+            metrics=shown,
             keep_last=1 if tier is Tier.PEER else config.keep_last_n,
             commit_timeout_s=config.commit_timeout_s,
             retries=retries,
@@ -354,14 +358,6 @@ def check_proposals(proposals: list[Proposal], step: int, tier: str, url: str) -
         raise CheckpointSaveError("; ".join(errors), tier=tier, path=path)
 
 
-def _flattened(state: CheckpointState, rank: int) -> tuple[FlatState | None, CheckpointSaveError | None]:
-    """A state taken apart, or why it cannot be: the other ranks must hear of it before this one raises."""
-    try:
-        return flatten_state(state, rank), None
-    except TypeError as error:
-        return None, CheckpointSaveError(str(error), tier="MEMORY", path="")
-
-
 def _storages(optimizers: Iterable[torch.optim.Optimizer | None]) -> frozenset[int]:
     """The memory that only these optimizers change: their parameters and their state."""
     found = set()
@@ -374,12 +370,3 @@ def _storages(optimizers: Iterable[torch.optim.Optimizer | None]) -> frozenset[i
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             found.add(local.untyped_storage().data_ptr())
     return frozenset(found)
-
-
-def _plain_metrics(metrics: Mapping[str, object]) -> dict[str, int | str | float]:
-    """The metrics that a manifest can show."""
-    return {
-        str(name): value
-        for name, value in metrics.items()
-        if isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
-    }

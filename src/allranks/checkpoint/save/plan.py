@@ -116,15 +116,19 @@ Described: TypeAlias = tuple[str, list[int], list[int], int]
 
 def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tuple[int, ...]]]]:
     """For each rank's [name, offsets, sizes, bytes] list: the (name, offsets) it has to write."""
-    plans = [SavePlan([_write_item(*entry) for entry in entries]) for entries in every]
+    plans = []
+    for entries in every:
+        items = []
+        for name, offsets, sizes, length in entries:
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), torch.Size([length]))
+            index = MetadataIndex(name, torch.Size(offsets))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        plans.append(SavePlan(items))
     return [
         {(item.index.fqn, tuple(item.index.offset)) for item in plan.items}
         for plan in dedup_save_plans(plans)
     ]
-
-
-def describe(pieces: Sequence[Piece]) -> list[Described]:
-    return [(p.shard.name, list(p.shard.offsets), list(p.shard.sizes), p.shard.bytes) for p in pieces]
 
 
 def make_plan(
@@ -169,11 +173,11 @@ class Planner:
         key = (tuple(marks), sharers, keep_all)
         if key not in self._plans:
             pieces = find_pieces(tensors)
-            every = self.group.gather(describe(pieces))
+            shards = (piece.shard for piece in pieces)
+            every = self.group.gather([(s.name, s.offsets, s.sizes, s.bytes) for s in shards])
             owned = None
             if len(sharers) > 1:
-                mine = deduplicate([every[rank] for rank in sharers])
-                owned = mine[sharers.index(self.group.rank)]
+                owned = deduplicate([every[rank] for rank in sharers])[sharers.index(self.group.rank)]
             mark = marks[self.group.rank]
             self._keep(key, mark, make_plan(mark, pieces, owned, keep_all))
         return self._plans[key]
@@ -206,9 +210,3 @@ def shard_of(name: str, dtype: torch.dtype, data: TensorWriteData) -> Shard:
         data.chunk.sizes.numel() * item_bytes,
         "" if known else str(dtype).removeprefix("torch."),
     )
-
-
-def _write_item(name: str, offsets: list[int], sizes: list[int], length: int) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), torch.Size([length]))
-    return WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)

@@ -7,7 +7,7 @@ to the `ArenaPool`, to be used again: there is no allocation per save.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,12 @@ class StateSnapshot:
     @classmethod
     def begin(cls, state: CheckpointState, flat: FlatState, plan: Plan, pool: ArenaPool) -> StateSnapshot:
         """An empty snapshot in memory of the pool, to be filled by the pool's stager."""
-        arena, wraps = pool.take(plan.arena_bytes), wraps_of(flat.tensors)
+        arena = pool.take(plan.arena_bytes)
+        wraps = {
+            name: _Wrap(t.device_mesh, t.placements, t.shape, tuple(t.stride()), t.dtype)
+            for name, t in flat.tensors.items()
+            if is_dtensor(t)
+        }
         return cls(state.step, state.timestamp, flat.common, flat.own, plan, arena, pool, wraps)
 
     @classmethod
@@ -137,7 +142,14 @@ class StateSnapshot:
     def seal(self) -> None:
         """Begins to hash the copied bytes, in a thread: `check` can tell later whether they are still the same."""
         self.hold()
-        self._sealing = threading.Thread(target=self._seal, name="allranks-checkpoint-seal", daemon=True)
+
+        def hash_all() -> None:
+            try:
+                self._sums = self._checksums(lambda: self._forgotten)
+            finally:
+                self.release()
+
+        self._sealing = threading.Thread(target=hash_all, name="allranks-checkpoint-seal", daemon=True)
         self._sealing.start()
 
     def settle(self) -> None:
@@ -154,9 +166,8 @@ class StateSnapshot:
         """Raises CheckpointDamaged unless every byte is what was copied. A snapshot without a seal passes."""
         self.settle()
         found = self._checksums(lambda: False) if self._sums else {}
-        for key, value in found.items():
-            if value != self._sums[key]:
-                name = key[0]
+        for (name, ordinal), value in found.items():
+            if value != self._sums[name, ordinal]:
                 raise CheckpointDamaged(
                     f"{name} in the memory snapshot of step {self.step} does not match its checksum",
                     invalid_keys=(name,),
@@ -180,12 +191,6 @@ class StateSnapshot:
             tensors[name] = as_dtensor(tensors[name], wrap) if name in tensors else wrap.clone()
         fields = {**unflatten(self.common, tensors), **unflatten(self.own, tensors)}
         return CheckpointState.from_dict(fields)
-
-    def _seal(self) -> None:
-        try:
-            self._sums = self._checksums(lambda: self._forgotten)
-        finally:
-            self.release()
 
     def _checksums(self, stop: Callable[[], bool]) -> dict[tuple[str, int], str]:
         algorithm, view, sums = best_algorithm(), self.arena.view, {}
@@ -213,12 +218,3 @@ class _Wrap:
     def clone(self) -> torch.Tensor:
         """A DTensor whose local chunk is empty on this rank."""
         return as_dtensor(torch.empty(local_chunk(self)[0], dtype=self.dtype), self)
-
-
-def wraps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Wrap]:
-    """What `StateSnapshot.wraps` needs of the live tensors."""
-    return {
-        name: _Wrap(t.device_mesh, t.placements, t.shape, tuple(t.stride()), t.dtype)
-        for name, t in tensors.items()
-        if is_dtensor(t)
-    }

@@ -55,17 +55,17 @@ class SharedArena:
         self._closer()
 
 
+def _close(fd: int, pinned_address: int) -> None:
+    if pinned_address:
+        torch.cuda.cudart().cudaHostUnregister(pinned_address)
+    os.close(fd)
+
+
 def _pin(address: int, length: int) -> bool:
     """Registers the memory for DMA; False without CUDA, or where the driver refuses."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return False
     return bool(int(torch.cuda.cudart().cudaHostRegister(address, length, 0)) == 0)
-
-
-def _close(fd: int, pinned_address: int) -> None:
-    if pinned_address:
-        torch.cuda.cudart().cudaHostUnregister(pinned_address)
-    os.close(fd)
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # source, destination
@@ -169,10 +169,12 @@ class Stager:
             mine = [pair for pair in pairs if pair[0].device.type == "cuda" and pair[0].device.index == index]
             current = torch.cuda.current_stream(index)
             side = self._streams.setdefault(index, torch.cuda.Stream(device=index))
-            _queue([pair for pair in mine if id(pair[0]) not in late])
+            for source, target in [pair for pair in mine if id(pair[0]) not in late]:
+                target.copy_(source, non_blocking=True)
             side.wait_stream(current)
             with torch.cuda.stream(side):
-                _queue([pair for pair in mine if id(pair[0]) in late])
+                for source, target in [pair for pair in mine if id(pair[0]) in late]:
+                    target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(side)
             copy._events.append((index, event))
@@ -188,7 +190,12 @@ def _finish(
     copy._copy_left()
     try:
         with copy._helping:  # whoever helps has copied its last one, too
-            _check_versions(versions)
+            changed = [source for source, version in versions if source._version != version]
+        if changed:
+            raise TornCopy(
+                f"a tensor of shape {tuple(changed[0].shape)} was changed while it was copied, by something other "
+                "than the step of an attached optimizer: attach every optimizer, or set overlap_copy=False"
+            )
         copy._host_done.set()
         for _, event in copy._events:
             event.synchronize()
@@ -196,15 +203,6 @@ def _finish(
         copy.error = copy.error or error
     copy._host_done.set()
     after(copy.error)
-
-
-def _check_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
-    for source, version in versions:
-        if source._version != version:
-            raise TornCopy(
-                f"a tensor of shape {tuple(source.shape)} was changed while it was copied, by something other "
-                "than the step of an attached optimizer: attach every optimizer, or set overlap_copy=False"
-            )
 
 
 def _copy_host(pairs: Sequence[_Pair]) -> None:
@@ -232,17 +230,8 @@ def _copy_all(pairs: Sequence[_Pair]) -> None:
 
 def _copy_one(source: torch.Tensor, target: torch.Tensor) -> None:
     """memmove where both are plain memory: it frees the GIL and starts no threads of torch's own."""
-    if (
-        source.is_contiguous()
-        and source.dtype == target.dtype
-        and not source.is_conj()
-        and not source.is_neg()
-    ):
+    plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
+    if plain and source.dtype == target.dtype:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         target.copy_(source)
-
-
-def _queue(pairs: Sequence[_Pair]) -> None:
-    for source, target in pairs:
-        target.copy_(source, non_blocking=True)
