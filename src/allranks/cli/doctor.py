@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections import Counter
@@ -12,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from allranks.cli.parser import add_flags, read_flags
-from allranks.cli.terminal import use_color
+from allranks.cli.terminal import answer, use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
@@ -106,12 +105,10 @@ def _report(
     facts: Mapping[str, object] | None = None,
 ) -> int:
     problems = sum(check.status == "problem" for check in found)
-    if args.json:
-        checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
-        more = {} if facts is None else {"fixed": fixed, "facts": facts}
-        print(json.dumps({"schema": 1, "problems": problems, "checks": checks, **more}))
-    else:
-        print("\n".join([*(f"fixed: {text}" for text in fixed), *render_checks(found, colour=use_color())]))
+    checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
+    more = {} if facts is None else {"fixed": fixed, "facts": facts}
+    lines = [*(f"fixed: {text}" for text in fixed), *render_checks(found, colour=use_color())]
+    answer(args.json, {"schema": 1, "problems": problems, "checks": checks, **more}, lines)
     return 1 if problems else 0
 
 
@@ -180,11 +177,7 @@ def _explain(args: argparse.Namespace) -> int:
         found = replace(found, unreadable=tuple(unreadable))
         if unreadable and not found.lines:
             raise InputError("; ".join(f"cannot read {path}: {why}" for path, why in unreadable))
-    if args.json:
-        print(json.dumps(_as_json(found)))
-    else:
-        for line in render_explanation(found):
-            print(printable(line))
+    answer(args.json, _as_json(found), map(printable, render_explanation(found)))
     return 1 if found.first and found.first.pattern.level != "warning" else 0
 
 

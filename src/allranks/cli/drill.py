@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from allranks.cli.terminal import answer
 from allranks.errors import InputError
 
 EPILOG = """\
@@ -69,15 +69,10 @@ def main(args: argparse.Namespace) -> int:
     plan = read_plan(args.plan, ranks=args.ranks or ranks, ranks_per_replica=per_replica)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="allranks-drill-"))
     result = run_drill(plan, command, folder, timeout_s=args.timeout, quiet=args.quiet or args.json)
-    if args.json:
-        print(json.dumps(result.to_dict()))
-    else:
-        for line in render(result.to_dict()):
-            print(line)
+    answer(args.json, result.to_dict(), render(result.to_dict()))
     good = all(f.fired and f.verdict_right is not False for f in result.faults)
-    return (
-        0 if good and result.exit_code == 0 and not result.false_evictions and not result.false_alarms else 1
-    )
+    calm = not result.false_evictions and not result.false_alarms
+    return 0 if good and calm and result.exit_code == 0 else 1
 
 
 def find_size(command: Sequence[str]) -> tuple[int | None, int]:
@@ -99,14 +94,11 @@ def render(result: dict[str, object]) -> Iterator[str]:
         if not fault["fired"]:
             yield f"{fault['kind']} of rank {fault['rank']}: did NOT fire"
             continue
-        noticed = (
-            f"noticed after {fault['noticed_s']:.3f} s" if fault["noticed_s"] is not None else "not noticed"
-        )
-        recovered = (
-            f"training went on after {fault['recovered_s']:.3f} s"
-            if fault["recovered_s"] is not None
-            else "no rank continued"
-        )
+        noticed, recovered = "not noticed", "no rank continued"
+        if fault["noticed_s"] is not None:
+            noticed = f"noticed after {fault['noticed_s']:.3f} s"
+        if fault["recovered_s"] is not None:
+            recovered = f"training went on after {fault['recovered_s']:.3f} s"
         right = {True: "verdict right", False: "verdict WRONG", None: "no verdict"}[fault["verdict_right"]]
         yield f"{fault['kind']} of rank {fault['rank']} at step {fault['step']}: {noticed}, {recovered}, {right}"
         if fault["verdict"]:

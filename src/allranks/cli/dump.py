@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import TYPE_CHECKING
 
+from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
 from allranks.model.parsing import printable
 
@@ -76,7 +75,7 @@ def _fetch(args: argparse.Namespace, folder: str) -> str:
             hint="give --job (a job of this node), or ALLRANKS_LIGHTHOUSE and ALLRANKS_TOKEN",
         )
     for text in gather_everywhere(lighthouse, Path(folder), stacks=False).missing:
-        print(f"allranks dump: missing: {text}", file=sys.stderr)
+        note(f"allranks dump: missing: {text}")
     return str(Path(folder) / "boxes")
 
 
@@ -89,13 +88,10 @@ def _dump(args: argparse.Namespace) -> int:
         return 0
     written = _write(args, headers)
     asked = [h.rank for h in headers if args.native and ask_through_pipe(args.native, h.rank)]
-    if args.json:
-        print(json.dumps({"schema": 1, "files": written, "asked_native": asked}))
-        return 0
-    for entry in written:
-        print(f"Wrote {entry['path']} (rank {entry['rank']}, {entry['calls']} calls, {entry['state']})")
-    for rank in asked:
-        print(f"asked rank {rank} for its NCCL dump", file=sys.stderr)
+    lines = [f"Wrote {e['path']} (rank {e['rank']}, {e['calls']} calls, {e['state']})" for e in written]
+    answer(args.json, {"schema": 1, "files": written, "asked_native": asked}, lines)
+    for rank in asked if not args.json else ():
+        note(f"asked rank {rank} for its NCCL dump")
     return 0
 
 
@@ -173,7 +169,7 @@ def _headers(path: Path) -> list[Header]:
         try:
             found.append(read_header(box))
         except InputError as error:
-            print(f"allranks dump: passed over {box}: {error}", file=sys.stderr)
+            note(f"allranks dump: passed over {box}: {error}")
     return found
 
 
@@ -225,12 +221,9 @@ def _print_list(headers: list[Header], as_json: bool) -> None:
         row |= {"attempt": header.attempt, "pid": header.pid, "state": _state(header), "step": header.step}
         row |= {"calls": header.calls_started, "completed": header.calls_completed, "path": str(header.path)}
         rows.append(row)
-    if as_json:
-        print(json.dumps({"schema": 1, "boxes": rows}))
-        return
-    for row in rows:
-        line = (
-            f"{row['job']}  rank {row['rank']}/{row['world_size']}  attempt {row['attempt']}  pid {row['pid']}  "
-            f"step {row['step']}  calls {row['completed']}/{row['calls']}  {row['state']}"
-        )
-        print(printable(line))
+    lines = [
+        f"{row['job']}  rank {row['rank']}/{row['world_size']}  attempt {row['attempt']}  pid {row['pid']}  "
+        f"step {row['step']}  calls {row['completed']}/{row['calls']}  {row['state']}"
+        for row in rows
+    ]
+    answer(as_json, {"schema": 1, "boxes": rows}, map(printable, lines))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from allranks.cli.terminal import answer
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
@@ -29,14 +29,10 @@ def main(args: argparse.Namespace) -> int:
     from allranks.load import LoadOptions, load_paths
 
     result = load_paths(args.paths, LoadOptions(allow_nothing=True, number_unknown=True))
-    if args.json:
-        traces = {trace.path: describe(trace, args.calls) for trace in result.traces}
-        files = [{**asdict(note), **traces.get(note.path, {})} for note in result.files]
-        facts = {"schema": 1, "attempt": result.attempt, "attempts": result.attempts, "files": files}
-        print(json.dumps(facts))
-    else:
-        for line in render(result, args.calls):
-            print(printable(line))
+    traces = {trace.path: describe(trace, args.calls) for trace in result.traces}
+    files = [{**asdict(note), **traces.get(note.path, {})} for note in result.files]
+    facts = {"schema": 1, "attempt": result.attempt, "attempts": result.attempts, "files": files}
+    answer(args.json, facts, map(printable, render(result, traces)))
     if not result.files:
         print("allranks dump-info: no files", file=sys.stderr)
         return 2
@@ -107,22 +103,20 @@ def _call(trace: RankTrace, row: int) -> dict[str, Any]:
     }
 
 
-def render(result: LoadResult, calls: int) -> Iterator[str]:
-    """The description for people, a line at a time."""
+def render(result: LoadResult, traces: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """The description for people, a line at a time. `traces` are described by path."""
     for note in result.files:
         rank = "" if note.rank is None else f", rank {note.rank}"
         yield f"{note.path}: {note.kind}{rank}" + ("" if note.status == "ok" else f" [{note.status}]")
         if note.note:
             yield f"  note: {note.note}"
-        trace = next((trace for trace in result.traces if trace.path == note.path), None)
-        if trace is not None:
-            yield from _render_trace(trace, calls)
+        if note.path in traces:
+            yield from _render_trace(traces[note.path])
     if len(result.attempts) > 1:
         yield f"attempts: {', '.join(map(str, result.attempts))}; shown: {result.attempt} (the newest)"
 
 
-def _render_trace(trace: RankTrace, calls: int) -> Iterator[str]:
-    about = describe(trace, calls)
+def _render_trace(about: dict[str, Any]) -> Iterator[str]:
     who = [f"{name} {about[name]}" for name in ("host", "pid", "job", "backend") if about[name]]
     who += [f"{name} {text}" for name, text in about["versions"].items()]
     who += [f"world size {about['world_size']}"] if about["world_size"] else []
@@ -132,11 +126,11 @@ def _render_trace(trace: RankTrace, calls: int) -> Iterator[str]:
     yield f"  {about['calls']} calls ({states or 'none'}), {about['dropped']} older ones overwritten"
     if about["last_call_ns"]:
         yield f"  from {_time(about['first_call_ns'])} to {_time(about['last_call_ns'])}"
-    progress = trace.progress
-    if progress.step >= 0:
-        yield f"  step {progress.step}" + (f", phase {progress.phase}" if progress.phase else "")
-    if progress.closed:
-        yield f"  closed: {progress.closed}"
+    progress = about["progress"]
+    if progress["step"] >= 0:
+        yield f"  step {progress['step']}" + (f", phase {progress['phase']}" if progress["phase"] else "")
+    if progress["closed"]:
+        yield f"  closed: {progress['closed']}"
     for group in about["groups"]:
         ranks, first = group["ranks"], group["first_sequence"]
         window = "-" if first is None else f"#{first}…#{group['last_sequence']}"

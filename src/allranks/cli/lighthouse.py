@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.channel.keys import read_token
 from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.terminal import answer
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.model.options import option
@@ -136,7 +137,7 @@ def _act(
         facts, text = _change(client, action, replicas, options.reason or "requested on the command line")
     finally:
         client.close()
-    print(json.dumps(facts) if options.json else text)
+    answer(options.json, facts, text)
     return 0
 
 
@@ -177,22 +178,19 @@ def default_token_file(address: str) -> Path:
 
 def _show_status(status: dict[str, Any], as_json: bool) -> int:
     """Exit 0 when all members are there, 1 when one is lost or nothing trains although replicas wait for a quorum."""
-    fault = bool(status["lost"]) or bool(status["waiting"] and not status["quorum"])
-    if as_json:
-        print(json.dumps(status))
-        return int(fault)
-    print(printable(status["training"]["sentence"]))
-    names = [member["replica"] for member in (status["quorum"] or {"members": []})["members"]]
-    print(
-        f"quorum {status['number']} (epoch {status['epoch']}), {len(names)} members: {printable(status['reason'])}"
-    )
+    answer(as_json, status, _status_lines(status))
+    return int(bool(status["lost"]) or bool(status["waiting"] and not status["quorum"]))
+
+
+def _status_lines(status: dict[str, Any]) -> Iterator[str]:
+    yield printable(status["training"]["sentence"])
+    count = len((status["quorum"] or {"members": []})["members"])
+    quorum = f"quorum {status['number']} (epoch {status['epoch']}), {count} members"
+    yield f"{quorum}: {printable(status['reason'])}"
     if status["waiting"]:
-        print(f"waiting: {printable(status['waiting'])}")
+        yield f"waiting: {printable(status['waiting'])}"
     for row in status["replicas"]:
-        if row["state"] == "observer":  # agents, and this very command
-            continue
-        step = f"step {row['step']}" if row["step"] >= 0 else ""
-        print(
-            f"  {row['replica']:<24} {row['state']:<10} {row['node']:<20} {step:<12} heard {row['heard_s']:.1f} s ago"
-        )
-    return int(fault)
+        if row["state"] != "observer":  # these are agents, and this very command
+            step = f"step {row['step']}" if row["step"] >= 0 else ""
+            who = f"{row['replica']:<24} {row['state']:<10} {row['node']:<20}"
+            yield f"  {who} {step:<12} heard {row['heard_s']:.1f} s ago"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from allranks.cli.run import FLAGS
 from allranks.cli.run_job import chosen_flags, embed_lighthouse, read_settings
+from allranks.cli.terminal import answer
 from allranks.errors import InputError
 from allranks.launch import slurm
 from allranks.launch.command_line import arrange, flag_value, has_flag, job_token
@@ -148,13 +148,11 @@ def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
     job = done.stdout.strip().split(";")[0]
     output = args.output.replace("%j", job)
     text = f"Submitted job {job}; output in {output}; stacks: allranks slurm collect {job}"
-    print(json.dumps({"schema": 1, "job": job, "output": output}) if args.json else text)
+    answer(args.json, {"schema": 1, "job": job, "output": output}, text)
     return 0
 
 
 def _need(tool: str) -> None:
     if shutil.which(tool) is None:
-        raise InputError(
-            f"{tool} is not installed on this machine",
-            hint="Run this where Slurm's commands are (a login node).",
-        )
+        hint = "Run this where Slurm's commands are (a login node)."
+        raise InputError(f"{tool} is not installed on this machine", hint=hint)

@@ -17,12 +17,14 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from allranks.channel import frames
@@ -193,13 +195,10 @@ def receive_bytes(sock: socket.socket, view: memoryview, algorithm: str) -> None
 
 def _available_bytes() -> int:
     try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        found = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     except OSError:
-        pass
-    return 8 << 30
+        found = None
+    return int(found[1]) * 1024 if found else 8 << 30
 
 
 CONNECT_S = 3.0
@@ -319,8 +318,8 @@ class PeerBlobs:
 
     def put(self, key: str, pieces: Pieces, length: int) -> None:
         parts = list(pieces)
-        homes = [self._at(self.node), self._at(self.node + 1)]
-        self._everywhere(dict.fromkeys(homes), lambda k: k.put(self.prefix + key, parts, length, {}), key)
+        homes = self._nearest()[:2]
+        self._everywhere(homes, lambda k: k.put(self.prefix + key, parts, length, {}), key)
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> None:
         """Every keeper gets the manifest; each checks that it knew none, or the one replaced."""
@@ -332,7 +331,7 @@ class PeerBlobs:
                 version = None
             keeper.put(self.prefix + key, [memoryview(data)], len(data), {"expected": version})
 
-        self._everywhere(dict.fromkeys(self._nearest()), put, key)
+        self._everywhere(self._nearest(), put, key)
 
     def get(self, key: str) -> tuple[bytes, str]:
         data, version, _ = self._anywhere(key, lambda k: k.get(self.prefix + key))
@@ -356,27 +355,24 @@ class PeerBlobs:
                 name = key.removeprefix(self.prefix)
                 found[name] = max(found.get(name, changed - now), changed - now)
 
-        self._everywhere(dict.fromkeys(self._nearest()), ask, "the list")
+        self._everywhere(self._nearest(), ask, "the list")
         return sorted(found.items())
 
     def delete(self, keys: list[str]) -> None:
         if keys:
             request = {"do": "delete", "keys": [self.prefix + key for key in keys]}
-            self._everywhere(dict.fromkeys(self._nearest()), lambda k: k.ask(request), "a deletion")
+            self._everywhere(self._nearest(), lambda k: k.ask(request), "a deletion")
 
     def close(self) -> None:
         for keeper in self.keepers:
             keeper.close()
 
-    def _at(self, number: int) -> KeeperClient:
-        return self.keepers[number % len(self.keepers)]
-
     def _nearest(self) -> list[KeeperClient]:
-        """All keepers, this node's first."""
-        return [self._at(self.node + distance) for distance in range(len(self.keepers))]
+        """All keepers, this node's first, then the next node's."""
+        return [*self.keepers[self.node :], *self.keepers[: self.node]]
 
     def _everywhere(
-        self, keepers: dict[KeeperClient, None], act: Callable[[KeeperClient], object], what: str
+        self, keepers: list[KeeperClient], act: Callable[[KeeperClient], object], what: str
     ) -> None:
         """Acts on each; one success is enough, failures are logged."""
         done, first = 0, None
