@@ -13,6 +13,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,16 @@ from allranks.checkpoint.stores import StoreSpec, hint_for, open_store, reason_o
 from allranks.errors import AllranksError, CheckpointUnreachable, ConfigurationError
 
 
+@dataclass(eq=False)
 class RankGroup:
     """The given process group, or all ranks, or this process alone where there is no process group.
 
     Its collectives run on a gloo group of its own, made by all ranks together at the first `gather`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
-        self._given = process_group
-        self._timeout_s = timeout_s
-        self._gloo: dist.ProcessGroup | None = None
+    process_group: dist.ProcessGroup | None = None
+    timeout_s: float = 600.0
+    _gloo: dist.ProcessGroup | None = None
 
     @property
     def alone(self) -> bool:
@@ -42,11 +43,11 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self._given) if _initialized() else 0
+        return dist.get_rank(self.process_group) if _initialized() else 0
 
     @property
     def world_size(self) -> int:
-        return dist.get_world_size(self._given) if _initialized() else 1
+        return dist.get_world_size(self.process_group) if _initialized() else 1
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. All ranks must call it."""
@@ -68,13 +69,9 @@ class RankGroup:
 
     def _channel(self) -> dist.ProcessGroup:
         if self._gloo is None:
-            ranks = dist.get_process_group_ranks(self._given or dist.group.WORLD)
-            self._gloo = dist.new_group(
-                ranks,
-                backend="gloo",
-                timeout=timedelta(seconds=self._timeout_s),
-                use_local_synchronization=True,
-            )
+            ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
+            limit = timedelta(seconds=self.timeout_s)
+            self._gloo = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
         return self._gloo
 
 
@@ -87,21 +84,21 @@ Tier = CheckpointTier
 SNAPSHOTS_VARIABLE, TOKEN_VARIABLE, JOB_VARIABLE = "ALLRANKS_SNAPSHOTS", "ALLRANKS_TOKEN", "ALLRANKS_JOB_ID"
 
 
+@dataclass(eq=False)
 class TierLocations:
     """The durable tiers of one manager. Found at the first use, by all ranks together."""
 
-    def __init__(self, config: CheckpointConfig, group: RankGroup, known: dict[Tier, StoreSpec]) -> None:
-        self.config = config
-        self.group = group
-        self._known = known
-        self._specs: dict[Tier, StoreSpec] | None = None
-        self._sharers: tuple[int, ...] | None = None
+    config: CheckpointConfig
+    group: RankGroup
+    known: dict[Tier, StoreSpec]
+    _specs: dict[Tier, StoreSpec] | None = None
+    _sharers: tuple[int, ...] | None = None
 
     def specs(self) -> dict[Tier, StoreSpec]:
         """The address of every configured durable tier, fastest first. Collective at the first call."""
         if self._specs is None:
             peers = self._peers()
-            self._specs = {**({Tier.PEER: peers} if peers is not None else {}), **self._known}
+            self._specs = {**({Tier.PEER: peers} if peers is not None else {}), **self.known}
         return self._specs
 
     def spec(self, tier: Tier) -> StoreSpec:

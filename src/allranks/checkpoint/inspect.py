@@ -12,18 +12,8 @@ from allranks.checkpoint.manifest import Index, Manifest, Part, StoredShard, enc
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
 from allranks.checkpoint.save.writer import data_file, part_file, write_index
 from allranks.checkpoint.stores import Attempt, Store, reason_of
-from allranks.checkpoint.stores.listing import Listed, has_manifest, list_checkpoints
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
-__all__ = [
-    "Listed",
-    "Verified",
-    "copy_checkpoint",
-    "has_manifest",
-    "list_checkpoints",
-    "shard_bytes",
-    "verify_checkpoint",
-]
 Progress = Callable[[int], None]  # bytes since the last call
 
 

@@ -165,7 +165,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _copy(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.inspect import copy_checkpoint, has_manifest
+    from allranks.checkpoint.inspect import copy_checkpoint
+    from allranks.checkpoint.stores.listing import has_manifest
 
     with _checkpoint(args.checkpoint, args.option) as (source, name):
         base, new_name = args.target, name

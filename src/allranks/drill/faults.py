@@ -113,16 +113,16 @@ def inject(manager: Manager, plan: FaultPlan, on_fire: Callable[[Fault], None] =
     """Arms the faults of this manager's replica. Call it before the first step."""
     injector = Injector(manager, plan.of(manager.options.replica_id), on_fire)
     reach = injector.reach
-    _around(manager, "start_quorum", before=lambda: reach("step start"))
-    _around(
+    around(manager, "start_quorum", before=lambda: reach("step start"))
+    around(
         manager,
         "_allreduce",
         before=lambda: reach("before allreduce"),
         after=lambda: reach("inside allreduce"),
     )
-    _around(manager, "_vote", before=lambda: reach("before vote"), after=lambda: reach("after vote"))
-    _around(manager, "should_commit", after=lambda: reach("before apply"))
-    _around(manager, "_load_healed", before=lambda: reach("loading state"))
+    around(manager, "_vote", before=lambda: reach("before vote"), after=lambda: reach("after vote"))
+    around(manager, "should_commit", after=lambda: reach("before apply"))
+    around(manager, "_load_healed", before=lambda: reach("loading state"))
     real = manager._vote
 
     def vote(attempt: StepAttempt) -> bool:
@@ -142,16 +142,16 @@ def _when_open(manager: Manager, injector: Injector) -> None:
 
     def watch_fetch(regrouper: Regrouper) -> None:
         if regrouper.fetch is not None:
-            _around(regrouper.fetch, "_receive", before=lambda: reach("receiving state"))
+            around(regrouper.fetch, "_receive", before=lambda: reach("receiving state"))
 
     def opened() -> ManagerResources:
         fresh = manager._opened is None
         found = real()
         if fresh:
-            _around(found.regrouper, "_regroup", before=lambda: reach("regrouping"))
-            _around(found.regrouper, "_connect", before=lambda: reach("connecting"))
-            _around(found.server, "_send_stripe", before=lambda: reach("sending state"))
-            _around(found.regrouper, "_prepare_fetch", after=lambda: watch_fetch(found.regrouper))
+            around(found.regrouper, "_regroup", before=lambda: reach("regrouping"))
+            around(found.regrouper, "_connect", before=lambda: reach("connecting"))
+            around(found.server, "_send_stripe", before=lambda: reach("sending state"))
+            around(found.regrouper, "_prepare_fetch", after=lambda: watch_fetch(found.regrouper))
         return found
 
     manager._open = opened  # type: ignore[method-assign]
@@ -172,7 +172,7 @@ def _watch_tells(box: VoteMesh, injector: Injector) -> None:
     box._tell = tell  # type: ignore[method-assign]
 
 
-def _around(
+def around(
     target: object,
     name: str,
     before: Callable[[], None] | None = None,

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from allranks.drill.faults import around
 from allranks.drill.plan import DrillFault
 from allranks.drill.self_faults import STEP, inject
 from allranks.record.recorder import Recorder
 
 if TYPE_CHECKING:
-    from allranks.manager.groups.generation import Generation
     from allranks.manager.optimizer import OptimizerWrapper
 
 MOST_BYTES = 64 << 20  # of parameters that are fingerprinted
@@ -110,21 +110,12 @@ def _watch_replicas() -> None:
     from allranks.manager.optimizer import OptimizerWrapper
     from allranks.manager.regroup import Regrouper
 
-    load_healed = Manager._load_healed
-
-    def load(manager: Manager, generation: Generation) -> bool:
-        reach("heal")
-        return load_healed(manager, generation)
-
-    Manager._load_healed = load  # type: ignore[assignment, method-assign]
-    connect = Regrouper._connect
-
-    def count(regrouper: Regrouper, *args: Any) -> None:
+    def count() -> None:
         global _groups
-        connect(regrouper, *args)
         _groups += 1
 
-    Regrouper._connect = count  # type: ignore[assignment, method-assign]
+    around(Manager, "_load_healed", before=lambda: reach("heal"))
+    around(Regrouper, "_connect", after=count)
     ordinary = OptimizerWrapper.step
 
     def step(optimizer: OptimizerWrapper, closure: Callable[[], float] | None = None) -> bool:

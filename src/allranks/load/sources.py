@@ -244,7 +244,7 @@ def archive_of(member: str) -> str:
 def open_archive(source: DumpSource, options: LoadOptions) -> tuple[Iterator[DumpSource] | None, str]:
     """(the members of a tar file, compressed or not, or of a zip file; None when it is none, what is wrong with it)."""
     data, problem = unwrap(read_all(source, options.max_box_bytes), options.max_box_bytes)
-    if is_zip(data):
+    if data.startswith(b"PK\x03\x04"):
         return _bounded(source, zip_members(source, data, options.max_file_bytes)), ""
     if is_tar(data):
         return _bounded(source, tar_members(source, data, options.max_file_bytes)), problem
@@ -320,11 +320,6 @@ def unpack(path: str, place: str, wanted: Container[str], folder: str) -> dict[s
                 file.write(member.data)
             found[member.path] = place
     return found
-
-
-def is_zip(data: bytes) -> bool:
-    """Whether the bytes begin a zip archive that has members."""
-    return data.startswith(b"PK\x03\x04")
 
 
 def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSource]:

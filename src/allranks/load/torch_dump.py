@@ -42,15 +42,16 @@ def read_dump(
 
     `expand` makes the rows of all entries out of those that the dump holds (see `regular.py`).
     """
-    if not isinstance(dump, dict) or not looks_like_dump(dump):
+    content: dict[str, Any] = dump if isinstance(dump, dict) else {}
+    entries, config, version = (content.get(key) for key in ("entries", "pg_config", "version"))
+    if not isinstance(entries, list) and not {"version", "pg_config"} <= content.keys():
         raise Unreadable("not a flight recorder dump", kind=form, skip=True)
-    version = dump.get("version")
     version = version if isinstance(version, str) else ""
-    entries = dump.get("entries")
-    config = dump.get("pg_config")
     groups = GroupTable(tables, config if isinstance(config, dict) else {}, member_cache)
     interner = Interner(tables, groups)
-    notes = version_notes(version)
+    notes = [] if version else ["the dump names no version"]
+    if version and version_number(version)[0] > KNOWN_MAJOR:
+        notes = [f"format {version} is newer than the newest known ({KNOWN_MAJOR}.{KNOWN_MINOR})"]
     if isinstance(entries, list):
         calls, bad = read_calls(entries, interner)
         if expand is not None:
@@ -63,11 +64,10 @@ def read_dump(
         # torch's JSON leaves the key out when nothing was recorded; includeCollectives=False too.
         calls, pg_ids = np.zeros(0, CALL), {}
     calls = in_record_order(calls)
-    comms, more = settle_calls(dump, calls, groups, version)
-    status = last_completed(dump.get("pg_status"), pg_ids)
+    comms, more = settle_calls(content, calls, groups, version)
     kind = f"{'torchcomms' if comms else 'torch'} {form}{' ' + version if version else ''}"
-    raw = Raw(read_header(dump, calls, groups), calls, tuple(groups.groups), kind, notes=(*notes, *more))
-    raw.last_completed = status
+    raw = Raw(read_header(content, calls, groups), calls, tuple(groups.groups), kind, notes=(*notes, *more))
+    raw.last_completed = last_completed(content.get("pg_status"), pg_ids)
     raw.rank_hint = next(iter(interner.own_ranks)) if len(interner.own_ranks) == 1 else None
     return raw
 
@@ -85,8 +85,10 @@ def settle_calls(
     notes = reopen_unlaunched(calls, groups)
     if comms:
         notes = notes + renumber(calls, [group.ranks for group in groups.groups if group.name])
-    if version_number(version) < (2, 4):
-        forget_all_to_all_sizes(calls, names)
+    if version_number(version) < (2, 4):  # these recorded no usable sizes for all_to_all
+        rows = np.array([name.startswith(("all_to_all", "alltoall")) for name in names])[calls["op"]]
+        calls["shapes"][rows] = 0
+        calls["in_numel"][rows] = calls["out_numel"][rows] = -1
     return comms, notes
 
 
@@ -107,11 +109,6 @@ def read_header(dump: dict[str, Any], calls: np.ndarray, groups: GroupTable) -> 
     )
 
 
-def looks_like_dump(dump: dict[Any, Any]) -> bool:
-    """A dump has entries, or a version together with a group configuration."""
-    return isinstance(dump.get("entries"), list) or ("version" in dump and "pg_config" in dump)
-
-
 def version_number(version: str) -> tuple[int, int]:
     """(2, 10) of "2.10"; an unreadable version counts as the newest known."""
     parts = version.split(".")
@@ -119,13 +116,6 @@ def version_number(version: str) -> tuple[int, int]:
         return int(parts[0]), int(parts[1])
     except (ValueError, IndexError):
         return KNOWN_MAJOR, KNOWN_MINOR
-
-
-def version_notes(version: str) -> list[str]:
-    """What a version unknown to us means for trust."""
-    if version and version_number(version)[0] > KNOWN_MAJOR:
-        return [f"format {version} is newer than the newest known ({KNOWN_MAJOR}.{KNOWN_MINOR})"]
-    return [] if version else ["the dump names no version"]
 
 
 def in_record_order(calls: np.ndarray) -> np.ndarray:
@@ -303,13 +293,6 @@ def renumber(calls: np.ndarray, members: Sequence[tuple[int, ...]] = ()) -> list
     return []
 
 
-def forget_all_to_all_sizes(calls: np.ndarray, names: list[str]) -> None:
-    """Dumps before 2.4 recorded no usable sizes for all_to_all."""
-    rows = np.array([name.startswith(("all_to_all", "alltoall")) for name in names])[calls["op"]]
-    calls["shapes"][rows] = 0
-    calls["in_numel"][rows] = calls["out_numel"][rows] = -1
-
-
 @dataclass
 class DumpReader:
     """What the dumps of one load share."""
@@ -350,7 +333,9 @@ class DumpReader:
             value = None
         if value is None:
             return self._salvage_json(data)
-        if isinstance(value, dict) and is_stacks(value):
+        facts = value if isinstance(value, dict) else {}
+        bundle = "stacks" in str(facts.get("kind", "")) or "stacks" in facts or "hung" in facts
+        if bundle and "ranks" in facts:  # one of our bundles or captures, which `stacks` reads
             raise Unreadable("stacks", kind="stacks", skip=True)
         return read_dump(value, self.tables, self.members, "json")
 
@@ -394,10 +379,3 @@ def read_cut_json(data: bytes) -> dict[str, Any] | None:
         entries.append(entry)
     found["entries"] = entries
     return found
-
-
-def is_stacks(value: dict[str, Any]) -> bool:
-    """Whether a JSON object is one of our stack bundles or captures, which `stacks` reads."""
-    return "ranks" in value and (
-        "stacks" in str(value.get("kind", "")) or "stacks" in value or "hung" in value
-    )

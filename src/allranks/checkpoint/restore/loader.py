@@ -203,21 +203,14 @@ class Loader:
             self.memory.drop(candidate.step, error.reason)
             text = "[MEMORY] the snapshot of step %d is damaged (%s): dropped"
             log.warning(text, candidate.step, error.reason)
-        self._raise_misfit(outcomes, error, candidate)
+        misfits = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
+        if misfits:  # a model that does not fit fits no older checkpoint either: raised at once
+            if isinstance(error, errors.AllranksError) and kind == "misfit":
+                raise error
+            where = {"tier": candidate.tier, "path": candidate.name}
+            raise errors.CheckpointLoadError("; ".join(misfits), **where) from error
         bad = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind]
         return result, "; ".join(bad), {kind for kind, _ in outcomes if kind}
-
-    def _raise_misfit(
-        self, outcomes: list[list[str]], error: BaseException | None, candidate: candidates.RestoreCandidate
-    ) -> None:
-        """A model that does not fit fits no older checkpoint either: raised at once."""
-        if not any(kind == "misfit" for kind, _ in outcomes):
-            return
-        if isinstance(error, errors.AllranksError) and kind_of_failure(error, candidate.tier) == "misfit":
-            raise error
-        texts = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind == "misfit"]
-        text = "; ".join(texts)
-        raise errors.CheckpointLoadError(text, tier=candidate.tier, path=candidate.name) from error
 
     def _prepare(
         self, candidate: candidates.RestoreCandidate, into: Live | None, held: ExitStack

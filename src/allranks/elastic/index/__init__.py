@@ -28,7 +28,7 @@ from allranks.elastic.index.tokenize import (
     make_encoder,
     wrap_object,
 )
-from allranks.elastic.index.workers import Setup, Tokenized, WorkerPool, run_here
+from allranks.elastic.index.workers import Setup, Tokenized, WorkerPool, tokenize
 from allranks.errors import AllranksError, DataLoadingError, InputError
 
 __all__ = ["BuildProgress", "BuildRequest", "IndexBuilder", "IndexHeader", "TokenIndexFile", "build_index"]
@@ -147,7 +147,9 @@ class _Build:
         key, skip = self.request.text_key, self.request.skip_bad
         small = self.request.workers is None and left < _WORTH_A_PROCESS
         if self.encode is not None or wanted == 0 or small:
-            yield from run_here(blocks, self.encode or make_encoder(self.spec), key, skip)
+            encode = self.encode or make_encoder(self.spec)
+            for block in blocks:
+                yield block, tokenize(block, encode, key, skip)
             return
         with WorkerPool(Setup(self.spec, key, skip), wanted) as pool:
             yield from pool.run(blocks)

@@ -96,14 +96,6 @@ _WORKER = "import sys; from allranks.elastic.index.workers import main; sys.exit
 _OOM = "Signal 9 is often the OOM killer: use fewer --workers. "
 
 
-def run_here(
-    blocks: Iterable[Block], encode: Encode, text_key: str, skip_bad: bool
-) -> Iterator[tuple[Block, Tokenized]]:
-    """Without child processes: for small inputs, and for tokenizers that exist only as objects."""
-    for block in blocks:
-        yield block, tokenize(block, encode, text_key, skip_bad)
-
-
 @dataclass
 class WorkerPool:
     """Child processes, each with one block at a time. `start` and `close` own them."""
