@@ -214,11 +214,11 @@ def taken_ns(traces: list[RankTrace], roots: list[str]) -> int:
     boxes = [trace for trace in traces if trace.kind.startswith("black box")]
     files = {trace.path: place for trace in boxes if (place := Places(roots).find(trace.path))}
     for trace in _local_boxes(boxes):
-        pid, place = trace.header.pid, files.get(trace.path)
-        if _is_running(trace) and place is not None:
+        pid, file = trace.header.pid, files.get(trace.path)
+        if _is_running(trace) and file is not None:
             # whether the process writes to this very file; taken for true where we may not look
             hidden = not os.access(f"/proc/{pid}/maps", os.R_OK)
-            if hidden or any(os.path.samefile(box, place) for box in boxes_of_process(pid)):
+            if hidden or any(os.path.samefile(box, file) for box in boxes_of_process(pid)):
                 return time.time_ns()
     newest = max((trace.header.written_ns for trace in boxes), default=0)
     copied = max((os.stat(place).st_mtime_ns for place in files.values()), default=0)

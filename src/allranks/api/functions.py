@@ -365,8 +365,8 @@ def load_checkpoint_index(address: str | Path, **options: str) -> CheckpointInde
             names = names or ([] if name else [listed.name for listed in list_checkpoints(store)])
             if names:
                 with opened(store, names[-1]) as found:
-                    head, tensors = found.manifest, tensors_of(found)
-                facts = (head.step, head.epoch, head.world_size, dict(head.metrics))
+                    top, tensors = found.manifest, tensors_of(found)
+                facts = (top.step, top.epoch, top.world_size, dict(top.metrics))
                 return CheckpointIndex(found.path, *facts, tensors)
         finally:
             store.close()

@@ -26,10 +26,9 @@ def main(args: argparse.Namespace) -> int:
         stopped = etcd_server.stop(folder)
         answer(args.json, {"stopped": stopped}, "etcd stopped" if stopped else "no etcd of ours was running")
         return 0
+    server = etcd_server.read(folder) if args.action == "status" else None
     if args.action == "start":
         server = etcd_server.start(folder, bind=args.bind, port=args.port)
-    else:
-        server = etcd_server.read(folder)
     if server is None or not server.running():
         answer(args.json, {"running": False}, "etcd is not running; start it with: allranks etcd start")
         return 1

@@ -101,14 +101,14 @@ def _build(args: argparse.Namespace) -> int:
     facts = {"schema": 1, "index": result.path, "total_tokens": done.tokens, "documents": done.documents}
     facts |= {"skipped": done.skipped, "bytes": done.bytes_total, "elapsed_s": round(done.elapsed_s, 3)}
     facts |= {"resumed": result.resumed, "fresh": result.fresh}
-    text = f"{result.path} is up to date: {done.tokens:,} tokens"
+    said = f"{result.path} is up to date: {done.tokens:,} tokens"
     if result.fresh:
         skipped = f", {done.skipped:,} records left out" if done.skipped else ""
         resumed = " (resumed)" if result.resumed else ""
-        text = (
+        said = (
             f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}{resumed}"
         )
-    answer(args.json, facts, text)
+    answer(args.json, facts, said)
     return 0
 
 

@@ -192,8 +192,8 @@ def _folder(job: str, record: bool) -> Path:
     if problem:
         _say(f"{problem}; using {folder} instead. Set ALLRANKS_DIR to a folder with room for 2 MB per rank.")
     if removed := remove_finished(keep=folder):
-        limit = MAX_LEFT_BYTES >> 20
-        _say(f"removed the black boxes of {len(removed)} finished jobs: they took more than {limit} MiB")
+        room = MAX_LEFT_BYTES >> 20
+        _say(f"removed the black boxes of {len(removed)} finished jobs: they took more than {room} MiB")
     return folder
 
 
