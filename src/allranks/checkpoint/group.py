@@ -26,7 +26,7 @@ from allranks.checkpoint.stores import StoreSpec, hint_for, open_store, reason_o
 from allranks.errors import AllranksError, CheckpointUnreachable, ConfigurationError
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RankGroup:
     """The given process group, or all ranks, or this process alone where there is no process group.
 
@@ -84,7 +84,7 @@ Tier = CheckpointTier
 SNAPSHOTS_VARIABLE, TOKEN_VARIABLE, JOB_VARIABLE = "ALLRANKS_SNAPSHOTS", "ALLRANKS_TOKEN", "ALLRANKS_JOB_ID"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TierLocations:
     """The durable tiers of one manager. Found at the first use, by all ranks together."""
 

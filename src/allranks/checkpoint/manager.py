@@ -55,8 +55,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.nvme_backend = NVMeBackend(str(config.nvme_path)) if config.nvme_path is not None else None
         self.s3_backend: S3Backend | None = None
         if config.s3_bucket:
-            place, endpoint = (config.s3_bucket, config.s3_prefix, config.s3_region), config.s3_endpoint_url
-            self.s3_backend = S3Backend(*place, endpoint_url=endpoint, options=config.s3_options)
+            where = (config.s3_bucket, config.s3_prefix, config.s3_region)
+            endpoint = config.s3_endpoint_url
+            self.s3_backend = S3Backend(*where, endpoint_url=endpoint, options=config.s3_options)
         known: dict[Tier, Backend | None] = {Tier.NVME: self.nvme_backend, Tier.S3: self.s3_backend}
         backends = {tier: backend for tier, backend in known.items() if backend is not None}
         self.places = TierLocations(config, self.group, {tier: one.spec for tier, one in backends.items()})

@@ -26,7 +26,7 @@ from allranks.checkpoint.tensors import flatten, local_parts, tensor_names, unfl
 from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Live:
     """The parts of a job that a restore writes into, and how.
 

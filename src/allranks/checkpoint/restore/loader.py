@@ -36,7 +36,7 @@ log = logging.getLogger("allranks.checkpoint")
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Loader:
     """One load. `specs` are the tiers to look in; `memory` None leaves the memory tier out."""
 

@@ -34,7 +34,7 @@ log = logging.getLogger("allranks.checkpoint")
 _MB = 1 << 20
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MemorySnapshotBackend:
     """Keeps the newest `max_snapshots` snapshots; the oldest makes room. `max_memory_mb` None: no bound.
 
@@ -45,9 +45,7 @@ class MemorySnapshotBackend:
     max_memory_mb: float | None = None
     memory_warning_threshold: float = 0.8
     pool: ArenaPool = field(default_factory=ArenaPool)
-    damaged: dict[int, str] = field(
-        default_factory=dict
-    )  # step → why it was dropped, until there is a new one
+    damaged: dict[int, str] = field(default_factory=dict)  # step → why, until there is a new one
     _snapshots: list[StateSnapshot] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _planner: Planner = field(default_factory=lambda: Planner(RankGroup()))

@@ -49,7 +49,7 @@ class BlobStore(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class KeyedStore:
     """See `stores.Store` for the methods."""
 

@@ -64,9 +64,8 @@ class ObjectBlobs:
     """The `keyed_store.BlobStore` of an object store. Retries are obstore's, within the limits of the options."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        if (
-            _used_by and os.getpid() not in _used_by
-        ):  # its threads do not survive a fork: calls would wait for ever
+        # obstore's threads do not survive a fork, and its first call in the child would wait for ever
+        if _used_by and os.getpid() not in _used_by:
             text = "obstore was used before this process was forked: start it with spawn instead"
             raise OSError(errno.EIO, text)
         _used_by.add(os.getpid())

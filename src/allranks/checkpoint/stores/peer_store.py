@@ -55,7 +55,7 @@ class _Blob:
         return memoryview(self.data)[: self.length] if self.data is not None else memoryview(b"")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # not shown: it holds a secret
 class SnapshotServer:
     """Keeps at most `max_bytes` (default: half of the memory free at the start). `bind` is HOST:PORT."""
 
@@ -219,7 +219,7 @@ def open_peers(spec: StoreSpec) -> KeyedStore:
     return KeyedStore(blobs, spec, "PEER", references=False)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # not shown: it holds a secret
 class KeeperClient:
     """The client of one snapshot keeper. Connections are kept and used by one thread at a time."""
 
