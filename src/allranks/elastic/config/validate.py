@@ -203,9 +203,8 @@ class ConfigCheck:
             found.sort(key=lambda e: e["type"] != "literal_error" or not isinstance(e["input"], str))
             for entry in found:
                 path = (name, *_written(model, entry["loc"]))
-                if (
-                    dotted(path) not in self.bad
-                ):  # else the second branch of a union says the same thing again
+                # the second branch of a union says the same thing again
+                if dotted(path) not in self.bad:
                     self.bad.add(dotted(path))
                     self._error(path, _sentence(model, path, entry))
 
