@@ -99,6 +99,26 @@ def test_how_a_rank_ended_is_known_also_when_its_box_was_read_first() -> None:
         lines.close()
 
 
+def test_how_a_rank_ended_is_known_also_when_the_launcher_has_waited_for_it_first() -> None:
+    """torchrun polls its ranks ten times a second. On a busy node it was there before the watch: "exited without shutting down"."""
+    lines = ExitWatcher()
+    lines.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        lines.hold([child.pid])
+        lines.peek()
+        child.send_signal(signal.SIGSEGV)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        lines.peek()
+        assert child.wait() == -signal.SIGSEGV
+        lines.wait(3600)
+        assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}
+    finally:
+        child.kill()
+        child.communicate()
+        lines.close()
+
+
 _AS_NOBODY = """
 import os, socket, sys
 os.setuid(65534)

@@ -55,10 +55,12 @@ def test_a_failing_rank_fails_the_job_and_is_restarted_as_asked(tmp_path: Path) 
     assert code == 0, output
 
 
-def test_without_restarts_the_exit_code_tells(tmp_path: Path) -> None:
-    """A rank that dies of SIGKILL gives 128 + 9."""
+def test_without_restarts_the_exit_code_and_the_last_line_tell(tmp_path: Path) -> None:
+    """A rank that dies of SIGKILL gives 128 + 9. torchrun's report, which knows no line, is not the last thing on the screen."""
     code, output = finish(start(tmp_path, "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)"))
     assert code == 128 + 9, output
+    assert output.splitlines()[-1].startswith("[allranks] Rank 1 died of SIGKILL; story: "), output
+    assert f"{tmp_path / 'train.py'} FAILED" in output and "rank_entry FAILED" not in output
 
 
 def test_ctrl_c_ends_everything_and_is_no_incident(tmp_path: Path) -> None:
@@ -201,6 +203,9 @@ def test_a_program_that_always_fails_the_same_way_ends_after_three_times_with_on
     assert code == 1, output
     assert (tmp_path / "tries").read_text() == "xxx"
     assert "3 times before the first step: rank 1 raised FileNotFoundError at train.py:11" in output
+    assert output.splitlines()[-1].startswith("[allranks] Rank 1 raised FileNotFoundError at train.py:11"), (
+        output
+    )
     assert len(list((tmp_path / "incidents").glob("*/incident.json"))) == 1
 
 

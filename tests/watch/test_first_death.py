@@ -19,6 +19,7 @@ from .test_silence import sample
             False,
         ),
         ("exception: FileNotFoundError (data.py:3): /data/socket", False),
+        ("exception: DistNetworkError (t.py:5): The server socket has failed to listen: EADDRINUSE", False),
     ],
 )
 def test_an_error_of_the_program_is_no_broken_connection_whatever_its_text_names(

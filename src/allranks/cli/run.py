@@ -53,6 +53,8 @@ Every flag of torchrun is accepted: --nnodes, --nproc-per-node, --standalone,
 
 #: our flags -> takes a value. The other words before the script are torchrun's.
 MIN_OPEN_FILES = 256
+#: Exit codes of a job that somebody stopped: it has not failed.
+STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 FLAGS = {**takes_value(RunFlags), "-h": False, "--help": False}
 
 
@@ -202,13 +204,20 @@ def _run_whole(job: NodeJob, words: list[str]) -> int:
 
     low, _, high = (flag_value(words, "--nnodes") or "1").partition(":")
     elastic = high not in ("", low)  # it can continue with fewer nodes than it has
-    watch = start_watch(job, "whole_job", elastic)
-    agent = start_agent(job, watch)
-    options, variables = job.options, job.environment.variables()
-    started = Launch(tuple(words), variables, options.record, job.log_dir, options.quiet, options.spares)
-    if watch is not None:
-        started = replace(started, on_stop=agent.expect_end, why_not_again=agent.why_not_again)
-    return launch(started)
+    with ExitStack() as stack:  # the watch ends here: its verdict is final then
+        job = replace(job, stack=stack)
+        watch = start_watch(job, "whole_job", elastic)
+        agent = start_agent(job, watch)
+        options, variables = job.options, job.environment.variables()
+        started = Launch(tuple(words), variables, options.record, job.log_dir, options.quiet, options.spares)
+        if watch is not None:
+            started = replace(
+                started, on_stop=agent.expect_end, why_not_again=agent.why_not_again, before_reaping=watch.before_reaping
+            )  # fmt: skip
+        code = launch(started)
+    if watch is not None and watch.pipeline.publisher.last and code not in (0, *STOPPED):
+        _say(watch.pipeline.publisher.last)  # below torchrun's report, which has no line of the program
+    return code
 
 
 def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:

@@ -173,6 +173,7 @@ class IncidentPublisher:
     webhooks: tuple[str, ...] = ()
     on_incident: Callable[[Incident], None] = lambda incident: None
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
+    last: str = ""  # the newest verdict, as it was logged
 
     def publish(self, opened: IncidentFolder) -> None:
         receivers: tuple[Callable[[], object], ...] = (
@@ -190,7 +191,8 @@ class IncidentPublisher:
     def log(self, opened: IncidentFolder) -> None:
         """The verdict in the log: one whole line, with the page that has the rest."""
         story = opened.path.absolute() / "story.html"
-        log.error("%s: %s; story: %s", opened.current.id, headline(opened.current).rstrip("."), story)
+        self.last = f"{headline(opened.current).rstrip('.')}; story: {story}"
+        log.error("%s: %s", opened.current.id, self.last)
 
     def write_page(self, opened: IncidentFolder) -> None:
         """Only the page in the incident's folder."""

@@ -55,6 +55,8 @@ class Launch:
     spares: bool = True  # keep warm processes where a restart is possible
     # told which ranks are about to be asked to end, and whether because somebody stopped us
     on_stop: Callable[[set[int], bool], object] = lambda pids, by_user: None
+    # called before torchrun takes the exit codes of ranks
+    before_reaping: Callable[[], object] = lambda: None
     # asked after a failure: pid -> exit code
     why_not_again: Callable[[dict[int, int]], str] = lambda exits: ""
 
@@ -69,7 +71,9 @@ def launch(job: Launch) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    args = prepare(torchrun.parse_args(list(job.argv)), job)
+    args = torchrun.parse_args(list(job.argv))
+    script = str(args.training_script)
+    args = prepare(args, job)
     spares = Spares() if job.spares and job.record and may_restart(args) else None
     try:
         if at_a_host(args):
@@ -77,11 +81,11 @@ def launch(job: Launch) -> int:
         with (
             serving(spares), patches.ending_ranks(grace(args), job.on_stop), patches.holding_master_port(),
             patches.repeating_rendezvous() as retry, patches.watching_members(retry, restarts=may_restart(args)),
-            sensible_restarts(job.why_not_again),
+            sensible_restarts(job.why_not_again, job.before_reaping),
         ):  # fmt: skip
             run_through_losses(args, retry)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
+        print(str(error).replace(f"{RANK_MODULE} FAILED", f"{script} FAILED"), file=sys.stderr)
         return _child_code(error)
     except SignalException as error:
         return 128 + int(error.sigval)
@@ -96,11 +100,14 @@ def launch(job: Launch) -> int:
 
 
 @contextlib.contextmanager
-def sensible_restarts(why_not_again: Callable[[dict[int, int]], str]) -> Iterator[None]:
+def sensible_restarts(
+    why_not_again: Callable[[dict[int, int]], str], before_reaping: Callable[[], object] = lambda: None
+) -> Iterator[None]:
     """While it is open, a failure that no restart cures uses up the restarts that are left."""
 
     def judging(ordinary: Monitoring) -> Monitoring:
         def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
+            before_reaping()
             result = ordinary(agent, group)
             if result.state.name in ("FAILED", "UNHEALTHY") and agent._remaining_restarts > 0:
                 why = why_not_again({f.pid: int(f.exitcode) for f in (result.failures or {}).values()})

@@ -35,6 +35,8 @@ _ECHO = re.compile(
     r"|(Read|Write)v? error \[",
     re.I,
 )
+#: No peer's end makes a port taken: two ranks with the same RANK, or another program on MASTER_PORT.
+_OWN = re.compile(r"EADDRINUSE|address already in use", re.I)
 #: No broken connection raises these, whatever their text names.
 _PROGRAM_ERRORS = frozenset(
     {"ArithmeticError", "AssertionError", "AttributeError", "FileNotFoundError", "ImportError", "IndexError"}
@@ -62,10 +64,11 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 @dataclass
 class ExitWatcher:
-    """`wait` and `hold` belong to one thread; `wake` may be called from any."""
+    """`wait` and `hold` belong to one thread; `wake` and `peek` may be called from any."""
 
     endings: dict[int, Ending] = field(default_factory=dict)  # pid -> how it ended
     _held: dict[int, int] = field(default_factory=dict)  # pid -> pidfd
+    _codes: dict[int, int] = field(default_factory=dict)  # pid -> exit code, of those that `peek` found dead
     _selector: selectors.BaseSelector | None = None
     _datagrams: socket.socket | None = None
     _wake: tuple[socket.socket, socket.socket] | None = None
@@ -118,6 +121,13 @@ class ExitWatcher:
             if pid in self._held:
                 self._note_end(pid)
 
+    def peek(self) -> None:
+        """For whoever is about to wait for the children that are held: the exit code goes with that wait."""
+        for pid in tuple(self._held):
+            code = _exit_code(os.P_PID, pid)
+            if code is not None:
+                self._codes[pid] = code
+
     def wait(self, timeout_s: float) -> None:
         """Returns when something happened, or after the time."""
         assert self._selector is not None and self._datagrams is not None, "start() comes first"
@@ -159,14 +169,15 @@ class ExitWatcher:
         assert self._selector is not None
         fd = self._held.pop(pid)
         self._selector.unregister(fd)
-        self.endings[pid] = Ending(pid, _exit_code(fd), time.time())
+        code, peeked = _exit_code(os.P_PIDFD, fd), self._codes.pop(pid, None)
+        self.endings[pid] = Ending(pid, peeked if code is None else code, time.time())
         os.close(fd)
 
 
-def _exit_code(pidfd: int) -> int | None:
-    """Of a child of this process, left for its parent's own wait(); None when that has been first."""
+def _exit_code(kind: int, child: int) -> int | None:
+    """Of a child of this process (a pid, or its pidfd), left for its parent's own wait(); None when that has been first."""
     try:
-        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        found = os.waitid(kind, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except OSError:
         return None
     if found is None:
@@ -227,7 +238,8 @@ def _raised(sample: RankSample) -> Death | None:
         return None
     text, where = (said["text"] or "").strip(), said["where"] or ""
     at = sample.closed_ns / 1e9
-    echo = said["kind"] not in _PROGRAM_ERRORS and bool(_ECHO.search(sample.closed))
+    own = said["kind"] in _PROGRAM_ERRORS or _OWN.search(sample.closed) is not None
+    echo = not own and bool(_ECHO.search(sample.closed))
     return Death(sample.rank, sample.pid, at, f"raised {said['kind']}", where, text, echo)
 
 
