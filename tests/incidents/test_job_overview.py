@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import pwd
 import subprocess
 import sys
 import time
@@ -109,6 +110,31 @@ def test_a_name_that_fits_no_job_or_several_lists_the_newest_jobs_and_only_those
         find_job("nosuch")
     assert none.value.hint.startswith("Jobs on this node: train-b, train-a, trial, old-0,")
     assert none.value.hint.endswith("old-4 and 3 older ones.")
+
+
+def test_jobs_of_another_user_are_told_of_with_the_command_that_shows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job runs as a service user: `allranks status` said that there was none, and to start one."""
+    monkeypatch.setattr("allranks.blackbox.files.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(InputError) as none:
+        find_job(None)
+    assert none.value.hint.startswith("Start one with")
+    (tmp_path / f"allranks-{os.getuid()}").mkdir()
+    (
+        tmp_path / f"allranks-{os.getuid() + 4242}"
+    ).mkdir()  # not its owner's: somebody made it in that user's name
+    with pytest.raises(InputError) as still:
+        find_job("night")
+    assert still.value.hint == none.value.hint
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    user = pwd.getpwuid(owner).pw_name
+    for name in (None, "night"):
+        with pytest.raises(InputError) as other:
+            find_job(name)
+        assert other.value.hint == f"Jobs of other users ({user}): as that user, `sudo -u {user} allranks …`."
 
 
 def test_the_folder_of_a_job_shows_no_files_of_our_own_as_passed_over(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -124,6 +125,24 @@ def job_folders() -> list[Path]:
         with contextlib.suppress(FileNotFoundError):
             found += subfolders(base) if base.lstat().st_uid == os.getuid() else []
     return sorted(found)
+
+
+def other_users() -> list[str]:
+    """Who else has recorded jobs on this machine: their folders are readable to themselves and to root only."""
+    found = set()
+    for base in base_folder().parent.glob("allranks-[0-9]*"):
+        with contextlib.suppress(OSError):
+            uid = base.lstat().st_uid
+            if base.name == f"allranks-{uid}" and uid != os.getuid():
+                found.add(uid)
+    return [_user_name(uid) for uid in sorted(found)]
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"  # as sudo takes it
 
 
 def subfolders(folder: Path) -> list[Path]:

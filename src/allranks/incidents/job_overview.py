@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from allranks.blackbox.files import job_folders
+from allranks.blackbox.files import job_folders, other_users
 from allranks.blackbox.header import is_alive
 from allranks.channel import web_client
 from allranks.diagnose.phrasing import ranks_text, ranks_wait
@@ -101,9 +101,11 @@ def _meant(name: str | None) -> str:
     near = get_close_matches(name or "", [folder.name for folder in known], 3, 0.5)
     if near:
         return f"Did you mean {' or '.join(near)}?"
-    if known:
-        return f"Jobs on this node: {_some(known)}."
-    return "Start one with `allranks run …`, or give the folder of its black boxes."
+    ours = f"Jobs on this node: {_some(known)}." if known else ""
+    if others := other_users():
+        mine = f"{ours} " if ours else ""
+        return f"{mine}Jobs of other users ({', '.join(others)}): as that user, `sudo -u {others[0]} allranks …`."
+    return ours or "Start one with `allranks run …`, or give the folder of its black boxes."
 
 
 def _jobs() -> list[Path]:

@@ -89,6 +89,17 @@ class DumpSource:
     problem: str = ""  # why it cannot be read, when that is known already
 
 
+def _why_absent(path: str) -> str:
+    """A folder above it may be another user's, as that of a job's black boxes is."""
+    try:
+        os.lstat(path)
+    except PermissionError:
+        return "permission denied; try as the user whose job it is, or as root"
+    except OSError:
+        pass
+    return "no such file or folder"
+
+
 def find_sources(paths: list[str], options: LoadOptions) -> Iterator[DumpSource]:
     """Every file behind the paths, each once, in the order of the paths and then of the names."""
     seen: set[tuple[int, int]] = set()
@@ -102,7 +113,7 @@ def find_sources(paths: list[str], options: LoadOptions) -> Iterator[DumpSource]
         elif os.path.lexists(path):
             found = filter(None, [_on_disk(path, path, partial(os.stat, path), set())])
         else:
-            raise InputError(f"{path}: no such file or folder")
+            raise InputError(f"{path}: {_why_absent(path)}")
         for source in found:
             count += 1
             if count > options.max_files:
