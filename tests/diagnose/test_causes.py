@@ -146,6 +146,18 @@ def test_a_skipped_call_that_met_another_says_so(flavour: str) -> None:
     assert expect(diagnose(traces), "missing_rank", 0).met_another
 
 
+@pytest.mark.parametrize("inside", [1, 2])
+def test_the_same_calls_in_another_order_are_no_skipped_call(inside: int) -> None:
+    """One branch reduces a and then b, the other b and then a; small calls of gloo end on one side."""
+    usual, one, two = [Do("all_reduce", line=8)] * 3, Do("all_reduce", size=12), Do("all_reduce", size=20)
+    programs = {rank: [*usual, edit(one, line=20), edit(two, line=21)] for rank in range(3)}
+    programs[1] = [*usual, *[edit(two, line=30), edit(one, line=31)][:inside], STUCK]
+    verdict = expect(
+        diagnose(run({"world": (0, 1, 2)}, programs, backend="gloo", ahead=1).traces()), "size_mismatch", 1
+    )
+    assert (verdict.sequence, verdict.where) == (4, "train.py:30 in step")
+
+
 def test_an_extra_call_between_two_ranks_is_told_by_the_line_that_only_one_knows() -> None:
     """Without a majority."""
     programs = {rank: [Do("all_reduce", line=8)] * 3 + [Do("all_reduce", line=14)] * 3 for rank in range(2)}

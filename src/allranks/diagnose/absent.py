@@ -16,7 +16,7 @@ from allranks.diagnose.divergence import (
 )
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.lacking import draft, explain_without_file, settled, their, waiting_text, wrong_peer
-from allranks.diagnose.phrasing import is_secondary, line_in, one_line, place, ranks_text, who
+from allranks.diagnose.phrasing import doing, is_secondary, line_in, one_line, place, ranks_text, who
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import State
@@ -177,10 +177,9 @@ def _stuck_elsewhere(
     base: Finding, context: Context, ranks: tuple[int, ...], now: RankNow, entered: str, waiting: str
 ) -> Finding:
     at = f"; it is at {now.where}" if now.where else ""
-    doing = f" ({now.cause.replace('_', ' ')})" if now.cause not in ("", "unknown") else ""
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
     advice = f"look at {now.where}: rank {now.rank} is there now" if now.where else base.advice[0]
-    sentence = f"{who(context.job, ranks)} never {entered}; {waiting}{at}{doing}"
+    sentence = f"{who(context.job, ranks)} never {entered}; {waiting}{at}{doing(now.cause)}"
     return replace(
         settled(base, sentence, 0.95, advice, "stuck_before_collective"),
         where=now.where or base.where,

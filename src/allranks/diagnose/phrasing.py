@@ -113,3 +113,16 @@ def line_in(text: str) -> str:
     """The line of code that a recorded error names: "train.py:9" of "exception: ValueError (train.py:9): …"; else ""."""
     found = re.search(r"\(([\w.\-]+\.py:\d+)\)", text)
     return found[1] if found else ""
+
+
+#: Causes of stacks whose names say little, or too much: a rank that waits for any file is in "checkpoint_io".
+_DOING = {
+    "checkpoint_io": "file I/O",
+    "gil_held_native": "C code that holds the GIL",
+    "d_state": "uninterruptible sleep",
+}
+
+
+def doing(cause: str) -> str:
+    """What a rank does by its stacks, in brackets behind its line; "" where they do not tell."""
+    return f" ({_DOING.get(cause, cause.replace('_', ' '))})" if cause not in ("", "unknown") else ""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from allranks.diagnose.context import Context
 from allranks.diagnose.phrasing import count as counted
-from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
+from allranks.diagnose.phrasing import count_ranks, doing, place, ranks_text, seconds, who
 from allranks.diagnose.waits import BELIEVABLE_S
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import Progress
@@ -184,8 +184,7 @@ def _finding(
     ask = f"where {ranks_text(absent)} is now: run `allranks stacks` on its node"
     advice = f"call {function} on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
     if located is not None:
-        doing = "" if located.cause == "unknown" else f" ({located.cause.replace('_', ' ')})"
-        sentence += f"; rank {located.rank} is at {located.where}{doing}"
+        sentence += f"; rank {located.rank} is at {located.where}{doing(located.cause)}"
         advice = f"look at {located.where}: rank {located.rank} is there now"
     return Finding(
         _cause(function, seen),

@@ -27,7 +27,7 @@ _VERBS = {
     "rendezvous_wait": "waits for its group",
     "store_wait": "waits for a store key",
     "dataloader_wait": "waits for its DataLoader",
-    "checkpoint_io": "is stuck in checkpoint I/O",
+    "checkpoint_io": "is stuck in file I/O",
     "file_lock_wait": "waits for a file lock",
     "network_io": "waits for the network",
     "lock_deadlock": "is deadlocked on a lock",

@@ -299,7 +299,7 @@ def _sentence(model: Model, path: KeyPath, entry: ErrorDetails) -> str:
         return f"Unknown {name} {value!r}. Valid options: {options}{_near(value, options)}"
     if kind in _BOUNDS:
         word = "positive" if context.get("gt") == 0 else f"greater than {context.get('gt', 0):g}"
-        starts = _STARTS.get(_last_key(path), "")
+        starts = _STARTS.get(key, "")
         return _BOUNDS[kind].format(name=name, value=value, word=word, starts=starts, **context)
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
         return _not_a_mapping(f"'{name}'", value)
