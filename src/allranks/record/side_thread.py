@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 MAX_TIMEOUT_DUMPS = 3  # the first timeouts tell the story; later ones are its consequences
 # "[/build/gloo/pair.cc:553] " says less than what follows
+_WORKER = re.compile(
+    r"Caught \w+ in (?P<who>.*?)\.\nOriginal Traceback \(most recent call last\):\n(?P<trace>.*)", re.S
+)
+_FRAME = re.compile(r'^  File "(.+?)", line (\d+)', re.M)
 _SOURCE_LINE = re.compile(r"^(\[[^\]\s]*:\d+\]\s*)+")
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -118,7 +123,8 @@ class SideThread:
         recorder = self._recorder
         if recorder.active and recorder.box is not None:
             text = _SOURCE_LINE.sub("", str(error))  # room is short
-            recorder.box.mark_closed(f"exception: {kind.__name__}{_place(trace)}: {text}", time.time_ns())
+            place, text = _of_worker(text) or (_place(trace), text)
+            recorder.box.mark_closed(f"exception: {kind.__name__}{place}: {text}", time.time_ns())
             _wake_agent()
             if "exception" in recorder.options.dump_on and not issubclass(kind, KeyboardInterrupt):
                 self._dump("exception")
@@ -177,15 +183,28 @@ class SideThread:
 
 def _place(trace: TracebackType | None) -> str:
     """` (train.py:44)`: the innermost line of a traceback that is no library's and not ours; "" without one."""
+    return _innermost((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace))
+
+
+def _innermost(lines: Iterable[tuple[str, int]]) -> str:
     place = ""
     ours = f"{Path(__file__).parents[1]}{os.sep}"
-    for frame, line in traceback.walk_tb(trace):
-        file = frame.f_code.co_filename
+    for file, line in lines:
         if not file.startswith(ours) and not any(
             part in file for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
         ):
             place = f" ({os.path.basename(file)}:{line})"
     return place
+
+
+def _of_worker(text: str) -> tuple[str, str] | None:
+    """Place and text of what was raised in a DataLoader worker: torch raises it again in the rank, as a text with its traceback."""
+    found = _WORKER.match(text)
+    if found is None:
+        return None
+    frames = [(file, int(line)) for file, line in _FRAME.findall(found["trace"])]
+    said = re.split(r"^ .*\n", found["trace"], flags=re.M)[-1].strip().partition(": ")[2]
+    return _innermost(frames), f"{said} (in {found['who']})".lstrip()
 
 
 def _wake_agent() -> None:
