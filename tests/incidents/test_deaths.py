@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from allranks.blackbox import header
-from allranks.blackbox.header import read_header
+from allranks.blackbox.header import process_state, read_header
 from allranks.blackbox.layout import wakeup_address
 from allranks.incidents import pipeline
 from allranks.incidents.folder import read_incidents
@@ -92,6 +93,36 @@ def test_how_a_rank_ended_is_known_also_when_its_box_was_read_first() -> None:
         child.send_signal(signal.SIGSEGV)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         lines.note_dead([child.pid, os.getpid()])
+        assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}
+    finally:
+        child.kill()
+        child.communicate()
+        lines.close()
+
+
+_LEADER_FIRST = """
+import ctypes, os, platform, signal, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(1), os.kill(os.getpid(), signal.SIGSEGV))).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # ends this thread alone
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="the number of the system call")
+def test_how_a_rank_ended_is_known_also_when_its_first_thread_ends_before_the_others() -> None:
+    """Its box says dead then, and nothing tells how: a segmentation fault was "exited without shutting down"."""
+    lines = ExitWatcher()
+    lines.start()
+    child = subprocess.Popen([sys.executable, "-c", _LEADER_FIRST], stdin=subprocess.PIPE)
+    try:
+        lines.hold([child.pid])
+        while process_state(child.pid) != "Z":
+            time.sleep(0.01)
+        assert lines.note_dead([child.pid]) == {child.pid}
+        assert not lines.endings
+        assert child.stdin is not None
+        child.stdin.write(b"!")
+        child.stdin.flush()
+        lines.wait(3600)
         assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}
     finally:
         child.kill()

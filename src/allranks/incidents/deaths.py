@@ -177,7 +177,7 @@ class DeathIncidents:
         opened = self.pipeline.open("death", death.sentence, samples, ranks=(death.rank,))
         sure = 0.9 if death.echo else 1.0
         verdict = Finding("rank_died", (death.rank,), death.sentence, confidence=sure, where=death.where)
-        if death.echo and death.where:  # it lost a peer, and no peer has died
+        if death.echo and death.where and death.of_torch:  # it lost a peer, and no peer has died
             sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
             verdict = Finding("none_finished", (), sentence, confidence=0.7, where=death.where)
         Observed(taken_ns=time.time_ns(), told=verdict, reason=death.sentence).write(opened.path)

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.header import process_stat
@@ -105,6 +105,8 @@ class Watch:
         """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
         now = time.monotonic() if now_s is None else now_s
         samples = read_samples(self.options.folder)
+        still_ending = self._exits.note_dead(s.pid for s in samples if not s.alive)
+        samples = [replace(s, alive=True) if s.pid in still_ending else s for s in samples]
         ending = self._note_ranks(samples)
         self.history.observe(now, samples)
         self.deaths.check(samples, self._exits.endings)
@@ -126,7 +128,6 @@ class Watch:
         ours = [s for s in running if self._is_ours(s)]
         self.ranks = tuple(s.rank for s in ours)
         self._exits.hold(s.pid for s in running)
-        self._exits.note_dead(s.pid for s in samples if not s.alive)
         if running:
             calls = sum(s.calls_completed for s in ours)
             self.on_look(max(s.step for s in running), calls, self._waiting.read(running))

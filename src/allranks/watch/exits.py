@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import selectors
 import signal
 import socket
@@ -34,6 +35,10 @@ _ECHO = re.compile(
     r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset|refused)|Broken pipe|socket"
     r"|(Read|Write)v? error \[",
     re.I,
+)
+#: What torch raises when a connection between ranks breaks.
+_TORCH_ERRORS = frozenset(
+    {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 )
 #: No peer's end makes a port taken: two ranks with the same RANK, or another program on MASTER_PORT.
 _OWN = re.compile(r"EADDRINUSE|address already in use", re.I)
@@ -115,11 +120,18 @@ class ExitWatcher:
                     self._held[pid] = fd
                     self._selector.register(fd, selectors.EVENT_READ, pid)
 
-    def note_dead(self, pids: Iterable[int]) -> None:
-        """These were found dead before `wait` could tell how they ended."""
-        for pid in pids:
-            if pid in self._held:
+    def note_dead(self, pids: Iterable[int]) -> set[int]:
+        """These were found dead before `wait` could tell how they ended.
+
+        Returns those that are still ending: the threads of a process end one by one, its first one is a zombie meanwhile,
+        and how it ended is known after the last.
+        """
+        dead = [pid for pid in pids if pid in self._held]
+        ending = {pid for pid in dead if not _is_over(self._held[pid])}
+        for pid in dead:
+            if pid not in ending:
                 self._note_end(pid)
+        return ending
 
     def peek(self) -> None:
         """For whoever is about to wait for the children that are held: the exit code goes with that wait."""
@@ -174,6 +186,12 @@ class ExitWatcher:
         os.close(fd)
 
 
+def _is_over(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def _exit_code(kind: int, child: int) -> int | None:
     """Of a child of this process (a pid, or its pidfd), left for its parent's own wait(); None when that has been first."""
     try:
@@ -199,6 +217,11 @@ class Death:
     seen: float = 0.0  # epoch seconds: when the agent knew of it; 0 = now
 
     @property
+    def of_torch(self) -> bool:
+        """Raised by torch's connections between ranks. ConnectionRefusedError and the like are Python's: of the program's own."""
+        return self.reason.removeprefix("raised ") in _TORCH_ERRORS
+
+    @property
     def sentence(self) -> str:
         return Failure(self.rank, self.reason, self.where, self.text).sentence
 
@@ -214,7 +237,7 @@ def find_deaths(
     samples: Sequence[RankSample], endings: Mapping[int, Ending], *, since_ns: int, raised_only: bool = False
 ) -> list[Death]:
     """The dead among ranks that started at or after `since_ns`; with `raised_only` those who say it themselves."""
-    found = []
+    found, left = [], []
     for sample in samples:
         if sample.start_ns < since_ns:
             continue
@@ -224,7 +247,12 @@ def find_deaths(
         death = _raised(sample) or (None if raised_only else _ended(sample, ending))
         if death is not None:
             found.append(death)
-    return found
+        elif ending is not None and ending.code == 0 and not (raised_only or sample.closed):
+            why = f"{ending.words} while the others needed it (os._exit)"
+            left.append(Death(sample.rank, sample.pid, ending.at, why, seen=ending.at))
+    # an end in good order, unless somebody misses the rank
+    missed = found and all(death.echo and death.reason.startswith("raised") for death in found)
+    return [*found, *left] if missed else found
 
 
 def find_first(deaths: Collection[Death]) -> Death | None:
