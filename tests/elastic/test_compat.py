@@ -30,6 +30,12 @@ def _run(code: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
+def test_a_finder_of_another_package_with_the_same_name_is_not_taken_for_ours() -> None:
+    """Editable installs and lazy importers bring classes called _Finder."""
+    code = "import sys\nclass _Finder:\n    pass\nsys.meta_path.append(_Finder())\nimport allranks.compat.data"
+    _run(code)
+
+
 def test_every_documented_import_works_after_install() -> None:
     """`from elastic_harness.X import Y` for all of them, deep paths too, and twice is once."""
     lines = ["import allranks.compat", "allranks.compat.install()", "allranks.compat.install()"]

@@ -49,8 +49,8 @@ from allranks.model.cluster import Member, Quorum
 members = st.builds(
     Member,
     replica=st.text(max_size=20), address=st.text(max_size=20), store=st.text(max_size=20), data=st.text(max_size=20),
-    step=st.integers(-(2**63), 2**63 - 1), world_size=st.integers(0, 2**63), shrink_only=st.booleans(),
-    commit_failures=st.integers(0, 2**31),
+    step=st.integers(-(2**63), 2**63 - 1), world_size=st.integers(0, 2**63 - 1), shrink_only=st.booleans(),
+    commit_failures=st.integers(0, 2**31 - 1),
 )  # fmt: skip
 
 

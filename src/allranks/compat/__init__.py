@@ -97,7 +97,7 @@ class _Finder(MetaPathFinder, Loader):
                 names.append(theirs)
 
 
-if not any(type(finder).__qualname__ == _Finder.__qualname__ for finder in sys.meta_path):
+if not any(str(type(finder)) == str(_Finder) for finder in sys.meta_path):  # a reload makes the class anew
     sys.meta_path.append(_Finder())
 
 
