@@ -25,6 +25,7 @@ from allranks.cli.run_job import (
     RunFlags,
     Settings,
     embed_lighthouse,
+    heartbeats,
     read_settings,
     start_agent,
     start_snapshot_server,
@@ -33,7 +34,7 @@ from allranks.cli.run_job import (
     with_job_file,
 )
 from allranks.cli.terminal import note
-from allranks.elastic.world import ElasticTrainingConfig, keep_alive, need_etcd_v2, obey_timeout
+from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.errors import InputError, MissingExtra
 from allranks.launch.command_line import (
     JobEnvironment,
@@ -331,5 +332,5 @@ def _torchrun_from(settings: Settings, given: list[str]) -> list[str]:
         if elastic.get(key) not in (None, "") and not has_flag(given, flag):
             words += [flag, str(elastic[key])]
     if not has_flag(given, "--rdzv-conf"):
-        words += ["--rdzv-conf", keep_alive(elastic["heartbeat_interval"], elastic["heartbeat_timeout"])]
+        words += ["--rdzv-conf", heartbeats(settings)]
     return words

@@ -159,6 +159,13 @@ def with_job_file(
     return replace(options, **taken), script
 
 
+def heartbeats(settings: Settings) -> str:
+    """The heartbeats of the `elastic` section as torchrun's --rdzv-conf."""
+    from allranks.elastic.world import keep_alive
+
+    return keep_alive(settings["elastic"]["heartbeat_interval"], settings["elastic"]["heartbeat_timeout"])
+
+
 def quorum_times(settings: Settings) -> dict[str, Any]:
     """The times of the embedded lighthouse, as its Options name them."""
     from allranks.lighthouse.options import Options

@@ -35,7 +35,7 @@ from allranks.checkpoint.manifest import (
     shards_of_index,
 )
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, reason_of
-from allranks.checkpoint.stores.listing import decide, list_checkpoints, remove
+from allranks.checkpoint.stores.listing import prune
 from allranks.errors import AllranksError, CheckpointDamaged, CheckpointValidationError
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def _keep_house(job: SaveJob, store: Store) -> tuple[tuple[str, ...], str]:
     """(left, what went wrong): old ones that cannot be removed do not make this save a failed one."""
     left: list[str] = []
     try:
-        _, left = remove(store, decide(list_checkpoints(store), job.keep_last, spare=job.attempt.name))
+        _, left = prune(store, job.keep_last, spare=job.attempt.name)
         store.tidy()
     except OSError as error:
         return tuple(left), reason_of(error)

@@ -88,6 +88,11 @@ def decide(found: Sequence[Listed], keep_last: int, spare: str = "") -> PruneDec
     )
 
 
+def prune(store: Store, keep_last: int, spare: str = "") -> tuple[list[str], list[str]]:
+    """Removes surplus checkpoints, but never `spare`; returns (removed, left because somebody reads them)."""
+    return remove(store, decide(list_checkpoints(store), keep_last, spare))
+
+
 def remove(store: Store, decision: PruneDecision) -> tuple[list[str], list[str]]:
     """Acts on a decision; returns (removed, left because somebody reads them)."""
     removed: list[str] = []
