@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.ports import held_port
 
 from allranks.errors import ConfigurationError
 from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag, job_token
@@ -97,3 +99,29 @@ except LaunchError as error:
     inside = ["unshare", "--mount", "--net", "--uts", "sh", "-c", f'{prepare}; exec "$@"', "sh"]
     done = subprocess.run([*inside, sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert expected in done.stdout, done.stderr
+
+
+LATE = """
+import os, signal, time
+import torch, torch.distributed as dist
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt and rank == 1:
+    time.sleep(2)  # the other one asks for its address meanwhile
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if attempt == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_ranks_that_are_restarted_at_a_given_master_port_do_not_meet_dead_ones(tmp_path: Path) -> None:
+    """torchrun keeps one store there for all attempts, with the addresses of ranks that are gone."""
+    (tmp_path / "late.py").write_text(LATE)
+    words = ["--master-port", str(held_port()), "--nproc-per-node", "2", "--max-restarts", "1", "late.py"]
+    env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")}
+    done = subprocess.run(
+        [sys.executable, "-m", "allranks", "run", "--incidents", "incidents", *words],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

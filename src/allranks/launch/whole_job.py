@@ -193,6 +193,12 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
     conf = _parse_conf(namespace.get("rdzv_conf") or "")
     alone = bool(namespace.get("standalone") or str(namespace.get("nnodes")) in ("1", "1:1"))
     namespace["local_addr"] = _own_address(namespace.get("local_addr"), alone)
+    if namespace.get("rdzv_backend") == "static" and alone and may_restart(args) and not args.standalone:
+        # its one store outlives the attempts: ranks that are started again may meet addresses of dead ones
+        port = args.master_port  # None: torch takes a free one and c10d by itself
+        if endpoint := args.rdzv_endpoint or (port and f"{args.master_addr}:{port}"):
+            namespace.update(rdzv_backend="c10d", rdzv_endpoint=endpoint)
+            conf.setdefault("is_host", "1")
     if namespace.get("rdzv_backend") != "static" or namespace.get("standalone"):
         conf = {**(_ALONE_DEFAULTS if alone else _RENDEZVOUS_DEFAULTS), **conf}
         namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
