@@ -130,19 +130,21 @@ def test_how_a_rank_ended_is_known_also_when_its_first_thread_ends_before_the_ot
         lines.close()
 
 
-def test_how_a_rank_ended_is_known_also_when_the_launcher_has_waited_for_it_first() -> None:
+@pytest.mark.parametrize("held", [True, False])
+def test_how_a_rank_ended_is_known_also_when_the_launcher_has_waited_for_it_first(held: bool) -> None:
     """torchrun polls its ranks ten times a second. On a busy node it was there before the watch: "exited without shutting down"."""
     lines = ExitWatcher()
     lines.start()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        lines.hold([child.pid])
-        lines.peek()
+        if held:
+            lines.hold([child.pid])
+        lines.peek([child.pid])
         child.send_signal(signal.SIGSEGV)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        lines.peek()
+        lines.peek([child.pid])
         assert child.wait() == -signal.SIGSEGV
-        lines.wait(3600)
+        assert not lines.note_dead([child.pid])
         assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}
     finally:
         child.kill()

@@ -97,9 +97,9 @@ class Watch:
         self._asked_to_end.add(asked := tuple(pids))
         self.pipeline.explained.tell(asked, self.options.folder)
 
-    def before_reaping(self) -> None:
-        """The launcher is about to wait for ranks that have ended: how they did is read before. From any thread."""
-        self._exits.peek()
+    def before_reaping(self, pids: Iterable[int]) -> None:
+        """The launcher is about to wait for those of these ranks that have ended: how is read before. From any thread."""
+        self._exits.peek(pids)
 
     def look(self, now_s: float | None = None) -> Suspicion | None:
         """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""

@@ -55,8 +55,8 @@ class Launch:
     spares: bool = True  # keep warm processes where a restart is possible
     # told which ranks are about to be asked to end, and whether because somebody stopped us
     on_stop: Callable[[set[int], bool], object] = lambda pids, by_user: None
-    # called before torchrun takes the exit codes of ranks
-    before_reaping: Callable[[], object] = lambda: None
+    # told the ranks' pids before torchrun takes the exit codes of those that have ended
+    before_reaping: Callable[[list[int]], object] = lambda pids: None
     # asked after a failure: pid -> exit code
     why_not_again: Callable[[dict[int, int]], str] = lambda exits: ""
 
@@ -101,13 +101,14 @@ def launch(job: Launch) -> int:
 
 @contextlib.contextmanager
 def sensible_restarts(
-    why_not_again: Callable[[dict[int, int]], str], before_reaping: Callable[[], object] = lambda: None
+    why_not_again: Callable[[dict[int, int]], str],
+    before_reaping: Callable[[list[int]], object] = lambda pids: None,
 ) -> Iterator[None]:
     """While it is open, a failure that no restart cures uses up the restarts that are left."""
 
     def judging(ordinary: Monitoring) -> Monitoring:
         def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
-            before_reaping()
+            before_reaping([worker.id for worker in group.workers if isinstance(worker.id, int)])
             result = ordinary(agent, group)
             if result.state.name in ("FAILED", "UNHEALTHY") and agent._remaining_restarts > 0:
                 why = why_not_again({f.pid: int(f.exitcode) for f in (result.failures or {}).values()})

@@ -126,16 +126,19 @@ class ExitWatcher:
         Returns those that are still ending: the threads of a process end one by one, its first one is a zombie meanwhile,
         and how it ended is known after the last.
         """
-        dead = [pid for pid in pids if pid in self._held]
-        ending = {pid for pid in dead if not _is_over(self._held[pid])}
-        for pid in dead:
-            if pid not in ending:
+        ending = set()
+        for pid in pids:
+            if pid not in self._held:
+                self._note_unheld(pid)
+            elif _is_over(self._held[pid]):
                 self._note_end(pid)
+            else:
+                ending.add(pid)
         return ending
 
-    def peek(self) -> None:
-        """For whoever is about to wait for the children that are held: the exit code goes with that wait."""
-        for pid in tuple(self._held):
+    def peek(self, pids: Iterable[int]) -> None:
+        """For whoever is about to wait for these children: the exit code goes with that wait."""
+        for pid in pids:
             code = _exit_code(os.P_PID, pid)
             if code is not None:
                 self._codes[pid] = code
@@ -181,9 +184,17 @@ class ExitWatcher:
         assert self._selector is not None
         fd = self._held.pop(pid)
         self._selector.unregister(fd)
-        code, peeked = _exit_code(os.P_PIDFD, fd), self._codes.pop(pid, None)
-        self.endings[pid] = Ending(pid, peeked if code is None else code, time.time())
+        self.endings[pid] = Ending(pid, self._code(os.P_PIDFD, fd, pid), time.time())
         os.close(fd)
+
+    def _note_unheld(self, pid: int) -> None:
+        """It was gone before it could be held."""
+        if pid not in self.endings and (code := self._code(os.P_PID, pid, pid)) is not None:
+            self.endings[pid] = Ending(pid, code, time.time())
+
+    def _code(self, kind: int, child: int, pid: int) -> int | None:
+        code, peeked = _exit_code(kind, child), self._codes.pop(pid, None)
+        return peeked if code is None else code
 
 
 def _is_over(pidfd: int) -> bool:
