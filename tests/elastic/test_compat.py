@@ -32,8 +32,8 @@ def _run(code: str, cwd: Path | None = None) -> str:
 
 def test_a_finder_of_another_package_with_the_same_name_is_not_taken_for_ours() -> None:
     """Editable installs and lazy importers bring classes called _Finder."""
-    code = "import sys\nclass _Finder:\n    pass\nsys.meta_path.append(_Finder())\nimport allranks.compat.data"
-    _run(code)
+    theirs = "import sys\nclass _Finder:\n    find_spec = staticmethod(lambda *_: None)\nsys.meta_path.append(_Finder())\n"
+    _run(theirs + "import allranks.compat.data")
 
 
 def test_every_documented_import_works_after_install() -> None:
