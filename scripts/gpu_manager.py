@@ -112,7 +112,9 @@ def main() -> int:
                 max(b - a for a, b in itertools.pairwise(around)), 3
             )
             threads = [event[4] for event in replicas["r1"].events() if event[1] == "healed"]
-            verdicts["a joining replica loads its state on the training thread"] = threads == ["MainThread"]
+            # autograd's thread for a device, in which DDP's hooks run, is a stranger to Python
+            inside = len(threads) == 1 and threads[0].startswith(("MainThread", "Dummy"))
+            verdicts["a joining replica loads its state inside of its step"] = inside
         results["killed_while_joining_s"] = []
         # The communicator with it is being made, or it heals, or its first step has just begun.
         for delay_s in (0.05, 0.2, 0.4, 0.6, 0.8, 1.0):

@@ -40,6 +40,7 @@ _INVITATION = "allranks/invitation"
 _POLL_S = 0.005
 _STORE_S = 10.0  # of reaching a store
 _ANSWER_S = 10.0  # within which every newcomer must have read its invitation
+_DEATH_S = 0.5  # after which the lighthouse, too, knows of a death that closed its connections
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,7 @@ class NextGroup:
             )
         except (AllranksError, RuntimeError, OSError) as error:
             log.info("no group could be prepared: %s", str(error).partition("\n")[0])
+            time.sleep(_DEATH_S)  # a newcomer that died must not get into the quorum that we ask for
         finally:  # in any case they join
             if generation.usable and self._preparations[-1:] == [preparation]:
                 self.training.hear_of_newcomers(notice.reason)
