@@ -63,6 +63,26 @@ def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path: Path) -> None
     assert (tmp_path / "checkpoint_step_00000010").stat().st_ino == before
 
 
+def test_a_store_that_died_before_the_end_is_the_last_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder has become a file. One that has everything says nothing."""
+    with CheckpointManager(_config(tmp_path / "whole")) as manager:
+        _train(manager, 13)
+    assert not caplog.records
+    with CheckpointManager(_config(tmp_path / "store")) as manager:
+        model, optimizer = _train(manager, 10)
+        assert manager.wait_for_pending_saves()
+        (tmp_path / "store").rename(tmp_path / "gone")
+        (tmp_path / "store").touch()
+        for step in range(11, 14):
+            train_step(model, optimizer, step)
+            manager.step(step, model, optimizer)
+    last = caplog.records[-1]
+    assert last.levelname == "ERROR"
+    assert last.getMessage() == "[NVME] ends without step 13: the newest that is safe there is step 10"
+
+
 def test_nothing_is_saved_after_an_error(tmp_path: Path) -> None:
     """Half a step may have been made, and the other ranks may be gone."""
     with pytest.raises(ZeroDivisionError), CheckpointManager(_config(tmp_path)) as manager:

@@ -184,6 +184,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                     text = "step %d is not saved at the end: another rank does not answer (%s)"
                     log.warning(text, self._last_step, first)
             self.wait_for_pending_saves(timeout_s)
+            self._say_what_is_missing()
         finally:
             for hook in self._hooks:
                 hook.remove()
@@ -191,6 +192,16 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self.saves.helper.close()
             self.memory_backend.clear()
             self.memory_backend.pool.close()
+
+    def _say_what_is_missing(self) -> None:
+        """The last word of a training whose last saves failed: the warnings of each have scrolled by."""
+        for tier, step in self.coordinator.given.items():
+            saved = self.saves.newest.get(tier, -1)
+            if saved < step:
+                newest = f"step {saved}" if saved >= 0 else "nothing of this run"
+                log.error(
+                    "[%s] ends without step %d: the newest that is safe there is %s", tier, step, newest
+                )
 
     def _save_last(self) -> None:
         state, self._last = self._last, None

@@ -53,6 +53,7 @@ class Saves:
         self.helper = HelperClient()
         self.failures: list[CheckpointSaveError] = []
         self.finished = 0
+        self.newest: dict[str, int] = {}  # tier -> newest step that is durable
         self._pending: list[Pending] = []
         self._unraised: list[CheckpointSaveError] = []
         self._lock = threading.Lock()
@@ -60,9 +61,15 @@ class Saves:
     def announce(self, tier: str, step: int, path: str) -> Future[Saved]:
         """Counts a save whose copy is still under way; its future ends it."""
         future: Future[Saved] = Future()
+        future.add_done_callback(lambda done: self._note(tier, step, done))
         with self._lock:
             self._pending.append(Pending(tier, step, path, future))
         return future
+
+    def _note(self, tier: str, step: int, done: Future[Saved]) -> None:
+        if done.exception() is None:
+            with self._lock:
+                self.newest[tier] = max(step, self.newest.get(tier, -1))
 
     def submit(self, snapshot: StateSnapshot, tier: str, job: SaveJob, announced: Future[Saved]) -> None:
         """Hands a complete snapshot to the helper; it is held until the save has ended."""
