@@ -61,15 +61,9 @@ class Saves:
     def announce(self, tier: str, step: int, path: str) -> Future[Saved]:
         """Counts a save whose copy is still under way; its future ends it."""
         future: Future[Saved] = Future()
-        future.add_done_callback(lambda done: self._note(tier, step, done))
         with self._lock:
             self._pending.append(Pending(tier, step, path, future))
         return future
-
-    def _note(self, tier: str, step: int, done: Future[Saved]) -> None:
-        if done.exception() is None:
-            with self._lock:
-                self.newest[tier] = max(step, self.newest.get(tier, -1))
 
     def submit(self, snapshot: StateSnapshot, tier: str, job: SaveJob, announced: Future[Saved]) -> None:
         """Hands a complete snapshot to the helper; it is held until the save has ended."""
@@ -81,7 +75,7 @@ class Saves:
             snapshot.release()
             self.fail(tier, str(job.store.url), error, announced)
             return
-        inner.add_done_callback(lambda done: self._ended(snapshot, announced, done))
+        inner.add_done_callback(lambda done: self._ended(snapshot, order, announced, done))
 
     def fail(self, tier: str, path: str, error: BaseException, announced: Future[Saved]) -> None:
         """Ends an announced save that never reached the helper."""
@@ -135,13 +129,16 @@ class Saves:
         if unraised and self.policy is AsyncSavePolicy.FAIL:
             raise unraised[0]
 
-    def _ended(self, snapshot: StateSnapshot, announced: Future[Saved], done: Future[Saved]) -> None:
+    def _ended(
+        self, snapshot: StateSnapshot, order: SaveOrder, announced: Future[Saved], done: Future[Saved]
+    ) -> None:
         snapshot.release()
         error = done.exception()
         if error is None:
             saved = done.result()
             with self._lock:
                 self.finished += 1
+                self.newest[order.tier] = max(order.job.step, self.newest.get(order.tier, -1))
                 self._pending = [p for p in self._pending if p.future is not announced]
             log.info("saved %s: %d bytes in %.2f s", saved.path, saved.bytes, saved.total_s)
             for name in saved.left:
