@@ -72,7 +72,7 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         self,
         train_loop_per_worker: Callable[..., object],
         *args: object,
-        watch: RayWatch | None = RayWatch(),  # noqa: B008  (frozen)
+        watch: RayWatch | None = RayWatch(),
         **named: object,
     ) -> None:
         run_config = named.get("run_config")
