@@ -19,6 +19,7 @@ from allranks.model.trace import RankTrace
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
     from allranks.load import LoadOptions, LoadResult
@@ -49,7 +50,7 @@ class RecordedCalls:
             return {}
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pandas.DataFrame:
         """A DataFrame with one row per call; times are UTC."""
         import pandas
 
@@ -203,7 +204,7 @@ class StacksResult(PageResult):
 
         return render_html(self.report, grow_tree(self.capture), made_s=time.time())
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pandas.DataFrame:
         """A DataFrame with one row per rank."""
         import pandas
 
@@ -236,7 +237,7 @@ class CheckpointIndex:
         """As text."""
         return json.dumps(asdict(self))
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pandas.DataFrame:
         """A DataFrame with one row per tensor."""
         import pandas
 

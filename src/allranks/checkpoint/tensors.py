@@ -229,7 +229,7 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
-def local_chunk(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_chunk(like: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(sizes, offsets) of this rank's chunk of a DTensor, or of anything with its shape, mesh and placements."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -237,7 +237,7 @@ def local_chunk(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sizes), tuple(offsets)
 
 
-def as_dtensor(local: torch.Tensor, like: Any) -> torch.Tensor:
+def as_dtensor(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A DTensor like another one around this rank's chunk."""
     from torch.distributed.tensor import DTensor
 
@@ -247,7 +247,7 @@ def as_dtensor(local: torch.Tensor, like: Any) -> torch.Tensor:
     return made
 
 
-def local_parts(tensor: Any) -> list[torch.Tensor]:
+def local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors behind a DTensor, a ShardedTensor or a plain tensor."""
     if is_dtensor(tensor):
         return [tensor.to_local()]
@@ -256,7 +256,7 @@ def local_parts(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
-def local_offsets(tensor: Any) -> list[tuple[int, ...]]:
+def local_offsets(tensor: torch.Tensor) -> list[tuple[int, ...]]:
     """Where each of them lies in the whole tensor."""
     if is_dtensor(tensor):
         return [local_chunk(tensor)[1]]

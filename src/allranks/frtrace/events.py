@@ -45,7 +45,7 @@ PARTING = {"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coal
 class Op:
     """The operation of one entry ("nccl:broadcast", "nccl:send 1->2", "nccl:recv 3<-0")."""
 
-    def __init__(self, event: Mapping[str, Any], memberships: Mapping[str, set[Any]], pg_name: str) -> None:
+    def __init__(self, event: Mapping[str, Any], memberships: Mapping[str, set[int]], pg_name: str) -> None:
         self.profiling_name: str = event["profiling_name"]
         library, _, rest = self.profiling_name.rpartition(":")
         self.type, _, ends = rest.partition(" ")
@@ -180,7 +180,7 @@ def state_text(want: str, have: str) -> str:
 
 
 def match_one_event(
-    event_a: Mapping[str, Any], event_b: Mapping[str, Any], memberships: Mapping[str, set[Any]], pg_name: str
+    event_a: Mapping[str, Any], event_b: Mapping[str, Any], memberships: Mapping[str, set[int]], pg_name: str
 ) -> MatchInfo:
     """How two entries of one collective fit together, the first taken for right."""
     return Op(event_a, memberships, pg_name).match(Op(event_b, memberships, pg_name))

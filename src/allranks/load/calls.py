@@ -151,7 +151,7 @@ class Interner:
         is_world = known.desc == DEFAULT_DESC or known.name in (DEFAULT_NAME, "")
         return local if not known.ranks and is_world else -1
 
-    def shape(self, sizes: tuple[Any, Any, Any, Any]) -> int:
+    def shape(self, sizes: tuple[object, object, object, object]) -> int:
         """The index of (input sizes, input dtypes, output sizes, output dtypes)."""
         inputs, input_dtypes, outputs, output_dtypes = sizes
         dtypes = (_words(input_dtypes), _words(output_dtypes))
@@ -249,7 +249,7 @@ def _fill(calls: np.ndarray, columns: list[tuple[Any, ...]], interner: Interner)
     calls["in_numel"], calls["out_numel"] = numel[:, 0], numel[:, 1]
 
 
-def _fill_started(calls: np.ndarray, durations: list[Any]) -> None:
+def _fill_started(calls: np.ndarray, durations: list[object]) -> None:
     """Where only the duration is known, the start is the completion less the duration."""
     known = np.array([float(d) if isinstance(d, (int, float)) else np.nan for d in durations])
     known[~(np.abs(known) < 1e12)] = np.nan
@@ -283,7 +283,7 @@ def _number(value: object, missing: int) -> int:
 
 def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -> list[int]:
     """Indices of sizes and dtypes; anything that is not lists of lists of numbers counts as unknown."""
-    seen: dict[Any, int] = {}
+    seen: dict[object, int] = {}
     found = []
     for quad in quads:
         try:
@@ -299,7 +299,7 @@ def _intern_shapes(interner: Interner, quads: list[tuple[Any, Any, Any, Any]]) -
     return found
 
 
-def _size_key(value: Any) -> tuple[Any, ...]:
+def _size_key(value: Any) -> tuple[object, ...]:
     """A hashable copy of a list of lists; refuses to expand what a hostile file made of shared references."""
     if len(value) == 1:
         only = value[0]

@@ -51,7 +51,7 @@ class Manager:
         load_state_dict: LoadFunction | None = None,
         state_dict: SaveFunction | None = None,
         *,
-        state: Sequence[Any] | Mapping[str, Any] = (),
+        state: Sequence[object] | Mapping[str, object] = (),
         **settings: Any,
     ) -> None:
         self.options: ManagerOptions = from_environment(from_settings(settings))
@@ -152,12 +152,15 @@ class Manager:
             generation = self.training.park(self._patience_s)
 
     def allreduce(
-        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: dist.ReduceOp = dist.ReduceOp.AVG,
     ) -> ManagedWork:
         """Averages (or sums) in place over those who take part. A failure fails the step, see should_commit."""
         return self._allreduce(tensor, reduce_op, issuer=object())
 
-    def _allreduce(self, tensor: torch.Tensor, reduce_op: Any, issuer: object) -> ManagedWork:
+    def _allreduce(self, tensor: torch.Tensor, reduce_op: dist.ReduceOp, issuer: object) -> ManagedWork:
         attempt = self._opened_attempt()
         generation = self.training.bind(attempt, self._patience_s)
         if generation is None:
@@ -218,8 +221,8 @@ class Manager:
         return ManagerError(attempt.spoiled) if attempt.spoiled else None
 
     def wrap_future(
-        self, fut: torch.futures.Future[Any], default: Any, timeout: Seconds | None = None
-    ) -> torch.futures.Future[Any]:
+        self, fut: torch.futures.Future[object], default: object, timeout: Seconds | None = None
+    ) -> torch.futures.Future[object]:
         """A future that holds `default` when `fut` fails or takes longer than `timeout`; that fails the step."""
         limit_s = self.options.timeout_s if timeout is None else seconds(timeout)
         return result_or_default(fut, default, limit_s, self.report_error)

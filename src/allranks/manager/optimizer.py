@@ -25,7 +25,7 @@ class OptimizerWrapper(TorchOptimizer):
         self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, closure: Callable[[], object] | None = None) -> bool:
         """Closes the step; True when it was committed and applied."""
         if closure is not None:
             raise ValueError("closures are not supported: the step may be voted down after it has run")
@@ -37,14 +37,14 @@ class OptimizerWrapper(TorchOptimizer):
         self.manager.step_applied()
         return True
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         self.optim.add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self.optim.load_state_dict(state_dict)
 
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.optim.state_dict()
+    def state_dict(self) -> dict[str, object]:
+        state: dict[str, object] = self.optim.state_dict()
         return state
 
     @property
@@ -57,14 +57,14 @@ class OptimizerWrapper(TorchOptimizer):
         return self.optim.state
 
     @property
-    def defaults(self) -> dict[str, Any]:
-        defaults: dict[str, Any] = self.optim.defaults
+    def defaults(self) -> dict[str, object]:
+        defaults: dict[str, object] = self.optim.defaults
         return defaults
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         raise TypeError("a managed optimizer cannot be pickled: save its state_dict()")
 
 

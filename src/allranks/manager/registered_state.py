@@ -16,8 +16,8 @@ log = logging.getLogger("allranks.manager")
 
 _DEEP = 4  # levels of a state in which schedulers and scalers are looked for
 
-LoadFunction = Callable[[Any], None]
-SaveFunction = Callable[[], Any]
+LoadFunction = Callable[[Any], object]
+SaveFunction = Callable[[], object]
 
 
 @dataclass(eq=False)
@@ -30,18 +30,18 @@ class RegisteredState:
     )  # a scheduler may be attached to them
     scaler_seen: bool = False  # a GradScaler steps our optimizer
 
-    def add(self, state: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    def add(self, state: Sequence[object] | Mapping[str, object]) -> dict[str, object]:
         """Takes objects in; returns schedulers, scalers and samplers: their plain values must be equal in all replicas."""
         parts = named_parts(state)
         self.functions |= {name: state_functions(part) for name, part in parts.items()}
         large = (nn.Module, torch.optim.Optimizer, torch.Generator)
         return {name: part for name, part in parts.items() if not isinstance(part, large)}
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> dict[str, object]:
         """Every part as its function returns it."""
         return {key: save() for key, (_, save) in self.functions.items()}
 
-    def load(self, parts: Mapping[str, Any]) -> None:
+    def load(self, parts: Mapping[str, object]) -> None:
         """Gives each part that is there to its function."""
         for key, (load, _) in self.functions.items():
             if key in parts:
@@ -60,7 +60,7 @@ class RegisteredState:
             )
 
 
-def named_parts(state: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+def named_parts(state: Sequence[object] | Mapping[str, object]) -> dict[str, object]:
     """The objects by name: the mapping's own, or the class name in small letters, numbered when it repeats."""
     if isinstance(state, Mapping):
         found = dict(state)
@@ -82,7 +82,7 @@ def named_parts(state: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def state_functions(part: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+def state_functions(part: Any) -> tuple[LoadFunction, SaveFunction]:
     """How a part is loaded and saved."""
     if isinstance(part, torch.Generator):
         return lambda state: part.set_state(state["state"].cpu()), lambda: {"state": part.get_state()}
@@ -90,7 +90,7 @@ def state_functions(part: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]
 
 
 def missing_parts(
-    optimizers: Iterable[torch.optim.Optimizer], scaler_seen: bool, states: Iterable[Any]
+    optimizers: Iterable[torch.optim.Optimizer], scaler_seen: bool, states: Iterable[object]
 ) -> list[str]:
     """What this training loop has and none of these states carries."""
     keys: set[str] = set()
@@ -108,7 +108,7 @@ def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer.step, "_wrapped_by_lr_sched", False))
 
 
-def _collect_keys(state: Any, keys: set[str], depth: int) -> None:
+def _collect_keys(state: object, keys: set[str], depth: int) -> None:
     if isinstance(state, Mapping) and depth:
         for key, value in state.items():
             keys.add(str(key))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +50,9 @@ class Tally:
         )
 
 
-def cast(backend: Any, voters: int, place: int, vote: Vote, usable: Callable[[], bool]) -> Tally:
+def cast(
+    backend: dist.ProcessGroup, voters: int, place: int, vote: Vote, usable: Callable[[], bool]
+) -> Tally:
     """Votes and waits for the sum; raises RuntimeError or GroupAborted when the group broke.
 
     Each voter writes its digests to its place, where all others add nothing.
@@ -71,7 +72,11 @@ def cast(backend: Any, voters: int, place: int, vote: Vote, usable: Callable[[],
 
 
 def exchange_sums(
-    backend: Any, place: int, sums: Sequence[int], wanted: Sequence[int], usable: Callable[[], bool]
+    backend: dist.ProcessGroup,
+    place: int,
+    sums: Sequence[int],
+    wanted: Sequence[int],
+    usable: Callable[[], bool],
 ) -> list[list[int]]:
     """The sums of the voters at the wanted places, known to all; every voter calls this with its own sums."""
     longest = torch.tensor([len(sums)])
@@ -85,7 +90,7 @@ def exchange_sums(
 
 
 def _allreduce(
-    backend: Any, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, usable: Callable[[], bool]
+    backend: dist.ProcessGroup, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, usable: Callable[[], bool]
 ) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = op

@@ -6,16 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from allranks.errors import GroupAborted
 
 _SLICE = timedelta(seconds=0.2)
 
 
-def wait_while(work: Any, usable: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> None:
+def wait_while(work: dist.Work, usable: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> None:
     """Waits for a raw work as long as its group is usable; raises RuntimeError when it failed or is given up.
 
     gloo can miss that its sockets were shut, by us or by a peer (seen: a send that had just been queued), and would
@@ -36,7 +36,7 @@ def wait_while(work: Any, usable: Callable[[], bool], gone: Callable[[], bool] =
             given_up = not usable() or gone()
 
 
-def wait_on_device(work: Any, usable: Callable[[], bool]) -> None:
+def wait_on_device(work: dist.Work, usable: Callable[[], bool]) -> None:
     """The same for a work on a GPU: NCCL takes a wait that ran out of time for a failure, so the stream is asked instead.
 
     Not the work: where works were asked while their communicator was aborted (NCCL takes 0.6 s for that), the next
@@ -60,7 +60,7 @@ class ManagedWork:
 
     def __init__(
         self,
-        work: Any,
+        work: dist.Work,
         tensor: torch.Tensor,
         on_error: Callable[[Exception], None],
         usable: Callable[[], bool] = lambda: True,
@@ -103,15 +103,15 @@ class ManagedWork:
         self.wait()
         return [self._tensor]
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self) -> torch.futures.Future[object]:
         """A future of the tensor that never holds an error."""
         if self._work is None:
-            done: torch.futures.Future[Any] = torch.futures.Future()
+            done: torch.futures.Future[object] = torch.futures.Future()
             done.set_result(self._tensor)
             return done
         return self._work.get_future().then(self._swallow)
 
-    def _swallow(self, future: torch.futures.Future[Any]) -> torch.Tensor:
+    def _swallow(self, future: torch.futures.Future[object]) -> torch.Tensor:
         try:
             future.wait()
         except Exception as error:
@@ -121,14 +121,17 @@ class ManagedWork:
 
 
 def result_or_default(
-    future: torch.futures.Future[Any], default: Any, limit_s: float, on_error: Callable[[Exception], None]
-) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[object],
+    default: object,
+    limit_s: float,
+    on_error: Callable[[Exception], None],
+) -> torch.futures.Future[object]:
     """Holds what `future` brings; `default`, and the error is told, when that fails or does not come in time."""
     here = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else None
-    outer: torch.futures.Future[Any] = torch.futures.Future(devices=here)
+    outer: torch.futures.Future[object] = torch.futures.Future(devices=here)
     first = threading.Lock()  # taken by who settles it, and never given back
 
-    def settle(value: Any, error: Exception | None = None) -> None:
+    def settle(value: object, error: Exception | None = None) -> None:
         if first.acquire(blocking=False):
             if error is not None:
                 on_error(error)
@@ -139,7 +142,7 @@ def result_or_default(
     )
     timer.daemon = True
 
-    def arrived(done: torch.futures.Future[Any]) -> None:
+    def arrived(done: torch.futures.Future[object]) -> None:
         timer.cancel()
         try:
             value = done.value()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 #: torch's C++ names of dtypes, as its own recorder writes them.
 _NAMES_TEXT = (
@@ -48,13 +51,13 @@ ANY_SOURCE = -1
 _NO_TIME = timedelta(0)  # torch's options hold -1 ms when nobody set a timeout
 
 
-def flat(tensors: Any) -> list[Any]:
+def flat(tensors: object) -> list[torch.Tensor]:
     """The tensors of a tensor, a list, or a list of lists."""
     if not isinstance(tensors, (list, tuple)):
         return [tensors] if tensors is not None else []
     if len(tensors) == 1 and not isinstance(tensors[0], (list, tuple)):
         return list(tensors)
-    found: list[Any] = []
+    found: list[torch.Tensor] = []
     for item in tensors:
         found += flat(item) if isinstance(item, (list, tuple)) else [item]
     return found
@@ -83,7 +86,7 @@ def reduce_number(options: Any) -> int:
     return number + 1 if 0 <= number <= 8 else 10
 
 
-def _timeout(options: Any, args: Args, kwargs: Kwargs) -> int:
+def _timeout(options: object, args: Args, kwargs: Kwargs) -> int:
     """The call's own timeout in milliseconds; 0 when it has none."""
     value = getattr(options, "timeout", None)
     if value is None:
@@ -91,7 +94,7 @@ def _timeout(options: Any, args: Args, kwargs: Kwargs) -> int:
     return int(value.total_seconds() * 1000) if isinstance(value, timedelta) and value > _NO_TIME else 0
 
 
-def _root(options: Any) -> int:
+def _root(options: object) -> int:
     if isinstance(options, int):
         return options
     return int(getattr(options, "rootRank", 0))

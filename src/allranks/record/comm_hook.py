@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -139,7 +140,7 @@ class FlightRecorderHook:
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
-    def _before(self, store: _Store, group: GroupState, comm: int, given: tuple[Any, ...]) -> None:
+    def _before(self, store: _Store, group: GroupState, comm: int, given: tuple[object, ...]) -> None:
         """Pre-hook: the call is about to be made. Never raises into it."""
         try:
             args = HookCall(*given)
@@ -163,7 +164,7 @@ class FlightRecorderHook:
         except Exception as error:  # ours, never the user's
             self._fault(error)
 
-    def _after(self, store: _Store, group: GroupState, comm: int, given: tuple[Any, ...]) -> None:
+    def _after(self, store: _Store, group: GroupState, comm: int, given: tuple[object, ...]) -> None:
         """Post-hook: the call was made; it is over unless its work says otherwise."""
         try:
             args = HookCall(*given)
@@ -180,7 +181,7 @@ class FlightRecorderHook:
         except Exception as error:  # ours
             self._fault(error)
 
-    def _aborted(self, *given: Any) -> None:
+    def _aborted(self, *given: object) -> None:
         """Abort hook: the process is about to end; write what is known."""
         try:
             if self._store is not None:
@@ -231,7 +232,7 @@ class FlightRecorderHook:
         return replace(trace, calls=calls, groups=groups)
 
 
-def dump_path(rank: int, env: Any) -> Path:
+def dump_path(rank: int, env: Mapping[str, str]) -> Path:
     """Where torchcomms writes: prefix + rank, or the whole name with …DYNAMIC_FILE_NAME=1."""
     prefix = env.get("TORCHCOMM_FR_DUMP_TEMP_FILE", "")
     if prefix and is_true(env.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME")):
@@ -281,7 +282,7 @@ class HookCall:
     `post(op_id, args)`. The last one holds the facts; of the others a whole number is the id, the rest the name.
     """
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: object) -> None:
         self._facts = given[-1] if given else None
         for value in given[:-1]:
             if isinstance(value, int) and not hasattr(value, "name"):  # an enum's member may be an int too
@@ -293,13 +294,13 @@ class HookCall:
         return getattr(self._facts, name)
 
 
-def op_name(args: Any) -> str:
+def op_name(args: object) -> str:
     """ "all_reduce" of an enum member, its text ("OpName.ALL_REDUCE") or a plain string."""
     name = getattr(args, "name", "")
     return str(getattr(name, "name", name)).rsplit(".", 1)[-1].lower()
 
 
-def _tensors(args: Any, side: str) -> list[Any]:
+def _tensors(args: object, side: str) -> list[Any]:
     """The tensors of one side; a communicator gives one or a list, and may give neither."""
     if found := getattr(args, f"{side}_tensors", None):
         return list(found)
@@ -309,7 +310,7 @@ def _tensors(args: Any, side: str) -> list[Any]:
     return [one] if one is not None else []
 
 
-def _shapes(box: Box, args: Any) -> tuple[int, int, int]:
+def _shapes(box: Box, args: object) -> tuple[int, int, int]:
     inputs, outputs = _tensors(args, "input"), _tensors(args, "output")
     payload = [
         [list(t.shape) for t in inputs],
@@ -323,16 +324,16 @@ def _shapes(box: Box, args: Any) -> tuple[int, int, int]:
     return number, sum(t.numel() for t in inputs), sum(t.numel() for t in outputs)
 
 
-def _number(args: Any, name: str) -> int:
+def _number(args: object, name: str) -> int:
     value = getattr(args, name, None)
     return int(value) if isinstance(value, int) else -1
 
 
-def _peer(args: Any) -> int:
+def _peer(args: object) -> int:
     return next((number for name in ("peer", "dst", "src") if (number := _number(args, name)) >= 0), -1)
 
 
-def _reduce_op(args: Any) -> int:
+def _reduce_op(args: object) -> int:
     op = getattr(args, "op", None) or getattr(args, "reduce_op", None)
     if op is None:
         return 0
@@ -340,12 +341,12 @@ def _reduce_op(args: Any) -> int:
     return REDUCE_OPS.index(name) if name in REDUCE_OPS else REDUCE_OPS.index("other")
 
 
-def _timeout_ms(args: Any) -> int:
+def _timeout_ms(args: object) -> int:
     value = getattr(args, "timeout", None)
     return int(value.total_seconds() * 1000) if isinstance(value, timedelta) else 0
 
 
-def _living(work: Any) -> Any:
+def _living(work: object) -> Any:
     """torchcomms hands out weak references to its works."""
     return work() if callable(work) and not hasattr(work, "is_completed") else work
 

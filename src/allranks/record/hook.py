@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from allranks.record.row_writer import Shapes
 from allranks.record.setup_calls import SetupCalls
 from allranks.record.torch_internals import NO_OPTIONS, EventMarker, layout_of
 from allranks.record.writer import CallWriter, warn_once
+
+if TYPE_CHECKING:
+    from allranks.record.recording_group import RecordingProxies
 
 #: Modules whose code runs under a collective.
 _NAMES = ("hook", "recording_group", "writer", "row_writer", "stack", "calls", "groups", "torch_internals")
@@ -56,9 +59,11 @@ class Hook:
         self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
         self._shapes: dict[Args, Shapes] = {}
         # Ranks of groups that were split off and have made no call yet.
-        self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self._members: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._replaced = internals.Replaced()
-        self._proxies: Any = None
+        self._proxies: RecordingProxies | None = None
         self._setup: SetupCalls | None = None
         self._lost: set[str] = set()
 
@@ -133,7 +138,7 @@ class Hook:
             if hasattr(wrapper, "enabled"):
                 wrapper.enabled = False
 
-    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
+    def _replace(self, owner: object, name: str, wrapper: Function) -> None:
         original = vars(owner)[name]  # the descriptor itself: getattr would strip pybind's binding of self
         if hasattr(wrapper, "__name__"):
             wrapper.__name__ = name
@@ -143,12 +148,12 @@ class Hook:
 
     # -- groups and shapes --------------------------------------------------------------------------------------
 
-    def group(self, group: Any) -> GroupState:
+    def group(self, group: dist.ProcessGroup) -> GroupState:
         """What is known of this group; described and written to the box at its first call."""
         state = self._groups.get(id(group))
         return state if state is not None else self._meet(group)
 
-    def _meet(self, group: Any) -> GroupState:
+    def _meet(self, group: dist.ProcessGroup) -> GroupState:
         writer = self._installed
         members = self._members.pop(group, ())
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
@@ -158,12 +163,12 @@ class Hook:
         self._on_group(state)
         return state
 
-    def adopt(self, group: Any, state: GroupState) -> None:
+    def adopt(self, group: dist.ProcessGroup, state: GroupState) -> None:
         """Lets `group` be looked up as `state` for as long as the object lives."""
         key = id(group)
         groups, counters = self._groups, self._counters
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             groups.pop(key, None)
             counters.pop(key, None)
 
@@ -171,7 +176,7 @@ class Hook:
         groups[key] = state
         counters[key] = state.counters
 
-    def destroyed(self, group: Any) -> None:
+    def destroyed(self, group: dist.ProcessGroup) -> None:
         """Notes that the program destroys a group, or all of them (None)."""
         writer = self.writer
         if writer is None:
@@ -211,7 +216,7 @@ class Hook:
 
     # -- wrappers -----------------------------------------------------------------------------------------------
 
-    def _guarded(self, step: Function, *args: Any) -> Any:
+    def _guarded(self, step: Function, *args: object) -> Any:
         """A step of our own around a call: its errors end the recording, never the call. None when it failed."""
         try:
             return step(*args)
@@ -230,7 +235,7 @@ class Hook:
         when it gives None there is nothing to do afterwards."""
         hook = self
 
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: object, *args: object, **kwargs: object) -> object:
             known = None if hook.writer is None else hook._guarded(before, self, args, kwargs)
             if known is None:
                 return original(self, *args, **kwargs)
@@ -251,7 +256,7 @@ class Hook:
         writer = self._installed
         number_of_op = writer.box.intern(Item.NAME, op)
 
-        def before(owner: Any, args: Args, kwargs: Kwargs) -> tuple[int, GroupState, bool]:
+        def before(owner: dist.ProcessGroup, args: Args, kwargs: Kwargs) -> tuple[int, GroupState, bool]:
             group = self.group(owner)
             call = reader(args, kwargs)
             number = writer.begin(
@@ -268,7 +273,7 @@ class Hook:
             )
             return number, group, group.mixed and _on_cpu(call, op)
 
-        def after(known: tuple[int, GroupState, bool], work: Any) -> None:
+        def after(known: tuple[int, GroupState, bool], work: dist.Work) -> None:
             writer.returned(work, known[0], known[1], on_cpu=known[2])
 
         return self._around(original, before, after, lambda known, error: writer.failed(known[0], error))
@@ -335,7 +340,7 @@ class Hook:
     def _wrap_wait(self, original: Function) -> Function:
         writer = self._installed
 
-        def before(work: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, bool] | None:
+        def before(work: dist.Work, args: Args, kwargs: Kwargs) -> tuple[Any, Any, bool] | None:
             entry = writer.pending.get(id(work))
             return None if entry is None else (work, entry, bool(args or kwargs))
 
@@ -353,7 +358,9 @@ class Hook:
         writer = self._installed
         op = writer.box.intern(Item.NAME, BATCH)
 
-        def before(owner: Any, args: object, kwargs: object) -> tuple[GroupState, int, tuple[int, ...]]:
+        def before(
+            owner: dist.ProcessGroup, args: object, kwargs: object
+        ) -> tuple[GroupState, int, tuple[int, ...]]:
             group = self.group(owner)
             return group, *writer.begin_end(group, op, sys._getframe())
 
@@ -365,11 +372,13 @@ class Hook:
         )
 
     def _wrap_split(self, original: Function) -> Function:
-        def before(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        def before(
+            owner: dist.ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[int, ...]:
             parent = self.group(owner)
             return tuple(parent.global_rank(int(rank)) for rank in (args[0] if args else kwargs["ranks"]))
 
-        def after(members: tuple[int, ...], part: Any) -> None:
+        def after(members: tuple[int, ...], part: dist.ProcessGroup) -> None:
             if part is not None:
                 self._members[part] = members
 
@@ -402,7 +411,7 @@ class Hook:
         writer = self._installed
 
         def counted(original: Function, change: int) -> Function:
-            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            def method(self: object, *args: object, **kwargs: object) -> object:
                 if change > 0:
                     hook.capturing(+1)
                 try:

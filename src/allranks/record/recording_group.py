@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 class RecordingProxyGroup(dist.ProcessGroup):
     """A group for C++ to hold. `original` is the group it stands for."""
 
-    original: Any
+    original: dist.ProcessGroup
     waits_block: Callable[[], bool]  # gloo: wait() returns when the call is over
 
 
 class WaitedWork(dist.Work):
     """Hands C++ a Work whose wait() goes through Python: gloo's reduce_scatter never says by itself that it is over."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: dist.Work) -> None:
         super().__init__()
         self.inner = inner
 
@@ -46,7 +46,7 @@ class WaitedWork(dist.Work):
 def _forward(method: str) -> Function:
     silent = method.startswith(("reduce_scatter", "_reduce_scatter"))
 
-    def call(self: RecordingProxyGroup, *args: Any) -> Any:
+    def call(self: RecordingProxyGroup, *args: object) -> object:
         work = getattr(self.original, method)(*args)  # the wrapped method of ProcessGroup: it records
         return WaitedWork(work) if silent and work is not None and self.waits_block() else work
 
@@ -67,7 +67,9 @@ class RecordingProxies:
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
         self._registered: dict[str, RecordingProxyGroup] = {}
-        self._reducers: weakref.WeakKeyDictionary[Any, RecordingProxyGroup] = weakref.WeakKeyDictionary()
+        self._reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, RecordingProxyGroup] = (
+            weakref.WeakKeyDictionary()
+        )
         self._replaced = internals.Replaced()
 
     def install(self) -> None:
@@ -92,7 +94,7 @@ class RecordingProxies:
         self._registered.clear()
         self._replaced.restore()
 
-    def proxy(self, group: Any) -> Any:
+    def proxy(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """A recording proxy of a plain ProcessGroup; the group itself where that is impossible or not needed."""
         if type(group) is not dist.ProcessGroup or self._hook.writer is None:
             return group
@@ -103,7 +105,7 @@ class RecordingProxies:
             self._hook.lost(internals.CPP_CALLS, error)
             return group
 
-    def _make(self, group: Any) -> RecordingProxyGroup:
+    def _make(self, group: dist.ProcessGroup) -> RecordingProxyGroup:
         make: Any = RecordingProxyGroup
         # the constructor that takes a store cannot make a subclass
         proxy: RecordingProxyGroup = make(group.rank(), group.size())
@@ -115,7 +117,7 @@ class RecordingProxies:
 
     # -- the registry of names ----------------------------------------------------------------------------------
 
-    def _swap(self, name: str, group: Any) -> None:
+    def _swap(self, name: str, group: dist.ProcessGroup) -> None:
         proxy = self.proxy(group)
         if proxy is group:
             return
@@ -123,26 +125,28 @@ class RecordingProxies:
         self._original(internals.REGISTER)(name, proxy)
         self._registered[name] = proxy
 
-    def _register(self, original: Function, name: str, group: Any) -> Any:
+    def _register(self, original: Function, name: str, group: dist.ProcessGroup) -> object:
         proxy = self.proxy(group)
         result = original(name, proxy)
         if proxy is not group:
             self._registered[name] = proxy
         return result
 
-    def _unregister(self, original: Function, name: str) -> Any:
+    def _unregister(self, original: Function, name: str) -> object:
         self._registered.pop(name, None)
         return original(name)
 
-    def _unregister_all(self, original: Function) -> Any:
+    def _unregister_all(self, original: Function) -> object:
         self._registered.clear()
         return original()
 
-    def _resolve(self, original: Function, name: str) -> Any:
+    def _resolve(self, original: Function, name: str) -> object:
         group = original(name)
         return group.original if isinstance(group, RecordingProxyGroup) else group
 
-    def _with_proxy(self, original: Function, process_group: Any, *args: Any, **kwargs: Any) -> Any:
+    def _with_proxy(
+        self, original: Function, process_group: dist.ProcessGroup, *args: object, **kwargs: object
+    ) -> object:
         return original(self.proxy(process_group), *args, **kwargs)
 
     # -- DDP ----------------------------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ class RecordingProxies:
         original = dist.Reducer.__init__
         proxies = self
 
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(self: object, *args: object, **kwargs: object) -> None:
             proxy = None
             if "process_group" in kwargs:
                 proxy = kwargs["process_group"] = proxies.proxy(kwargs["process_group"])
@@ -171,7 +175,7 @@ class RecordingProxies:
         """Wraps a function of _distributed_c10d in every module of torch that has taken it by name."""
         original, homes = internals.homes_of(name)
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             return around(original, *args, **kwargs)
 
         wrapper.__name__ = name

@@ -104,10 +104,10 @@ def missing(needed: dict[str, tuple[str, tuple[str, ...]]] = NEEDED) -> list[str
     return lost
 
 
-class Replaced(list[tuple[Any, str, Any, Any]]):
+class Replaced(list[tuple[object, str, object, Any]]):
     """What we have put in the place of something: (owner, name, ours, the original)."""
 
-    def put(self, owner: Any, name: str, ours: Any, original: Any) -> None:
+    def put(self, owner: object, name: str, ours: object, original: object) -> None:
         setattr(owner, name, ours)
         self.append((owner, name, ours, original))
 
@@ -122,7 +122,7 @@ class Replaced(list[tuple[Any, str, Any, Any]]):
 # -- process groups ---------------------------------------------------------------------------------------------
 
 
-def group_ranks(group: Any) -> tuple[int, ...]:
+def group_ranks(group: c10d.ProcessGroup) -> tuple[int, ...]:
     """Global ranks of a group, in its own order, as far as torch knows them."""
     if mapping := _of_world("pg_group_ranks").get(group):
         return tuple(sorted(mapping, key=mapping.__getitem__))
@@ -130,13 +130,13 @@ def group_ranks(group: Any) -> tuple[int, ...]:
     return tuple(int(rank) for rank in listed or ())
 
 
-def group_backend(group: Any) -> str:
+def group_backend(group: c10d.ProcessGroup) -> str:
     """The backend that a group was made with, "" when torch does not know."""
     config = _of_world("pg_map").get(group)
     return str(config[0]) if config and config[0] != "undefined" else ""
 
 
-def named_groups() -> list[tuple[str, Any]]:
+def named_groups() -> list[tuple[str, c10d.ProcessGroup]]:
     """Groups that exist already, by name."""
     return [(name, group) for group, name in _of_world("pg_names").items()]
 
@@ -146,12 +146,12 @@ def _of_world(table: str) -> dict[Any, Any]:
     return found
 
 
-def backends(group: Any) -> list[tuple[Any, Any]]:
+def backends(group: c10d.ProcessGroup) -> list[tuple[Any, Any]]:
     """(device, backend) of a group; [] while it is unfinished."""
     return [(device, group._get_backend(device)) for device in getattr(group, "_device_types", [])]
 
 
-def group_timeout(group: Any) -> timedelta | None:
+def group_timeout(group: c10d.ProcessGroup) -> timedelta | None:
     """The timeout of a group or of one of its backends."""
     candidates = [group]
     with contextlib.suppress(*TORCH_ERRORS):  # a property of an unfinished C++ group may raise anything
@@ -160,7 +160,7 @@ def group_timeout(group: Any) -> timedelta | None:
     return next((value for value in found if isinstance(value, timedelta)), None)
 
 
-def make_like(group: Any, proxy: Any) -> None:
+def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
     """Gives `proxy`, a Python subclass of ProcessGroup, the backends and the name of `group`."""
     for device, backend in backends(group):
         proxy._register_backend(device, _backend_type(str(backend.name())), backend)
@@ -375,11 +375,13 @@ class EventMarker:
     """A CUDA event behind what is queued on the current stream. Events and streams are reused: both are dear."""
 
     __slots__ = ("_device", "_event")
-    _free: dict[int, list[Any]] = {}  # events by device: one cannot be recorded on another's stream
-    _streams: dict[tuple[int, int, int], Any] = {}
+    _free: dict[
+        int, list[torch.cuda.Event]
+    ] = {}  # events by device: one cannot be recorded on another's stream
+    _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
     _ready = False  # CUDA is in use in this process; it stays so
 
-    def __init__(self, event: Any, device: int) -> None:
+    def __init__(self, event: torch.cuda.Event, device: int) -> None:
         self._event = event
         self._device = device
 
