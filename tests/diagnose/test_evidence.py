@@ -10,7 +10,9 @@ import pytest
 
 from allranks.api.functions import diagnose
 from allranks.cli import main
+from allranks.diagnose.phrasing import is_internal, user_frame
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot, StackFrame, ThreadStack
+from allranks.model.trace import Frame
 from allranks.stacks import classify, read_capture, write_bundle
 
 CASES = Path(__file__).parent / "cases"
@@ -152,3 +154,26 @@ def test_what_others_logged_of_a_lost_peer_stands_beside_the_verdict(tmp_path: P
     verdict = diagnose(dumps).diagnosis.verdict
     assert verdict is not None and (verdict.cause, verdict.ranks) == ("rank_died", (2,))
     assert any("the log of rank 1 ends with" in line for line in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/home/me/torch/train.py",
+        "/work/accelerate/examples/nlp.py",
+        "/work/torchft/train_ddp.py",
+        "/home/me.software/train.py",
+    ],
+)
+def test_a_project_in_a_folder_called_like_a_library_is_the_users(file: str) -> None:
+    """Its line is named, not FSDP's, and the library's own files stay library."""
+    inside = [
+        Frame("all_gather", "/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_collectives.py", 9),
+        Frame("prepare", "/work/accelerate/src/accelerate/accelerator.py", 3),
+        Frame("step", "/work/torchft/torchft/manager.py", 3),
+        Frame("forward", "/opt/pytorch/torch/nn/modules/module.py", 4),
+        Frame("call", "libtorch_python.so.2", 0),
+    ]
+    assert [is_internal(frame) for frame in inside] == [True] * 5
+    assert user_frame([*inside, Frame("main", file, 7)]) == Frame("main", file, 7)
+    assert not is_internal(Frame("main", file, 7))

@@ -10,10 +10,11 @@ from allranks.diagnose.job import Job
 from allranks.model.parsing import rank_runs
 from allranks.model.trace import Frame
 
-#: Parts of paths of torch and of the machinery around a call.
-_INTERNAL = (
-    *("/torch/", "torch/distributed", "<frozen", "/contextlib.py", "/threading.py", "/multiprocessing/"),
-    *("/allranks/record/", "/torchft/", "/accelerate/", "/deepspeed/comm"),
+#: Files of torch and of the machinery around a call; not a project of the user's in a folder called torch or accelerate.
+_INTERNAL = re.compile(
+    r"(?:(?:site|dist)-packages|lib|pytorch)/torch/|(?:^|/)torch/(?:_|(?:distributed|nn|autograd|utils|optim)/)"
+    r"|(?:(?:site|dist)-packages|torchft|accelerate/src)/(?:torchft|accelerate)/|/allranks/record/|/deepspeed/comm"
+    r"|<frozen|/contextlib\.py|/threading\.py|/multiprocessing/|^<|\.so(?![a-z])|\.cpp$"
 )
 
 #: Errors that a rank gets because another one has gone.
@@ -30,8 +31,7 @@ def is_secondary(text: str) -> bool:
 @lru_cache(1 << 14)
 def is_internal(frame: Frame) -> bool:
     """Frames of torch and the standard machinery around a call: never where the user looks first."""
-    file = frame.file.replace("\\", "/")
-    return any(part in file for part in (*_INTERNAL, ".so")) or file.startswith("<") or file.endswith(".cpp")
+    return _INTERNAL.search(frame.file.replace("\\", "/")) is not None
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
