@@ -113,7 +113,7 @@ def test_a_name_that_fits_no_job_or_several_lists_the_newest_jobs_and_only_those
 
 
 def test_jobs_of_another_user_are_told_of_with_the_command_that_shows_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The job runs as a service user: `allranks status` said that there was none, and to start one."""
     monkeypatch.setattr("allranks.blackbox.files.SHARED_MEMORY", tmp_path)
@@ -135,6 +135,9 @@ def test_jobs_of_another_user_are_told_of_with_the_command_that_shows_them(
         with pytest.raises(InputError) as other:
             find_job(name)
         assert other.value.hint == f"Jobs of other users ({user}): as that user, `sudo -u {user} allranks …`."
+    assert main(["dump", "--list"]) == 2
+    error = capsys.readouterr().err
+    assert f"`sudo -u {user} allranks …`" in error and "dump --list" not in error
 
 
 def test_the_folder_of_a_job_shows_no_files_of_our_own_as_passed_over(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pwd
+import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from allranks.stacks.find import (
     Selection,
     choose,
     coordinates,
+    find_targets,
     is_frontend,
     is_rank_title,
     number_ranks,
@@ -70,6 +73,24 @@ def test_a_black_box_of_another_user_makes_no_process_a_rank() -> None:
     for uid in (None, 0, 1001):  # given on the command line, of root, of the process's own user
         mine = [replace(rank, uid=1001)]
         assert [t.rank for t in choose(mine, [replace(real, uid=uid)], Selection())] == [3]
+
+
+def test_a_job_of_another_user_is_hinted_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its processes only the command line can be read; root, who sees everything, gets no hint."""
+    owner = os.getuid()
+    user = pwd.getpwuid(owner).pw_name
+    with subprocess.Popen(["torchrun", "1000"], executable="sleep") as launcher:
+        try:
+            for uid, hint in (
+                (owner + 1, f"Jobs of other users ({user}): as that user, `sudo -u {user} allranks …`."),
+                (0, ""),
+            ):
+                monkeypatch.setattr(os, "getuid", lambda uid=uid: uid)
+                with pytest.raises(InputError) as none:
+                    find_targets(Selection(job="no-such-job"))
+                assert none.value.hint.partition("train'")[2].strip() == hint
+        finally:
+            launcher.kill()
 
 
 @pytest.mark.needs_root

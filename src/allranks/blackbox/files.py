@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from allranks.blackbox.header import HEADER_BYTES, find_header
@@ -127,15 +128,22 @@ def job_folders() -> list[Path]:
     return sorted(found)
 
 
-def other_users() -> list[str]:
-    """Who else has recorded jobs on this machine: their folders are readable to themselves and to root only."""
+def recorded_users() -> set[int]:
+    """Who has recorded jobs on this machine: their folders are readable to themselves and to root only."""
     found = set()
     for base in base_folder().parent.glob("allranks-[0-9]*"):
         with contextlib.suppress(OSError):
             uid = base.lstat().st_uid
-            if base.name == f"allranks-{uid}" and uid != os.getuid():
-                found.add(uid)
-    return [_user_name(uid) for uid in sorted(found)]
+            found |= {uid} if base.name == f"allranks-{uid}" else set()
+    return found
+
+
+def hint_at_other_users(uids: Iterable[int]) -> str:
+    """How to see the jobs of those of these users who are not this one; "" when there are none."""
+    others = [_user_name(uid) for uid in sorted({*uids} - {os.getuid()})]
+    if not others:
+        return ""
+    return f"Jobs of other users ({', '.join(others)}): as that user, `sudo -u {others[0]} allranks …`."
 
 
 def _user_name(uid: int) -> str:

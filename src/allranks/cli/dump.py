@@ -97,6 +97,7 @@ def _dump(args: argparse.Namespace) -> int:
 
 def _choose(args: argparse.Namespace) -> list[Header]:
     """The boxes that were asked for: of the newest attempt of each rank, unless all are wanted."""
+    from allranks.blackbox.files import hint_at_other_users, recorded_users
     from allranks.blackbox.layout import job_prefix
 
     prefix = job_prefix(args.job) if args.job and not args.path else ""
@@ -111,10 +112,10 @@ def _choose(args: argparse.Namespace) -> list[Header]:
     if not found:
         words = [f"job {args.job}"] if args.job else []
         words += [f"pid {pid}" for pid in args.pid or ()] + [f"rank {rank}" for rank in args.rank or ()]
-        raise InputError(
-            f"no black box of {', '.join(words) or args.path or 'any job'} on this machine",
-            hint="is the job recorded (allranks.record() or allranks run)? `allranks dump --list` shows what there is",
-        )
+        hint = f"Is the job recorded (allranks.record() or allranks run)? {hint_at_other_users(recorded_users())}"
+        hint += " `allranks dump --list` shows what there is." if words else ""
+        name = ", ".join(words) or args.path or "any job"
+        raise InputError(f"no black box of {name} on this machine", hint=" ".join(hint.split()))
     if args.list:
         return found
     if args.pid:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from allranks.blackbox.files import job_folders, other_users
+from allranks.blackbox.files import hint_at_other_users, job_folders, recorded_users
 from allranks.blackbox.header import is_alive
 from allranks.channel import web_client
 from allranks.diagnose.phrasing import ranks_text, ranks_wait
@@ -102,10 +102,8 @@ def _meant(name: str | None) -> str:
     if near:
         return f"Did you mean {' or '.join(near)}?"
     ours = f"Jobs on this node: {_some(known)}." if known else ""
-    if others := other_users():
-        mine = f"{ours} " if ours else ""
-        return f"{mine}Jobs of other users ({', '.join(others)}): as that user, `sudo -u {others[0]} allranks …`."
-    return ours or "Start one with `allranks run …`, or give the folder of its black boxes."
+    hint = f"{ours} {hint_at_other_users(recorded_users())}".strip()
+    return hint or "Start one with `allranks run …`, or give the folder of its black boxes."
 
 
 def _jobs() -> list[Path]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from allranks.blackbox.files import hint_at_other_users
 from allranks.errors import InputError
 from allranks.stacks.boxes import LiveBox, find_boxes, read_box
 from allranks.stacks.procfs import ProcessEntry, mapped_files, scan
@@ -37,6 +38,10 @@ NOT_RANKS = (
     rf"^(\S*/)?(python[\d.]*\s+(-\w+\s+)*(\S*/)?)?{_TOOL}",
     # The same below a folder whose name has a blank.
     rf"^/.+/python[\d.]*\s+(-\w+\s+)*(/((?!\s-|\.py\s).)*/bin/)?{_TOOL}",
+)
+#: Launchers: of another user's processes only the command line can be read.
+_LAUNCHER = re.compile(
+    r"\b(torchrun|torch\.distributed\.\w+|accelerate launch|deepspeed|allranks (run|watch))\b"
 )
 MAX_TITLE = 2000  # of any user's process
 #: When nothing else is found.
@@ -123,7 +128,10 @@ def find_targets(selection: Selection) -> list[Target]:
     boxes += _mapped_boxes(entries, selection, {box.path for box in boxes})
     targets = choose(entries, boxes, selection, own_pid=os.getpid())
     if not targets:
-        raise InputError(_nothing(selection), hint=_HINT)
+        running = {
+            e.uid for e in entries if os.getuid() and e.uid >= 0 and _LAUNCHER.search(e.title[:MAX_TITLE])
+        }
+        raise InputError(_nothing(selection), hint=f"{_HINT}\n{hint_at_other_users(running)}".strip())
     return targets
 
 
