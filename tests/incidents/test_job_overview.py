@@ -22,7 +22,7 @@ from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
 from allranks.incidents.job_overview import find_job, find_open
 from allranks.incidents.loop import Watch
-from allranks.incidents.pipeline import WatchOptions
+from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import JobView, RankRow
 from allranks.model.trace import State
@@ -147,10 +147,12 @@ def test_the_folder_of_a_job_shows_no_files_of_our_own_as_passed_over(
     box = Path(__file__).parents[1] / "record" / "cases" / "version1.r0.box"
     (tmp_path / "job.a0.r0.p7.box").write_bytes(box.read_bytes())
     (tmp_path / "logs").mkdir()
-    for name in ("job.json", "token", "logs/stderr.log"):
-        (tmp_path / name).write_text("{}" if name == "job.json" else "")
+    for name, text in {"job.json": "{}", "token": "secret", "logs/stderr.log": ""}.items():
+        (tmp_path / name).write_text(text)
+    Explained().tell([], tmp_path)  # stopped when no rank ran any more
+    Explained().tell([7], tmp_path / "logs")
     main(["diagnose", str(tmp_path)])
-    assert "skipped" not in capsys.readouterr().out
+    assert "files" not in capsys.readouterr().out
     main(["diagnose", str(tmp_path), "-v"])
     assert "job.json: skipped" in capsys.readouterr().out
 

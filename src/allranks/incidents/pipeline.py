@@ -156,6 +156,8 @@ class Explained:
     def tell(self, pids: Iterable[int], folder: Path) -> None:
         """Adds them, also for the other agents of this host that share the job's folder."""
         self.add(pids := tuple(pids))
+        if not pids:
+            return
         with contextlib.suppress(OSError), open(folder / ASKED_TO_END, "a") as file:
             file.write("".join(f"{pid} {self._noted[pid]}\n" for pid in pids))
 
