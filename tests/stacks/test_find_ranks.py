@@ -93,6 +93,17 @@ def test_a_job_of_another_user_is_hinted_at(monkeypatch: pytest.MonkeyPatch) -> 
             launcher.kill()
 
 
+def test_of_a_recorded_job_whose_ranks_have_ended_the_verdict_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said how ranks are recognised, as if the job ran."""
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
+    files.job_folder("my night").mkdir(parents=True)
+    with pytest.raises(InputError, match="no rank of job 'my night'") as ended:
+        find_targets(Selection(job="my night"))
+    assert ended.value.hint.endswith("allranks diagnose 'my night'")
+
+
 @pytest.mark.needs_root
 def test_boxes_in_folders_of_other_users_are_not_those_of_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

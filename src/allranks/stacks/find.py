@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from allranks.blackbox.files import hint_at_other_users
+from allranks.blackbox.files import hint_at_other_users, job_folder
 from allranks.errors import InputError
 from allranks.stacks.boxes import LiveBox, find_boxes, read_box
 from allranks.stacks.procfs import ProcessEntry, mapped_files, scan
@@ -128,10 +129,7 @@ def find_targets(selection: Selection) -> list[Target]:
     boxes += _mapped_boxes(entries, selection, {box.path for box in boxes})
     targets = choose(entries, boxes, selection, own_pid=os.getpid())
     if not targets:
-        running = {
-            e.uid for e in entries if os.getuid() and e.uid >= 0 and _LAUNCHER.search(e.title[:MAX_TITLE])
-        }
-        raise InputError(_nothing(selection), hint=f"{_HINT}\n{hint_at_other_users(running)}".strip())
+        raise InputError(_nothing(selection), hint=_hint(selection, entries))
     return targets
 
 
@@ -175,6 +173,14 @@ _HINT = (
     "as sglang::scheduler_TP0 and VLLM::Worker; another user's environment can be read by root only.\n"
     "Name them otherwise: allranks stacks --pid P, or --name 'python.*train'"
 )
+
+
+def _hint(selection: Selection, entries: Iterable[ProcessEntry]) -> str:
+    """How else to find them. Root needs no hint at processes of other users: root sees them."""
+    if selection.job and job_folder(selection.job).is_dir():
+        return f"Its ranks have ended; what they recorded: allranks diagnose {shlex.quote(selection.job)}"
+    launchers = [e.uid for e in entries if e.uid >= 0 and _LAUNCHER.search(e.title[:MAX_TITLE])]
+    return f"{_HINT}\n{hint_at_other_users(launchers if os.getuid() else ())}".strip()
 
 
 def _nothing(selection: Selection) -> str:
