@@ -15,7 +15,7 @@ from allranks.model.diagnosis import Diagnosis, Finding, RankNow
 from allranks.model.trace import Flag, RankTrace, State
 
 RANKS = r"ranks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)"
-CALL = r"([A-Za-z_]\w*) #(\d+) of group (\S+?)(?=[\s,;:)]|$)"
+CALL = r"([A-Za-z_]\w*) #(\d+) of group (\S+?(?:\[[^\]]*\])?)(?=[\s,;:)]|$)"
 PLACE = r"([\w.\-]+\.py:\d+)"
 
 

@@ -368,6 +368,24 @@ def test_versions_and_descriptions_may_differ_between_ranks(tmp_path: Path) -> N
     assert _answer(_diagnose(write(tmp_path, ranks, version={0: "2.10", 1: "2.5"}))) is None
 
 
+def test_groups_of_one_description_are_told_apart_by_their_members(tmp_path: Path) -> None:
+    """The groups of a mesh dimension: "group 7" told nobody which. With equal members, too, the name is left."""
+    groups = {
+        "6": ("mesh_dp", [0, 2]),
+        "7": ("mesh_dp", [1, 3]),
+        "8": ("pair", [0, 1]),
+        "9": ("pair", [0, 1]),
+    }
+    ranks = {
+        r: number([entry(seq=s, group=(n, "mesh_dp")) for s in (1, 2)]) for n in "67" for r in groups[n][1]
+    }
+    ranks[1] += number([entry(seq=3, group=("7", "mesh_dp"), state="started")], first=2)
+    result = _diagnose(write(tmp_path, ranks, groups))
+    assert _answer(result) == ("missing_rank", (3,))
+    assert result.verdict is not None and "of group mesh_dp[1,3]" in result.verdict.sentence
+    assert [group.label for group in result.groups] == ["mesh_dp[0,2]", "mesh_dp[1,3]", "8", "9"]
+
+
 def test_unknown_libraries_and_operations_are_compared_by_name(tmp_path: Path) -> None:
     """ucc, sparse gloo, operations of tomorrow."""
     for i, (lib, op) in enumerate(

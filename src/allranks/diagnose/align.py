@@ -262,12 +262,13 @@ def _label(
     drafts: list[_Draft], numbers: dict[int, np.ndarray], pg_filters: frozenset[str]
 ) -> tuple[list[GroupView], dict[int, np.ndarray]]:
     """Gives every group a name for sentences, and leaves out what the user filtered."""
-    descs = Counter(draft.desc for draft in drafts)
-    names = Counter(draft.name for draft in drafts)
+    descs, names = Counter(draft.desc for draft in drafts), Counter(draft.name for draft in drafts)
+    described = [f"{d.desc}{_members(d) if descs[d.desc] > 1 else ''}" if d.desc else "" for d in drafts]
+    unique = {label for label, count in Counter(described).items() if label and count == 1}
     views: list[GroupView] = []
     keep = np.full(len(drafts) + 1, -1, np.int32)
     for index, draft in enumerate(drafts):
-        label = draft.desc if draft.desc and descs[draft.desc] == 1 else draft.name
+        label = described[index] if described[index] in unique else draft.name
         if names[draft.name] > 1 and label == draft.name:
             label = f"{draft.name or 'unnamed'}{_short(draft)}"
         if pg_filters and not pg_filters & {draft.name, draft.desc, label}:
@@ -281,10 +282,13 @@ def _label(
 
 def _short(draft: _Draft) -> str:
     """Tells groups of equal name apart."""
-    if not draft.members:
-        return f" ({draft.backend})" if draft.backend else ""
-    shown = ",".join(map(str, draft.members[:4])) + (",…" if len(draft.members) > 4 else "")
-    return f"[{shown}]" + (f" ({draft.backend})" if draft.backend else "")
+    return _members(draft) + (f" ({draft.backend})" if draft.backend else "")
+
+
+def _members(draft: _Draft) -> str:
+    """ "[0,2]": a mesh has several groups of one description."""
+    shown = ",".join(map(str, (draft.members or ())[:4])) + (",…" if len(draft.members or ()) > 4 else "")
+    return f"[{shown}]" if shown else ""
 
 
 def is_world(group: GroupView) -> bool:
