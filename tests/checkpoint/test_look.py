@@ -80,6 +80,21 @@ def test_a_store_that_is_down_stops_the_start(s3: S3Server, bucket: str, tmp_pat
     assert _start(_with_s3(tmp_path, bucket, s3.options())).step == 8
 
 
+def test_a_store_that_says_no_is_quoted(s3: S3Server, tmp_path: Path) -> None:
+    """A bucket that does not exist, and keys that are wrong, are answers."""
+    for config in (
+        _with_s3(tmp_path, "no-such-bucket", s3.options()),
+        _with_s3(tmp_path, "ready", {**s3.options(), "secret_access_key": "wrong"}),
+    ):
+        with CheckpointManager(config) as manager, pytest.raises(CheckpointUnreachable) as caught:
+            manager.restore(*make_job())
+        said = str(caught.value)
+        assert re.search(r"\[S3\] \S+ answered: (NoSuchBucket|403 Forbidden|SignatureDoesNotMatch)", said), (
+            said
+        )
+        assert "did not answer" not in said
+
+
 def test_a_store_that_comes_back_in_time_is_read(s3: S3Server, bucket: str, tmp_path: Path) -> None:
     """Looking is repeated before anybody gives up."""
     S3Backend(bucket, "run/1", options=s3.options()).save(make_state(7), "checkpoint_step_00000007")

@@ -98,6 +98,7 @@ LINES = [
     ('s3_unreachable', 'botocore.exceptions.ReadTimeoutError: Read timeout on endpoint URL: "http://10.0.0.9:9000/ckpt?list-type=2&encoding-type=url"'),
     ('s3_unreachable', 'botocore.exceptions.ConnectTimeoutError: Connect timeout on endpoint URL: "https://ckpt.s3.eu-west-1.amazonaws.com/"'),
     ('s3_unreachable', 'botocore.exceptions.ConnectionClosedError: Connection was closed before we received a valid response from endpoint URL: "http://10.0.0.9:9000/ckpt".'),
+    ('s3_missing', '[S3] s3://ckpt/run-1 answered: NoSuchBucket: The specified bucket does not exist. It may hold something newer, so nothing was restored'),
     ('s3_unreachable', "[S3] s3://ckpt/run did not answer: the store's list of objects is not complete: it repeats itself"),
     ('s3_missing', 'botocore.exceptions.NoRegionError: You must specify a region.'),
     ('s3_missing', 'Invalid bucket name "My Bucket!": Bucket name must match the regex "^[a-zA-Z0-9.\\-_]{1,255}$"'),

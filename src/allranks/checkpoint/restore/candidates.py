@@ -20,9 +20,10 @@ from allranks.checkpoint.stores import (
     reason_of,
     step_in_name,
     store_arguments,
+    was_answered,
 )
 from allranks.checkpoint.stores.listing import read_manifests
-from allranks.model.parsing import convert
+from allranks.model.parsing import convert, without_secrets
 
 log = logging.getLogger("allranks.checkpoint")
 #: Between two attempts at a store that does not answer.
@@ -101,15 +102,17 @@ class RestoreRules:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """A tier that could not be read: what it answered, and what helps."""
+    """A tier that could not be read: what it answered, or why it did not, and what helps."""
 
     tier: str
     address: str
     answer: str
     hint: str
+    answered: bool = False  # the store itself said no
 
     def __str__(self) -> str:
-        return f"[{self.tier}] {self.address} did not answer: {self.answer}"
+        said = f"{'answered' if self.answered else 'did not answer'}: {self.answer}"
+        return without_secrets(f"[{self.tier}] {self.address} {said}")
 
 
 @dataclass(frozen=True)
@@ -277,7 +280,8 @@ def scratch_hint(store: str) -> str:
 
 
 def _answer(tier: str, spec: StoreSpec, error: Exception) -> Unanswered:
-    return Unanswered(tier, spec.url, reason_of(error), hint_for(error, tier, spec.url, spec.options))
+    hint = hint_for(error, tier, spec.url, spec.options)
+    return Unanswered(tier, spec.url, reason_of(error), hint, was_answered(error))
 
 
 def _unusable(store: Store, path: str, reason: str) -> Unusable:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from allranks.errors import AllranksError, InputError
+from allranks.model.parsing import without_secrets
 
 Pieces = Iterable[memoryview]
 
@@ -182,11 +183,17 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def was_answered(error: BaseException) -> bool:
+    """Whether a store's server said no itself; a server that hands out credentials is none."""
+    said = str(error.__cause__ or "")
+    return "NoCredentials" not in str(error) and bool(re.search(r"status code: \d{3}|<Code>", said))
+
+
 def store_arguments(url: str, options: Mapping[str, str] | None = None) -> str:
     """A store as an argument of `allranks checkpoint`, with the options that it needs and that are no secrets."""
     given = options or {}
     shown = [f"--option {shlex.quote(f'{key}={given[key]}')}" for key in _SHOWN if given.get(key)]
-    return " ".join([quoted(url), *shown])
+    return without_secrets(" ".join([quoted(url), *shown]))
 
 
 def quoted(text: object) -> str:
