@@ -20,7 +20,7 @@ from allranks.cli import main
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import find_job, find_open
+from allranks.incidents.job_overview import Overview, find_job, find_open
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
@@ -232,3 +232,21 @@ def test_a_group_without_a_description_is_called_by_its_name() -> None:
     assert [
         text.split(" of ")[1] for text in find_open(replace(trace, calls=calls, groups=groups)).values()
     ] == ["2"]
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "1", "[" * 100_000, "\x00", '{"job": ["x"], "lighthouse": 5, "incidents": 7}', None]
+)
+def test_a_job_file_of_others_may_hold_anything(content: str | None, tmp_path: Path) -> None:
+    """None: a pipe, which nobody writes to."""
+    if content is None:
+        os.mkfifo(tmp_path / "job.json")
+    else:
+        (tmp_path / "job.json").write_text(content)
+    story = tmp_path / "incidents" / "hang-1"
+    story.mkdir(parents=True)
+    (story / "incident.json").write_text(
+        json.dumps({"id": "hang-1", "job": tmp_path.name, "verdict": "text"})
+    )
+    view = Overview(tmp_path).look()
+    assert view.rows == ()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from allranks.cli.terminal import full_screen, key_within, use_color
 from allranks.model.cluster import JobView, RankRow
+from allranks.model.parsing import printable
 
 if TYPE_CHECKING:  # numpy comes with it
     from allranks.incidents.job_overview import Overview
@@ -147,7 +148,8 @@ def _doing(row: RankRow, waiters: int, narrow: bool) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """Fits one line of the screen."""
+    """Fits one line of the screen, and does not steer it: names and reasons are words of others."""
+    text = printable(text, len(text))
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 

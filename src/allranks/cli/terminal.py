@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import TextIO
 
 from allranks.errors import InputError
+from allranks.model.parsing import printable
 
 LONG_S = 1.0  # what takes longer shows that it is at work
 _CLEAR = "\r\x1b[K"  # the line under the cursor
+_OURS = re.compile(r"(\x1b\[(?:[0-2]|3[1-6])m|[\n\t])")
 
 
 def answer(as_json: bool, facts: Mapping[str, object], lines: str | Iterable[str]) -> None:
@@ -25,12 +28,20 @@ def answer(as_json: bool, facts: Mapping[str, object], lines: str | Iterable[str
         print(json.dumps(facts))
         return
     for line in [lines] if isinstance(lines, str) else lines:
-        print(line)
+        print(harmless(line))
+
+
+def harmless(text: str) -> str:
+    """Without control characters, which names of others would steer the terminal with; lines and our own colours stay."""
+    if text.isprintable():
+        return text
+    parts = _OURS.split(text)  # every second one is ours
+    return "".join(part if i % 2 else printable(part, len(part)) for i, part in enumerate(parts))
 
 
 def note(text: str) -> None:
     """A line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(harmless(text), file=sys.stderr, flush=True)
 
 
 def use_color(stream: TextIO | None = None) -> bool:

@@ -27,6 +27,7 @@ from allranks.model.trace import Flag, RankTrace, State
 from allranks.watch.samples import RankSample, read_sample, read_samples
 
 JOB_FILE, TOKEN_FILE = "job.json", "token"
+MAX_JOB_BYTES = 1 << 20
 SILENT_S = 3.0  # a shorter wait is usual
 EVERY_S = 2.0
 
@@ -49,12 +50,15 @@ def set_aside_earlier(folder: Path) -> None:
 
 
 def read_job(folder: Path) -> dict[str, Any]:
-    """The job's own file, or {}."""
+    """The job's own file, or {}; of a folder that others sent, anything may be in it."""
+    path = folder / JOB_FILE
     try:
-        found: dict[str, Any] = json.loads((folder / JOB_FILE).read_text())
-        return found
-    except (OSError, ValueError):
+        if not path.is_file() or path.stat().st_size > MAX_JOB_BYTES:
+            return {}
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def find_job(name: str | None) -> Path:
@@ -199,8 +203,8 @@ def find_absent(
 
 
 def _incident_line(incident: Story) -> str:
-    verdict = incident.get("verdict") or {}
-    text = verdict.get("sentence") or incident.get("reason") or ""
+    verdict = incident.get("verdict")
+    text = (isinstance(verdict, dict) and verdict.get("sentence")) or incident.get("reason") or ""
     state = "closed" if incident.get("closed") else "open"
     return f"{incident.get('id')} ({incident.get('kind')}, {state}): {text}"
 
