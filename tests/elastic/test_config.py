@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -301,6 +302,61 @@ def test_show_and_schema_describe_the_file(tmp_path: Path, capsys: pytest.Captur
     assert {"model", "training", "checkpoint", "elastic", "scaling", "data", "debug", "recovery"} <= set(
         schema["properties"]
     )
+
+
+_SECRETS = """
+model: {hub: {token: hidden-1}, env: {WANDB_API_KEY: hidden-2}, eos_token: "</s>"}
+training: {script: train.py, args: [--api-key, hidden-3, password=hidden-4], hf_token: hidden-5}
+checkpoint: {s3_endpoint_url: "http://me:hidden-6@host", s3_options: {secret_access_key: hidden-7, timeout_s: "5"}}
+data: {files: ["https://host/f?X-Amz-Signature=hidden-8&X-Amz-Date=1"], text_key: body}
+recovery:
+  webhooks: ["slack:https://hooks.slack.com/services/hidden-9", "https://me:hidden-10@host/hidden-11", wandb:team]
+  incident_store: s3://me:hidden-12@bucket
+"""
+
+
+def test_show_hides_passwords_and_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What people paste into a ticket; what is no secret stays readable."""
+    path = _write(tmp_path, _SECRETS)
+    for words in ([], ["--json"]):
+        assert main(["config", "show", str(path), *words]) == 0
+        out = capsys.readouterr().out
+        assert "hidden-" not in out
+        shown = yaml.safe_load(out)
+        assert shown["recovery"]["webhooks"] == [
+            "slack:https://hooks.slack.com/…",
+            "https://host/…",
+            "wandb:team",
+        ]
+        assert shown["checkpoint"]["s3_options"] == {"secret_access_key": "***", "timeout_s": "5"}
+        assert shown["training"]["args"] == ["--api-key", "***", "password=***"]
+        assert (shown["model"]["eos_token"], shown["data"]["text_key"]) == ("</s>", "body")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "training: {batch_size: {token: hidden-1}}\n",
+        "checkpoint: {s3_options: 'secret_access_key=hidden-1'}\n",
+        "checkpoint: {s3_endpoint_url: ['http://me:hidden-1@host']}\n",
+        "checkpoint: {nvme_path: 's3://me:hidden-1@bucket'}\n",
+        "recovery: {mode: 'https://me:hidden-1@host'}\n",
+        "recovery: {'https://me:hidden-1@host': 1}\n",
+        "recovery:\n  webhooks: *https://host/hidden-1\n",
+        "recovery:\n  webhooks: https://host/hidden-1: x\n",
+        "training:\n  api_key:hidden-1\n",
+        "lighthouse: https://me:hidden-1@host\n\n",
+    ],
+)
+def test_errors_hide_passwords_and_keys(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CI log has them otherwise; as text, as JSON, and where a job is started."""
+    path = _write(tmp_path, text)
+    for words in (["check"], ["check", "--json"], ["show"]):
+        assert main(["config", *words, str(path)]) in (1, 2)
+        printed = capsys.readouterr()
+        assert "hidden-" not in printed.out + printed.err
 
 
 def test_missing_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,8 @@ def shown_by_commands(
     for words in (
         ["doctor", "--lighthouse", lighthouse, "--s3", "ready", "--s3-endpoint", environment["AWS_ENDPOINT_URL"],
          "--etcd", f"http://root:{PASSWORD}@127.0.0.1:9"],
+        ["doctor", "--json", "--s3", "ready", "--s3-endpoint", f"http://me:{PASSWORD}@127.0.0.1:9"],
+        ["checkpoint", "ls", "s3://ready/x", "--option", f"endpoint=http://me:{PASSWORD}@127.0.0.1:9", "--option", "max_retries=0"],
         ["stacks", "--job", job],
         ["lighthouse", "status", job, "--json"],
     ):  # fmt: skip
@@ -142,6 +144,67 @@ def test_nothing_that_a_hanging_job_writes_sends_or_shows_has_a_secret(s3: S3Ser
         hidden = {PATH} if where.startswith("sent") else set()  # the request itself must name it
         for text in {*texts} - hidden:
             assert text.encode() not in data, f"{text} in {where}"
+
+
+CRASH = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1:
+    raise OSError("403 for https://me:crash-1@host/k?X-Amz-Credential=crash-2&X-Amz-Signature=crash-3 (Authorization: Bearer crash-4)")
+dist.all_reduce(torch.ones(4))
+"""
+JOB_FILE = """
+training: {{script: {script}, args: [--api-key, crash-5], wandb_api_key: crash-6}}
+checkpoint: {{nvme_path: {folder}/checkpoints, s3_endpoint_url: "http://me:crash-7@127.0.0.1:9", s3_options: {{secret_access_key: crash-8}}}}
+recovery: {{webhooks: ["http://me:crash-9@{host}/crash-a", "slack:http://{host}/crash-b?token=crash-c"]}}
+elastic: {{nproc_per_node: 2}}
+"""
+
+
+def test_nothing_of_a_crash_has_a_secret_of_its_error_or_of_the_job_file(tmp_path: Path) -> None:
+    """The program's own output has its error as it was raised; what allranks makes of it has it without passwords and keys."""
+    name, log = f"ended-{os.getpid()}", tmp_path / "agent.log"
+    (tmp_path / "train.py").write_text(CRASH)
+    environment = {
+        **os.environ,
+        "ALLRANKS_SOAK": name,
+        "ALLRANKS_TOKEN": TOKEN,
+        "ALLRANKS_DIR": str(tmp_path / "boxes"),
+    }
+    with refusing_webhook() as (host, requests), log.open("wb") as out:
+        job = tmp_path / "job.yaml"
+        job.write_text(JOB_FILE.format(script=tmp_path / "train.py", folder=tmp_path, host=host))
+        subprocess.run(
+            [sys.executable, "-m", "allranks", "run", "--config", str(job), "--job", name, "--standalone", "--verbose",
+             "--incidents", str(tmp_path / "incidents")],
+            cwd=tmp_path, env=environment, stdout=out, stderr=out, timeout=200, check=False,
+        )  # fmt: skip
+    everything = files_of(tmp_path / "incidents") | files_of(tmp_path / "boxes")
+    everything = {
+        path: data for path, data in everything.items() if "/boxes/logs/" not in path
+    }  # its own output
+    for words in (["diagnose", "incidents"], ["diagnose", "incidents", "--json"], ["diagnose", "boxes", "agent.log", "--html", "page.html"],
+                  ["dump", name, "--list"], ["dump", name, "--list", "--json"], ["status", name], ["status", name, "--json"],
+                  ["doctor", "explain", "agent.log"], ["doctor", "explain", "agent.log", "--json"],
+                  ["config", "show", "job.yaml"], ["config", "check", "job.yaml", "--json"]):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "allranks", *words],
+            cwd=tmp_path, env=environment, capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert b"Traceback" not in done.stderr, done.stderr.decode()
+        everything[" ".join(words)] = done.stdout + done.stderr
+    everything["page.html"] = (tmp_path / "page.html").read_bytes()
+    everything |= {f"sent {i}": body.partition(b"\r\n\r\n")[2] for i, body in enumerate(requests)}
+    own = [
+        line
+        for line in log.read_bytes().splitlines()
+        if b"OSError: 403" not in line and b"raise OSError" not in line
+    ]
+    everything["log without the program's own words"] = b"\n".join(own)
+    assert len(requests) >= 2 and any(b"403 for https://me:***@host" in data for data in everything.values())
+    for where, data in everything.items():
+        assert b"crash-" not in data, where
 
 
 def in_bucket(s3: S3Server, name: str) -> dict[str, bytes]:

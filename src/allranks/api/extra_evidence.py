@@ -19,6 +19,7 @@ from allranks.errors import InputError
 from allranks.load import LoadResult
 from allranks.load.sources import archive_of, unpack
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, RankNow
+from allranks.model.parsing import without_secrets
 from allranks.model.trace import Frame, RankTrace
 
 if TYPE_CHECKING:  # only when there are captures: start-up counts
@@ -185,7 +186,7 @@ def _texts(
             for end in ends:
                 rank = end[1] or (named and (named[1] or named[2]))
                 if rank is not None:
-                    logs[int(rank)] = " ".join(end[2].split())
+                    logs[int(rank)] = without_secrets(" ".join(end[2].split()))
                     used[note.path] = "log"
     return logs, tuple(dict.fromkeys(reported))
 

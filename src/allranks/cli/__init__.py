@@ -90,7 +90,7 @@ def _main(words: list[str], name: str | None) -> int:
 def _explain(program: str, error: Exception) -> int:
     """What happened and what to do, on stderr. A traceback only where the error is ours."""
     from allranks.errors import AllranksError
-    from allranks.model.parsing import printable
+    from allranks.model.parsing import printable, without_secrets
 
     hint = getattr(error, "hint", "")
     if isinstance(error, OSError) and not isinstance(error, AllranksError) and error.errno == errno.ENOSPC:
@@ -110,7 +110,7 @@ def _explain(program: str, error: Exception) -> int:
     # "allranks run needs the extra …"
     said = f"{program}: {error}".replace(f"{program}: {program} ", f"{program} ")
     for line in f"{said}\n{hint}".rstrip().split("\n"):
-        print(printable(line), file=sys.stderr)
+        print(printable(without_secrets(line)), file=sys.stderr)
     return 2
 
 

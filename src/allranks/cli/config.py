@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from allranks.cli.terminal import answer, use_color
+from allranks.cli.terminal import answer, harmless, use_color
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("file", help="the job's YAML file")
     check.add_argument("--s3", action="store_true", help="also ask the object store for access")
     check.add_argument("--json", action="store_true", help="print one JSON object")
-    show = verbs.add_parser("show", help="print the whole configuration, defaults filled in")
+    show = verbs.add_parser(
+        "show", help="print the whole configuration, defaults filled in, secrets left out (***)"
+    )
     show.add_argument("file", help="the job's YAML file")
     show.add_argument("--json", action="store_true", help="print JSON instead of YAML")
     schema = verbs.add_parser("schema", help="print the JSON Schema of job files, for editors")
@@ -26,15 +28,20 @@ def main(args: argparse.Namespace) -> int:
     if args.verb == "check":
         return _check(args)
     from allranks.elastic import config
+    from allranks.model.parsing import hide_secrets
 
     schema = args.verb == "schema"
-    values = config.json_schema() if schema else config.load_config(args.file).model_dump(mode="json")
+    values = (
+        config.json_schema()
+        if schema
+        else hide_secrets(config.load_config(args.file).model_dump(mode="json"))
+    )
     if schema or args.json:
         print(json.dumps(values, indent=2))
         return 0
     import yaml
 
-    print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
+    print(harmless(yaml.safe_dump(values, sort_keys=False, allow_unicode=True)), end="")
     return 0
 
 

@@ -15,7 +15,7 @@ from allranks.cli.terminal import answer, use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
-from allranks.model.parsing import printable, read_yaml
+from allranks.model.parsing import printable, read_yaml, without_secrets
 
 _MARKS = {
     "ok": ("ok", "32"),
@@ -104,6 +104,10 @@ def _report(
     fixed: Sequence[str] = (),
     facts: Mapping[str, object] | None = None,
 ) -> int:
+    found = [
+        replace(one, **{name: without_secrets(getattr(one, name)) for name in ("name", "detail", "cure")})
+        for one in found
+    ]
     problems = sum(check.status == "problem" for check in found)
     checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
     more = {} if facts is None else {"fixed": fixed, "facts": facts}

@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal, cast
 
 import yaml
 
-from allranks.model.parsing import rank_runs
+from allranks.model.parsing import rank_runs, without_secrets
 
 Level = Literal["root", "symptom", "warning"]
 MAX_LINE = 4000
@@ -88,7 +88,9 @@ def match_line(line: LogLine) -> Match | None:
     for pattern, regex in _compiled():
         found = regex.search(line.text[:MAX_LINE])
         if found:
-            facts = found.groupdict(default="")
+            shown = without_secrets(line.text[:MAX_LINE])
+            facts = (regex.search(shown) or found).groupdict(default="")
+            line = replace(line, text=shown)
             return Match(pattern, line, _fill(pattern.cause, facts), _fill(pattern.cure, facts))
     return None
 

@@ -27,7 +27,7 @@ from allranks.errors import ConfigurationError, InputError, require
 from allranks.incidents.folder import IncidentFolder, write_atomically
 from allranks.load import LoadOptions, load_paths
 from allranks.model.incident import Incident
-from allranks.model.parsing import printable
+from allranks.model.parsing import only_host, printable
 from allranks.model.trace import RankTrace
 from allranks.report import as_json
 from allranks.report.story import chosen_ranks, headline, rank_evidence, render_story
@@ -250,7 +250,7 @@ def _write(scheme: str, target: str, incident: Incident, sentence: str) -> bool:
         SINKS[scheme][0](target, incident, sentence)
         return True
     except Exception:  # whatever the other tool raises
-        shown = _host(target) if scheme == "otlp" else target
+        shown = only_host(target) if scheme == "otlp" else target
         log.exception("%s:%s did not take incident %s", scheme, shown, incident.id)
         return False
 
@@ -269,18 +269,16 @@ def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int)
                 return True
         except (OSError, ValueError, http.client.HTTPException) as error:
             log.warning(
-                "webhook %s failed (%d of %d): %s", _host(url), attempt, attempts, printable(str(error), 200)
+                "webhook %s failed (%d of %d): %s",
+                only_host(url),
+                attempt,
+                attempts,
+                printable(str(error), 200),
             )
             if isinstance(error, ValueError):
                 return False
             time.sleep(min(2.0, 0.2 * attempt))
     return False
-
-
-def _host(url: str) -> str:
-    """What a log may show of an address: Slack's path is the key to its channel, and others have a password in front."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}/…"
 
 
 class UploadTarget(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,23 +22,58 @@ _first_use = threading.Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 MAX_YAML_DEPTH, MAX_YAML_VALUES = 100, 100_000
 
-_SECRET_NAME = r"(?:token|secret|passw(?:or)?d|key|credentials?)"
-_SECRET_SET = re.compile(rf"(?i)({_SECRET_NAME}=)[^\s\0]+")  # --api-key=VALUE, wandb.api_key=VALUE
-_SECRET_WORD = re.compile(rf"(?i)({_SECRET_NAME}[\s\0]+)(?!-)[^\s\0]+")  # --api-key VALUE
-_SECRET_URL = re.compile(r"(://[^\s\0/@:]{0,200}:)[^\s\0/@]{1,200}@")  # scheme://user:VALUE@host
+_SECRET_NAME = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|key|credentials?|signature|\bsig)"
+_SECRET_KEY = re.compile(rf"(?i)(?<!text_){_SECRET_NAME}$")  # data.text_key is ours, and names a column
+_SECRET_WORD = re.compile(rf"(?i)((?:{_SECRET_NAME}|webhook)[\s\0]+)(?!-)[^\s\0]+")  # --api-key VALUE
+_SECRET_TEXT = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"(?i)({_SECRET_NAME}=['\"]?)[^\s\0&'\"]+()",  # --api-key=VALUE, wandb.api_key=VALUE, ?X-Amz-Signature=VALUE
+        rf"(?i)({_SECRET_NAME}['\"]?\s*[=:]\s*['\"])[^'\"\n\0]+()",  # api_key = "VALUE", 'token': 'VALUE'
+        # scheme://user:VALUE@host, scheme://VALUE@host; up to the last @, which a password may have, too
+        r"(://(?:[^\s\0/@:'\"<>]*:)?)[^\s\0/'\"<>]+(@)",
+        r"(?i)(authorization:\s*(?:(?:bearer|basic|token)\s+)?)[^\s\0'\"]+()",
+        # Slack (hooks.slack.com/), Discord (/api/webhooks/), Teams (x.webhook.office.com/); a host ends at the first slash: linear
+        r"(?i)(://(?:hooks?\.|[^\s\0'\"/]+/(?:api/)?webhooks?|[^\s\0'\"/]*webhook)[^\s\0'\"/]*/)[^\s\0'\"]+()",
+    )
+)
+_SPECIAL_TOKEN = re.compile(r"<.*>|\[.*\]")  # eos_token: "</s>" is no secret
 
 
-def without_secrets(command_line: str) -> str:
-    """A command line, its words separated by blanks or zeros, without what looks like passwords and keys: for evidence."""
+def without_secrets(text: str) -> str:
+    """A text, or a command line with its words separated by blanks or zeros, without what looks like passwords and keys."""
 
     def hide_value(found: re.Match[str]) -> str:
-        name = re.split(
-            r"[\s\0]", command_line[max(0, found.start() - 100) : found.end(1)].rstrip("\0 \t\n")
-        )[-1]
+        name = re.split(r"[\s\0]", text[max(0, found.start() - 100) : found.end(1)].rstrip("\0 \t\n"))[-1]
         return f"{found[1]}***" if name.startswith("-") else found[0]
 
-    command_line = _SECRET_WORD.sub(hide_value, command_line)
-    return _SECRET_URL.sub(r"\1***@", _SECRET_SET.sub(r"\1***", command_line))
+    shown = _SECRET_WORD.sub(hide_value, text)
+    for pattern in _SECRET_TEXT:
+        shown = pattern.sub(r"\1***\2", shown)
+    return shown
+
+
+def hide_secrets(value: object, name: str = "") -> object:
+    """Plain data without what looks like passwords and keys, by its texts and by the `name` under which each stands."""
+    if isinstance(value, Mapping):
+        return {key: hide_secrets(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        if all(isinstance(one, str) for one in value):  # perhaps a command line
+            value = without_secrets("\0".join(value)).split("\0") if value else value
+        return [hide_secrets(one, name) for one in value]
+    if not isinstance(value, str):
+        return value
+    if "webhook" in name and "://" in value:
+        return only_host(value)
+    if _SECRET_KEY.search(name) and value and not _SPECIAL_TOKEN.fullmatch(value):
+        return "***"
+    return without_secrets(value)
+
+
+def only_host(url: str) -> str:
+    """What may be shown of an address: Slack's path is the key to its channel, and others have a password in front."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{re.split('[/?#]', rest)[0].rpartition('@')[2]}/…"
 
 
 def printable(text: str, limit: int = 2000) -> str:

@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.model.parsing import rank_runs
+from allranks.model.parsing import rank_runs, without_secrets
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -266,14 +266,18 @@ def without_stale(cards: Iterable[StackCard]) -> list[StackCard]:
 
 
 def read_source(frames: Sequence[FrameLine]) -> Source | None:
-    """The code around the innermost line of the user's own; None when its file is not here."""
+    """The code around the innermost line of the user's own, without secrets; None when its file is not here.
+
+    Whoever wrote the dump chose the path: a link of that name must not lead to anything but Python.
+    """
     frame = next((f for f in frames if not f.library), None)
     if frame is None or not frame.file.endswith(".py") or frame.line < 1:
         return None
     try:
-        if not Path(frame.file).is_file() or Path(frame.file).stat().st_size > MAX_SOURCE_BYTES:
+        real = Path(frame.file).resolve()
+        if real.suffix != ".py" or not real.is_file() or real.stat().st_size > MAX_SOURCE_BYTES:
             return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: links in a circle
         return None
     linecache.checkcache(frame.file)
     text = linecache.getlines(frame.file)
@@ -281,7 +285,7 @@ def read_source(frames: Sequence[FrameLine]) -> Source | None:
         return None
     low, high = max(1, frame.line - AROUND), min(len(text), frame.line + AROUND)
     lines = [
-        (number, text[number - 1].rstrip()[:MAX_LINE], number == frame.line)
+        (number, without_secrets(text[number - 1].rstrip())[:MAX_LINE], number == frame.line)
         for number in range(low, high + 1)
     ]
     return Source(f"{frame.file}:{frame.line}", tuple(lines))

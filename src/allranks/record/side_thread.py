@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from allranks.blackbox.layout import wakeup_address
+from allranks.model.parsing import without_secrets
 from allranks.record.dump import native_dumps, write_file
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _WORKER = re.compile(
     r"Caught \w+ in (?P<who>.*?)\.\nOriginal Traceback \(most recent call last\):\n(?P<trace>.*)", re.S
 )
 _FRAME = re.compile(r'^  File "(.+?)", line (\d+)', re.M)
+MAX_ERROR = 64 << 10  # characters of an error that are looked at
 _SOURCE_LINE = re.compile(r"^(\[[^\]\s]*:\d+\]\s*)+")
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -122,7 +124,7 @@ class SideThread:
     ) -> None:
         recorder = self._recorder
         if recorder.active and recorder.box is not None:
-            text = _SOURCE_LINE.sub("", str(error))  # room is short
+            text = without_secrets(_SOURCE_LINE.sub("", str(error)[:MAX_ERROR]))  # room is short
             place, text = _of_worker(text) or (_place(trace), text)
             recorder.box.mark_closed(f"exception: {kind.__name__}{place}: {text}", time.time_ns())
             _wake_agent()

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from allranks.checkpoint.config import folder_problem
 from allranks.elastic.config.schema import ALIASES, FOREIGN, JobConfig
 from allranks.elastic.config.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
+from allranks.model.parsing import hide_secrets
 from allranks.stacks.debug_config import bad_patterns
 
 Get = Callable[[str], Any]  # dotted path -> value, default included; None: absent or invalid
@@ -354,5 +355,5 @@ def _not_a_mapping(what: str, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = repr(hide_secrets(value))
     return text if len(text) <= 60 else f"{text[:57]}..."

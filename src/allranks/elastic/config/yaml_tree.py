@@ -15,9 +15,11 @@ from typing import Any
 
 import yaml
 
+from allranks.model.parsing import hide_secrets, without_secrets
+
 
 class ConfigProblem(str):
-    """A sentence that is also a place: a str, so that lists of messages stay lists of messages.
+    """A sentence that is also a place, without secrets: a str, so that lists of messages stay lists of messages.
 
     `message` is the bare sentence; `path` is dotted ("elastic.min_nodes"); `line` and `column` count from 1
     and are None when the configuration did not come from YAML text.
@@ -29,7 +31,8 @@ class ConfigProblem(str):
     column: int | None
 
     def __new__(cls, message: str, path: str = "", mark: tuple[int, int] | None = None) -> ConfigProblem:
-        text = message
+        text = message = without_secrets(message)
+        path = without_secrets(path)
         if mark is not None:
             text = f"line {mark[0]}, column {mark[1]}: {path + ': ' if path else ''}{message}"
         self = super().__new__(cls, text)
@@ -73,7 +76,8 @@ def missing_space(text: str) -> str | None:
 
 
 def _write_space(match: re.Match[str]) -> str:
-    return f"missing space after the colon: write '{match['key']}: {match['value'].strip()}'"
+    value = hide_secrets(match["value"].strip(), match["key"])
+    return f"missing space after the colon: write '{match['key']}: {value}'"
 
 
 def _obvious_mistakes(lines: list[str]) -> Iterator[ConfigProblem]:
@@ -110,11 +114,11 @@ def _at(lines: list[str], mark: yaml.Mark, error: yaml.YAMLError) -> ConfigProbl
 
 def _special_character(line: str, column: int) -> str:
     """A value that begins with a character which means something in YAML; "" if this one does not."""
-    value = re.match(r"^\s*(?:- +)?[\w.-]+: +(\S.*)$", line)
-    start = value[1][0] if value else line[column : column + 1] or line.strip()[:1]
+    value = re.match(r"^\s*(?:- +)?([\w.-]+): +(\S.*)$", line)
+    start = value[2][0] if value else line[column : column + 1] or line.strip()[:1]
     if start not in _STARTS:
         return ""
-    quoted = f': "{value[1].strip()}"' if value else ""
+    quoted = f': "{hide_secrets(value[2].strip(), value[1])}"' if value else ""
     return f"unquoted special character {start!r}: in YAML it starts {_STARTS[start]}; put the value in quotes{quoted}"
 
 
@@ -141,7 +145,7 @@ def _extra_colon(lines: list[str], place: tuple[int, int]) -> ConfigProblem:
     text = "mapping values are not allowed here: "
     if match := _UNQUOTED.match(lines[place[0] - 1]):
         text += "the value has an unquoted special character ':'; "
-        text += f'quote it: {match["key"]}: "{match["value"].strip()}"'
+        text += f'quote it: {match["key"]}: "{hide_secrets(match["value"].strip(), match["key"])}"'
     else:
         text += "this line is indented deeper than the line before it, which already has a value; "
         text += "or the line before lacks the space after its colon"
