@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -384,6 +385,11 @@ def test_groups_of_one_description_are_told_apart_by_their_members(tmp_path: Pat
     assert _answer(result) == ("missing_rank", (3,))
     assert result.verdict is not None and "of group mesh_dp[1,3]" in result.verdict.sentence
     assert [group.label for group in result.groups] == ["mesh_dp[0,2]", "mesh_dp[1,3]", "8", "9"]
+    chosen = {name.replace("6", "dp0").replace("7", "dp1"): members for name, members in groups.items()}
+    for row in itertools.chain(*ranks.values()):
+        row["process_group"] = ("dp0" if row["process_group"][0] == "6" else "dp1", "mesh_dp")
+    verdict = _diagnose(write(tmp_path / "chosen", ranks, chosen)).verdict
+    assert verdict is not None and "of group dp1 " in verdict.sentence
 
 
 def test_unknown_libraries_and_operations_are_compared_by_name(tmp_path: Path) -> None:

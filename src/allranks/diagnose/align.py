@@ -263,7 +263,7 @@ def _label(
 ) -> tuple[list[GroupView], dict[int, np.ndarray]]:
     """Gives every group a name for sentences, and leaves out what the user filtered."""
     descs, names = Counter(draft.desc for draft in drafts), Counter(draft.name for draft in drafts)
-    described = [f"{d.desc}{_members(d) if descs[d.desc] > 1 else ''}" if d.desc else "" for d in drafts]
+    described = [_described(draft, descs[draft.desc] == 1) for draft in drafts]
     unique = {label for label, count in Counter(described).items() if label and count == 1}
     views: list[GroupView] = []
     keep = np.full(len(drafts) + 1, -1, np.int32)
@@ -283,6 +283,13 @@ def _label(
 def _short(draft: _Draft) -> str:
     """Tells groups of equal name apart."""
     return _members(draft) + (f" ({draft.backend})" if draft.backend else "")
+
+
+def _described(draft: _Draft, only_one: bool) -> str:
+    """By its description; by its name ("") where several share that and somebody chose the name: torch's are numbers or hashes."""
+    if only_one or not draft.desc:
+        return draft.desc
+    return f"{draft.desc}{_members(draft)}" if re.fullmatch(r"\d*|[0-9a-f]{16,}", draft.name) else ""
 
 
 def _members(draft: _Draft) -> str:
