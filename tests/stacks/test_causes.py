@@ -257,6 +257,29 @@ def test_a_replica_that_waits_in_its_manager_is_no_culprit(function: str, file: 
     assert report.culprits == (1,)
 
 
+def test_an_idle_checkpoint_helper_is_no_checkpoint_io() -> None:
+    """The verdict on a rank that sleeps told of its helper as if that was reading or writing."""
+    inside = "/usr/lib/python3.12/site-packages/allranks/checkpoint/save/helper.py"
+    shot = lambda call, *frames: (  # noqa: E731
+        Snapshot(
+            1, None, (ThreadStack(1, "MainThread", frames),), (ThreadFacts(1, state="S", syscall=call),)
+        ),
+    )
+    waits = (
+        StackFrame("recv_fds", "/usr/lib/python3.12/socket.py", 573),
+        StackFrame("Helper.serve", inside, 52),
+    )
+    sleeper = ProcessCapture(
+        0, None, 1, snapshots=shot("clock_nanosleep", StackFrame("load", "/home/u/t.py", 7))
+    )
+    report = classify(Capture((sleeper, ProcessCapture(0, 0, 2, snapshots=shot("recvmsg", *waits)))))
+    assert report.ranks[0].cause == "sleep" and "child process" not in " ".join(render_text(report, []))
+    assert "idle checkpoint helper" in " ".join(render_text(report, []))
+    writes = (StackFrame("Helper.write", inside, 90), StackFrame("Helper.serve", inside, 53))
+    busy = classify(Capture((sleeper, ProcessCapture(0, 0, 2, snapshots=shot("pwrite64", *writes)))))
+    assert "reads or writes a checkpoint" in " ".join(render_text(busy, []))
+
+
 def test_a_debugger_that_prints_nothing_and_fails_is_told(tmp_path: Path) -> None:
     """cuda-gdb exits with 1 also after useful output: only silence is a failure, with what it said on stderr."""
     for name, out in (("silent", ""), ("useful", "echo Thread 1")):
