@@ -104,10 +104,8 @@ def _report(
     fixed: Sequence[str] = (),
     facts: Mapping[str, object] | None = None,
 ) -> int:
-    found = [
-        replace(one, **{name: without_secrets(getattr(one, name)) for name in ("name", "detail", "cure")})
-        for one in found
-    ]
+    hide = without_secrets
+    found = [replace(one, name=hide(one.name), detail=hide(one.detail), cure=hide(one.cure)) for one in found]
     problems = sum(check.status == "problem" for check in found)
     checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
     more = {} if facts is None else {"fixed": fixed, "facts": facts}
