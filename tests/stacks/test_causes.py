@@ -257,6 +257,65 @@ def test_a_replica_that_waits_in_its_manager_is_no_culprit(function: str, file: 
     assert report.culprits == (1,)
 
 
+def test_a_rank_that_waits_on_a_queue_is_stuck_where_the_thread_that_fills_it_is() -> None:
+    """torchdata's nodes map samples in threads: the line of the user's function was not named."""
+    queue = (
+        StackFrame("Condition.wait", "/usr/lib/python3.12/threading.py", 331),
+        StackFrame("Queue.get", "/usr/lib/python3.12/queue.py", 180),
+    )
+    library = "/x/site-packages/torchdata/nodes/_apply_udf.py"
+    user = StackFrame("train", "/home/u/t.py", 62)
+    threads = {
+        "MainThread": ((*queue, user), "futex"),
+        "Thread-1 (idle)": ((*queue, StackFrame("_apply_udf", library, 39)), "futex"),
+        "Thread-2 (my_worker)": ((*queue, StackFrame("my_worker", "/home/u/t.py", 30)), "futex"),
+        "Thread-3 (apply)": (
+            (StackFrame("read", "/home/u/t.py", 47), StackFrame("_apply_udf", library, 49)),
+            "clock_nanosleep",
+        ),
+    }
+    facts = tuple(
+        ThreadFacts(tid, state="S", syscall=call) for tid, (_, call) in enumerate(threads.values(), 1)
+    )
+    stacks = tuple(
+        ThreadStack(tid, name, frames) for tid, (name, (frames, _)) in enumerate(threads.items(), 1)
+    )
+    stuck, nobody = (
+        classify(
+            Capture(
+                (ProcessCapture(0, None, 1, snapshots=(Snapshot(1, None, stacks[:count], facts[:count]),)),)
+            )
+        ).ranks[0]
+        for count in (4, 3)
+    )
+    assert (stuck.cause, stuck.where, stuck.thread) == ("sleep", "t.py:47 in read", "Thread-3 (apply)")
+    assert stuck.evidence.startswith(
+        "the main thread waits in Condition.wait (threading.py:331) for thread Thread-3 (apply), which sleeps"
+    )
+    # threads that wait on queues themselves explain nothing
+    assert (nobody.cause, nobody.where) == ("queue_wait", "t.py:62 in train")
+
+
+def test_the_program_that_a_rank_waits_for_is_named_and_not_the_shell_around_it() -> None:
+    """webdataset reads shards from a command; its arguments may hold secrets and are not shown."""
+
+    def process(child: int | None, title: str, call: str, wchan: str, *frames: StackFrame) -> ProcessCapture:
+        pid = 2 if child is None else 3 + child
+        stacks = (ThreadStack(pid, "MainThread", frames),) if frames else ()
+        facts = (ThreadFacts(pid, state="S", wchan=wchan, syscall=call),)
+        shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
+        return ProcessCapture(0, child, pid, title=title, snapshots=shots)
+
+    reads = ("read", "anon_pipe_read", StackFrame("Pipe.read", "/home/u/t.py", 4))
+    rank = process(None, "python t.py", *reads)
+    shell = process(0, "/bin/sh -c curl -H token:abc", "wait4", "do_wait")
+    curl = process(1, "/usr/bin/curl -H token:abc", "clock_nanosleep", "hrtimer_nanosleep")
+    report = classify(Capture((rank, shell, curl)))
+    assert [child.where for child in report.ranks[0].children] == ["program sh", "program curl"]
+    assert report.ranks[0].evidence.endswith("; child 1 (pid 4): sleep at program curl")
+    assert "abc" not in " ".join(render_text(report, []))
+
+
 def test_an_idle_checkpoint_helper_is_no_checkpoint_io() -> None:
     """The verdict on a rank that sleeps told of its helper as if that was reading or writing."""
     inside = "/usr/lib/python3.12/site-packages/allranks/checkpoint/save/helper.py"

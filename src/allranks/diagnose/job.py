@@ -277,7 +277,7 @@ class GroupView:
     name: str
     desc: str
     backend: str
-    label: str  # what we call it in sentences: the description when it is unique, else the name
+    label: str  # in sentences: the description (with the members where several have it), else the name
     members: tuple[int, ...]  # ascending
     members_known: bool  # False: inferred from who shows calls
     order: tuple[int, ...] = ()  # the members in the group's own order, which splits and local ranks follow

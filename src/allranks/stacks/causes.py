@@ -67,7 +67,7 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern
         return _unknown(main, view)
     if first.pattern.cause == "lock_wait":  # with whom, or for itself?
         return _lock_cause(view, [main, *_locked(view, patterns)], None)
-    if first.pattern.cause == "thread_wait":
+    if first.pattern.cause == "thread_wait" or _own_queue(first, main):
         return _follow(view, main, first, patterns)
     if first.pattern.cause in ("request_wait", "event_loop_idle"):
         return _behind_loop(view, main, first, patterns)
@@ -102,10 +102,11 @@ def _told(
 def _follow(
     view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
 ) -> Cause:
-    """The main thread waits for another thread: that thread's trouble is the rank's."""
-    if locked := _locked(view, patterns):
+    """The main thread waits for another thread, or for what that puts into a queue: that thread's trouble is the rank's."""
+    if first.pattern.cause == "thread_wait" and (locked := _locked(view, patterns)):
         return _lock_cause(view, locked, main)
     others = _told(view, [thread for thread in view.threads if not thread.main], patterns)
+    others = [(t, m) for t, m in others if m.pattern.cause != first.pattern.cause]
     told = [(t, m) for t, m in others if m.pattern.cause in _STRONG or _has_own_code(t)]
     if told:
         thread, match = max(told, key=lambda pair: _weight(pair[1]))
@@ -114,6 +115,11 @@ def _follow(
         line = cause.where if user_frame(thread.python) else where(main.python)
         return replace(cause, where=line, evidence=says, thread=thread.name)
     return _cause(first, main, view, "queue_wait")
+
+
+def _own_queue(first: PatternMatch, main: ThreadView) -> bool:
+    """Whether the main thread waits on a queue that threads of its own process fill."""
+    return first.pattern.cause == "queue_wait" and any(f.file.endswith("/queue.py") for f in main.python[:3])
 
 
 def _behind_loop(

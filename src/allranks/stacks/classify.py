@@ -125,7 +125,9 @@ def _describe_one(state: RankState, subject: bool = True) -> str:
     name = f"rank {state.rank} " if subject else "first of them "
     line = f" in {_swap(state.where)}" if state.where else ""
     active = [c for c in state.children if c.cause not in ("healthy", "queue_wait")]
-    child = min(active, key=lambda c: c.cause != "busy_python", default=None)
+    child = min(
+        active, key=lambda c: (c.cause != "busy_python", c.cause == "child_process_wait"), default=None
+    )
     tail = f" (child process {child.child}: {_at(child)})" if child else ""
     unreadable = f"cannot be read ({state.evidence})"
     verb = unreadable if state.cause == "unknown" else _VERBS.get(state.cause, state.cause)
@@ -311,9 +313,14 @@ def _state(process: ProcessCapture, cause: Cause, children: tuple[ChildState, ..
 
 def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     """What the children do belongs to the evidence of a rank that waits for them."""
-    if cause.cause not in ("dataloader_wait", "child_process_wait", "shutdown_join", "queue_wait"):
+    waits = ("dataloader_wait", "child_process_wait", "subprocess_wait", "shutdown_join", "queue_wait")
+    if cause.cause not in waits:
         return ""
     busy = [child for child in children if child.cause not in ("queue_wait", "healthy", "unknown")]
+    commands = [
+        child for child in busy if child.cause != "child_process_wait"
+    ]  # a shell waits for its command
+    busy = commands or busy
     return "".join(f"; child {c.child} (pid {c.pid}): {_at(c)}" for c in busy[:4])
 
 
@@ -325,5 +332,8 @@ def _children(children: Sequence[ProcessCapture], table: Sequence[StackPattern])
     found = []
     for process in children:
         cause, _ = find_cause(process, table)
-        found.append(ChildState(process.child or 0, process.pid, cause.cause, cause.where, cause.evidence))
+        words = process.title.split(maxsplit=1)  # arguments may hold secrets
+        program = f"program {words[0].rsplit('/', 1)[-1]}" if words and not cause.stack else ""
+        known = (process.pid, cause.cause, cause.where or program, cause.evidence)
+        found.append(ChildState(process.child or 0, *known))
     return tuple(found)
