@@ -219,6 +219,22 @@ def test_names_that_no_stranger_can_register_are_answered(host: str) -> None:
         assert ask(lighthouse.address, "/api/status", Host=host.format(port=port)) == 200
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "[::1].attacker.example",
+        "[::1]attacker.example:80",
+        "attacker.example.",
+        "localhost@attacker.example",
+        "[attacker.example",
+    ],
+)
+def test_names_that_only_begin_like_an_address_are_refused(host: str) -> None:
+    """What stands after the bracket belongs to the name, too."""
+    with Lighthouse(Options(), ServerOptions(), http=http_protocol()) as lighthouse:
+        assert ask(lighthouse.address, "/api/status", Host=host) == 421
+
+
 @pytest.mark.parametrize("mark", ["\n", "\r", "\0"])
 @pytest.mark.parametrize("place", ["GET /{}x HTTP/1.1\r\nA: b", "GET / HTTP/1.1\r\nA: b{}Content-Length: 5"])
 def test_half_an_end_of_line_is_refused(mark: str, place: str) -> None:

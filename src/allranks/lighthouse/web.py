@@ -340,7 +340,8 @@ def http_protocol(names: Sequence[str] = ()) -> Callable[[Service, str], asyncio
 
 def _host_name(host: str) -> str:
     """Of "host:port", "[::1]:port" or "host"."""
-    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    bracketed = re.fullmatch(r"\[([^][]*)\](:\d*)?", host)  # "[::1].example" is none, and has a dot
+    name = bracketed[1] if bracketed else host if host.startswith("[") else host.partition(":")[0]
     return name.lower().rstrip(".")
 
 
