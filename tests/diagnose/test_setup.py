@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.model.diagnosis import Diagnosis
-from allranks.model.trace import Progress
+from allranks.model.trace import Progress, Rendezvous
 
 from .histories import START_NS, STUCK, Do, expect, run, verdict_of
 
@@ -43,3 +43,99 @@ def test_a_rank_that_did_not_take_part_in_a_new_group_waits_in_another_one_than_
     )
     assert "also of those outside the new group" in verdict.advice[0]
     expect(_in_new_group((1, 1, 1)), "order_inversion", 0, 1, 2)
+
+
+IN_INIT = Progress(inside="init_process_group", inside_ns=START_NS, setups=0)
+HERE, THERE = "10.0.0.1:29500", "10.0.0.1:29507"
+LAUNCHED = Rendezvous(HERE, 3)
+LOST = (
+    "exception: DistStoreError (train.py:3): wait timeout after 25000ms, keys: /default_pg/0//cpu//0/rank_1"
+)
+
+
+def _joining(*ranks: tuple[Rendezvous, Progress], launched: Rendezvous = LAUNCHED) -> Diagnosis:
+    """Black boxes of ranks that have made no call, read a minute after they entered init_process_group."""
+    boxes = run({"world": tuple(range(len(ranks)))}, {r: [STUCK] for r in range(len(ranks))}).traces()
+    boxes = [
+        replace(
+            box,
+            kind="black box 2",
+            groups=box.groups[:1],
+            progress=progress,
+            header=replace(box.header, rendezvous=met, launched=launched, world_size=met.world_size or 3),
+        )
+        for box, (met, progress) in zip(boxes, ranks, strict=True)
+    ]
+    return diagnose(boxes, options=DiagnoseOptions(now_ns=START_NS + 60 * 10**9))
+
+
+def test_a_rank_that_waits_at_another_address_is_named_with_both_addresses() -> None:
+    here, there = Rendezvous(HERE, 3, "train.py:3"), Rendezvous(THERE, 3, "train.py:3")
+    waiting = [(here, IN_INIT), (there, IN_INIT), (here, IN_INIT)]
+    failed = [(met, replace(IN_INIT, inside="", closed=LOST)) for met, _ in waiting]
+    for ranks in (waiting, failed):
+        verdict = expect(_joining(*ranks), "setup_mismatch", 1)
+        assert f"with address {THERE} (train.py:3), ranks 0, 2 with address {HERE}" in verdict.sentence
+        assert verdict.confidence == 0.9
+
+
+def test_of_two_ranks_at_two_addresses_the_one_that_left_its_environment_is_named() -> None:
+    pair = [(Rendezvous(HERE, 2), IN_INIT), (Rendezvous(THERE, 2), IN_INIT)]
+    expect(_joining(*pair, launched=Rendezvous(HERE, 2)), "setup_mismatch", 1)
+    expect(_joining(*pair, launched=Rendezvous(THERE, 2)), "setup_mismatch", 0)
+    unknown = verdict_of(_joining(*pair, launched=Rendezvous()))
+    assert (unknown.ranks, unknown.confidence) == ((), 0.5)
+
+
+def test_two_names_of_a_host_are_blamed_only_when_nobody_is_missing() -> None:
+    """Rank 0 may well call its own host localhost."""
+    own, name = Rendezvous("localhost:29500", 3), Rendezvous("node1:29500", 3)
+    verdict = expect(_joining((own, IN_INIT), (name, IN_INIT), (name, IN_INIT)), "setup_mismatch", 0)
+    assert verdict.confidence <= 0.6 and "unless both names mean the same host" in verdict.sentence
+    expect(
+        _joining((own, IN_INIT), (name, IN_INIT), (Rendezvous(), Progress(setups=0))),
+        "not_started",
+        2,
+    )
+
+
+def test_worlds_of_one_program_that_are_complete_are_no_mistake() -> None:
+    """Ranks 0 and 1 train in a world of two; rank 2 waits for the second of its own, which has not come."""
+    trained = Progress(setups=1, inside_ns=START_NS)
+    apart = Rendezvous(HERE, 2), Rendezvous(THERE, 2)
+    result = _joining((apart[0], trained), (apart[0], trained), (apart[1], IN_INIT))
+    assert all(finding.cause != "setup_mismatch" for finding in result.findings)
+
+
+def test_a_rank_with_another_world_size_is_named_with_both_numbers() -> None:
+    three, four = Rendezvous(HERE, 3, "train.py:3"), Rendezvous(HERE, 4, "train.py:3")
+    verdict = expect(_joining((three, IN_INIT), (four, IN_INIT), (three, IN_INIT)), "setup_mismatch", 1)
+    assert "with world size 4 (train.py:3), ranks 0, 2 with world size 3" in verdict.sentence
+
+
+def test_a_rank_that_ended_before_init_process_group_is_named_with_its_exit_code() -> None:
+    here, never = Rendezvous(HERE, 3), Rendezvous()
+    lost = replace(IN_INIT, inside="", closed=LOST)
+    for others in (IN_INIT, lost):
+        ranks = [(here, others), (never, Progress(setups=0, closed="exit")), (here, others)]
+        verdict = expect(_joining(*ranks), "not_started", 1)
+        assert verdict.sentence.startswith(
+            "rank 1 ended with exit code 0 before it called init_process_group"
+        )
+        assert verdict.confidence == 0.9
+    ended = Progress(setups=0, closed="exit code 3 (sys.exit at train.py:2)")
+    verdict = expect(_joining((here, lost), (never, ended), (here, IN_INIT)), "rank_died", 1)
+    assert "ended with exit code 3 (sys.exit at train.py:2) before it called" in verdict.sentence
+    assert verdict.where == "train.py:2"
+
+
+def test_a_wrong_argument_of_one_rank_is_its_own_error() -> None:
+    here = Rendezvous(HERE, 3)
+    went_on = Progress(setups=0, inside_ns=START_NS)
+    verdict = expect(_joining((here, IN_INIT), (here, went_on), (here, IN_INIT)), "not_started", 1)
+    assert verdict.sentence.startswith(
+        "rank 1 left init_process_group with an error and did not call it again"
+    )
+    wrong = Progress(setups=0, closed="exception: ValueError (train.py:3): Unknown c10d backend type GLOO2")
+    verdict = expect(_joining((here, IN_INIT), (here, wrong), (here, IN_INIT)), "rank_died", 1)
+    assert "Unknown c10d backend type GLOO2 in init_process_group; 2 ranks wait in it" in verdict.sentence

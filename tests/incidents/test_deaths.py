@@ -46,9 +46,12 @@ def test_a_death_is_told_from_an_end_that_was_asked_for(tmp_path: Path) -> None:
     write_box(tmp_path, 5, 5, closed=b"exception: ValueError (train.py:44): bad batch", closed_ns=10**9)
     write_box(tmp_path, 6, 5, closed=b"exception: KeyboardInterrupt: ", closed_ns=10**9)
     write_box(tmp_path, 7, 5, pid=GONE + 7)
+    write_box(tmp_path, 8, 5, closed=b"exit code 3 (sys.exit at train.py:8)", closed_ns=10**9)
+    write_box(tmp_path, 9, 5, closed=b"exit code 143 (sys.exit at train.py:8)", closed_ns=10**9)
     endings = {GONE + rank: Ending(GONE + rank, code, 1.0) for rank, code in codes.items()}
     assert found(tmp_path, endings) == {
         1: "died of SIGKILL", 4: "exited with code 3", 5: "raised ValueError", 7: "exited without shutting down",
+        8: "exited with code 3 (sys.exit)",
     }  # fmt: skip
 
 
@@ -517,3 +520,15 @@ def test_a_process_that_the_kernel_takes_down_does_not_run_any_more(
     fields = [state, "1", "1", "1", "0", "-1", str(flags), *["0"] * 40]
     monkeypatch.setattr(header, "process_stat", lambda pid: fields)
     assert header.process_state(4711) == told
+
+
+def test_a_rank_that_gave_up_after_another_had_gone_is_not_the_first(tmp_path: Path) -> None:
+    """Its program caught the error and called sys.exit(1): that says as little of the cause as the error itself."""
+    closed = b"exit code 1 (sys.exit at train.py:9): after RuntimeError: Connection closed by peer [::1]:4711"
+    write_box(tmp_path, 0, 5, exit_message=closed, closed=closed[:63], closed_ns=10**9)
+    write_box(tmp_path, 1, 5, closed=b"exit code 2 (sys.exit at train.py:7): no data", closed_ns=2 * 10**9)
+    deaths = find_deaths(read_samples(tmp_path), {}, since_ns=1)
+    assert [death.echo for death in deaths] == [True, False]
+    first = find_first(deaths)
+    assert first is not None
+    assert first.sentence == "rank 1 exited with code 2 (sys.exit) at train.py:7: no data"

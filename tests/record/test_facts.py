@@ -141,11 +141,13 @@ def _fail(rank: int, world: int) -> None:
 
 
 def test_a_failed_init_process_group_has_been_left(folder: Path) -> None:
-    """The user's error is the user's; the box does not say that the rank is still inside."""
+    """The user's error is the user's; the box does not say that the rank is still inside, nor that it has joined."""
     with Ranks(_fail, 1, backend=None) as ranks:
         ranks.values()
     (trace,) = traces(folder).values()
-    assert (trace.progress.inside, trace.progress.setups) == ("", 1)
+    assert (trace.progress.inside, trace.progress.setups) == ("", 0)
+    met = trace.header.rendezvous
+    assert (met.address, met.world_size, met.line.split(":")[0]) == ("nowhere", 1, "test_facts.py")
 
 
 def _put_back(rank: int, world: int) -> None:

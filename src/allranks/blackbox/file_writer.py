@@ -144,7 +144,8 @@ def box_bytes(trace: RankTrace) -> bytes:
     """The black box that holds this trace. The ring is exactly as long as the calls."""
     header, heap = trace.header, _Heap()
     meta = {name: getattr(header, name) for name in ("host", "job", "backend")}
-    heap.add(Item.META, {**meta, "versions": dict(header.versions)})
+    met = {name: list(vars(getattr(header, name)).values()) for name in ("rendezvous", "launched")}
+    heap.add(Item.META, {**meta, **met, "versions": dict(header.versions)})
     calls = trace.calls.copy()
     groups = [0] + [
         heap.add(Item.GROUP, [g.name, g.desc, packed_ranks(g.ranks), g.backend]) for g in trace.groups[1:]

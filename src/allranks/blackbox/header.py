@@ -59,7 +59,8 @@ class Header(NamedTuple):
 
     @property
     def closed(self) -> str:
-        """How the rank shut down: "exit", "exception: KIND (FILE:LINE): TEXT", "signal 15"; "" if it did not."""
+        """How the rank shut down: "exit", "exit code 3 (sys.exit at FILE:LINE): TEXT", "exception: KIND (FILE:LINE): TEXT",
+        "signal 15"; "" if it did not."""
         message = self.exit_message.rstrip(b"\0") or self.closed_bytes
         return message.split(b"\0")[0].decode("utf-8", "replace")
 

@@ -38,7 +38,9 @@ DEFAULT_HEAP_BYTES = 1 << 20  # reserved up front: touching a page of a full tmp
 class Item(IntEnum):
     """Kinds of heap items and their JSON payloads."""
 
-    META = 1  # {"host", "job", "backend", "versions": {}, "argv": []}; later ones override earlier ones
+    # {"host", "job", "backend", "versions": {}, "argv": [], "rendezvous": [address, world size, line], "launched": the same};
+    # later ones override earlier ones
+    META = 1
     GROUP = 2  # [name, desc, [ranks], backend]; in ranks, [8, 800, 8] stands for range(8, 800, 8)
     NAME = 3  # "all_reduce"
     SHAPES = 4  # [inputs, outputs, input_dtypes, output_dtypes, input_splits, output_splits]

@@ -24,7 +24,18 @@ from allranks.blackbox.header import HEADER_BYTES, STRUCT, Header, parse_header
 from allranks.blackbox.layout import Item, as_current, whole_rows
 from allranks.blackbox.tables import Heap, HeapCache, Tables
 from allranks.errors import InputError
-from allranks.model.trace import CALL, REDUCE_OPS, Group, Progress, RankTrace, Raw, Shapes, State, TraceHeader
+from allranks.model.trace import (
+    CALL,
+    REDUCE_OPS,
+    Group,
+    Progress,
+    RankTrace,
+    Raw,
+    Rendezvous,
+    Shapes,
+    State,
+    TraceHeader,
+)
 
 #: How far the header may lag behind the rows: one record per recording thread.
 LAG = 64
@@ -392,7 +403,17 @@ def _trace_header(head: Header, heap: Heap) -> TraceHeader:
         backend=str(meta.get("backend", ""))[:64],
         versions=tuple((str(name)[:64], str(text)[:64]) for name, text in versions.items()),
         dropped=max(0, head.next_id - head.capacity),
+        rendezvous=_rendezvous(meta.get("rendezvous")),
+        launched=_rendezvous(meta.get("launched")),
     )
+
+
+def _rendezvous(value: object) -> Rendezvous:
+    """As it stands in the heap; unknown when that is none."""
+    match value:
+        case [str(address), int(size), str(line)] if 0 <= size < 1 << 32:
+            return Rendezvous(address[:256], size, line[:256])
+    return Rendezvous()
 
 
 def _progress(head: Header, phase: str, inside: str) -> Progress:

@@ -96,7 +96,7 @@ def align(
         _add_lanes(ranks[rank], program, numbers[rank], groups)
     expected = expected_ranks(by_rank, groups)
     groups = [_complete(group, ranks, expected) for group in groups]
-    world = max((t.header.world_size or 0 for t in by_rank.values()), default=0) or len(expected) or None
+    world = _world_size(by_rank) or len(expected) or None
     return Job(ranks, tuple(groups), tables, world, tuple(sorted(expected - set(ranks))), now_ns, ended)
 
 
@@ -303,13 +303,18 @@ def is_world(group: GroupView) -> bool:
     return group.desc == "default_pg" or group.name == "0"
 
 
+def _world_size(by_rank: dict[int, RankTrace]) -> int:
+    """As most ranks say: one may have been given a wrong number. The larger one on a tie; 0 unknown."""
+    sizes = Counter(trace.header.world_size or 0 for trace in by_rank.values())
+    return max(filter(None, sizes), key=lambda size: (sizes[size], size), default=0)
+
+
 def expected_ranks(by_rank: dict[int, RankTrace], groups: list[GroupView]) -> frozenset[int]:
     """Ranks that the job must have: group members, world size; holes in the numbering when nothing else tells."""
     expected = set(by_rank)
     for group in groups:
         expected.update(group.members)
-    sizes = [trace.header.world_size or 0 for trace in by_rank.values()]
-    expected.update(range(max(sizes, default=0)))
+    expected.update(range(_world_size(by_rank)))
     worlds = [group for group in groups if is_world(group)]
     if any(not group.members_known for group in worlds) and by_rank:
         expected.update(range(max(by_rank) + 1))

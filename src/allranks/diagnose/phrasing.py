@@ -111,7 +111,7 @@ def one_line(text: str, limit: int = 200) -> str:
 
 def line_in(text: str) -> str:
     """The line of code that a recorded error names: "train.py:9" of "exception: ValueError (train.py:9): …"; else ""."""
-    found = re.search(r"\(([\w.\-]+\.py:\d+)\)", text)
+    found = re.search(r"\((?:sys\.exit at )?([\w.\-]+\.py:\d+)\)", text)
     return found[1] if found else ""
 
 

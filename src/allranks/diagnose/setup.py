@@ -6,23 +6,170 @@ many it has left; without black boxes the stacks of the ranks tell. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from allranks.diagnose.context import Context
 from allranks.diagnose.phrasing import count as counted
-from allranks.diagnose.phrasing import count_ranks, doing, place, ranks_text, seconds, who
+from allranks.diagnose.phrasing import (
+    count_ranks,
+    doing,
+    is_secondary,
+    line_in,
+    one_line,
+    place,
+    ranks_text,
+    seconds,
+    who,
+)
 from allranks.diagnose.waits import BELIEVABLE_S
 from allranks.model.diagnosis import Finding, RankNow
-from allranks.model.trace import Progress
+from allranks.model.trace import Progress, Rendezvous
 
 #: Causes of `allranks stacks` that say: the rank waits for others to set up a group.
 WAITING = frozenset({"rendezvous_wait", "store_wait"})
 
 
-def find_absent_in_setup(context: Context) -> Finding | None:
+def explain_setup(context: Context) -> Finding | None:
     """The ranks that others wait for in a function that sets up or ends groups; None when nobody waits there."""
-    return _from_boxes(context) or _from_stacks(context)
+    return (
+        _find_apart(context, _SIZE)
+        or _find_apart(context, _PORT)
+        or _from_boxes(context)
+        or _from_stacks(context)
+        or _find_apart(context, _HOST)
+    )
+
+
+@dataclass(frozen=True)
+class _Aspect:
+    """Something in which all ranks of one rendezvous must agree."""
+
+    name: str
+    of: Callable[[Rendezvous], object]  # what is compared
+    shown: Callable[[Rendezvous], object]
+    meeting: Callable[[Rendezvous], object]  # ranks that differ in this may belong to several worlds
+    confidence: float
+    advice: str
+    unless: str = ""
+
+
+_SIZE = _Aspect(
+    "world size",
+    of=lambda met: met.world_size,
+    shown=lambda met: met.world_size,
+    meeting=lambda met: met.address,
+    confidence=0.95,
+    advice="WORLD_SIZE (or world_size)",
+)
+_PORT = _Aspect(
+    "address",
+    of=lambda met: met.address.rpartition(":")[2],
+    shown=lambda met: met.address,
+    meeting=lambda met: met.world_size,
+    confidence=0.9,
+    advice="MASTER_ADDR and MASTER_PORT (or init_method)",
+)
+_HOST = replace(
+    _PORT, of=lambda met: met.address, confidence=0.6, unless=" (unless both names mean the same host)"
+)
+#: As sure as this is a finding that cannot tell which of the ranks is wrong, and names none.
+UNTOLD = 0.5
+
+
+def _find_apart(context: Context, aspect: _Aspect) -> Finding | None:
+    """Ranks that called init_process_group with another address or world size than the others; None when nobody did, or
+    nobody has trouble for it."""
+    stuck = _stuck_in_init(context)
+    for meeting in _meetings(context, aspect):
+        troubled = stuck & set(meeting) or (aspect is _SIZE and context.blocked)
+        if troubled and len({aspect.of(met) for met in meeting.values()}) > 1:
+            return _apart(context, aspect, meeting, stuck)
+    return None
+
+
+def _meetings(context: Context, aspect: _Aspect) -> list[dict[int, Rendezvous]]:
+    """Ranks, with their first rendezvous, that should be in one world. Those that are complete at their address are left out:
+    a program may make several worlds."""
+    traces = {rank: view.trace for rank, view in context.job.ranks.items()}
+    known = {r: t.header.rendezvous for r, t in traces.items() if not t.destroyed}
+    known = {rank: met for rank, met in known.items() if met.address and met.world_size}
+    here = Counter((met.address, met.world_size) for met in known.values())
+    found: dict[object, dict[int, Rendezvous]] = defaultdict(dict)
+    for rank, met in known.items():
+        if aspect is _SIZE or here[met.address, met.world_size] < met.world_size:
+            found[aspect.meeting(met)][rank] = met
+    return list(found.values())
+
+
+def _stuck_in_init(context: Context) -> set[int]:
+    """Ranks that have waited in init_process_group for too long, or that ended of an error in it."""
+    inside = {r: p for r, p in _inside(context).items() if p.inside == "init_process_group"}
+    waited = {
+        r
+        for r, p in inside.items()
+        if context.job.ended or _longest_wait(context, {r: p}) >= context.patience.limit_s
+    }
+    return waited | set(_failed_in_init(context))
+
+
+def _failed_in_init(context: Context) -> dict[int, Progress]:
+    """Ranks that called init_process_group, never finished it and ended with an error."""
+    traces = {rank: view.trace for rank, view in context.job.ranks.items()}
+    return {
+        rank: t.progress
+        for rank, t in traces.items()
+        if t.header.rendezvous.world_size and t.progress.setups == 0 and t.progress.closed not in ("", "exit")
+    }
+
+
+def _apart(
+    context: Context, aspect: _Aspect, meeting: dict[int, Rendezvous], stuck: Collection[int]
+) -> Finding:
+    """The finding for ranks of one meeting that disagree."""
+    changed = tuple(rank for rank, met in sorted(meeting.items()) if _changed(context, aspect, rank, met))
+    usual, sure = _usual(aspect, meeting, changed)
+    odd = tuple(sorted(rank for rank, met in meeting.items() if aspect.of(met) != usual))
+    rest = tuple(sorted(set(meeting) - set(odd)))
+    line, named = meeting[odd[0]].line, odd if sure > UNTOLD else ()
+    said = {rank: f"{aspect.name} {aspect.shown(met)}" for rank, met in sorted(meeting.items())}
+    sentence = (
+        f"{who(context.job, odd)} called init_process_group with {said[odd[0]]}{f' ({line})' if line else ''}, "
+        f"{ranks_text(rest)} with {said[rest[0]]}: they cannot meet{aspect.unless}"
+    )
+    before = [
+        f"the environment of rank {rank} said {aspect.shown(context.job.ranks[rank].trace.header.launched)} when it started"
+        for rank in changed
+        if rank in odd
+    ]
+    return Finding(
+        "setup_mismatch",
+        named,
+        sentence,
+        "root",
+        confidence=sure,
+        where=line,
+        waiting=tuple(sorted(set(stuck) - set(named))),
+        evidence=(*(f"rank {rank}: {text}" for rank, text in list(said.items())[:6]), *before[:1]),
+        advice=(f"give every rank the same {aspect.advice}",),
+    )
+
+
+def _usual(aspect: _Aspect, meeting: dict[int, Rendezvous], changed: Collection[int]) -> tuple[object, float]:
+    """(what is right, how sure that is): what most ranks say; on a tie what the environment said at the start."""
+    values = Counter(aspect.of(met) for met in meeting.values())
+    (usual, most), (_, second) = values.most_common(2)
+    if most > second:
+        return usual, aspect.confidence
+    kept = set(values) - {aspect.of(meeting[rank]) for rank in changed}
+    return (kept.pop(), aspect.confidence - 0.1) if len(kept) == 1 else (usual, UNTOLD)
+
+
+def _changed(context: Context, aspect: _Aspect, rank: int, met: Rendezvous) -> bool:
+    """Whether the program left what its environment said when it started."""
+    launched = context.job.ranks[rank].trace.header.launched
+    return bool(aspect.shown(launched)) and aspect.of(launched) != aspect.of(met)
 
 
 def _from_boxes(context: Context) -> Finding | None:
@@ -32,14 +179,16 @@ def _from_boxes(context: Context) -> Finding | None:
     fewest = min(progress.setups for progress in inside.values())
     waiting = {rank: p for rank, p in inside.items() if p.setups == fewest}
     waited = _longest_wait(context, waiting)
-    if waited < context.patience.limit_s and not job.ended:
+    if waited < context.patience.limit_s and not job.ended and not any(p.closed for p in waiting.values()):
         return None
     times = f" for {seconds(waited)}" if 0 < waited < BELIEVABLE_S else ""
     function = next(iter(waiting.values())).inside
     late, gone = _elsewhere(context, inside, fewest)
     lost = job.missing_ranks if function == "init_process_group" else ()
     if late or gone or lost:
-        return _never_called(context, late, late or gone or lost, tuple(sorted(waiting)), function, times)
+        if gone and not late:
+            return _ended_before(context, gone, tuple(sorted(waiting)), function, times)
+        return _never_called(context, late, late or lost, tuple(sorted(waiting)), function, times)
     everybody = function == "new_group" and len(inside) == len(job.ranks)
     return _all_inside(context, inside, waiting, times) if everybody else None
 
@@ -61,12 +210,39 @@ def _never_called(
     times: str,
 ) -> Finding:
     """`absent` ranks, of which the `late` ones still run, have not come to a function in which others wait."""
-    sentence = f"{who(context.job, absent)} never called {function}; {_waiting(waiting)}{times}"
+    called = [context.job.ranks[rank].trace.header.rendezvous.world_size for rank in late]
+    failed = function == "init_process_group" and called and all(called)
+    how = f"left {function} with an error and did not call it again" if failed else f"never called {function}"
+    sentence = f"{who(context.job, absent)} {how}; {_waiting(waiting)}{times}"
     last = context.last_call(late[0]) if len(late) == 1 else ""
     if last:
         sentence += f"; the last call of rank {late[0]} was {last}"
     found = _finding(context, absent, waiting, function, sentence, 0.9 if late else 0.7, bool(late))
     return found if found.where or not last else replace(found, where=_line(context, late[0]))
+
+
+def _ended_before(
+    context: Context, gone: tuple[int, ...], waiting: tuple[int, ...], function: str, times: str
+) -> Finding:
+    """Ranks whose program ended before they came to a function in which others wait, or in it by an error of their own."""
+    traces = {rank: context.job.ranks[rank].trace for rank in gone}
+    worst = min(gone, key=lambda rank: (traces[rank].progress.closed == "exit", rank))
+    told = {rank: t.progress.closed for rank, t in traces.items()}
+    how = "exit code 0" if told[worst] == "exit" else one_line(told[worst])
+    called = function == "init_process_group" and traces[worst].header.rendezvous.world_size
+    named = tuple(rank for rank in gone if (told[rank] == "exit") == (told[worst] == "exit"))
+    their = "it" if len(named) == 1 else "they"
+    before = f"in {function}" if called else f"before {their} called {function}"
+    sentence = f"{who(context.job, named)} ended with {how} {before}; {_waiting(waiting)}{times}"
+    found = _finding(context, named, waiting, function, sentence, 0.9, alive=False)
+    line = line_in(how)
+    if told[worst] == "exit":
+        advice = (
+            f"find why the program of {ranks_text(named)} ended early: it returned, or called sys.exit(0)"
+        )
+        return replace(found, advice=(advice,))
+    advice = f"look at {line}, where rank {worst} ended" if line else f"read the log of {ranks_text(named)}"
+    return replace(found, cause="rank_died", where=line, advice=(advice,))
 
 
 def _line(context: Context, rank: int) -> str:
@@ -76,12 +252,14 @@ def _line(context: Context, rank: int) -> str:
 
 
 def _inside(context: Context) -> dict[int, Progress]:
-    """Ranks inside a function that sets up or ends groups. Who makes its group anew while others wait for it in the old
+    """Ranks inside a function that sets up or ends groups, or that lost the others in init_process_group. Who makes its group anew while others wait for it in the old
     one is left out: it is the one to explain, not those."""
     owed = {rank for blocked in context.blocked for rank in blocked.missing}
     traces = {rank: view.trace for rank, view in context.job.ranks.items()}
     inside = {rank: trace for rank, trace in traces.items() if trace.progress.inside}
-    return {rank: t.progress for rank, t in inside.items() if not (t.destroyed and rank in owed)}
+    waiting = {rank: t.progress for rank, t in inside.items() if not (t.destroyed and rank in owed)}
+    failed = {rank: p for rank, p in _failed_in_init(context).items() if is_secondary(p.closed)}
+    return waiting | {rank: replace(p, inside="init_process_group") for rank, p in failed.items()}
 
 
 def _elsewhere(
@@ -90,7 +268,7 @@ def _elsewhere(
     """(ranks that have not come to the call yet, ranks that have ended)."""
     ranks = {r: view.trace.progress for r, view in context.job.ranks.items() if r not in inside}
     late = tuple(rank for rank, p in ranks.items() if 0 <= p.setups <= fewest and not p.closed)
-    return late, tuple(rank for rank, p in ranks.items() if p.closed)
+    return late, tuple(rank for rank, p in ranks.items() if p.closed and p.setups <= fewest)
 
 
 def _all_inside(

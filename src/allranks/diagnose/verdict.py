@@ -147,12 +147,13 @@ def _all_roots(
 
 def _setup(context: Context) -> Finding | None:
     """Ranks that others wait for in init_process_group or new_group: what hangs elsewhere follows from it."""
-    inside = any(view.trace.progress.inside for view in context.job.ranks.values())
+    traces = [view.trace for view in context.job.ranks.values()]
+    inside = any(trace.progress.inside or trace.header.rendezvous.world_size for trace in traces)
     if not inside and (not context.seen or context.blocked):
         return None
-    from allranks.diagnose.setup import find_absent_in_setup
+    from allranks.diagnose.setup import explain_setup
 
-    return find_absent_in_setup(context)
+    return explain_setup(context)
 
 
 def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:

@@ -136,7 +136,8 @@ def _explains(found: Finding, told: Finding) -> bool:
 def _broke_off(found: Finding, told: Finding, left: tuple[int, ...]) -> bool:
     """Whether connections broke since a rank had ended its program, and the others were in a call that it never made."""
     ended = bool(found.ranks) and set(found.ranks) <= set(left)
-    return told.cause == "none_finished" and not told.ranks and found.cause == "missing_rank" and ended
+    lacking = found.cause in ("missing_rank", "not_started")
+    return told.cause == "none_finished" and not told.ranks and lacking and ended
 
 
 def _is_own_mistake(found: Finding, told: Finding) -> bool:

@@ -179,7 +179,7 @@ NO_STEP = "no_step"  # collectives are completed, no step is: a loop, or a phase
 NOBODYS_FAULT = frozenset({"none_finished"})
 PROGRAM_FAULT = frozenset(
     {"type_mismatch", "size_mismatch", "dtype_mismatch", "reduce_op_mismatch", "root_mismatch"}
-    | {"extra_collective", "order_inversion", "p2p_mismatch"}
+    | {"extra_collective", "order_inversion", "p2p_mismatch", "setup_mismatch"}
 )
 
 

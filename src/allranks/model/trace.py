@@ -124,6 +124,15 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Rendezvous:
+    """Where a rank meets the others, and how many it expects there. "" and 0: unknown."""
+
+    address: str = ""  # "host:port", or the path of a file
+    world_size: int = 0
+    line: str = ""  # of the user's call of init_process_group, "train.py:12"
+
+
+@dataclass(frozen=True)
 class TraceHeader:
     """Who wrote the trace. Fields that a source does not know are None, '' or 0."""
 
@@ -138,6 +147,8 @@ class TraceHeader:
     backend: str = ""
     versions: tuple[tuple[str, str], ...] = ()  # ("torch", "2.13.0"), ("nccl", "2.28.9")
     dropped: int = 0  # records overwritten by the ring
+    rendezvous: Rendezvous = Rendezvous()  # as init_process_group was called; unknown before that
+    launched: Rendezvous = Rendezvous()  # as its environment said when recording started
 
 
 @dataclass(frozen=True)

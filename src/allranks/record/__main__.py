@@ -29,15 +29,19 @@ def main() -> None:
     if as_module and len(words) < 2:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
-    allranks.record.record()
-    if as_module:
-        sys.argv = words[1:]
-        sys.path[0] = os.getcwd()
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
-        runpy.run_path(words[0], run_name="__main__")
+    recorder = allranks.record.record()
+    try:
+        if as_module:
+            sys.argv = words[1:]
+            sys.path[0] = os.getcwd()
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:  # no hook of Python sees it
+        recorder.note_exit(error)
+        raise
 
 
 def _script_first(words: list[str]) -> list[str]:

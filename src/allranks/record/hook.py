@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.blackbox.layout import Item, packed_ranks
+from allranks.model.trace import Rendezvous
 from allranks.record import torch_internals as internals
 from allranks.record.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
 from allranks.record.groups import GroupState, describe_group, timeout_ms
@@ -49,12 +50,12 @@ class Hook:
         writer: CallWriter,
         fault: Callable[[BaseException], None],
         on_group: Callable[[GroupState], None],
-        on_rank: Callable[[int, int], None],
+        on_rank: Callable[[int, Rendezvous], None],
     ) -> None:
         self.writer: CallWriter | None = writer
         self.fault = fault
         self._on_group = on_group
-        self.on_rank = on_rank  # told (rank, world size) of the process when init_process_group is entered
+        self.on_rank = on_rank  # told when init_process_group is entered
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
         self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
         self._shapes: dict[Args, Shapes] = {}

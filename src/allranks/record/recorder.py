@@ -22,9 +22,10 @@ from allranks.blackbox.files import fallback_folder, job_folder, remove_old, roo
 from allranks.blackbox.layout import Item, file_name
 from allranks.errors import require
 from allranks.model.parsing import without_secrets
+from allranks.model.trace import Rendezvous
 from allranks.record.groups import GroupState
 from allranks.record.options import TORCH_ERRORS, RecorderOptions, fast
-from allranks.record.side_thread import SideThread
+from allranks.record.side_thread import SideThread, describe_exit, wake_agent
 from allranks.record.writer import CallWriter, fill_header, warn_once
 
 
@@ -56,7 +57,7 @@ class Recorder:
         self.writer = CallWriter(self.box, self.options)
         from allranks.record.hook import Hook
 
-        self._hook = Hook(self.writer, self._fault, self._met_group, self._know_rank)
+        self._hook = Hook(self.writer, self._fault, self._met_group, self._joins)
         try:
             self._hook.install()
             self._watch = SideThread(self)
@@ -85,6 +86,12 @@ class Recorder:
                 self._last_sweep(self.writer)
             self.writer.pending.clear()
             self.writer = None
+
+    def note_exit(self, error: SystemExit) -> None:
+        """The program ends by sys.exit: notes a code that is not 0, the line, and what it was about to handle."""
+        if self.box is not None and self.active and (text := describe_exit(error)):
+            self.box.mark_closed(text, time.time_ns())
+            wake_agent()
 
     def _last_sweep(self, writer: CallWriter) -> None:
         """gloo wakes the waiting program a moment before it calls its work completed."""
@@ -244,6 +251,14 @@ class Recorder:
 
         if dist.is_initialized():
             self._know_rank(dist.get_rank(), dist.get_world_size())
+
+    def _joins(self, rank: int, rendezvous: Rendezvous) -> None:
+        """init_process_group is entered. Replicas meet at addresses of their own."""
+        assert self.box is not None
+        if not os.environ.get("ALLRANKS_RANK"):
+            self._facts = {**self._facts, "rendezvous": list(vars(rendezvous).values())}
+            self.box.append(Item.META, self._facts)
+        self._know_rank(rank, rendezvous.world_size or -1)
 
     def _know_rank(self, rank: int, world_size: int) -> None:
         """The rank of this process and the size of its world; -1 unknown. In replica mode the supervisor knows better:

@@ -7,6 +7,7 @@ makes none any more: the box says which of them it is inside, how many it has fi
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from allranks.blackbox.layout import Item
-from allranks.model.trace import SETUP_CALLS
+from allranks.model.trace import SETUP_CALLS, Rendezvous
 from allranks.record.calls import Args, Kwargs
+from allranks.record.side_thread import user_line
 from allranks.record.torch_internals import Replaced, leave_graph
+from allranks.record.writer import launched_at
 
 if TYPE_CHECKING:
     from allranks.record.hook import Hook
@@ -51,10 +54,13 @@ class SetupCalls:
         def wrapper(*args: object, **kwargs: object) -> object:
             outer = hook.writer.box.get("inside") if hook.writer is not None else 0
             self._guarded(self._enter, number, name, args, kwargs)
+            failed = True
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                failed = False
+                return result
             finally:
-                self._guarded(self._leave, outer, name)
+                self._guarded(self._leave, outer, name, failed)
 
         leave_graph(wrapper)
         return wrapper
@@ -75,20 +81,43 @@ class SetupCalls:
                 **dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args, strict=False)),
                 **kwargs,
             }
-            rank, world_size = (
-                value if isinstance(value := given.get(key), int) else -1 for key in ("rank", "world_size")
-            )
-            hook.on_rank(rank, world_size)
+            hook.on_rank(_number(given, "rank"), _meeting(given))
         elif name == "destroy_process_group":
             group = args[0] if args else kwargs.get("group")
             if group is None or isinstance(group, dist.ProcessGroup):  # a stranger to it passes a number
                 hook.destroyed(None if group is dist.group.WORLD else group)
         hook.writer.box.set(inside_ns=time.time_ns(), inside=number)
 
-    def _leave(self, outer: int, name: str) -> None:
+    def _leave(self, outer: int, name: str, failed: bool) -> None:
+        """Notes that the call has ended. One of init_process_group that failed is not finished: the rank has not joined."""
         hook = self._hook
         assert hook.writer is not None
         box = hook.writer.box
-        box.set(inside=outer, setups=box.get("setups") + 1, inside_ns=time.time_ns())
+        joined = not failed or name != "init_process_group"
+        box.set(inside=outer, setups=box.get("setups") + joined, inside_ns=time.time_ns())
         if name == "init_process_group" and dist.is_initialized():
             hook.group(dist.group.WORLD)
+
+
+def _number(given: dict[str, object], name: str) -> int:
+    """An argument of init_process_group, or what torch takes from the environment instead; -1 unknown."""
+    value = given.get(name)
+    if isinstance(value, int) and value >= 0:
+        return value
+    text = os.environ.get(name.upper(), "") if _by_environment(given) else ""
+    return int(text) if text.isdecimal() else -1
+
+
+def _by_environment(given: dict[str, object]) -> bool:
+    method = given.get("init_method")
+    return given.get("store") is None and (method is None or str(method).startswith("env://"))
+
+
+def _meeting(given: dict[str, object]) -> Rendezvous:
+    """Where init_process_group is told to meet the others; no address where the program brings its own store."""
+    address = ""
+    if _by_environment(given):
+        address = launched_at()
+    elif given.get("store") is None:
+        address = str(given.get("init_method")).partition("://")[2].partition("?")[0]
+    return Rendezvous(address, max(0, _number(given, "world_size")), user_line(sys._getframe()))

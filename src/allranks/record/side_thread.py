@@ -20,7 +20,7 @@ import traceback
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from allranks.blackbox.layout import wakeup_address
@@ -125,9 +125,10 @@ class SideThread:
         recorder = self._recorder
         if recorder.active and recorder.box is not None:
             text = without_secrets(_SOURCE_LINE.sub("", str(error)[:MAX_ERROR]))  # room is short
-            place, text = _of_worker(text) or (_place(trace), text)
+            line, text = _of_worker(text) or (user_line(trace), text)
+            place = f" ({line})" if line else ""
             recorder.box.mark_closed(f"exception: {kind.__name__}{place}: {text}", time.time_ns())
-            _wake_agent()
+            wake_agent()
             if "exception" in recorder.options.dump_on and not issubclass(kind, KeyboardInterrupt):
                 self._dump("exception")
         self._previous_hook(kind, error, trace)
@@ -183,9 +184,10 @@ class SideThread:
             signal.set_wakeup_fd(-1)
 
 
-def _place(trace: TracebackType | None) -> str:
-    """` (train.py:44)`: the innermost line of a traceback that is no library's and not ours; "" without one."""
-    return _innermost((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace))
+def user_line(at: TracebackType | FrameType | None) -> str:
+    """ "train.py:44": the innermost line of a traceback or stack that is no library's and not ours; "" without one."""
+    stack = [*traceback.walk_stack(at)][::-1] if isinstance(at, FrameType) else traceback.walk_tb(at)
+    return _innermost((frame.f_code.co_filename, line) for frame, line in stack)
 
 
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:
@@ -195,7 +197,7 @@ def _innermost(lines: Iterable[tuple[str, int]]) -> str:
         if not file.startswith(ours) and not any(
             part in file for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
         ):
-            place = f" ({os.path.basename(file)}:{line})"
+            place = f"{os.path.basename(file)}:{line}"
     return place
 
 
@@ -209,7 +211,19 @@ def _of_worker(text: str) -> tuple[str, str] | None:
     return _innermost(frames), f"{said} (in {found['who']})".lstrip()
 
 
-def _wake_agent() -> None:
+def describe_exit(error: SystemExit) -> str:
+    """ "exit code 3 (sys.exit at train.py:44): TEXT"; "" for 0. TEXT: of sys.exit, or of the exception that was being handled."""
+    code, handled = error.code, error.__context__
+    if not code:
+        return ""
+    status, text = (code & 0xFF, "") if isinstance(code, int) else (1, str(code))
+    if isinstance(handled, Exception):
+        text = f"{text} after {type(handled).__name__}: {_SOURCE_LINE.sub('', str(handled))}".lstrip()
+    line = user_line(error.__traceback__)
+    return f"exit code {status}{f' (sys.exit at {line})' if line else ''}{f': {text}' if text else ''}"
+
+
+def wake_agent() -> None:
     """Tells the agent to look at the box now: exit handlers may take seconds before the process is gone."""
     agent = os.environ.get("ALLRANKS_AGENT_PID", "")
     if agent.isdigit():

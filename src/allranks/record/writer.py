@@ -353,9 +353,20 @@ def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str
     known = {name: getattr(options, name) for name in names}
     box.set(**known, pid=pid, start_ticks=start_ticks(pid), start_ns=time.time_ns())
     about: dict[str, object] = {"host": socket.gethostname(), "job": options.job, "backend": ""}
-    about |= {"versions": {}, "argv": [], **facts}
+    about |= {
+        "versions": {},
+        "argv": [],
+        **facts,
+        "launched": [launched_at(), max(0, options.world_size), ""],
+    }
     box.append(Item.META, about)
     return about
+
+
+def launched_at() -> str:
+    """Where the ranks meet by the environment; "" unknown."""
+    host, port = (os.environ.get(f"MASTER_{name}", "") for name in ("ADDR", "PORT"))
+    return f"{host}:{port}" if host and port else ""
 
 
 def warn_once(message: str) -> None:

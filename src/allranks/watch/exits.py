@@ -30,6 +30,9 @@ _ASKED = frozenset(
     {0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 )
 _EXCEPTION = re.compile(r"exception: (?P<kind>\w+)(?: \((?P<where>[^()]*:\d+)\))?(?:: ?(?P<text>.*))?", re.S)
+_EXIT = re.compile(
+    r"exit code (?P<code>\d+)(?: \(sys\.exit at (?P<where>[^()]*:\d+)\))?(?:: ?(?P<text>.*))?", re.S
+)
 #: What a rank says whose peer went before it.
 _ECHO = re.compile(
     r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset|refused)|Broken pipe|socket"
@@ -272,14 +275,19 @@ def find_first(deaths: Collection[Death]) -> Death | None:
 
 
 def _raised(sample: RankSample) -> Death | None:
-    said = _EXCEPTION.match(sample.closed)
-    if said is None or said["kind"] in ("KeyboardInterrupt", "SystemExit", "SignalException"):
+    """What the rank itself said of its end."""
+    if (said := _EXIT.match(sample.closed)) is not None:
+        if int(said["code"]) in _ASKED:
+            return None
+        kind, reason = "", f"exited with code {said['code']} (sys.exit)"
+    elif (said := _EXCEPTION.match(sample.closed)) is not None:
+        kind, reason = said["kind"], f"raised {said['kind']}"
+    if said is None or kind in ("KeyboardInterrupt", "SystemExit", "SignalException"):
         return None
     text, where = (said["text"] or "").strip(), said["where"] or ""
-    at = sample.closed_ns / 1e9
-    own = said["kind"] in _PROGRAM_ERRORS or _OWN.search(sample.closed) is not None
+    own = kind in _PROGRAM_ERRORS or _OWN.search(sample.closed) is not None
     echo = not own and bool(_ECHO.search(sample.closed))
-    return Death(sample.rank, sample.pid, at, f"raised {said['kind']}", where, text, echo)
+    return Death(sample.rank, sample.pid, sample.closed_ns / 1e9, reason, where, text, echo)
 
 
 def _ended(sample: RankSample, ending: Ending | None) -> Death | None:
