@@ -20,6 +20,14 @@ rank, LIMIT = int(os.environ["RANK"]), datetime.timedelta(seconds=5)
 JOIN = 'dist.init_process_group("gloo", timeout=LIMIT)\ndist.barrier()\n'
 PORT = 'if rank == 1: os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) ^ 1)\n'
 
+GATHER = """
+for step in range(6):
+    try:
+        dist.all_gather([torch.ones(2) for _ in range(1 if (rank, step) == (1, 3) else 2)], torch.ones(2))
+    except Exception:
+        pass
+    dist.all_reduce(torch.ones(1))
+"""
 
 #: (the program, what its boxes alone say, what the last line of `allranks run` says if it is not the same)
 CASES = {
@@ -39,6 +47,7 @@ CASES = {
         "exit code 3 (sys.exit at train.py:7)",
         "rank 1 exited with code 3 (sys.exit) at train.py:7; story: ",
     ),
+    "survived": (JOIN + GATHER, " on rank 1 at train.py:10, and its program went on, to all_reduce #", ""),
 }
 
 

@@ -145,6 +145,7 @@ def box_bytes(trace: RankTrace) -> bytes:
     header, heap = trace.header, _Heap()
     meta = {name: getattr(header, name) for name in ("host", "job", "backend")}
     met = {name: list(vars(getattr(header, name)).values()) for name in ("rendezvous", "launched")}
+    met["first_error"] = list(trace.progress.first_error)
     heap.add(Item.META, {**meta, **met, "versions": dict(header.versions)})
     calls = trace.calls.copy()
     groups = [0] + [

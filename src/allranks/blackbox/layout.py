@@ -38,8 +38,8 @@ DEFAULT_HEAP_BYTES = 1 << 20  # reserved up front: touching a page of a full tmp
 class Item(IntEnum):
     """Kinds of heap items and their JSON payloads."""
 
-    # {"host", "job", "backend", "versions": {}, "argv": [], "rendezvous": [address, world size, line], "launched": the same};
-    # later ones override earlier ones
+    # {"host", "job", "backend", "versions": {}, "argv": [], "rendezvous": [address, world size, line], "launched": the same,
+    # "first_error": [`begin` of a call, text]}; later ones override earlier ones
     META = 1
     GROUP = 2  # [name, desc, [ranks], backend]; in ranks, [8, 800, 8] stands for range(8, 800, 8)
     NAME = 3  # "all_reduce"

@@ -306,7 +306,7 @@ def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES, newest: i
         calls,
         (Group(""), *(heap.groups[number] for number in order)),
         f"black box {head.version}",
-        _progress(head, phase, inside),
+        _progress(head, phase, inside, heap.meta.get("first_error")),
         tuple(notes),
         torn,
         damaged=any(note.startswith("cut short") for note in notes),
@@ -416,12 +416,14 @@ def _rendezvous(value: object) -> Rendezvous:
     return Rendezvous()
 
 
-def _progress(head: Header, phase: str, inside: str) -> Progress:
+def _progress(head: Header, phase: str, inside: str, error: object) -> Progress:
     counts = (head.step, head.step_ns, head.calls_started, head.calls_completed)
     setups = head.setups if head.version > 1 else -1
-    return Progress(
-        *counts, phase, head.expect_until_ns, head.closed, inside, inside_ns=head.inside_ns, setups=setups
-    )
+    raised = (0, "")
+    match error:
+        case [int(number), str(text)] if 0 < number < 1 << 63:
+            raised = (number, text[:512])
+    return Progress(*counts, phase, head.expect_until_ns, head.closed, inside, head.inside_ns, setups, raised)
 
 
 def find_boxes(folder: str | os.PathLike[str]) -> list[Path]:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from allranks.diagnose.align import is_box
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
 from allranks.diagnose.match import known_inside
 from allranks.diagnose.ops import ROOTED, Family
-from allranks.diagnose.phrasing import is_secondary, one_line, ranks_text, ranks_wait, seconds, who
+from allranks.diagnose.phrasing import (
+    call_text,
+    is_secondary,
+    one_line,
+    place,
+    ranks_text,
+    ranks_wait,
+    seconds,
+    who,
+)
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import Flag, State
@@ -57,6 +68,52 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     if blocked.passed:
         return _some_left(context, blocked)
     return _none_finished(context, blocked)
+
+
+def find_survived(context: Context) -> Finding | None:
+    """A call that raised in one rank alone, whose program went on to later calls: those meet the others' in the wrong order."""
+    found = []
+    for rank, view in context.job.ranks.items():
+        number, text = view.trace.progress.first_error
+        row = int(np.searchsorted(view.trace.calls["begin"], number)) if number else len(view.trace.calls)
+        if row < len(view.trace.calls) and int(view.trace.calls["begin"][row]) == number:
+            found.append((int(view.trace.calls["completed_ns"][row]), rank, row, text))
+    own = [one for one in found if not is_secondary(one[3])]
+    if not own or min(found) != min(own) or not _went_on(context, *min(own)[1:]):
+        return None
+    _, rank, row, text = min(own)
+    view = context.job.ranks[rank]
+    group, seq = context.job.groups[int(view.group[row])], int(view.trace.calls["seq"][row])
+    same = [r for _, r, at, _ in own if int(context.job.ranks[r].trace.calls["seq"][at]) == seq]
+    behind = tuple(r for r in group.members if r != rank and r in context.job.ranks)
+    stuck = [b for b in context.blocked if b.group == group.index and b.seq >= seq > 0]
+    if not stuck or len(same) > 1:
+        return None
+    at, last = place(context.job.frames(rank, row)), context.last_call(rank)
+    call = call_text(context.job, rank, row, seq, group.label)
+    sentence = (
+        f"{call} raised {one_line(text)} on {who(context.job, (rank,))}{f' at {at}' if at else ''}, and its program went on, "
+        f"to {last}; the other ranks waited in calls that it did not make"
+    )
+    return replace(
+        _finding(context, stuck[0], "call_error", (rank,), sentence, 0.85),
+        sequence=seq,
+        where=at,
+        waiting=behind,
+        stacks=context.stacks([(rank, row)]),
+        evidence=(f"no call had failed on another rank before, and rank {rank} made calls after it",),
+        advice=(
+            f"look at {at or 'this call'}: let the exception end the program instead of passing over it",
+        ),
+        met_another=True,
+    )
+
+
+def _went_on(context: Context, rank: int, row: int, text: str) -> bool:
+    """Whether the rank made calls after one had raised, and did not end of what it raised."""
+    trace = context.job.ranks[rank].trace
+    later = bool((trace.calls["created_ns"][row + 1 :] > trace.calls["completed_ns"][row]).any())
+    return later and one_line(text.partition(": ")[2]) not in (trace.progress.closed or text)
 
 
 def _ended_inside(context: Context, blocked: Blocked) -> Finding | None:

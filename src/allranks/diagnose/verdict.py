@@ -135,7 +135,7 @@ def _all_roots(
         from allranks.diagnose.weak_findings import ended_badly
 
         roots = [found for found in (ended_badly(context, primary=True), *roots) if found is not None]
-    roots = [found for found in (_setup(context), *roots) if found is not None]
+    roots = [found for found in (_setup(context), _survived(context), *roots) if found is not None]
     if options.ended:
         roots = [_at_the_end(root) for root in roots]
     if roots or (context.blocked and any(is_paused(job, rank) for rank in job.ranks)):
@@ -154,6 +154,16 @@ def _setup(context: Context) -> Finding | None:
     from allranks.diagnose.setup import explain_setup
 
     return explain_setup(context)
+
+
+def _survived(context: Context) -> Finding | None:
+    """A call that raised in one rank, which went on."""
+    views = context.job.ranks.values()
+    if not context.blocked or not any(view.trace.progress.first_error[0] for view in views):
+        return None
+    from allranks.diagnose.entered import find_survived
+
+    return find_survived(context)
 
 
 def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:

@@ -129,6 +129,8 @@ def _explains(found: Finding, told: Finding) -> bool:
     met = bool(told.ranks) and set(told.ranks) <= set(found.waiting) and not told.where
     if found.cause == "missing_rank":
         return found.met_another and met
+    if found.cause == "call_error":  # one that its program survived
+        return found.met_another and set(told.ranks) <= {*found.ranks, *found.waiting}
     early = found.cause == "extra_collective" and found.ranks != told.ranks and told.confidence == 1.0
     return found.cause in PROGRAM_FAULT and (met or not early)
 

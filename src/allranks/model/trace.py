@@ -121,6 +121,8 @@ class Progress:
     inside: str = ""  # the function that it has entered and not left: see SETUP_CALLS
     inside_ns: int = 0  # when it entered or last left one of them
     setups: int = -1  # how many of them it has finished; -1 unknown
+    #: `begin` of the first call that raised in the rank, and what: "ValueError: …"; (0, "") when none is known to have
+    first_error: tuple[int, str] = (0, "")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item
+from allranks.model.parsing import without_secrets
 from allranks.model.trace import Flag, State
 from allranks.record.groups import P2P, PART, Counters, GroupState
 from allranks.record.options import TORCH_ERRORS, RecorderOptions
@@ -41,6 +42,7 @@ Entry = tuple[PendingWork, int, Counters, tuple[int, ...]]
 END, CAPTURED = int(Flag.COALESCED_END), int(Flag.CAPTURED)
 #: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
 SWEEP_NS, SWEEP_CALLS = 1_000_000, 4
+MAX_ERROR = 300  # characters kept of what the first failed call raised
 MAX_THREADS = 1000  # named; a program that makes threads for ever must not fill the heap
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
 
@@ -60,6 +62,7 @@ class CallWriter:
         # held while works and events are queried; never waited for without a limit
         self.asking = threading.RLock()
         self._swept_ns = 0
+        self._error = 0  # number of the first call that failed
         self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
         # Work.wait as it was before it was wrapped
         self.original_wait: Callable[[PendingWork], object] | None = None
@@ -232,6 +235,10 @@ class CallWriter:
         """Marks a call failed or timed out; neither counts as completed."""
         timed_out = is_timeout(error)
         self.finish(number, parts, TIMED_OUT if timed_out else FAILED)
+        if not self._error:
+            self._error = number
+            text = without_secrets(f"{type(error).__name__}: {error}")[:MAX_ERROR]
+            self.box.append(Item.META, {"first_error": [number, text]})
         if timed_out and self.on_timeout is not None:
             self.on_timeout(True)
 
