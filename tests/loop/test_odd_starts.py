@@ -28,6 +28,14 @@ for step in range(6):
         pass
     dist.all_reduce(torch.ones(1))
 """
+SKIP = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+for step in range(8):
+    loss = model(torch.ones(2, 4)).sum()
+    if (rank, step) == (1, 4): continue
+    loss.backward()
+dist.barrier()
+"""
 
 #: (the program, what its boxes alone say, what the last line of `allranks run` says if it is not the same)
 CASES = {
@@ -48,6 +56,11 @@ CASES = {
         "rank 1 exited with code 3 (sys.exit) at train.py:7; story: ",
     ),
     "survived": (JOIN + GATHER, " on rank 1 at train.py:10, and its program went on, to all_reduce #", ""),
+    "skipped": (
+        JOIN + SKIP,
+        "it had made 7 calls at train.py:12, where they make their 8th: it skipped 1 call",
+        "",
+    ),
 }
 
 

@@ -13,6 +13,8 @@ from allranks.diagnose.p2p import P2PMismatch
 from allranks.diagnose.phrasing import count, place, ranks_text, who
 from allranks.model.diagnosis import Finding
 
+#: So often a rank has made a call that it makes in rounds.
+MIN_ROUNDS = 3
 WORDS = {
     "type_mismatch": "different operations",
     "size_mismatch": "different sizes",
@@ -36,6 +38,8 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     at = place(context.job.frames(*guilty[0])) if guilty else ""
     cause, sentence = _say(context, group, mismatch, culprit, rows, at)
     elsewhere = _elsewhere(context, others, at)
+    if elsewhere and cause == "type_mismatch":
+        sentence += _rounds(context, group, culprit, rows, elsewhere)
     certain = culprit.confidence > 0.5 and not elsewhere
     # Calls of two lines are the consequence of an earlier one, which a short ring has lost.
     sure = min(0.75, culprit.confidence) if elsewhere and context.forgetful(rows) else culprit.confidence
@@ -63,6 +67,31 @@ def _elsewhere(context: Context, others: list[tuple[int, int]], at: str) -> str:
     """A line from which the others called, if none of them called from this one."""
     lines = {place(context.job.frames(rank, row)) for rank, row in others} - {""}
     return min(lines) if at and lines and at not in lines else ""
+
+
+def _rounds(
+    context: Context, group: GroupView, culprit: Culprit, rows: dict[int, int], elsewhere: str
+) -> str:
+    """How often a single rank has made the call in which all others wait, where that is once less than they; else ""."""
+    others = {rank: row for rank, row in rows.items() if rank not in culprit.ranks}
+    first, row = next(iter(others.items()))
+    stack = int(context.job.ranks[first].stack[row])
+    if len(culprit.ranks) != 1 or not stack or any(group.lanes[rank].wrapped for rank in rows):
+        return ""
+
+    def made(rank: int, end: int) -> int:
+        view = context.job.ranks[rank]
+        return int(np.count_nonzero((view.stack[:end] == stack) & (view.group[:end] == group.index)))
+
+    (odd,) = culprit.ranks
+    own, theirs = made(odd, rows[odd]), {made(rank, row + 1) for rank, row in others.items()}
+    if own < MIN_ROUNDS or len(theirs) != 1 or own >= min(theirs):
+        return ""
+    missed = min(theirs) - own
+    return (
+        f"; it had made {own} calls at {elsewhere}, where they make their {min(theirs)}th: it skipped {count(missed, 'call')} "
+        "there (a backward, say), or left its loop early"
+    )
 
 
 def _evidence(mismatch: Mismatch, culprit: Culprit, at: str, elsewhere: str) -> tuple[str, ...]:
