@@ -91,9 +91,10 @@ def find_survived(context: Context) -> Finding | None:
         return None
     at, last = place(context.job.frames(rank, row)), context.last_call(rank)
     call = call_text(context.job, rank, row, seq, group.label)
+    here = any(blocked.seq == seq for blocked in stuck)
     sentence = (
         f"{call} raised {one_line(text)} on {who(context.job, (rank,))}{f' at {at}' if at else ''}, and its program went on, "
-        f"to {last}; the other ranks waited in calls that it did not make"
+        f"to {last}; {'the others waited in it' if here else 'since then its calls do not meet those of the others'}"
     )
     return replace(
         _finding(context, stuck[0], "call_error", (rank,), sentence, 0.85),
