@@ -194,12 +194,15 @@ def test_a_client_with_a_token_refuses_a_lighthouse_without_one(embedded: Embedd
     assert "--no-token" in str(refusal(embedded().address))
 
 
-def test_a_client_of_an_older_release_is_told_so_in_one_sentence(guarded: Lighthouse) -> None:
-    """It sent the token itself in its hello; the answer is a refusal that it understands."""
+def test_a_client_of_an_older_release_is_told_so_in_one_sentence(
+    guarded: Lighthouse, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It sent the token itself in its hello; the answer is a refusal that it understands. The log says which replica it was."""
     old = b'{"token":"%s","version":1,"role":"replica","replica":"a","session":"s"}' % TOKEN.encode()
     (answer,) = say(guarded, PREAMBLE + HEAD.pack(len(old), 1) + old)
     assert isinstance(answer, Refused) and answer.code == "version"
     assert "speaks version 2, the client 1: install the same allranks on both sides" in answer.message
+    assert "(it calls itself 'a') refused (version): this lighthouse speaks version 2" in caplog.text
 
 
 @pytest.mark.parametrize("second", [Hello(replica="b"), Challenge("x"), Welcome("x", 1.0, 1.0, 1, 0)])

@@ -386,7 +386,8 @@ class Connection(asyncio.Protocol):
             raise BadFrame(f"expected a Hello, got {type(message).__name__}")
         if message.version != PROTOCOL_VERSION:
             ours = f"this lighthouse speaks version {PROTOCOL_VERSION}, the client {message.version}"
-            self._refuse(messages.Refused("version", f"{ours}: install the same allranks on both sides"))
+            refused = messages.Refused("version", f"{ours}: install the same allranks on both sides")
+            self._refuse(refused, printable(message.replica)[:64])
             return
         nonce = os.urandom(16).hex()
         self._greeting = (message, payload, nonce.encode())
@@ -436,10 +437,10 @@ class Connection(asyncio.Protocol):
         else:
             raise BadFrame(f"{type(message).__name__} is not for the lighthouse")
 
-    def _refuse(self, refused: messages.Refused) -> None:
-        self._door.throttle.warn(
-            refused.code, "%s refused (%s): %s", self.address, refused.code, refused.message
-        )
+    def _refuse(self, refused: messages.Refused, claimed: str = "") -> None:
+        """`claimed`: what the client calls itself, which it has not proved."""
+        sender = f"{self.address} (it calls itself {claimed!r})" if claimed else self.address
+        self._door.throttle.warn(refused.code, "%s refused (%s): %s", sender, refused.code, refused.message)
         self._door.strangers.pop(self, None)
         self._send(refused)
         self.close()
