@@ -53,7 +53,9 @@ LOST = (
 )
 
 
-def _joining(*ranks: tuple[Rendezvous, Progress], launched: Rendezvous = LAUNCHED) -> Diagnosis:
+def _joining(
+    *ranks: tuple[Rendezvous, Progress], launched: Rendezvous = LAUNCHED, ended: bool = False
+) -> Diagnosis:
     """Black boxes of ranks that have made no call, read a minute after they entered init_process_group."""
     boxes = run({"world": tuple(range(len(ranks)))}, {r: [STUCK] for r in range(len(ranks))}).traces()
     boxes = [
@@ -62,11 +64,18 @@ def _joining(*ranks: tuple[Rendezvous, Progress], launched: Rendezvous = LAUNCHE
             kind="black box 2",
             groups=box.groups[:1],
             progress=progress,
-            header=replace(box.header, rendezvous=met, launched=launched, world_size=met.world_size or 3),
+            header=replace(
+                box.header,
+                rendezvous=met,
+                launched=launched,
+                world_size=met.world_size or 3,
+                written_ns=START_NS + 25 * 10**9,
+            ),
         )
         for box, (met, progress) in zip(boxes, ranks, strict=True)
     ]
-    return diagnose(boxes, options=DiagnoseOptions(now_ns=START_NS + 60 * 10**9))
+    now_ns = 0 if ended else START_NS + 60 * 10**9
+    return diagnose(boxes, options=DiagnoseOptions(now_ns=now_ns, ended=ended))
 
 
 def test_a_rank_that_waits_at_another_address_is_named_with_both_addresses() -> None:
@@ -123,6 +132,9 @@ def test_a_rank_that_ended_before_init_process_group_is_named_with_its_exit_code
             "rank 1 ended with exit code 0 before it called init_process_group"
         )
         assert verdict.confidence == 0.9
+    lost_all = _joining((here, lost), (never, Progress(setups=0, closed="exit")), (here, lost), ended=True)
+    assert verdict_of(lost_all).confidence == 0.9
+    assert verdict_of(lost_all).sentence.endswith("; 2 ranks waited in it for 25 s")
     ended = Progress(setups=0, closed="exit code 3 (sys.exit at train.py:2)")
     verdict = expect(_joining((here, lost), (never, ended), (here, IN_INIT)), "rank_died", 1)
     assert "ended with exit code 3 (sys.exit at train.py:2) before it called" in verdict.sentence

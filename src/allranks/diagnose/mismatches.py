@@ -89,8 +89,8 @@ def _rounds(
         return ""
     missed = min(theirs) - own
     return (
-        f"; it had made {own} calls at {elsewhere}, where they make their {min(theirs)}th: it skipped {count(missed, 'call')} "
-        "there (a backward, say), or left its loop early"
+        f"; it had made {own} calls at {elsewhere}, where they make call {min(theirs)}: it skipped {count(missed, 'call')} there "
+        "(a backward, say), or left its loop early"
     )
 
 

@@ -179,7 +179,8 @@ def _from_boxes(context: Context) -> Finding | None:
     fewest = min(progress.setups for progress in inside.values())
     waiting = {rank: p for rank, p in inside.items() if p.setups == fewest}
     waited = _longest_wait(context, waiting)
-    if waited < context.patience.limit_s and not job.ended and not any(p.closed for p in waiting.values()):
+    over = any(p.closed for p in waiting.values())
+    if waited < context.patience.limit_s and not job.ended and not over:
         return None
     times = f" for {seconds(waited)}" if 0 < waited < BELIEVABLE_S else ""
     function = next(iter(waiting.values())).inside
@@ -187,7 +188,8 @@ def _from_boxes(context: Context) -> Finding | None:
     lost = job.missing_ranks if function == "init_process_group" else ()
     if late or gone or lost:
         if gone and not late:
-            return _ended_before(context, gone, tuple(sorted(waiting)), function, times)
+            found = _ended_before(context, gone, waiting, function, times)
+            return replace(found, waited_s=waited) if over and times else found
         return _never_called(context, late, late or lost, tuple(sorted(waiting)), function, times)
     everybody = function == "new_group" and len(inside) == len(job.ranks)
     return _all_inside(context, inside, waiting, times) if everybody else None
@@ -222,7 +224,7 @@ def _never_called(
 
 
 def _ended_before(
-    context: Context, gone: tuple[int, ...], waiting: tuple[int, ...], function: str, times: str
+    context: Context, gone: tuple[int, ...], waiting: dict[int, Progress], function: str, times: str
 ) -> Finding:
     """Ranks whose program ended before they came to a function in which others wait, or in it by an error of their own."""
     traces = {rank: context.job.ranks[rank].trace for rank in gone}
@@ -233,8 +235,10 @@ def _ended_before(
     named = tuple(rank for rank in gone if (told[rank] == "exit") == (told[worst] == "exit"))
     their = "it" if len(named) == 1 else "they"
     before = f"in {function}" if called else f"before {their} called {function}"
-    sentence = f"{who(context.job, named)} ended with {how} {before}; {_waiting(waiting)}{times}"
-    found = _finding(context, named, waiting, function, sentence, 0.9, alive=False)
+    over = all(p.closed for p in waiting.values())
+    waits = f"{count_ranks(len(waiting))} waited in it" if over else _waiting(waiting)
+    sentence = f"{who(context.job, named)} ended with {how} {before}; {waits}{times}"
+    found = _finding(context, named, tuple(sorted(waiting)), function, sentence, 0.9, alive=False)
     line = line_in(how)
     if told[worst] == "exit":
         advice = (

@@ -119,7 +119,7 @@ class Progress:
     #: "" while running or killed; "exit", "exception: ...", "signal 15" when it shut down by itself
     closed: str = ""
     inside: str = ""  # the function that it has entered and not left: see SETUP_CALLS
-    inside_ns: int = 0  # when it entered or last left one of them
+    inside_ns: int = 0  # when it entered or last left one of them; entered, where init_process_group failed
     setups: int = -1  # how many of them it has finished; -1 unknown
     #: `begin` of the first call that raised in the rank, and what: "ValueError: …"; (0, "") when none is known to have
     first_error: tuple[int, str] = (0, "")

@@ -93,8 +93,10 @@ class SetupCalls:
         hook = self._hook
         assert hook.writer is not None
         box = hook.writer.box
-        joined = not failed or name != "init_process_group"
-        box.set(inside=outer, setups=box.get("setups") + joined, inside_ns=time.time_ns())
+        if failed and name == "init_process_group":
+            box.set(inside=outer)  # since when it waited is worth more than when it failed
+            return
+        box.set(inside=outer, setups=box.get("setups") + 1, inside_ns=time.time_ns())
         if name == "init_process_group" and dist.is_initialized():
             hook.group(dist.group.WORLD)
 
