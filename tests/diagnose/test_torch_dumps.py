@@ -347,7 +347,7 @@ def test_many_symptoms_do_not_hide_the_root(tmp_path: Path) -> None:
     ranks[16] = [*ranks[16][:2], ranks[16][2] | {"state": "started", "retired": False}]
     result = _diagnose(write(tmp_path, {rank: number(entries) for rank, entries in ranks.items()}, groups))
     assert _answer(result) == ("missing_rank", (17,))
-    assert result.verdict is not None and result.verdict.group == "tp[16,17]"
+    assert result.verdict is not None and result.verdict.group == "tp8"
 
 
 def test_an_inversion_between_two_groups_shows_the_circle(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ _first_use = threading.Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 MAX_YAML_DEPTH, MAX_YAML_VALUES = 100, 100_000
 
-_SECRET_NAME = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|key|credentials?|signature|\bsig)"
-_SECRET_KEY = re.compile(rf"(?i)(?<!text_){_SECRET_NAME}$")  # data.text_key is ours, and names a column
+#: text_key and --text-key are ours, and name a column.
+_SECRET_NAME = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|(?<!text[_-])key|credentials?|signature|\bsig)"
+_SECRET_KEY = re.compile(rf"(?i){_SECRET_NAME}$")
 _SECRET_WORD = re.compile(rf"(?i)((?:{_SECRET_NAME}|webhook)[\s\0]+)(?!-)[^\s\0]+")  # --api-key VALUE
 _SECRET_TEXT = tuple(
     re.compile(pattern)

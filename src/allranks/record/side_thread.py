@@ -219,7 +219,7 @@ def describe_exit(error: SystemExit) -> str:
     status, text = (code & 0xFF, "") if isinstance(code, int) else (1, str(code))
     if isinstance(handled, Exception):
         text = f"{text} after {type(handled).__name__}: {_SOURCE_LINE.sub('', str(handled))}".lstrip()
-    line = user_line(error.__traceback__)
+    line, text = user_line(error.__traceback__), without_secrets(text[:MAX_ERROR])
     return f"exit code {status}{f' (sys.exit at {line})' if line else ''}{f': {text}' if text else ''}"
 
 
