@@ -275,9 +275,13 @@ def test_evidence_is_asked_of_agents_and_of_the_replicas_concerned(
     for notices in told[:2]:
         assert notices.wait(CollectEvidence) == CollectEvidence(incident, "step 12 takes too long", ("a",))
     agent.report_incident(
-        PublishedIncident(incident, "rank 3 never entered all_reduce #5", ("a",), "host", "/evidence")
+        PublishedIncident(
+            incident, "rank 3 never entered all_reduce #5 (größe.py)", ("a",), "host", "/\udcfcbung"
+        )
     )
-    assert b.status()["incidents"][0]["sentence"] == "rank 3 never entered all_reduce #5"
+    shown = b.status()["incidents"][0]
+    assert shown["sentence"] == "rank 3 never entered all_reduce #5 (größe.py)"
+    assert shown["path"] == "/?bung"  # a folder whose name is no UTF-8, as all but ASCII in the C locale
     assert not told[2]
 
 

@@ -186,7 +186,8 @@ class Client(Actions):
         body: Body | None = None,
         timeout_s: float = 10.0,
     ) -> JsonObject:
-        text = json.dumps(asdict(body)) if body is not None else ""
+        # a path that is no UTF-8 is half a surrogate pair in a str, which the lighthouse refuses
+        text = json.dumps(asdict(body), ensure_ascii=False).encode(errors="replace").decode() if body else ""
         command = messages.Command(next(self._ids), action, replica, reason, replicas, text)
         ticket: PendingAnswer[messages.Result] = PendingAnswer(
             lambda _, waited: errors.LighthouseUnreachable(
