@@ -23,6 +23,8 @@ def test_a_job_is_named_by_whoever_says_it_most_plainly() -> None:
     flags = ["--rdzv-id", "meeting"]
     outside = {"ALLRANKS_JOB_ID": "outside"}
     assert find_job_name("mine", outside, flags, {}, "train.py") == "mine"
+    assert find_job_name("größe", {}, [], {}, "train.py") == "größe"
+    assert find_job_name("j\udcc3\udcb6b", {}, [], {}, "train.py") == "j??b"  # as argv has it in the C locale
     assert find_job_name(None, outside, flags, {}, "train.py") == "outside"
     assert find_job_name(None, {}, flags, {}, "train.py") == "meeting"
     assert find_job_name(None, {}, [], {"elastic": {"rdzv_id": "r7"}}, "train.py") == "r7"

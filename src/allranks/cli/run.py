@@ -308,13 +308,16 @@ def find_job_name(
     elastic = settings.get("elastic") or {}
     meets = elastic.get("rdzv_endpoint") or has_flag(torchrun, "--rdzv-endpoint")
     default = elastic.get("rdzv_id") == ElasticTrainingConfig.rdzv_id and not meets
-    return (
+    name = (
         given
         or environment.get("ALLRANKS_JOB_ID")
         or flag_value(torchrun, "--rdzv-id")
         or ("" if default else elastic.get("rdzv_id"))
         or f"{Path(script).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
     )
+    return (
+        str(name).encode(errors="replace").decode()
+    )  # in the C locale an umlaut is no text, and the name goes into JSON
 
 
 def _torchrun_from(settings: Settings, given: list[str]) -> list[str]:
