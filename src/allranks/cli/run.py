@@ -315,9 +315,8 @@ def find_job_name(
         or ("" if default else elastic.get("rdzv_id"))
         or f"{Path(script).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
     )
-    return (
-        str(name).encode(errors="replace").decode()
-    )  # in the C locale an umlaut is no text, and the name goes into JSON
+    # The name goes into JSON, and an umlaut is no text in the C locale.
+    return str(name).encode(errors="replace").decode()
 
 
 def _torchrun_from(settings: Settings, given: list[str]) -> list[str]:
