@@ -177,7 +177,7 @@ _HINT = (
 
 def _hint(selection: Selection, entries: Iterable[ProcessEntry]) -> str:
     """How else to find them. Root needs no hint at processes of other users: root sees them."""
-    if selection.job and job_folder(selection.job).is_dir():
+    if selection.job and os.path.isdir(job_folder(selection.job)):  # False, too, where it cannot be looked at
         return f"Its ranks have ended; what they recorded: allranks diagnose {shlex.quote(selection.job)}"
     launchers = [e.uid for e in entries if e.uid >= 0 and _LAUNCHER.search(e.title[:MAX_TITLE])]
     return f"{_HINT}\n{hint_at_other_users(launchers if os.getuid() else ())}".strip()
