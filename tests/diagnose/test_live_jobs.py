@@ -14,6 +14,7 @@ from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as tell
 from allranks.load import load_paths
 from allranks.model.diagnosis import Diagnosis
+from allranks.model.trace import State
 
 torch = pytest.importorskip("torch")
 WORLD = 3
@@ -75,11 +76,15 @@ def _commit(fault: str, rank: int, tensor: object, pair: object) -> None:
         dist.all_reduce(tensor, group=pair)  # 0 waits here for 1; 2 waits in the world group for both
 
 
-def _until_told(folder: Path, limit_s: float = 60.0) -> Diagnosis:
-    """Looks again and again until there is a verdict."""
+def _until_told(folder: Path, limit_s: float = 60.0, *, lost: bool = False) -> Diagnosis:
+    """Looks again and again until there is a verdict, and with `lost` until a rank has lost another in a call."""
     deadline = time.monotonic() + limit_s
     while True:
         loaded = load_paths([str(folder)])
+        if lost and not any((trace.calls["state"] == State.FAILED).any() for trace in loaded.traces):
+            assert time.monotonic() < deadline, "no call has failed"
+            time.sleep(0.2)
+            continue
         result = diagnose(loaded.traces, loaded.files, options=DiagnoseOptions(now_ns=time.time_ns()))
         if result.status == "fault" or time.monotonic() > deadline:
             return result
@@ -105,9 +110,9 @@ def test_a_real_job_with_a_real_fault_gets_the_right_verdict(fault: str, tmp_pat
     """Cause, guilty rank and group, from the black boxes alone."""
     with Ranks(_job, WORLD, args=(fault,), backend=None, env={"ALLRANKS_DIR": str(tmp_path)}) as ranks:
         ranks.wait_for("warm", timeout_s=90)
-        if fault == "killed":  # until then it is a rank that has not come yet
-            os.waitid(os.P_PID, ranks.pids[1], os.WEXITED | os.WNOWAIT)
-        result = _until_told(tmp_path)
+        result = _until_told(
+            tmp_path, lost=fault == "killed"
+        )  # until then it is a rank that has not come yet
     assert result.verdict is not None, result.findings
     verdict = result.verdict
     cause, guilty, group = FAULTS[fault]

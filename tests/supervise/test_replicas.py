@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from allranks.model.incident import Failure
-from allranks.supervise.logs import Terminal, _whole_lines, open_log
+from allranks.supervise.logs import Terminal, _end_of_lines, open_log
 from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
 from allranks.supervise.restarts import (
     RestartHistory,
@@ -169,8 +169,13 @@ def test_output_is_prefixed_on_the_terminal_and_plain_in_the_file(
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_terminal_that_takes_nothing_holds_up_nobody_and_says_what_it_left_out(blocking: bool) -> None:
+def test_a_terminal_that_takes_nothing_holds_up_nobody_and_says_what_it_left_out(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody reads the pipe while twenty megabytes are written; later the reader gets what fits, in order."""
+    monkeypatch.setattr(
+        "allranks.supervise.logs.CLOSE_S", 60.0
+    )  # on a busy machine 2 s are short for ten megabytes
     reading, writing = os.pipe()
     os.set_blocking(writing, blocking)
     terminal = Terminal(writing)
@@ -317,10 +322,12 @@ def test_a_supervisor_that_is_told_to_give_up_stops_all_and_fails(tmp_path: Path
 def test_lines_go_to_the_terminal_in_whole_pieces() -> None:
     """What a pipe takes at once ends with a line; a line that is longer goes alone."""
     short, long = b"x" * 99 + b"\n", b"y" * 9999 + b"\n"
-    assert _whole_lines(short * 5) == 500
-    assert _whole_lines(short * 100) == 4000
-    assert _whole_lines(long + short) == 10_000
-    assert _whole_lines(long[:-1]) == 9999
+    assert _end_of_lines(short * 5, 0) == 500
+    assert _end_of_lines(short * 100, 0) == 4000
+    assert _end_of_lines(short * 100, 4000) == 8000
+    assert _end_of_lines(long + short, 0) == 10_000
+    assert _end_of_lines(long + short, 3000) == 10_000
+    assert _end_of_lines(long[:-1], 0) == 9999
 
 
 def test_a_log_is_not_written_through_what_somebody_laid_in_its_place(tmp_path: Path) -> None:

@@ -55,12 +55,13 @@ class Terminal:
         while (lines := self._next()) is not None:
             try:
                 # small writes of whole lines: what others write to the same place cannot tear them
-                while lines:
-                    lines = lines[self._write(lines[: _whole_lines(lines)]) :]
+                at, view = 0, memoryview(lines)
+                while at < len(lines):
+                    at += self._write(view[at : _end_of_lines(lines, at)])
             except OSError:
                 return  # nobody reads any more
 
-    def _write(self, lines: bytes) -> int:
+    def _write(self, lines: memoryview) -> int:
         """As os.write; a terminal that another program made non-blocking is waited for."""
         try:
             return os.write(self._fd, lines)
@@ -81,11 +82,11 @@ class Terminal:
         return lines + note.encode() if left_out else lines
 
 
-def _whole_lines(lines: bytes) -> int:
-    """How many bytes to write at once: as many whole lines as a pipe takes in one piece, or one longer line."""
-    if len(lines) <= select.PIPE_BUF:
+def _end_of_lines(lines: bytes, at: int) -> int:
+    """Where a write that begins `at` ends: behind as many whole lines as a pipe takes in one piece, or one longer line."""
+    if len(lines) - at <= select.PIPE_BUF:
         return len(lines)
-    return lines.rfind(b"\n", 0, select.PIPE_BUF) + 1 or lines.find(b"\n") + 1 or len(lines)
+    return lines.rfind(b"\n", at, at + select.PIPE_BUF) + 1 or lines.find(b"\n", at) + 1 or len(lines)
 
 
 @dataclass
