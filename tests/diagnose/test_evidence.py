@@ -160,8 +160,8 @@ def test_what_others_logged_of_a_lost_peer_stands_beside_the_verdict(tmp_path: P
     "file",
     [
         "/home/me/torch/train.py",
-        "/work/accelerate/examples/nlp.py",
-        "/work/torchft/train_ddp.py",
+        "/home/me/accelerate/examples/nlp.py",
+        "/home/me/torchft/train_ddp.py",
         "/home/me.software/train.py",
     ],
 )
@@ -169,8 +169,8 @@ def test_a_project_in_a_folder_called_like_a_library_is_the_users(file: str) -> 
     """Its line is named, not FSDP's, and the library's own files stay library."""
     inside = [
         Frame("all_gather", "/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_collectives.py", 9),
-        Frame("prepare", "/work/accelerate/src/accelerate/accelerator.py", 3),
-        Frame("step", "/work/torchft/torchft/manager.py", 3),
+        Frame("prepare", "/home/me/accelerate/src/accelerate/accelerator.py", 3),
+        Frame("step", "/home/me/torchft/torchft/manager.py", 3),
         Frame("forward", "/opt/pytorch/torch/nn/modules/module.py", 4),
         Frame("call", "libtorch_python.so.2", 0),
     ]
