@@ -116,7 +116,7 @@ def _by_environment(given: dict[str, object]) -> bool:
 
 
 def _meeting(given: dict[str, object]) -> Rendezvous:
-    """Where init_process_group is told to meet the others; no address where the program brings its own store."""
+    """Where init_process_group meets the others; no address where the program brings its own store."""
     address = ""
     if _by_environment(given):
         address = launched_at()
