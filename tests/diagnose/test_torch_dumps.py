@@ -8,224 +8,46 @@ from pathlib import Path
 
 import pytest
 
-from allranks.diagnose import diagnose
-from allranks.load import load_paths
-from allranks.model.diagnosis import Diagnosis
-
-from .torch_dumps import BASE_NS, Entry, entry, number, write
-
-
-def _diagnose(folder: Path) -> Diagnosis:
-    loaded = load_paths([str(folder)])
-    return diagnose(loaded.traces, loaded.files)
-
-
-def _answer(result: Diagnosis) -> tuple[str, tuple[int, ...]] | None:
-    return None if result.verdict is None else (result.verdict.cause, result.verdict.ranks)
-
-
-def _reduces(first: int, last: int, state: str = "completed", **more: object) -> list[Entry]:
-    done = [entry(seq=seq, **more) for seq in range(first, last)]  # type: ignore[arg-type]
-    return [*done, entry(seq=last, state=state, **more)]  # type: ignore[arg-type]
+from .torch_dumps import BASE_NS, Entry, answer, diagnose_folder, entry, number, reduces, write
 
 
 def test_rings_that_wrapped_at_different_places_accuse_nobody(tmp_path: Path) -> None:
     """Record ids do not overlap, sequence numbers do."""
     ranks = {
-        0: number(_reduces(51, 70), 400),
-        1: number(_reduces(41, 70), 50),
-        2: number(_reduces(60, 70), 9000),
+        0: number(reduces(51, 70), 400),
+        1: number(reduces(41, 70), 50),
+        2: number(reduces(60, 70), 9000),
     }
-    assert _answer(_diagnose(write(tmp_path, ranks))) is None
+    assert answer(diagnose_folder(write(tmp_path, ranks))) is None
 
 
 def test_a_rank_whose_ring_lost_a_group_altogether_is_not_accused(tmp_path: Path) -> None:
     """It may have entered long ago; only those that show their end can lack."""
     sub = {"group": ("1", "sub")}
     ranks = {
-        0: number([*_reduces(1, 5), *_reduces(1, 3, "scheduled", **sub)], 100),
-        1: number([*_reduces(1, 5), *_reduces(1, 3, "scheduled", **sub)], 100),
-        2: number(_reduces(1, 5), 100),
+        0: number([*reduces(1, 5), *reduces(1, 3, "scheduled", **sub)], 100),
+        1: number([*reduces(1, 5), *reduces(1, 3, "scheduled", **sub)], 100),
+        2: number(reduces(1, 5), 100),
     }
     groups = {"0": ("default_pg", [0, 1, 2]), "1": ("sub", [0, 1, 2])}
-    result = _diagnose(write(tmp_path, ranks, groups))
+    result = diagnose_folder(write(tmp_path, ranks, groups))
     assert result.status == "unclear"
 
 
 def test_a_reset_recorder_accuses_nobody(tmp_path: Path) -> None:
     """Record ids begin again at 0 on one rank only."""
-    ranks = {0: number(_reduces(30, 40), 0), 1: number(_reduces(10, 40), 9)}
-    assert _answer(_diagnose(write(tmp_path, ranks))) is None
+    ranks = {0: number(reduces(30, 40), 0), 1: number(reduces(10, 40), 9)}
+    assert answer(diagnose_folder(write(tmp_path, ranks))) is None
 
 
 def test_a_group_that_began_anew_is_compared_in_its_present_life(tmp_path: Path) -> None:
     """After a new quorum the numbers begin at 1 again."""
     ranks = {
-        0: number([*_reduces(40, 90), *_reduces(1, 6)], 39),
-        1: number([*_reduces(60, 90), *_reduces(1, 6)], 59),
-        2: number(_reduces(1, 6)),
+        0: number([*reduces(40, 90), *reduces(1, 6)], 39),
+        1: number([*reduces(60, 90), *reduces(1, 6)], 59),
+        2: number(reduces(1, 6)),
     }
-    assert _answer(_diagnose(write(tmp_path, ranks))) is None
-
-
-def test_point_to_point_in_a_big_group_lacks_nobody(tmp_path: Path) -> None:
-    """0 sends to 1; 2 and 3 have nothing to do with it. The p2p number equals the collective one."""
-    usual = [entry(seq=1), entry(seq=2)]
-    send = entry("send 0->1", seq=1, p2p_seq=1, is_p2p=True)
-    receive = entry("recv 1<-0", seq=1, p2p_seq=1, is_p2p=True)
-    ranks = {
-        0: number([usual[0], send, usual[1]]),
-        1: number([usual[0], receive, usual[1]]),
-        2: number(usual),
-        3: number(usual),
-    }
-    assert _answer(_diagnose(write(tmp_path, ranks))) is None
-
-
-@pytest.mark.parametrize("order", [("send", "recv"), ("recv", "send")])
-def test_a_batch_of_send_and_receive_is_valid_in_either_order(order: tuple[str, str], tmp_path: Path) -> None:
-    """Parts stay scheduled for ever; the end of the batch is done."""
-    ranks = {}
-    for rank, peer in ((0, 1), (1, 0)):
-        names = {"send": f"send {rank}->{peer}", "recv": f"recv {rank}<-{peer}"}
-        parts = [entry(names[op], seq=1, p2p_seq=1, is_p2p=True, state="scheduled") for op in order]
-        end = entry("coalesced", seq=1, p2p_seq=1, sizes=[], out=[])
-        ranks[rank] = number([entry(seq=1), *parts, end, entry(seq=2)])
-    assert _answer(_diagnose(write(tmp_path, ranks))) is None
-
-
-def test_a_stage_of_a_pipeline_that_stops_is_missing(tmp_path: Path) -> None:
-    """0 waits to send, 2 waits to receive; both for 1, which has done so before."""
-
-    def batch(rank: int, names: list[str], number_: int, state: str) -> list[Entry]:
-        parts = [entry(name, seq=1, p2p_seq=number_, is_p2p=True, state="scheduled") for name in names]
-        return [*parts, entry("coalesced", seq=1, p2p_seq=number_, sizes=[], out=[], state=state)]
-
-    first, middle, last = ["send 0->1"], ["recv 1<-0", "send 1->2"], ["recv 2<-1"]
-    ranks = {
-        0: number(
-            [
-                entry(seq=1),
-                *batch(0, first, 1, "completed"),
-                *batch(0, first, 2, "completed"),
-                *batch(0, first, 3, "scheduled"),
-            ]
-        ),
-        1: number([entry(seq=1), *batch(1, middle, 1, "completed"), *batch(1, middle, 2, "completed")]),
-        2: number(
-            [
-                entry(seq=1),
-                *batch(2, last, 1, "completed"),
-                *batch(2, last, 2, "completed"),
-                *batch(2, last, 3, "scheduled"),
-            ]
-        ),
-    }
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("missing_rank", (1,))
-
-
-def test_two_ranks_that_both_receive_first_are_crossed(tmp_path: Path) -> None:
-    """Nobody sends."""
-    ranks = {
-        0: number([entry(seq=1), entry("recv 0<-1", seq=1, p2p_seq=1, is_p2p=True, state="started")]),
-        1: number([entry(seq=1), entry("recv 1<-0", seq=1, p2p_seq=1, is_p2p=True, state="started")]),
-    }
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (0, 1))
-
-
-def test_a_send_whose_partner_went_on_is_a_p2p_mismatch(tmp_path: Path) -> None:
-    """1 is in the next all_reduce already, without posting its receive, and waits there for 0."""
-    ranks = {
-        0: number([entry(seq=1), entry("send 0->1", seq=1, p2p_seq=1, is_p2p=True, state="started")]),
-        1: number([entry(seq=1), entry(seq=2, state="started")]),
-    }
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (1,))
-
-
-def test_a_receive_from_the_wrong_rank_blames_the_receiver(tmp_path: Path) -> None:
-    """0 sends to 1, 1 listens to 2."""
-    ranks = {
-        0: number([entry(seq=1), entry("send 0->1", seq=1, p2p_seq=1, is_p2p=True, state="started")]),
-        1: number([entry(seq=1), entry("recv 1<-2", seq=1, p2p_seq=1, is_p2p=True, state="started")]),
-        2: number([entry(seq=1)]),
-    }
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (1,))
-
-
-def test_a_receive_that_ended_though_nothing_was_sent_is_not_believed(tmp_path: Path) -> None:
-    """0 left its third send out, and NCCL gave up the receive of 1 as completed."""
-    ranks: dict[int, list[Entry]] = {0: [], 1: []}
-    for seq in (1, 2, 3):
-        for rank, name in ((0, "send 0->1"), (1, "recv 1<-0")):
-            message = entry(name, seq=seq, p2p_seq=seq, is_p2p=True, retired=True, line=20)
-            ranks[rank] += [entry(seq=seq), *([message] if (rank, seq) != (0, 3) else [])]
-    ranks[0].append(entry(seq=4, state="started"))
-    ranks = {rank: number(entries) for rank, entries in ranks.items()}
-    ranks[0][-1]["time_created_ns"] += 10**9
-    verdict = _diagnose(write(tmp_path, ranks)).verdict
-    assert verdict is not None and 0 in verdict.ranks and "recv from rank 0 #3" in verdict.sentence
-
-
-def test_a_batch_that_holds_up_its_other_half_leads_to_who_lacks_in_it(tmp_path: Path) -> None:
-    """0 leaves out a send and goes on to receive; what 1 sends it is there, in one batch with the lacking receive."""
-
-    def batch(names: list[str], p2p_seq: int, state: str) -> list[Entry]:
-        parts = [
-            entry(name, seq=1, p2p_seq=p2p_seq, is_p2p=True, state="scheduled", retired=False)
-            for name in names
-        ]
-        return [*parts, entry("coalesced", seq=1, p2p_seq=p2p_seq, state=state, sizes=[])]
-
-    ranks = {
-        0: number(
-            [entry(seq=1), *batch(["send 0->1"], 1, "completed"), *batch(["recv 0<-1"], 2, "scheduled")]
-        ),
-        1: number(
-            [
-                entry(seq=1),
-                *batch(["recv 1<-0"], 1, "completed"),
-                *batch(["send 1->0", "recv 1<-0"], 2, "scheduled"),
-            ]
-        ),
-    }
-    result = _diagnose(write(tmp_path, ranks))
-    assert _answer(result) == ("p2p_mismatch", (0,))
-    assert (
-        result.verdict is not None
-        and "never posted the send for rank 1's recv from rank 0" in result.verdict.sentence
-    )
-
-
-def test_who_sent_less_than_in_earlier_rounds_is_guilty_of_the_circle(tmp_path: Path) -> None:
-    """0 sends three messages a round and then receives three; in the third round it sends two."""
-
-    def message(name: str, number: int, state: str = "completed") -> Entry:
-        return entry(name, seq=1, p2p_seq=number, is_p2p=True, state=state, line=20 if "send" in name else 30)
-
-    ranks: dict[int, list[Entry]] = {0: [], 1: []}
-    for turn in (1, 2, 3):
-        count = 3 if turn < 3 else 2
-        for rank, names in ((0, ("send 0->1", "recv 0<-1")), (1, ("recv 1<-0", "send 1->0"))):
-            ranks[rank] += [entry(seq=turn), *(message(names[0], 6 * turn + i) for i in range(count))]
-            if turn < 3:
-                ranks[rank] += [message(names[1], 6 * turn + 3 + i) for i in range(3)]
-    ranks[0].append(message("recv 0<-1", 20, "started"))
-    ranks[1].append(message("recv 1<-0", 20, "started"))
-    ranks = {rank: number(entries) for rank, entries in ranks.items()}
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (0,))
-
-
-def test_a_message_of_another_size_is_a_p2p_mismatch(tmp_path: Path) -> None:
-    """Both ends are posted and neither ends."""
-    ranks = {
-        0: number(
-            [entry(seq=1), entry("send 0->1", seq=1, p2p_seq=1, is_p2p=True, state="started", sizes=[[8]])]
-        ),
-        1: number(
-            [entry(seq=1), entry("recv 1<-0", seq=1, p2p_seq=1, is_p2p=True, state="started", sizes=[[16]])]
-        ),
-    }
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("p2p_mismatch", (0, 1))
+    assert answer(diagnose_folder(write(tmp_path, ranks))) is None
 
 
 VALID = {
@@ -250,7 +72,7 @@ def test_valid_uneven_calls_accuse_nobody(name: str, tmp_path: Path) -> None:
         rank: number([entry(seq=1), entry(op, seq=2, sizes=given, out=taken), entry(seq=3)])
         for rank, (op, given, taken) in enumerate(VALID[name])
     }
-    assert _answer(_diagnose(write(tmp_path, ranks))) is None
+    assert answer(diagnose_folder(write(tmp_path, ranks))) is None
 
 
 def test_an_uneven_exchange_that_does_not_add_up_is_a_size_mismatch(tmp_path: Path) -> None:
@@ -259,8 +81,8 @@ def test_an_uneven_exchange_that_does_not_add_up_is_a_size_mismatch(tmp_path: Pa
         0: number([entry("all_to_all", seq=1, sizes=[[1], [3]], out=[[1], [2]], state="started")]),
         1: number([entry("all_to_all", seq=1, sizes=[[2], [5]], out=[[4], [5]], state="started")]),
     }
-    answer = _answer(_diagnose(write(tmp_path, ranks)))
-    assert answer is not None and answer[0] == "size_mismatch"
+    told = answer(diagnose_folder(write(tmp_path, ranks)))
+    assert told is not None and told[0] == "size_mismatch"
 
 
 def test_a_gather_into_one_tensor_must_be_even(tmp_path: Path) -> None:
@@ -269,7 +91,7 @@ def test_a_gather_into_one_tensor_must_be_even(tmp_path: Path) -> None:
         rank: number([entry("_all_gather_base", seq=1, sizes=[[5 if rank == 2 else 4]], out=[[16]])])
         for rank in range(4)
     }
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("size_mismatch", (2,))
+    assert answer(diagnose_folder(write(tmp_path, ranks))) == ("size_mismatch", (2,))
 
 
 def test_scalars_of_different_dtype_do_not_slip_through(tmp_path: Path) -> None:
@@ -278,39 +100,39 @@ def test_scalars_of_different_dtype_do_not_slip_through(tmp_path: Path) -> None:
         rank: number([entry(seq=1, sizes=[[]], dtype="Double" if rank == 1 else "Float")])
         for rank in range(3)
     }
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("dtype_mismatch", (1,))
+    assert answer(diagnose_folder(write(tmp_path, ranks))) == ("dtype_mismatch", (1,))
 
 
 def test_a_collective_that_ended_on_some_ranks_first_is_a_live_job(tmp_path: Path) -> None:
     """State skew is no mismatch."""
-    ranks = {0: number(_reduces(1, 5)), 1: number(_reduces(1, 5, "started"))}
-    assert _answer(_diagnose(write(tmp_path, ranks))) is None
+    ranks = {0: number(reduces(1, 5)), 1: number(reduces(1, 5, "started"))}
+    assert answer(diagnose_folder(write(tmp_path, ranks))) is None
 
 
 def test_an_old_mismatch_is_told_once_and_the_healthy_rest_not_at_all(tmp_path: Path) -> None:
     """200 collectives went well since."""
     ranks = {
-        rank: number([entry(seq=1, sizes=[[8 if rank == 1 else 4]]), *_reduces(2, 200)]) for rank in range(3)
+        rank: number([entry(seq=1, sizes=[[8 if rank == 1 else 4]]), *reduces(2, 200)]) for rank in range(3)
     }
-    result = _diagnose(write(tmp_path, ranks))
-    assert _answer(result) == ("size_mismatch", (1,))
+    result = diagnose_folder(write(tmp_path, ranks))
+    assert answer(result) == ("size_mismatch", (1,))
     assert len(result.findings) == 1
 
 
 def test_an_old_mismatch_does_not_hide_a_hang(tmp_path: Path) -> None:
     """The job hangs for another reason, 200 collectives later."""
     ranks = {
-        rank: number([entry(seq=1, sizes=[[8 if rank == 1 else 4]]), *_reduces(2, 200)]) for rank in range(3)
+        rank: number([entry(seq=1, sizes=[[8 if rank == 1 else 4]]), *reduces(2, 200)]) for rank in range(3)
     }
     for rank in (0, 1):
         ranks[rank] = number([*ranks[rank], entry(seq=201, state="started")])
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("missing_rank", (2,))
+    assert answer(diagnose_folder(write(tmp_path, ranks))) == ("missing_rank", (2,))
 
 
 def test_all_joined_and_none_done_is_not_passed_over_in_silence(tmp_path: Path) -> None:
     """torchfrtrace prints nothing."""
-    ranks = {rank: number(_reduces(1, 5, "started")) for rank in range(4)}
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("none_finished", ())
+    ranks = {rank: number(reduces(1, 5, "started")) for rank in range(4)}
+    assert answer(diagnose_folder(write(tmp_path, ranks))) == ("none_finished", ())
 
 
 @pytest.mark.parametrize("guilty", [0, 1, 3])
@@ -322,16 +144,16 @@ def test_an_extra_identical_call_blames_its_maker_whoever_it_is(guilty: int, tmp
         mine = [10, 11, 12, 99, 13, 14] if rank == guilty else lines
         ranks[rank] = number([entry(seq=i + 1, line=line) for i, line in enumerate(mine)])
     ranks[guilty][-1] |= {"state": "started", "retired": False, "time_discovered_completed_ns": None}
-    result = _diagnose(write(tmp_path, ranks))
-    assert _answer(result) == ("extra_collective", (guilty,))
+    result = diagnose_folder(write(tmp_path, ranks))
+    assert answer(result) == ("extra_collective", (guilty,))
     assert result.verdict is not None and result.verdict.sequence == 4
 
 
 def test_the_first_file_may_be_the_culprit(tmp_path: Path) -> None:
     """The reference is the majority, not the first file of the folder."""
-    ranks = {rank: number(_reduces(1, 5, "started")) for rank in range(4)}
+    ranks = {rank: number(reduces(1, 5, "started")) for rank in range(4)}
     ranks[0][-1] |= {"profiling_name": "nccl:broadcast"}
-    assert _answer(_diagnose(write(tmp_path, ranks))) == ("type_mismatch", (0,))
+    assert answer(diagnose_folder(write(tmp_path, ranks))) == ("type_mismatch", (0,))
 
 
 def test_many_symptoms_do_not_hide_the_root(tmp_path: Path) -> None:
@@ -345,8 +167,10 @@ def test_many_symptoms_do_not_hide_the_root(tmp_path: Path) -> None:
         ranks[rank] = [entry(seq=1, **tp), entry(seq=1), entry(seq=2, **tp), entry(seq=2, state="started")]
     ranks[17] = ranks[17][:2]
     ranks[16] = [*ranks[16][:2], ranks[16][2] | {"state": "started", "retired": False}]
-    result = _diagnose(write(tmp_path, {rank: number(entries) for rank, entries in ranks.items()}, groups))
-    assert _answer(result) == ("missing_rank", (17,))
+    result = diagnose_folder(
+        write(tmp_path, {rank: number(entries) for rank, entries in ranks.items()}, groups)
+    )
+    assert answer(result) == ("missing_rank", (17,))
     assert result.verdict is not None and result.verdict.group == "tp8"
 
 
@@ -358,15 +182,15 @@ def test_an_inversion_between_two_groups_shows_the_circle(tmp_path: Path) -> Non
         0: number([entry(seq=1, group=a), entry(seq=1, group=b), entry(seq=2, group=a, state="started")]),
         1: number([entry(seq=1, group=a), entry(seq=1, group=b), entry(seq=2, group=b, state="started")]),
     }
-    assert _answer(_diagnose(write(tmp_path, ranks, groups))) == ("order_inversion", (0, 1))
+    assert answer(diagnose_folder(write(tmp_path, ranks, groups))) == ("order_inversion", (0, 1))
 
 
 def test_versions_and_descriptions_may_differ_between_ranks(tmp_path: Path) -> None:
     """A rolling upgrade, or a description set on one rank only."""
-    ranks = {0: number(_reduces(1, 5)), 1: number(_reduces(1, 5))}
+    ranks = {0: number(reduces(1, 5)), 1: number(reduces(1, 5))}
     for one in ranks[1]:
         one["process_group"] = ("0", "undefined")
-    assert _answer(_diagnose(write(tmp_path, ranks, version={0: "2.10", 1: "2.5"}))) is None
+    assert answer(diagnose_folder(write(tmp_path, ranks, version={0: "2.10", 1: "2.5"}))) is None
 
 
 def test_groups_of_one_description_are_told_apart_by_their_members(tmp_path: Path) -> None:
@@ -381,14 +205,14 @@ def test_groups_of_one_description_are_told_apart_by_their_members(tmp_path: Pat
         r: number([entry(seq=s, group=(n, "mesh_dp")) for s in (1, 2)]) for n in "67" for r in groups[n][1]
     }
     ranks[1] += number([entry(seq=3, group=("7", "mesh_dp"), state="started")], first=2)
-    result = _diagnose(write(tmp_path, ranks, groups))
-    assert _answer(result) == ("missing_rank", (3,))
+    result = diagnose_folder(write(tmp_path, ranks, groups))
+    assert answer(result) == ("missing_rank", (3,))
     assert result.verdict is not None and "of group mesh_dp[1,3]" in result.verdict.sentence
     assert [group.label for group in result.groups] == ["mesh_dp[0,2]", "mesh_dp[1,3]", "8", "9"]
     chosen = {name.replace("6", "dp0").replace("7", "dp1"): members for name, members in groups.items()}
     for row in itertools.chain(*ranks.values()):
         row["process_group"] = ("dp0" if row["process_group"][0] == "6" else "dp1", "mesh_dp")
-    verdict = _diagnose(write(tmp_path / "chosen", ranks, chosen)).verdict
+    verdict = diagnose_folder(write(tmp_path / "chosen", ranks, chosen)).verdict
     assert verdict is not None and "of group dp1 " in verdict.sentence
 
 
@@ -398,25 +222,25 @@ def test_unknown_libraries_and_operations_are_compared_by_name(tmp_path: Path) -
         (("ucc", "all_reduce"), ("gloo", "sparse_all_reduce"), ("nccl9", "hyper_reduce"))
     ):
         ranks = {rank: number([entry(op, seq=s, lib=lib) for s in (1, 2)]) for rank in range(3)}
-        assert _answer(_diagnose(write(tmp_path / str(i), ranks))) is None
+        assert answer(diagnose_folder(write(tmp_path / str(i), ranks))) is None
         ranks[2][-1] |= {"profiling_name": f"{lib}:other_thing"}
-        assert _answer(_diagnose(write(tmp_path / str(i), ranks))) == ("type_mismatch", (2,))
+        assert answer(diagnose_folder(write(tmp_path / str(i), ranks))) == ("type_mismatch", (2,))
 
 
 def test_a_hang_is_found_though_another_rank_left_no_file(tmp_path: Path) -> None:
     """Positive evidence beats the missing file."""
-    ranks = {rank: number(_reduces(1, 30, "started")) for rank in (0, 1)}
-    ranks[2] = number(_reduces(1, 29))
+    ranks = {rank: number(reduces(1, 30, "started")) for rank in (0, 1)}
+    ranks[2] = number(reduces(1, 29))
     groups = {"0": ("default_pg", [0, 1, 2, 3])}
-    assert _answer(_diagnose(write(tmp_path, ranks, groups))) == ("missing_rank", (2,))
+    assert answer(diagnose_folder(write(tmp_path, ranks, groups))) == ("missing_rank", (2,))
 
 
 def test_the_same_rank_missing_in_a_group_without_its_file_died(tmp_path: Path) -> None:
     """The hang at 30 is reached, whatever the oldest entries look like."""
-    ranks = {rank: number(_reduces(1, 30, "started")) for rank in (0, 1, 2)}
+    ranks = {rank: number(reduces(1, 30, "started")) for rank in (0, 1, 2)}
     groups = {"0": ("default_pg", [0, 1, 2, 3])}
-    result = _diagnose(write(tmp_path, ranks, groups))
-    assert _answer(result) == ("rank_died", (3,))
+    result = diagnose_folder(write(tmp_path, ranks, groups))
+    assert answer(result) == ("rank_died", (3,))
     assert result.verdict is not None and result.verdict.sequence == 30
 
 
@@ -450,7 +274,7 @@ def test_torchcomms_numbers_over_all_communicators_accuse_nobody(tmp_path: Path)
         ),
         2: number([comm("world", 1), comm("world", 2), comm("world", 3)]),
     }
-    assert _answer(_diagnose(write(tmp_path, ranks, groups))) is None
+    assert answer(diagnose_folder(write(tmp_path, ranks, groups))) is None
 
 
 @pytest.mark.parametrize("per_communicator", [True, False])
@@ -471,7 +295,7 @@ def test_a_hang_of_two_communicators_is_found_though_the_ring_has_wrapped(
         return number(found, first=40)
 
     ranks = {0: calls(9, "started"), 1: calls(8, "completed"), 2: calls(9, "started")}
-    verdict = _diagnose(write(tmp_path, ranks, groups)).verdict
+    verdict = diagnose_folder(write(tmp_path, ranks, groups)).verdict
     assert verdict is not None and (verdict.cause, verdict.ranks, verdict.group) == (
         "missing_rank",
         (1,),
@@ -490,7 +314,7 @@ def test_the_only_communicator_is_called_by_its_name(tmp_path: Path) -> None:
         ]
         return number([*made, entry(seq=count, group=("main_comm", "gloo"), lib="gloo", state="started")])
 
-    verdict = _diagnose(write(tmp_path, {0: calls(6), 1: calls(4)}, groups)).verdict
+    verdict = diagnose_folder(write(tmp_path, {0: calls(6), 1: calls(4)}, groups)).verdict
     assert verdict is not None and verdict.group == "main_comm"
 
 
@@ -501,10 +325,10 @@ def test_one_dump_alone_tells_where_its_rank_waits_and_asks_for_the_others(
 ) -> None:
     """Without pg_config nobody knows who else is in the group: nobody is blamed, and nothing is called right."""
     nobody: dict[str, tuple[str, list[int]]] = {"0": ("default_pg", [])}
-    folder = write(tmp_path, {rank: number(_reduces(1, 5, "scheduled", line=44))}, nobody)
+    folder = write(tmp_path, {rank: number(reduces(1, 5, "scheduled", line=44))}, nobody)
     created_s = (BASE_NS + 4000) / 1e9
     os.utime(folder / f"trace_{rank}", (created_s + waited_s, created_s + waited_s))
-    result = _diagnose(folder)
+    result = diagnose_folder(folder)
     verdict = result.verdict
     assert result.status == "unclear" and verdict is not None and verdict.ranks == ()
     assert verdict.sentence.startswith(
@@ -517,10 +341,12 @@ def test_one_dump_alone_tells_where_its_rank_waits_and_asks_for_the_others(
 def test_one_dump_alone_of_a_call_that_timed_out_says_so(tmp_path: Path) -> None:
     """The dump that NCCL's watchdog writes at a timeout: the call was put away, not finished."""
     nobody: dict[str, tuple[str, list[int]]] = {"0": ("default_pg", [])}
-    verdict = _diagnose(write(tmp_path, {0: number(_reduces(1, 5, "started", retired=True))}, nobody)).verdict
+    verdict = diagnose_folder(
+        write(tmp_path, {0: number(reduces(1, 5, "started", retired=True))}, nobody)
+    ).verdict
     assert verdict is not None and verdict.ranks == () and "failed or timed out on rank 0" in verdict.sentence
 
 
 def test_one_dump_alone_whose_calls_have_all_ended_is_called_right(tmp_path: Path) -> None:
     nobody: dict[str, tuple[str, list[int]]] = {"0": ("default_pg", [])}
-    assert _diagnose(write(tmp_path, {0: number(_reduces(1, 5))}, nobody)).status == "ok"
+    assert diagnose_folder(write(tmp_path, {0: number(reduces(1, 5))}, nobody)).status == "ok"

@@ -1,10 +1,14 @@
-"""Writes dump files as torch does: pickles of plain dictionaries, one per rank."""
+"""Writes dump files as torch does, pickles of plain dictionaries, one per rank; and what is found in them."""
 
 from __future__ import annotations
 
 import pickle
 from pathlib import Path
 from typing import Any
+
+from allranks.diagnose import diagnose
+from allranks.load import load_paths
+from allranks.model.diagnosis import Diagnosis
 
 Entry = dict[str, Any]
 BASE_NS = 10**18
@@ -58,3 +62,17 @@ def write(
         }  # fmt: skip
         (folder / f"trace_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
     return folder
+
+
+def diagnose_folder(folder: Path) -> Diagnosis:
+    loaded = load_paths([str(folder)])
+    return diagnose(loaded.traces, loaded.files)
+
+
+def answer(result: Diagnosis) -> tuple[str, tuple[int, ...]] | None:
+    return None if result.verdict is None else (result.verdict.cause, result.verdict.ranks)
+
+
+def reduces(first: int, last: int, state: str = "completed", **more: object) -> list[Entry]:
+    done = [entry(seq=seq, **more) for seq in range(first, last)]  # type: ignore[arg-type]
+    return [*done, entry(seq=last, state=state, **more)]  # type: ignore[arg-type]
