@@ -101,4 +101,5 @@ def test_checkpoints_are_listed_without_control_characters(
     for words in (["ls"], ["verify"]):
         main(["checkpoint", *words, str(tmp_path)])
     told = "".join(capsys.readouterr())
+    assert told.count("checkpoint_step_00000007?]0;owned?") == 2
     assert "\x1b" not in told and "\x07" not in told

@@ -110,9 +110,8 @@ def test_a_real_job_with_a_real_fault_gets_the_right_verdict(fault: str, tmp_pat
     """Cause, guilty rank and group, from the black boxes alone."""
     with Ranks(_job, WORLD, args=(fault,), backend=None, env={"ALLRANKS_DIR": str(tmp_path)}) as ranks:
         ranks.wait_for("warm", timeout_s=90)
-        result = _until_told(
-            tmp_path, lost=fault == "killed"
-        )  # until then it is a rank that has not come yet
+        # Until the others lose a killed rank, it is one that has not come yet.
+        result = _until_told(tmp_path, lost=fault == "killed")
     assert result.verdict is not None, result.findings
     verdict = result.verdict
     cause, guilty, group = FAULTS[fault]

@@ -90,9 +90,10 @@ def test_a_job_of_another_user_is_hinted_at(monkeypatch: pytest.MonkeyPatch) -> 
                 names = re.fullmatch(
                     r"Jobs of other users \((.*)\): as that user, `sudo -u \S+ allranks …`.", hint
                 )
-                assert (
-                    (not hint) if uid == 0 else names and user in names[1].split(", ")
-                )  # others may run jobs here, too
+                if uid == 0:
+                    assert hint == ""
+                else:  # others may run jobs here, too
+                    assert names is not None and user in names[1].split(", ")
         finally:
             launcher.kill()
 

@@ -173,9 +173,7 @@ def test_a_terminal_that_takes_nothing_holds_up_nobody_and_says_what_it_left_out
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads the pipe while twenty megabytes are written; later the reader gets what fits, in order."""
-    monkeypatch.setattr(
-        "allranks.supervise.logs.CLOSE_S", 60.0
-    )  # on a busy machine 2 s are short for ten megabytes
+    monkeypatch.setattr("allranks.supervise.logs.CLOSE_S", 60.0)  # 2 s may be short on a busy machine
     reading, writing = os.pipe()
     os.set_blocking(writing, blocking)
     terminal = Terminal(writing)

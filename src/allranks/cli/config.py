@@ -30,13 +30,11 @@ def main(args: argparse.Namespace) -> int:
     from allranks.elastic import config
     from allranks.model.parsing import hide_secrets
 
-    schema = args.verb == "schema"
-    values = (
-        config.json_schema()
-        if schema
-        else hide_secrets(config.load_config(args.file).model_dump(mode="json"))
-    )
-    if schema or args.json:
+    if args.verb == "schema":
+        print(json.dumps(config.json_schema(), indent=2))
+        return 0
+    values = hide_secrets(config.load_config(args.file).model_dump(mode="json"))
+    if args.json:
         print(json.dumps(values, indent=2))
         return 0
     import yaml

@@ -256,8 +256,8 @@ def _line(context: Context, rank: int) -> str:
 
 
 def _inside(context: Context) -> dict[int, Progress]:
-    """Ranks inside a function that sets up or ends groups, or that lost the others in init_process_group. Who makes its group anew while others wait for it in the old
-    one is left out: it is the one to explain, not those."""
+    """Ranks inside a function that sets up or ends groups, or that lost the others in init_process_group. Who makes its group
+    anew while others wait for it in the old one is left out: it is the one to explain, not those."""
     owed = {rank for blocked in context.blocked for rank in blocked.missing}
     traces = {rank: view.trace for rank, view in context.job.ranks.items()}
     inside = {rank: trace for rank, trace in traces.items() if trace.progress.inside}

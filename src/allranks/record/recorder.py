@@ -234,10 +234,8 @@ class Recorder:
         return None
 
     def _fill_header(self, box: Box) -> None:
-        argv = [
-            word[:200]
-            for word in without_secrets("\0".join(word[:8192] for word in sys.argv[:20])).split("\0")
-        ]  # hidden, then cut
+        words = without_secrets("\0".join(word[:8192] for word in sys.argv[:20])).split("\0")
+        argv = [word[:200] for word in words]  # cut after hiding: half a secret is not recognised
         self._facts = fill_header(box, self.options, versions=_versions(self.options.accelerate), argv=argv)
 
     def _met_group(self, state: GroupState) -> None:

@@ -317,10 +317,8 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     if cause.cause not in waits:
         return ""
     busy = [child for child in children if child.cause not in ("queue_wait", "healthy", "unknown")]
-    commands = [
-        child for child in busy if child.cause != "child_process_wait"
-    ]  # a shell waits for its command
-    busy = commands or busy
+    commands = [child for child in busy if child.cause != "child_process_wait"]
+    busy = commands or busy  # a shell waits for its command: that one is named
     return "".join(f"; child {c.child} (pid {c.pid}): {_at(c)}" for c in busy[:4])
 
 
