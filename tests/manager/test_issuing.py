@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,7 @@ from allranks.blackbox.reader import read_trace
 from allranks.errors import GroupAborted
 from allranks.manager.groups import nccl
 from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.model.trace import State
 from allranks.record.groups import GroupState
@@ -195,3 +199,84 @@ def test_the_recorder_looks_at_the_works_of_a_group_before_it_is_aborted_and_not
     finally:
         works[0].ended = True
         backend.take.set()
+
+
+def destroyed(backend: object) -> threading.Event:
+    """Set when nobody holds the backend any more."""
+    gone = threading.Event()
+    weakref.finalize(backend, gone.set)
+    return gone
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """It would find a backend that is left over, and destroy it on the thread that happens to make an object."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_error_that_is_kept_keeps_no_backend() -> None:
+    """Whoever dropped the traceback had to destroy the communicator: the training thread stood still for a minute."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("remote process exited")
+
+    group = Group()
+    meet(group, 1).broadcast = refuse  # type: ignore[attr-defined]
+    gone = destroyed(group.made.pop())
+    errors = list[Exception]()
+    with pytest.raises(RuntimeError, match="remote process") as refused:
+        group.broadcast_one(torch.ones(1), 0)
+    errors.append(refused.value)
+    group.abort("a member died")
+    with pytest.raises(GroupAborted, match="a member died") as aborted:
+        group.allreduce([torch.ones(1)])
+    errors.append(aborted.value)
+    assert gone.wait(60)
+    assert len(errors) == 2
+    group.shutdown()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_a_making_that_failed_leaves_nothing_behind(abandoned: bool) -> None:
+    """Neither by its error, which is kept, nor by what it was to finish."""
+    gone, going = list[threading.Event](), threading.Event()
+
+    def finish(given: Slow) -> Slow:
+        made = Slow()
+        gone.append(destroyed(made))
+        assert going.wait(60)
+        raise RuntimeError("remote process exited")
+
+    given = Slow()
+    gone.append(destroyed(given))
+    call = AbandonableCall(partial(finish, given))
+    del given
+    if abandoned:
+        call.abandon(GroupAborted("a member died"))
+    else:
+        going.set()
+    with pytest.raises((RuntimeError, GroupAborted)) as failed:
+        call.result()
+    going.set()
+    assert type(failed.value) is (GroupAborted if abandoned else RuntimeError)
+    assert all(event.wait(60) for event in gone) and len(gone) in (1, 2)
+
+
+def test_a_group_that_was_left_in_good_order_is_ended_some_steps_later() -> None:
+    """Not while a new member takes its first steps."""
+    group, over = Group(), threading.Event()
+    idle = meet(group, 1)
+    idle.shutdown = over.set  # type: ignore[attr-defined]
+    group.retire("the members changed")
+    meet(group, 2)
+    for _ in range(nccl._IDLE_STEPS - 1):
+        group.drop_retired()
+    assert group._retired and not over.is_set()
+    group.drop_retired()
+    assert over.wait(60)
+    group.shutdown()

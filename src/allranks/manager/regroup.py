@@ -308,9 +308,8 @@ class Regrouper:
         beside = known_ranks(replica.ranks[rank].global_rank for replica in said)
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         limit_s = self.options.connect_timeout_s
-        made = self.next_group.take(agreed(said), index, len(said))
         spec = GroupSpec(own_store, index, len(said), quorum.number, places, name, beside, limit_s)
-        self.group.meet(spec, made)
+        self.group.meet(spec, self.next_group.take(agreed(said), index, len(said)))
         times.mark("communicator made")
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
         voters = [claim for replica in said for claim in replica.ranks]

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -66,8 +67,11 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         `made`: what `make_beside` has made for the same members.
         """
         self.abort()
-        make = (lambda: self._make(meeting)) if made is None else (lambda: self._begin(made))
-        making = AbandonableCall(make, self.discard)
+        making = AbandonableCall(
+            partial(self._make, meeting) if made is None else partial(self._begin, made),
+            self.discard,
+        )
+        made = None  # see _issue
         with self._guard:
             self._error, self._meeting, self._making = None, meeting, making
         backend = making.result()
@@ -78,6 +82,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
                 self._backend, self._gate = backend, threading.Lock()
         if aborted:
             self.discard(backend)
+            backend = None
             raise GroupAborted(f"the group of quorum {meeting.number} was aborted while it was made")
         self._connected(meeting)
 
@@ -101,7 +106,7 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         self.abort(reason)
 
     def drop_retired(self) -> None:
-        """The first step of the next group is behind us: what was retired for it goes."""
+        """Called after each commit: what was retired goes once the next group has made some steps."""
 
     def make_beside(self, meeting: GroupSpec) -> object:
         """Makes a backend for `meet` while the current one works, on any thread. None: it is made fast enough in `meet`."""
@@ -235,13 +240,16 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         with self._guard:
             backend, gate, meeting = self._backend, self._gate, self._meeting
         if backend is None:
-            raise self._error or GroupAborted("the process group was never configured")
+            raise GroupAborted(str(self._error or "the process group was never configured"))
         if number is not None and (meeting is None or meeting.number != number):
             raise GroupAborted("the members changed")
-        with gate:
-            if self._backend is not backend:  # taken down while we waited for the gate
-                raise self._error or GroupAborted("the members changed")
-            return self._track(getattr(backend, operation)(*arguments))
+        try:
+            with gate:
+                if self._backend is backend:
+                    return self._track(getattr(backend, operation)(*arguments))
+            raise GroupAborted(str(self._error or "the members changed"))  # while we waited for the gate
+        finally:
+            backend = None  # a traceback would keep it, and whoever drops that last would have to destroy it
 
     def _make(self, meeting: GroupSpec) -> object:
         """On a thread that may be abandoned: changes nothing that the next group would use."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Generic, TypeVar
+from types import TracebackType
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 
@@ -27,6 +29,11 @@ def _forget(made: object) -> None:
     """Discards what needs no care."""
 
 
+def _forgotten() -> NoReturn:
+    """Stands for a call that was made: it may have held what it was to finish."""
+    raise RuntimeError("this call was made already")
+
+
 @dataclass(eq=False)
 class AbandonableCall(Generic[T]):
     """One call. `abandon` may come from any thread, before, during or after it."""
@@ -35,39 +42,52 @@ class AbandonableCall(Generic[T]):
     discard: Callable[[T], None] = _forget  # of what was made too late; on the call's own thread
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _made: list[T] = field(default_factory=list)
-    _failure: BaseException | None = None
-    _abandoned: BaseException | None = None
+    _failure: list[BaseException] = field(default_factory=list)
+    _abandoned: bool = False
 
     def result(self) -> T:
-        """What was made; raises what the call raised, or what it was abandoned with. Limits are the call's own."""
+        """What was made; raises what the call raised, or what it was abandoned with. Limits are the call's own.
+
+        An error is kept by nobody then: its traceback leads to us, and what the call has made would wait, unfinished,
+        for a garbage collection to destroy it, on any thread.
+        """
         threading.Thread(target=self._run, name="allranks-making", daemon=True).start()
         with self._changed:
-            while not (self._made or self._failure or self._abandoned):
+            while not (self._made or self._failure):
                 self._changed.wait()
             if self._made:
                 return self._made.pop()
-            raise self._abandoned or self._failure or RuntimeError("unreachable")
+            raise self._failure.pop()
 
     def abandon(self, error: BaseException) -> None:
         """Ends the waiting with this error, unless the call is through."""
         with self._changed:
-            self._abandoned = self._abandoned or error
+            if not self._abandoned:
+                self._abandoned = True
+                self._failure.append(error)
             self._changed.notify_all()
 
     def _run(self) -> None:
         made: list[T] = []
-        failure: BaseException | None = None
+        failure: list[BaseException] = []
+        frames: TracebackType | None = None
         try:
             made.append(self.make())
         except BaseException as error:
-            failure = error
+            failure.append(error)
+            frames = error.__traceback__
+        self.make = _forgotten
         with self._changed:
-            late = self._abandoned is not None
+            late = self._abandoned
             if not late:
                 self._made, self._failure = made, failure
             self._changed.notify_all()
-        if late and made:
-            self.discard(made.pop())
+        traceback.clear_frames(frames)
+        frames = None
+        if late:
+            failure.clear()
+            if made:
+                self.discard(made.pop())
 
 
 _FATAL = 3

@@ -30,14 +30,10 @@ from allranks.manager.groups.teardown import destroy_later, ended, start_attende
 log = logging.getLogger("allranks.manager")
 
 
-#: Read by torch when a group is made: its watchdog must not end the process when we abort the group. And by NCCL:
-#: it must connect all at once, not at the first call that needs another algorithm (see `_make`).
-_SURVIVE = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "NCCL_RUNTIME_CONNECT": "0",
-}
+#: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
+_SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _TAKEN_S = 2.0  # more than a GPU needs to be given an operation
+_IDLE_STEPS = 10  # with the next group, before the one before it is ended
 _lock = threading.Lock()
 _users: Counter[str] = Counter()  # of variables that we have set
 
@@ -59,6 +55,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         )
         self._quiet = contextlib.ExitStack()
         self._retired: list[object] = []  # communicators that were left in good order
+        self._steps = 0  # committed since the last of them was left
         self._alone: object = None  # the communicator of one that loaded NCCL
         self._probe: tuple[torch.cuda.Stream, torch.Tensor] | None = None
 
@@ -94,6 +91,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             idle = self._backend is not None and all(ended(work) for work in self._works)
             if idle:
                 self._retired.append(self._backend)
+                self._steps = 0
                 self._backend, self._error = None, GroupAborted(reason)
                 self._works.clear()
         if not idle:
@@ -102,22 +100,37 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def shutdown(self) -> None:
         alone, self._alone = self._alone, None
         self._retired += [alone] if alone is not None else []
-        self.drop_retired()
+        self._end_retired()
         super().shutdown()
         self._quiet.close()
 
     def drop_retired(self) -> None:
+        """Some steps later than the first with the next group, in which a new member is most likely to die.
+
+        The end of a communicator waits for what the device does, and keeps the driver's lock. Beside a collective whose
+        member is dead it does not end before that is aborted, and the abort waits for an operation that waits for the
+        lock. After `_TAKEN_S` it waits no more, and torch asks the aborted communicator for its limit of time
+        whether it has taken the operation.
+        """
         if self._retired:
-            with self._guard:
-                retired, self._retired = self._retired, []
+            self._steps += 1
+            if self._steps >= _IDLE_STEPS:
+                self._end_retired()
+
+    def _end_retired(self) -> None:
+        with self._guard:
+            retired, self._retired = self._retired, []
+        if retired:
             start_attended("allranks-nccl-end", _end, retired)
 
     def _make(self, meeting: GroupSpec) -> object:
         """The communicator is ready when this returns.
 
         torch would wait for that in the first collective, holding a lock that its abort needs too: a member that
-        dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned. The same
-        holds for connections that NCCL would make later, beside a collective: torch asks until they are there.
+        dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned.
+
+        Not so for what NCCL connects later, in the first collective of another kind or size: a member that dies in
+        those milliseconds stops the training thread for the limit of time. See docs/gpu.md.
         """
         return self._begin(self._connect(meeting))
 
@@ -140,8 +153,12 @@ class ProcessGroupNCCL(ReconfigurableGroup):
                 with torch.cuda.stream(stream):
                     self._probe = stream, torch.zeros(1, device=device)
             stream, tensor = self._probe
-            with torch.cuda.stream(stream):
-                made.allreduce([tensor], dist.AllreduceOptions())
+            try:
+                with torch.cuda.stream(stream):
+                    made.allreduce([tensor], dist.AllreduceOptions())
+            except RuntimeError:
+                self.discard(made)
+                raise
         log.debug("NCCL launched its first operation in %.0f ms", (time.monotonic() - began) * 1e3)
         return made
 
