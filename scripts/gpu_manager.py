@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ REPLICAS = 3
 WIDTH, LAYERS = (256, 4) if CPU else (2048, 12)  # 201 MB of parameters on the GPU
 
 
-def worker(name: str) -> None:
+def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
     """Trains until `stop` appears; one line per event: time kind step participants extra."""
     import hashlib
     import logging
@@ -53,6 +54,7 @@ def worker(name: str) -> None:
     )  # fmt: skip
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     model(torch.randn(16, WIDTH, device=device)).sum().item()  # loads kernels before anybody waits for us
+    ready_to_join()
     manager.start()
     say("ready")
     flag = torch.zeros(1, device=device)

@@ -1,0 +1,190 @@
+"""Replicas that die at bad moments on one GPU: while they join, and two shortly after each other.
+
+    gpu_joins.py OUT [--cpu] [--seconds 150] [--seed 1] [--only joins|pairs]
+
+Replacements are started ahead and wait, so that a kill costs seconds. Survivors that commit nothing for 2.5 s are looked
+at from outside: py-spy for Python, eu-stack (elfutils; ./carry/eu or the PATH) for all native threads, into OUT/stacks.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import gpu_manager
+from gpu_replicas import LighthouseProcess, Replica, say
+
+CARRY = Path(__file__).parent.parent / "carry"
+SURVIVORS = ("r0", "r2")
+STANDS_S = 2.5
+
+
+def worker(name: str, out: Path) -> None:
+    """gpu_manager's training; it joins when OUT/go-PID appears."""
+
+    def wait() -> None:
+        logging.getLogger("allranks.manager").setLevel(logging.DEBUG)
+        say("warm")
+        while not (out / f"go-{os.getpid()}").exists():
+            time.sleep(0.005)
+
+    gpu_manager.OUT = out
+    gpu_manager.worker(name, wait)
+
+
+class Crew:
+    """The replicas of one run, and their replacements."""
+
+    def __init__(self, out: Path, names: tuple[str, ...], doomed: tuple[str, ...]) -> None:
+        self.out, self.doomed = out, doomed
+        self.lighthouse = LighthouseProcess(out)
+        self.replicas = {name: self._start(name) for name in names}
+        self.waiting = {name: [self._start(name) for _ in range(6 // len(doomed))] for name in doomed}
+        for replica in self.replicas.values():
+            replica.wait("warm", limit_s=120)
+        for replica in self.replicas.values():
+            self._go(replica)
+        self.wait_for_all(0.0)
+        self._over = threading.Event()
+        threading.Thread(target=self._look_at_who_stands, daemon=True).start()
+
+    def _start(self, name: str) -> Replica:
+        more = ["--cpu"] if gpu_manager.CPU else []
+        command = [sys.executable, __file__, "worker", name, str(self.out), *more]
+        return Replica(name, command, self.lighthouse.address, self.out)
+
+    def _go(self, replica: Replica) -> None:
+        (self.out / f"go-{replica.process.pid}").touch()
+
+    def replace(self, name: str) -> Replica:
+        """A waiting one joins under the same name."""
+        self.waiting[name].append(self._start(name))
+        replica = self.waiting[name].pop(0)
+        replica.wait("warm", limit_s=90)
+        self._go(replica)
+        self.replicas[name] = replica
+        return replica
+
+    def kill(self, name: str) -> float:
+        at = time.monotonic()
+        self.replicas.pop(name).process.kill()
+        return at
+
+    def next_commits(self, after: float, members: int) -> float:
+        """How long the slowest survivor took."""
+        return max(self.replicas[name].wait("commit", after, members, 90) - after for name in SURVIVORS)
+
+    def wait_for_all(self, after: float) -> None:
+        for replica in self.replicas.values():
+            replica.wait("commit", after, len(self.replicas), 90)
+
+    def _look_at_who_stands(self) -> None:
+        seen: dict[str, float] = {}
+        native = shutil.which("eu-stack") or str(CARRY / "eu" / "eu-stack")
+        spy = shutil.which("py-spy") or str(CARRY / "site" / "bin" / "py-spy")
+        while not self._over.wait(0.5):
+            for name in SURVIVORS:
+                last = self.replicas[name].commits()[-1]
+                if time.monotonic() - last < STANDS_S or seen.get(name) == last:
+                    continue
+                seen[name] = last
+                pid = str(self.replicas[name].process.pid)
+                for command in ([spy, "dump", "--pid", pid], [native, "-n", "24", "-p", pid]):
+                    self._note(name, command)
+
+    def _note(self, name: str, command: list[str]) -> None:
+        libraries = {"LD_LIBRARY_PATH": str(CARRY / "eu")} if str(CARRY) in command[0] else {}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=60, env={**os.environ, **libraries}
+            )
+            text = done.stdout + done.stderr
+        except (OSError, subprocess.TimeoutExpired) as error:
+            text = str(error)
+        with open(self.out / "stacks.txt", "a") as file:
+            file.write(f"==== {name} at {time.monotonic():.3f}: {command[0]}\n{text}\n")
+
+    def close(self) -> None:
+        self._over.set()
+        for replica in [*self.replicas.values(), *(one for some in self.waiting.values() for one in some)]:
+            replica.kill()
+        self.lighthouse.close()
+
+
+def kill_joining(crew: Crew, chance: random.Random) -> float:
+    """Mostly while its communicator is connected or its first step runs; then one joins undisturbed."""
+    crew.kill("r1")
+    joining = crew.replace("r1")
+    joining.wait("ready")
+    time.sleep(chance.uniform(0.2, 0.55) if chance.random() < 0.8 else 1.2)
+    at = crew.kill("r1")
+    took = crew.next_commits(at, 2)
+    crew.replace("r1").wait("commit", at, 3, 90)
+    return took
+
+
+def kill_pair(crew: Crew, chance: random.Random) -> float:
+    """The second dies while the others leave the first."""
+    crew.kill("r1")
+    time.sleep(chance.uniform(0.0, 1.0))
+    at = crew.kill("r3")
+    took = crew.next_commits(at, 2)
+    crew.replace("r1")
+    crew.replace("r3")
+    crew.wait_for_all(at)
+    return took
+
+
+RUNS = {
+    "joins": (kill_joining, ("r0", "r1", "r2"), ("r1",)),
+    "pairs": (kill_pair, ("r0", "r1", "r2", "r3"), ("r1", "r3")),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=RUNS, default=None)
+    args = parser.parse_args()
+    verdicts: dict[str, bool] = {}
+    numbers: dict[str, list[float]] = {}
+    for name, (kill, names, doomed) in RUNS.items():
+        if args.only not in (None, name):
+            continue
+        crew, chance = Crew(args.out, names, doomed), random.Random(args.seed)
+        end, took = time.monotonic() + args.seconds, numbers.setdefault(name, [])
+        try:
+            while time.monotonic() < end:
+                took.append(round(kill(crew, chance), 3))
+                print(f"{name} {len(took)}: {took[-1]} s", flush=True)
+        except (RuntimeError, TimeoutError) as error:
+            print(str(error)[-3000:])
+            took.append(float("inf"))
+        finally:
+            crew.close()
+        verdicts[f"{name}: the others went on within 5 s"] = bool(took) and max(took) < 5
+    for claim, holds in verdicts.items():
+        print(f"{'PASS' if holds else 'FAIL'}  {claim}")
+    for name, took in numbers.items():
+        print(f"{name}: {len(took)} times, median {sorted(took)[len(took) // 2]} s, worst {max(took)} s")
+    (args.out / "gpu_joins.json").write_text(json.dumps({"verdicts": verdicts, "numbers": numbers}, indent=1))
+    return 0 if all(verdicts.values()) else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(sys.argv[2], Path(sys.argv[3]))
+    else:
+        sys.exit(main())
