@@ -31,10 +31,10 @@ head = np.zeros(1, HEADER)
 head["magic"], head["version"], head["record_bytes"], head["capacity"] = MAGIC, VERSION, CALL.itemsize, 0
 head["rank"], head["world_size"], head["pid"] = 0, 1, os.getpid()
 head["start_ticks"] = int(open("/proc/self/stat").read().rsplit(")", 1)[1].split()[19])
-head["start_ns"] = head["step_ns"] = time.time_ns()
+head["start_ns"] = began = time.time_ns()
 box = os.path.join(folder, file_name("job", 0, 0, os.getpid()))
 for step in range(3):
-    head["step"], head["step_ns"] = step, time.time_ns()
+    head["step"], head["step_ns"] = step, began + step * 10**6  # however slow the machine: its steps are short
     open(box, "wb").write(head.tobytes().ljust(4096, b"\\0"))
 def stuck():
     time.sleep(1000)
