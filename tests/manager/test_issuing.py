@@ -244,11 +244,12 @@ def test_an_error_that_is_kept_keeps_no_backend() -> None:
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_a_making_that_failed_leaves_nothing_behind(abandoned: bool) -> None:
     """Neither by its error, which is kept, nor by what it was to finish."""
-    gone, going = list[threading.Event](), threading.Event()
+    gone, began, going = list[threading.Event](), threading.Event(), threading.Event()
 
     def finish(given: Slow) -> Slow:
         made = Slow()
         gone.append(destroyed(made))
+        began.set()
         assert going.wait(60)
         raise RuntimeError("remote process exited")
 
@@ -262,9 +263,10 @@ def test_a_making_that_failed_leaves_nothing_behind(abandoned: bool) -> None:
         going.set()
     with pytest.raises((RuntimeError, GroupAborted)) as failed:
         call.result()
+    assert began.wait(60)
     going.set()
     assert type(failed.value) is (GroupAborted if abandoned else RuntimeError)
-    assert all(event.wait(60) for event in gone) and len(gone) in (1, 2)
+    assert [event.wait(60) for event in gone] == [True, True]
 
 
 def test_a_group_that_was_left_in_good_order_is_ended_some_steps_later() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,20 @@ GONE = 2**22  # no process has such a number
 def found(folder: Path, endings: dict[int, Ending]) -> dict[int, str]:
     """Rank -> how it died."""
     return {death.rank: death.reason for death in find_deaths(read_samples(folder), endings, since_ns=1)}
+
+
+@contextlib.contextmanager
+def watched(program: str = "input()") -> Iterator[tuple[ExitWatcher, subprocess.Popen[bytes]]]:
+    """A watcher, and a child that runs until it is told to end."""
+    lines = ExitWatcher()
+    lines.start()
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    try:
+        yield lines, child
+    finally:
+        child.kill()
+        child.communicate()
+        lines.close()
 
 
 def test_a_death_is_told_from_an_end_that_was_asked_for(tmp_path: Path) -> None:
@@ -58,10 +74,7 @@ def test_who_only_echoes_another_end_is_not_the_first() -> None:
 
 def test_a_pidfd_or_a_wakeup_ends_the_wait_and_tells_how_a_child_ended() -> None:
     """No polling: with an hour to wait both come back at once, and the code is left for the parent's own wait."""
-    lines = ExitWatcher()
-    lines.start()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
+    with watched() as (lines, child):
         lines.hold([child.pid])
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
             rank.sendto(b"!", wakeup_address(os.getpid()))
@@ -71,27 +84,16 @@ def test_a_pidfd_or_a_wakeup_ends_the_wait_and_tells_how_a_child_ended() -> None
         lines.wait(3600)
         assert lines.endings[child.pid].words == "died of SIGKILL"
         assert child.wait() == -signal.SIGKILL
-    finally:
-        child.kill()
-        child.communicate()
-        lines.close()
 
 
 def test_how_a_rank_ended_is_known_also_when_its_box_was_read_first() -> None:
     """A segmentation fault between two turns of the watch was "exited without shutting down"."""
-    lines = ExitWatcher()
-    lines.start()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
+    with watched() as (lines, child):
         lines.hold([child.pid])
         child.send_signal(signal.SIGSEGV)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         lines.note_dead([child.pid, os.getpid()])
         assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}
-    finally:
-        child.kill()
-        child.communicate()
-        lines.close()
 
 
 _LEADER_FIRST = """
@@ -104,10 +106,7 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0) 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="the number of the system call")
 def test_how_a_rank_ended_is_known_also_when_its_first_thread_ends_before_the_others() -> None:
     """Its box says dead then, and nothing tells how: a segmentation fault was "exited without shutting down"."""
-    lines = ExitWatcher()
-    lines.start()
-    child = subprocess.Popen([sys.executable, "-c", _LEADER_FIRST], stdin=subprocess.PIPE)
-    try:
+    with watched(_LEADER_FIRST) as (lines, child):
         lines.hold([child.pid])
         while process_state(child.pid) != "Z":
             time.sleep(0.01)
@@ -118,19 +117,12 @@ def test_how_a_rank_ended_is_known_also_when_its_first_thread_ends_before_the_ot
         child.stdin.flush()
         lines.wait(3600)
         assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}
-    finally:
-        child.kill()
-        child.communicate()
-        lines.close()
 
 
 @pytest.mark.parametrize("held", [True, False])
 def test_how_a_rank_ended_is_known_also_when_the_launcher_has_waited_for_it_first(held: bool) -> None:
     """torchrun polls its ranks ten times a second. On a busy node it was there before the watch: "exited without shutting down"."""
-    lines = ExitWatcher()
-    lines.start()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
+    with watched() as (lines, child):
         if held:
             lines.hold([child.pid])
         lines.peek([child.pid])
@@ -140,10 +132,6 @@ def test_how_a_rank_ended_is_known_also_when_the_launcher_has_waited_for_it_firs
         assert child.wait() == -signal.SIGSEGV
         assert not lines.note_dead([child.pid])
         assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}
-    finally:
-        child.kill()
-        child.communicate()
-        lines.close()
 
 
 _AS_NOBODY = """
