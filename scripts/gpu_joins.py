@@ -26,6 +26,7 @@ from gpu_replicas import LighthouseProcess, Replica, say
 CARRY = Path(__file__).parent.parent / "carry"
 SURVIVORS = ("r0", "r2")
 STANDS_S = 2.5
+LIMIT_S = 90.0  # of waiting for a commit; told as the time of a kill after which none came
 
 
 def worker(name: str, out: Path) -> None:
@@ -45,16 +46,18 @@ class Crew:
     """The replicas of one run, and their replacements."""
 
     def __init__(self, out: Path, names: tuple[str, ...], doomed: tuple[str, ...]) -> None:
-        self.out, self.doomed = out, doomed
+        self.out, self._over = out, threading.Event()
         self.lighthouse = LighthouseProcess(out)
         self.replicas = {name: self._start(name) for name in names}
         self.waiting = {name: [self._start(name) for _ in range(6 // len(doomed))] for name in doomed}
+
+    def begin(self) -> None:
+        """Returns when all train together."""
         for replica in self.replicas.values():
             replica.wait("warm", limit_s=120)
         for replica in self.replicas.values():
             self._go(replica)
         self.wait_for_all(0.0)
-        self._over = threading.Event()
         threading.Thread(target=self._look_at_who_stands, daemon=True).start()
 
     def _start(self, name: str) -> Replica:
@@ -81,11 +84,11 @@ class Crew:
 
     def next_commits(self, after: float, members: int) -> float:
         """How long the slowest survivor took."""
-        return max(self.replicas[name].wait("commit", after, members, 90) - after for name in SURVIVORS)
+        return max(self.replicas[name].wait("commit", after, members, LIMIT_S) - after for name in SURVIVORS)
 
     def wait_for_all(self, after: float) -> None:
         for replica in self.replicas.values():
-            replica.wait("commit", after, len(self.replicas), 90)
+            replica.wait("commit", after, len(self.replicas), LIMIT_S)
 
     def _look_at_who_stands(self) -> None:
         seen: dict[str, float] = {}
@@ -128,7 +131,7 @@ def kill_joining(crew: Crew, chance: random.Random) -> float:
     time.sleep(chance.uniform(0.2, 0.55) if chance.random() < 0.8 else 1.2)
     at = crew.kill("r1")
     took = crew.next_commits(at, 2)
-    crew.replace("r1").wait("commit", at, 3, 90)
+    crew.replace("r1").wait("commit", at, 3, LIMIT_S)
     return took
 
 
@@ -164,14 +167,16 @@ def main() -> int:
         if args.only not in (None, name):
             continue
         crew, chance = Crew(args.out, names, doomed), random.Random(args.seed)
-        end, took = time.monotonic() + args.seconds, numbers.setdefault(name, [])
+        took = numbers.setdefault(name, [])
         try:
+            crew.begin()
+            end = time.monotonic() + args.seconds
             while time.monotonic() < end:
                 took.append(round(kill(crew, chance), 3))
                 print(f"{name} {len(took)}: {took[-1]} s", flush=True)
         except (RuntimeError, TimeoutError) as error:
             print(str(error)[-3000:])
-            took.append(float("inf"))
+            took.append(LIMIT_S)
         finally:
             crew.close()
         verdicts[f"{name}: the others went on within 5 s"] = bool(took) and max(took) < 5
