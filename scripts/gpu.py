@@ -27,7 +27,8 @@ CHECKS: dict[str, tuple[list[str], int]] = {
     "stacks": (["gpu_stacks.sh"], 250),
     "checkpoint": (["gpu_checkpoint.sh"], 200),
     "manager": (["gpu_manager.sh"], 290),
-    "joins": (["gpu_joins.py"], 400),
+    "plain": (["gpu_plain.py"], 400),
+    "joins": (["gpu_joins.py"], 560),
     "shapes": (["gpu_shapes.py"], 580),
     "first_contact": (["gpu_first_contact.py"], 580),
 }

@@ -1,6 +1,9 @@
-"""Replicas that die at bad moments on one GPU: while they join, and two shortly after each other.
+"""Replicas that die at bad moments on one GPU: while they join, two shortly after each other, and at random (storm).
 
-    gpu_joins.py OUT [--cpu] [--seconds 150] [--seed 1] [--only joins|pairs]
+    gpu_joins.py OUT [--cpu] [--seconds 150] [--seed 1] [--only joins|pairs|storm]
+
+The storm kills one of five replicas every 3 s on average, in 15 % of cases two at once, whatever they do at that moment. No gap
+between commits may be longer than 2 s, no replica may end by itself, and all must hold equal bits at the end.
 
 Replacements are started ahead and wait, so that a kill costs seconds. Survivors that commit nothing for 2.5 s are looked
 at from outside: py-spy for Python, eu-stack (elfutils; ./carry/eu or the PATH) for all native threads, into OUT/stacks.txt.
@@ -9,6 +12,7 @@ at from outside: py-spy for Python, eu-stack (elfutils; ./carry/eu or the PATH) 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -96,11 +100,14 @@ class Crew:
         spy = shutil.which("py-spy") or str(CARRY / "site" / "bin" / "py-spy")
         while not self._over.wait(0.5):
             for name in SURVIVORS:
-                last = self.replicas[name].commits()[-1]
+                replica = self.replicas.get(name)
+                last = next(reversed(replica.commits()), None) if replica else None
+                if replica is None or last is None:  # just replaced
+                    continue
                 if time.monotonic() - last < STANDS_S or seen.get(name) == last:
                     continue
                 seen[name] = last
-                pid = str(self.replicas[name].process.pid)
+                pid = str(replica.process.pid)
                 for command in ([spy, "dump", "--pid", pid], [native, "-n", "24", "-p", pid]):
                     self._note(name, command)
 
@@ -147,6 +154,49 @@ def kill_pair(crew: Crew, chance: random.Random) -> float:
     return took
 
 
+def storm(out: Path, seconds: float, seed: int) -> tuple[dict[str, bool], list[float]]:
+    """Five replicas under random kills: the claims, and the gaps of more than half a second between any two commits."""
+    (out / "stop").unlink(missing_ok=True)
+    names = tuple(f"r{number}" for number in range(5))
+    crew, chance = Crew(out, names, ("r0", "r1", "r2", "r3", "r4")), random.Random(seed)
+    everyone, kills, alone = list(crew.replicas.values()), 0, []
+    try:
+        crew.begin()
+        began = time.monotonic()
+        while time.monotonic() < began + seconds:
+            time.sleep(chance.expovariate(1 / 3.0))
+            alone += [name for name, one in crew.replicas.items() if one.process.poll() is not None]
+            for name in chance.sample(names, 2 if chance.random() < 0.15 else 1):
+                crew.kill(name)
+                kills += 1
+                everyone.append(crew.replace(name))
+        crew.wait_for_all(time.monotonic())
+        ended = time.monotonic()
+        (out / "stop").touch()
+        for one in crew.replicas.values():
+            one.process.wait(60)
+        ends = {
+            tuple(event[2::2])
+            for one in crew.replicas.values()
+            for event in one.events()
+            if event[1] == "done"
+        }
+    finally:
+        crew.close()
+    commits = sorted(at for one in everyone for at in one.commits() if began <= at <= ended)
+    gaps = sorted((round(b - a, 3) for a, b in itertools.pairwise(commits)), reverse=True)
+    print(
+        f"storm: {kills} kills, {len(commits)} commits, longest gaps {gaps[:8]}, ended by themselves {alone}",
+        flush=True,
+    )
+    verdicts = {
+        "storm: no gap above 2 s": gaps[0] <= 2.0,
+        "storm: no replica ended by itself": not alone,
+        "storm: equal bits": len(ends) == 1,
+    }
+    return verdicts, [gap for gap in gaps if gap > 0.5]
+
+
 RUNS = {
     "joins": (kill_joining, ("r0", "r1", "r2"), ("r1",)),
     "pairs": (kill_pair, ("r0", "r1", "r2", "r3"), ("r1", "r3")),
@@ -159,7 +209,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=RUNS, default=None)
+    parser.add_argument("--only", choices=[*RUNS, "storm"], default=None)
     args = parser.parse_args()
     verdicts: dict[str, bool] = {}
     numbers: dict[str, list[float]] = {}
@@ -180,10 +230,15 @@ def main() -> int:
         finally:
             crew.close()
         verdicts[f"{name}: the others went on within 5 s"] = bool(took) and max(took) < 5
+    if args.only in (None, "storm"):
+        found, numbers["storm"] = storm(args.out, args.seconds, args.seed)
+        verdicts |= found
     for claim, holds in verdicts.items():
         print(f"{'PASS' if holds else 'FAIL'}  {claim}")
     for name, took in numbers.items():
-        print(f"{name}: {len(took)} times, median {sorted(took)[len(took) // 2]} s, worst {max(took)} s")
+        print(
+            f"{name}: {len(took)} times, median {sorted(took)[len(took) // 2] if took else 0} s, worst {max(took, default=0)} s"
+        )
     (args.out / "gpu_joins.json").write_text(json.dumps({"verdicts": verdicts, "numbers": numbers}, indent=1))
     return 0 if all(verdicts.values()) else 1
 
