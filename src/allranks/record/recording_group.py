@@ -147,7 +147,22 @@ class RecordingProxies:
     def _with_proxy(
         self, original: Function, process_group: dist.ProcessGroup, *args: object, **kwargs: object
     ) -> object:
-        return original(self.proxy(process_group), *args, **kwargs)
+        return self._called(process_group, lambda group: original(group, *args, **kwargs))
+
+    def _called(self, group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], object]) -> object:
+        """Calls C++ with a proxy. Where C++ refuses it before any collective is made, the group itself is used."""
+        proxy, writer = self.proxy(group), self._hook.writer
+        if proxy is group or writer is None:
+            return call(group)
+        made = writer.box.get("next_id")
+        try:
+            return call(proxy)
+        except Exception as error:
+            if self._hook.writer is None or writer.box.get("next_id") != made:
+                raise  # the ranks have talked: what was raised is the program's
+            result = call(group)  # raises the same where it was not about the proxy
+            self._hook.lost(internals.CPP_CALLS, error)
+            return result
 
     # -- DDP ----------------------------------------------------------------------------------------------------
 
@@ -157,15 +172,21 @@ class RecordingProxies:
         proxies = self
 
         def __init__(self: object, *args: object, **kwargs: object) -> None:
-            proxy = None
-            if "process_group" in kwargs:
-                proxy = kwargs["process_group"] = proxies.proxy(kwargs["process_group"])
-            elif len(args) > 3:
-                proxy = proxies.proxy(args[3])
-                args = (*args[:3], proxy, *args[4:])
-            original(self, *args, **kwargs)
-            if isinstance(proxy, RecordingProxyGroup):
-                proxies._reducers[self] = proxy  # C++ keeps the group, not its Python half
+            named, given = "process_group" in kwargs, len(args) > 3
+            if not named and not given:
+                original(self, *args, **kwargs)
+                return
+
+            def make(group: dist.ProcessGroup) -> None:
+                if named:
+                    original(self, *args, **{**kwargs, "process_group": group})
+                else:
+                    original(self, *args[:3], group, *args[4:], **kwargs)
+                if isinstance(group, RecordingProxyGroup):
+                    proxies._reducers[self] = group  # C++ keeps the group, not its Python half
+
+            group: Any = kwargs["process_group"] if named else args[3]
+            proxies._called(group, make)
 
         self._replaced.put(dist.Reducer, "__init__", __init__, vars(dist.Reducer)["__init__"])
 

@@ -85,7 +85,10 @@ NEEDED: dict[str, tuple[str, tuple[str, ...]]] = {
     CPP_CALLS: ("c10d", (REGISTER, UNREGISTER, RESOLVE, "Reducer")),
     "calls made by C++ on other backends": (
         "ProcessGroup",
-        ("_device_types", "_get_backend", "_register_backend", "_set_group_name", "_set_group_desc"),
+        (
+            *("_backend_id", "_device_types", "_get_backend", "_get_backend_name", "_register_backend"),
+            *("_set_default_backend", "_set_group_name", "_set_group_desc"),
+        ),
     ),
     "which calls belong to one batch": ("ProcessGroup", (START_BATCH, END_BATCH)),
     "members and backends of groups": ("world", ("pg_group_ranks", "pg_map", "pg_names")),
@@ -161,15 +164,44 @@ def group_timeout(group: c10d.ProcessGroup) -> timedelta | None:
 
 
 def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
-    """Gives `proxy`, a Python subclass of ProcessGroup, the backends and the name of `group`."""
+    """Gives `proxy`, a Python subclass of ProcessGroup, the backends and the name of `group`.
+
+    C++ finds a backend by its device or by its type, and must find the same one in both groups. Raises where that cannot
+    be had: the caller then uses the group itself.
+    """
+    default = _backend_type(str(group._get_backend_name()))
+    _bind_device(group, proxy)
     for device, backend in backends(group):
-        proxy._register_backend(device, _backend_type(str(backend.name())), backend)
-    with contextlib.suppress(*TORCH_ERRORS):  # not every version has it
-        proxy._set_default_backend(_backend_type(str(group._get_backend_name())))
+        proxy._register_backend(device, _type_in(group, device, backend, default), backend)
+    proxy._set_default_backend(default)
     proxy._set_group_name(group.group_name)
     proxy._set_group_desc(group.group_desc)
+    for device, backend in backends(group):
+        if (
+            proxy._get_backend(device) is not backend
+            or proxy._get_backend_name() != group._get_backend_name()
+        ):
+            raise LookupError(f"a proxy of {group.group_name} finds another backend for {device}")
+
+
+def _type_in(group: c10d.ProcessGroup, device: Any, backend: Any, default: Any) -> Any:
+    """The type under which a group keeps a backend. Its name does not say: "nccl" may be a custom type, and the backend
+    of a custom type may be called "gloo"."""
+    likely = [default, _backend_type(str(backend.name()))]
+    for kind in (*likely, *c10d.ProcessGroup.BackendType.__members__.values()):
+        probe = c10d.ProcessGroup(group.rank(), group.size())
+        _bind_device(group, probe)
+        probe._register_backend(device, kind, backend)
+        with contextlib.suppress(RuntimeError):  # the group has none of this type
+            if group._backend_id(kind) == probe._backend_id(kind):
+                return kind
+    raise LookupError(f"group {group.group_name} keeps its backend {backend.name()} under no known type")
+
+
+def _bind_device(group: c10d.ProcessGroup, other: c10d.ProcessGroup) -> None:
+    """Before a backend is registered, which then takes the device from its group."""
     if getattr(group, "bound_device_id", None) is not None:
-        proxy.bound_device_id = group.bound_device_id
+        other.bound_device_id = group.bound_device_id
 
 
 def _backend_type(name: str) -> Any:

@@ -1,0 +1,62 @@
+"""Backends that torch knows under another name or type than they say themselves train as without us, and are recorded."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allranks
+from allranks.drill.ranks import Ranks
+
+from .boxes import ops, traces
+
+
+def _register(name: str) -> None:
+    """A backend made in Python over gloo: its type is "custom", and it calls itself "gloo"."""
+
+    def make(options: Any, _: object) -> dist.ProcessGroupGloo:
+        return dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, timeout=options.timeout
+        )
+
+    dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+
+
+def _train(rank: int, world: int, backend: str, record: bool) -> tuple[list[float], list[str]]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if record:
+            allranks.record()
+        for name in ("mine", "other"):
+            _register(name)
+        dist.init_process_group(backend)
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        for step in range(3):
+            model(torch.full((1, 4), float(rank + step))).sum().backward()
+        gradient = model.module.weight.grad
+        assert gradient is not None
+        value = dist._functional_collectives.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+        result = [*gradient.flatten().tolist(), float(value)]
+        dist.destroy_process_group()
+    return result, [str(item.message) for item in seen if "allranks" in str(item.message)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mine", "cpu:mine", "cpu:mine,cuda:other", "cpu:gloo,cuda:mine"])
+def test_ddp_trains_over_any_backend_as_without_us_and_its_calls_are_recorded(
+    backend: str, folder: Path
+) -> None:
+    """The reducer's calls, which C++ makes by itself, are there too."""
+    with Ranks(_train, 2, (backend, False), backend=None) as ranks:
+        alone = ranks.values()
+    with Ranks(_train, 2, (backend, True), backend=None) as ranks:
+        assert ranks.values() == alone
+    assert [said for _, said in alone] == [[], []]
+    for trace in traces(folder).values():
+        assert ops(trace).count("all_reduce") == 4  # one of the reducer in each step, and the functional one
+        assert trace.groups[int(trace.calls[0]["group"])].backend == backend
