@@ -107,9 +107,12 @@ def write_dump(rank: int) -> None:
     """Torch's own dump, whole or not at all."""
     if os.environ["HANGS_BACKEND"] != "nccl":
         return
-    import torch
+    import torch._C._distributed_c10d as c10d
 
-    data = torch._C._distributed_c10d._dump_nccl_trace()
+    rings = [c10d._dump_nccl_trace()]
+    for name in ("nccl2", "nccl") if hasattr(c10d, "FlightRecorderHook") else ():  # one ring for each backend
+        rings.append(c10d._dump_fr_trace(backend=name))
+    data = max(rings, key=len)
     folder = Path(os.environ["ALLRANKS_DIR"])
     (folder / f"part_{rank}").write_bytes(data)
     (folder / f"part_{rank}").rename(folder / f"trace_{rank}")
