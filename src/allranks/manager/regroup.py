@@ -36,7 +36,18 @@ from allranks.manager.heal.fetch import Fetch, HealSource, report_fetched
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode
-from allranks.manager.plan import FRESH, NOWHERE, Claim, Position, QuorumPlan, ReplicaClaim, decide, misfit
+from allranks.manager.plan import (
+    FRESH,
+    NOWHERE,
+    Claim,
+    Position,
+    QuorumPlan,
+    ReplicaClaim,
+    decide,
+    describe_conflict,
+    find_conflicts,
+    misfit,
+)
 from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open_store
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
@@ -185,8 +196,15 @@ class Regrouper:
     def _ask(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())
         ports = _port(self.group), _port(self.control)
-        claim = self.training.claim(self.server.address, *ports, broken)
-        claim = replace(claim, global_rank=self.options.global_rank)
+        with self.training.changed:  # the training thread may be loading what has arrived
+            claim = self.training.claim(self.server.address, *ports, broken)
+            arrived = self.fetch.position if self.fetch is not None and self.fetch.complete else NOWHERE
+        claim = replace(
+            claim,
+            global_rank=self.options.global_rank,
+            arrived_term=arrived[0],
+            arrived_step=arrived[1],
+        )
         claims = self.inside.gather(claim, left)
         member = self._member(claims) if self.inside.speaks else None
         return self._join(self.inside.share(member, left), left)
@@ -250,10 +268,10 @@ class Regrouper:
         self._let_go(old, "the members changed")
         self.training.times.mark("old group left")
         generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box, self.control)
-        generation.loaded = not generation.heals
         rolls = (index, self.options.rank) in plan.rolls_forward
+        self._log_conflicts(said, plan, quorum.names)
         if index in plan.sources and plan.healing:
-            self._offer(generation, later=rolls)
+            self._offer(generation, later=rolls or self.training.position != plan.top)
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
             self._begin(self._prepare_fetch(plan.top), generation)
         try:
@@ -264,6 +282,10 @@ class Regrouper:
             raise
         self.training.publish(generation, rolls)
         return generation
+
+    def _log_conflicts(self, said: Sequence[ReplicaClaim], plan: QuorumPlan, names: Sequence[str]) -> None:
+        for conflict in find_conflicts(said, plan):
+            log.warning("%s", describe_conflict(conflict, plan, names))
 
     def _offer(self, generation: Generation, later: bool) -> None:
         """Makes our state fetchable once it is whole: in the next step, or when a roll forward has been applied too."""
@@ -347,13 +369,13 @@ class Regrouper:
 
     def _prepare_fetch(self, top: Position) -> Fetch:
         if self.fetch is None or self.fetch.position != top:
-            self.fetch = Fetch(top, self.live, timeout_s=self.options.timeout_s)
+            keep = not self.training.torn and self.training.position != FRESH
+            self.fetch = Fetch(top, self.live, self.options.timeout_s, keep, self.training.tear)
         return self.fetch
 
     def _begin(self, fetch: Fetch, generation: Generation) -> None:
         """Starts to fetch, unless everything is here or on its way already."""
         if not fetch.complete and not fetch.begun:
-            self.training.healing()
             fetch.begin(self._sources(generation))
 
     def _pause_fetch(self) -> None:
@@ -371,6 +393,9 @@ class Regrouper:
             fetch = self._prepare_fetch(generation.plan.top) if wanted else None
         if fetch is None:
             self._pause_fetch()
+            with self.training.changed:
+                if generation.usable and generation.loaded:
+                    self.fetch = None  # nobody wants it any more: its memory is free
         if generation.heals and (generation.loaded if fetch is None else self._heal(generation, fetch)):
             self._end_transfer(generation)
 
