@@ -20,8 +20,16 @@ import torch
 import torch.distributed as dist
 
 from allranks import record
+from allranks.checkpoint.manager import save_last_steps
 from allranks.checkpoint.tensors import flatten
-from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted, StateDiffers
+from allranks.errors import (
+    AllranksError,
+    GroupAborted,
+    HealingFailed,
+    ManagerError,
+    RetriesExhausted,
+    StateDiffers,
+)
 from allranks.manager.drift import StateSums
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
@@ -470,6 +478,16 @@ class Manager:
         if generation is not None and generation.usable and not generation.loaded:
             self._load_healed(generation)
 
+    def _keep_dropped_state(self) -> None:
+        """Another state replaces ours, and no other replica holds its last steps: saved, if the script saves checkpoints."""
+        try:
+            saved = save_last_steps()
+        except (AllranksError, RuntimeError, OSError) as error:
+            log.warning("step %d is dropped, and could not be saved: %s", self.training.step, error)
+            return
+        kept = f"it is kept as the checkpoint of step {max(saved)}" if saved else "no checkpoint keeps it"
+        log.warning("step %d of this replica is dropped; %s", self.training.step, kept)
+
     def _may_load(self, generation: Generation) -> bool:
         """Whether what we claimed of our state stays true if it is replaced now: not while a quorum is requested."""
         current = generation is self.training.generation and generation.usable
@@ -496,6 +514,8 @@ class Manager:
         self.training.times.mark("state loading")
         self.sums.forget()
         state = fetch.state()
+        if generation.drops and not self.training.torn:
+            self._keep_dropped_state()
         self.training.tear()
         self.registered.load(state["user"])
         with self.training.changed:

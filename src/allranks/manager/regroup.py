@@ -15,13 +15,16 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
+from allranks.checkpoint.manager import saves_checkpoints
 from allranks.errors import (
     AllranksError,
     ConfigurationError,
     GroupAborted,
     HealingFailed,
+    LighthouseError,
     LighthouseRefused,
     ManagerError,
+    StateLost,
     TrainingFinished,
 )
 from allranks.lighthouse.client.actions import PendingAnswer
@@ -173,7 +176,7 @@ class Regrouper:
                 generation = self._form(quorum, old)
             except (AllranksError, RuntimeError, OSError, TimeoutError) as error:
                 if (
-                    isinstance(error, ConfigurationError)
+                    isinstance(error, (ConfigurationError, StateLost))
                     or self.training.closing
                     or time.monotonic() > deadline
                 ):
@@ -259,6 +262,7 @@ class Regrouper:
             raise ManagerError(f"quorum {quorum.number} does not contain us ({self.options.replica_id})")
         if plan.top == NOWHERE:
             raise HealingFailed(plan.reason)
+        self._obey_state_loss(quorum, plan)
         odd, why = misfit(said, [member.replica for member in quorum.members], plan.sources[0])
         if why:
             raise ConfigurationError(why) if odd == index else GroupAborted(why)
@@ -269,7 +273,7 @@ class Regrouper:
         self.training.times.mark("old group left")
         generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box, self.control)
         rolls = (index, self.options.rank) in plan.rolls_forward
-        self._log_conflicts(said, plan, quorum.names)
+        generation.drops = self._report_conflicts(said, plan, quorum.names, index)
         if index in plan.sources and plan.healing:
             self._offer(generation, later=rolls or self.training.position != plan.top)
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
@@ -283,9 +287,36 @@ class Regrouper:
         self.training.publish(generation, rolls)
         return generation
 
-    def _log_conflicts(self, said: Sequence[ReplicaClaim], plan: QuorumPlan, names: Sequence[str]) -> None:
+    def _obey_state_loss(self, quorum: Quorum, plan: QuorumPlan) -> None:
+        """Refuses to start over from step 0 where that would hide that checkpoints were not found."""
+        if plan.top != FRESH or quorum.reached <= 0:
+            return
+        why = f"starts over from step 0: all replicas that had come to step {quorum.reached} are gone"
+        if self.options.on_state_loss == "stop":
+            raise StateLost(f"this training {why}, and --on-state-loss is stop")
+        if not self.options.on_state_loss and saves_checkpoints():
+            raise StateLost(f"this training {why}, and none of its checkpoints was restored")
+        log.warning("this training %s", why)
+
+    def _report_conflicts(
+        self, said: Sequence[ReplicaClaim], plan: QuorumPlan, names: Sequence[str], index: int
+    ) -> bool:
+        """Steps that are dropped, to the log and, by the replica that drops them, as an incident; whether we do."""
+        ours = False
         for conflict in find_conflicts(said, plan):
-            log.warning("%s", describe_conflict(conflict, plan, names))
+            text = describe_conflict(conflict, plan, names)
+            log.warning("%s", text)
+            if conflict.replica == index:
+                ours = True
+                if self.inside.speaks:
+                    start_thread("allranks-conflict", self._ask_for_incident, text)
+        return ours
+
+    def _ask_for_incident(self, text: str) -> None:
+        try:
+            self.client.collect(text)
+        except LighthouseError as error:
+            log.warning("the lighthouse was not notified: %s", error)
 
     def _offer(self, generation: Generation, later: bool) -> None:
         """Makes our state fetchable once it is whole: in the next step, or when a roll forward has been applied too."""
