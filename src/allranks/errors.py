@@ -19,6 +19,7 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 │   └── MemoryLimitExceeded    a snapshot does not fit into its memory bound
 ├── ManagerError               training together failed in this rank
 │   ├── GroupAborted           a process group was taken down on purpose while somebody used it
+│   ├── StateLost              all holders of the state are gone, and it must not start over
 │   ├── StateDiffers           replicas hold different parameters or optimizer state
 │   ├── HealingFailed          no peer could hand over the live state; knows how much had arrived
 │   └── RetriesExhausted       too many steps in a row were not committed
@@ -290,6 +291,12 @@ class HealingFailed(ManagerError):
 
 class StateDiffers(ManagerError):
     """The replicas do not hold the same state (Manager(on_difference="stop")); the message names who and where."""
+
+
+class StateLost(ManagerError):
+    """All replicas that held the state are gone, and this one may not start over from step 0 (--on-state-loss stop)."""
+
+    hint = "find out why no checkpoint was restored; --on-state-loss restart starts over from step 0"
 
 
 class TrainingFinished(SystemExit):

@@ -449,9 +449,7 @@ async def test_steps_that_are_lost_with_their_replicas_are_told() -> None:
         desk.service.join(b, Member("b", f"b.{number}"))
         await until(lambda peer=b_peer: bool(peer.of(Quorum)))  # type: ignore[misc]
     told = [event.text for event in desk.service.snapshot().history if event.kind == "went_back"]
-    assert told == [
-        "training goes on from step 0: the replicas that had come to step 50 are gone, and with them the steps between"
-    ]
+    assert told == ["training starts over from step 0: all replicas that had come to step 50 are gone"]
 
 
 @on_loop

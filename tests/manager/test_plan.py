@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from allranks.manager.plan import FRESH, NOWHERE, Claim, ReplicaClaim, decide, misfit
+from allranks.manager.plan import (
+    FRESH,
+    NOWHERE,
+    Claim,
+    Conflict,
+    ReplicaClaim,
+    by_age,
+    decide,
+    describe_conflict,
+    find_conflicts,
+    misfit,
+)
 from allranks.manager.training import Phase, may_ask
 
 
@@ -75,10 +86,51 @@ def test_members_beyond_a_fixed_number_are_spares() -> None:
     assert plan.participants == (0, 1)
 
 
-def test_a_later_term_beats_more_steps() -> None:
-    """Cut off, one committed three steps more in the old group; what the later group committed counts."""
-    plan = decide([replica(Claim(term=5, step=12, seen=5)), replica(Claim(term=6, step=10, seen=6))])
-    assert (plan.top, plan.sources, plan.healing) == ((6, 10), (1,), (0,))
+def test_the_newest_state_is_the_one_with_most_steps() -> None:
+    """Its holder was silent while others started over: it wins until they have committed as much; then they do."""
+    held = replica(Claim(term=5, step=12, seen=5, start_term=1))
+    plan = decide([held, replica(Claim(term=6, step=10, seen=6, start_term=6))])
+    assert (plan.top, plan.sources, plan.healing, plan.start) == ((5, 12), (0,), (1,), (1, 0))
+    plan = decide([held, replica(Claim(term=6, step=12, seen=6, start_term=6))])
+    assert (plan.top, plan.sources, plan.healing, plan.start) == ((6, 12), (1,), (0,), (6, 0))
+
+
+def test_states_of_two_starts_are_in_conflict_and_both_numbers_are_named() -> None:
+    """The one that is dropped holds steps that the other does not."""
+    members = [
+        replica(Claim(term=5, step=12, seen=5, start_term=1)),
+        replica(Claim(term=7, step=30, seen=7, start_term=6, start_step=4)),
+    ]
+    plan = decide(members)
+    found = find_conflicts(members, plan)
+    assert found == [Conflict(replica=0, step=12, since=4)]
+    said = describe_conflict(found[0], plan, ["a", "b"])
+    assert said.startswith("a drops its 8 steps after step 4 (it holds step 12): b holds step 30")
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        Claim(term=4, step=12, seen=5, start_term=1),  # it slept while the others continued
+        Claim(term=4, step=12, seen=4),  # restored from a checkpoint, in no group yet
+        Claim(term=4, step=12, seen=5, start_term=2, torn=True),
+        Claim(),
+    ],
+)
+def test_a_state_that_others_continued_or_that_is_stored_is_not_in_conflict(behind: Claim) -> None:
+    """Healing drops no step of it, or none that is not in a checkpoint."""
+    members = [replica(Claim(term=5, step=40, seen=5, start_term=1)), replica(behind)]
+    assert find_conflicts(members, decide(members)) == []
+
+
+def test_a_fetched_state_that_is_not_loaded_yet_counts_if_all_ranks_of_the_replica_have_it() -> None:
+    """Its source died a moment later: there is no other copy."""
+    own = Claim(term=3, step=8, seen=4, start_term=1)
+    has = replace(own, arrived_term=4, arrived_step=20)
+    assert decide([replica(has, replace(has, torn=True))]).top == (4, 20)
+    assert decide([replica(has, own)]).top == (3, 8)
+    assert decide([replica(replace(has, torn=True), own)]).top == NOWHERE
+    assert decide([replica(has, has), replica(Claim(), Claim())]).sources == (0,)
 
 
 def test_a_vote_that_one_saw_pass_is_carried_out_by_those_who_did_not() -> None:
@@ -185,7 +237,7 @@ def test_every_plan_leaves_all_members_at_one_state(members: list[ReplicaClaim],
 def test_whoever_saw_a_step_committed_is_never_thrown_back_by_one_that_is_behind(found: list[Claim]) -> None:
     """The plan's state is at least as new as every whole state among the members."""
     plan = decide([replica(claim) for claim in found])
-    assert all(plan.top >= claim.position for claim in found)
+    assert all(by_age(plan.top) >= by_age(claim.position) for claim in found)
 
 
 @pytest.mark.parametrize(

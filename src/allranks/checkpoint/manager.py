@@ -43,6 +43,25 @@ from allranks.checkpoint.stores.backends import Backend, MemorySnapshotBackend, 
 
 log = logging.getLogger("allranks.checkpoint")
 Tier = CheckpointTier
+SAVE_LAST_S = 60.0  # for a state that another is about to replace
+
+
+_MANAGERS: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()  # of this process
+
+
+def saves_checkpoints() -> bool:
+    """Whether this process has a manager with a tier that outlives it."""
+    return any(one.config.nvme_path or one.config.s3_bucket for one in list(_MANAGERS))
+
+
+def save_last_steps() -> list[int]:
+    """Saves the last step of every manager of this process where no durable tier has it yet; the steps that are safe."""
+    found = []
+    for manager in list(_MANAGERS):
+        manager._save_last()
+        if manager.wait_for_pending_saves(SAVE_LAST_S):
+            found += [step for step in manager.saves.newest.values() if step == manager._last_step]
+    return found
 
 
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
@@ -72,6 +91,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._last: Callable[[], CheckpointState] | None = None  # makes the state of the last step
         self._last_step, self._last_world, self._moved_on = -1, 0, False
         self._hooks: list[Any] = []
+        _MANAGERS.add(self)
 
     @property
     def skipped(self) -> int:

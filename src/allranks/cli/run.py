@@ -24,6 +24,8 @@ from allranks.cli.run_job import (
     NodeJob,
     RunFlags,
     Settings,
+    configured_tiers,
+    describe_protection,
     embed_lighthouse,
     heartbeats,
     read_settings,
@@ -150,6 +152,7 @@ def _run(
     _say(f"job {name}: black boxes in {folder}, logs in {log_dir}, job token in {folder / TOKEN_FILE}")
     if lighthouse and not options.lighthouse and may_have_several_nodes(torchrun):
         _say(ALONE)
+    _say(describe_protection(options, settings))
     collector = start_timed_stacks(settings.get("debug") or {}, folder, log_dir)
     if collector is not None:
         stack.callback(stop_timed_stacks, collector)
@@ -243,6 +246,7 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                 # survivors wait longer for a quorum than the watch waits for the rank that is missing
                 "ALLRANKS_QUORUM_TIMEOUT_S": os.environ.get("ALLRANKS_QUORUM_TIMEOUT_S", "600"),
+                **_state_loss(job),
                 **job.environment.variables(),
             },
             restarts=RestartOptions(max_restarts=int(restarts)),
@@ -255,6 +259,12 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
         previous = signal.signal(number, supervisor.note_signal)
         job.stack.callback(signal.signal, number, previous)
     return supervisor.run()
+
+
+def _state_loss(job: NodeJob) -> dict[str, str]:
+    """What managers do when all holders of the state are gone; without a flag they stop if the script has checkpoints."""
+    wanted = job.options.on_state_loss or ("stop" if configured_tiers(job.settings) else "")
+    return {"ALLRANKS_ON_STATE_LOSS": wanted} if wanted else {}
 
 
 def _start_fresh(options: RunFlags, folder: Path) -> None:

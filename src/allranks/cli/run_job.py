@@ -93,6 +93,11 @@ class RunFlags:
     fresh: bool = option(
         False, "start from scratch: move checkpoints found at the first restore aside (nothing is deleted)"
     )
+    on_state_loss: str | None = option(
+        None,
+        "replica mode: when all replicas that hold the state are gone and no checkpoint was restored, start over from step 0 or stop (default: stop if checkpoints are configured, else restart)",
+        choices=("stop", "restart"),
+    )
     spares: bool = option(
         True,
         "keep warm processes for restarts (they have imported torch, and use memory)",
@@ -227,6 +232,25 @@ class NodeJob:
     incidents: Path
     log_dir: str
     stack: ExitStack  # ends what was started
+
+
+def configured_tiers(settings: Settings) -> list[str]:
+    """Where the checkpoints of a job file go, other than memory."""
+    section = settings.get("checkpoint") or {}
+    return [str(section[key]) for key in ("nvme_path", "s3_bucket") if section.get(key)]
+
+
+def describe_protection(options: RunFlags, settings: Settings) -> str:
+    """What keeps the state of this job when processes die."""
+    tiers = configured_tiers(settings)
+    count = options.total_replicas or options.replicas or 0
+    copies = f"each of {count} replicas holds the whole state" if count > 1 else ""
+    if tiers:
+        saved = f"checkpoints go to {' and '.join(tiers)}"
+        return f"protection: {copies}; {saved}" if copies else f"protection: {saved}"
+    event = "If all die at once" if copies else "If a rank dies"
+    lost = f"{event} and the script restores no checkpoint of its own, training starts over from step 0"
+    return f"protection: {copies or 'no replicas'}, and no checkpoints in the job file. {lost}"
 
 
 def embed_lighthouse(

@@ -51,7 +51,9 @@ class QuorumCoordinator:
     event_log: EventLog
     keep: Keep | None = None
     active: bool = True
-    on_new: Callable[[Quorum], None] | None = None  # told of a quorum of other members before it is formed
+    on_new: Callable[[Quorum], Quorum] | None = (
+        None  # completes a quorum of other members before it is formed
+    )
     reason: str = "no quorum yet"
     waiting: str = ""
     _rule: str = "nobody"
@@ -160,7 +162,7 @@ class QuorumCoordinator:
         last, before = self.state.last, self.state.members
         new = last is None or quorum.number != last.number
         if new and self.on_new is not None:
-            self.on_new(quorum)
+            quorum = self.on_new(quorum)
         self.state.form(quorum)
         self.reason = quorum.reason
         frame = encode(quorum)

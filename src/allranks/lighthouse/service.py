@@ -25,7 +25,7 @@ from allranks.lighthouse.sessions import EventLog, Peer, Session, Sessions, deli
 from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState, Status, StatusEvent
-from allranks.lighthouse.training import TrainingView
+from allranks.lighthouse.training import TrainingView, describe_lost_steps
 from allranks.model.cluster import Evicted, LetIn, Member, MemberLeft, MemberLost, Quorum, QuorumWanted
 
 log = logging.getLogger("allranks.lighthouse")
@@ -64,6 +64,10 @@ class Service:
     _next_sweep: float = 0.0
     _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
     _stalled: set[str] = field(default_factory=set)
+    _lost_steps: tuple[int, int] = (
+        -1,
+        -1,
+    )  # that were told last: where the training begins again, and its step before
     _finishing: set[str] = field(default_factory=set)  # sessions said to be through, not gone yet
 
     def __post_init__(self) -> None:
@@ -86,10 +90,21 @@ class Service:
         self.training = TrainingView(self.now)
         self.event_log.subscribe(self.training.happened)
 
-    def _look_for_lost_steps(self, quorum: Quorum) -> None:
-        lost = self.training.begin_at(quorum.max_step, quorum.names)
-        if lost and not self.state.over:
-            self.event_log.event("went_back", lost, number=quorum.number)
+    def _look_for_lost_steps(self, quorum: Quorum) -> Quorum:
+        reached = self.training.begin_at(quorum.max_step, quorum.names)
+        if reached < 0 or self.state.over:
+            return quorum
+        self._went_back(quorum.max_step, reached, quorum.number)
+        return replace(quorum, reached=reached)
+
+    def _went_back(self, step: int, reached: int, number: int = 0) -> None:
+        """Steps are lost: an event, and an incident of every agent. Once, however often a quorum begins there."""
+        if self._lost_steps != (step, reached):
+            self._lost_steps = (step, reached)
+            text = describe_lost_steps(step, reached, replicas=number > 0)
+            self.event_log.event("went_back", text, number=number)
+            if self.agents.count:
+                self.agents.collect(text)
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -242,7 +257,9 @@ class Service:
         """A heartbeat that says something."""
         if beat.step >= 0 and beat.step != session.step:
             session.step = beat.step
-            self.training.note_step(session.replica, beat.step, session.heard)
+            reached = self.training.note_step(session.replica, beat.step, session.heard)
+            if reached > beat.step and self.state.last is None:  # whole-job mode: there is no quorum
+                self._went_back(beat.step, reached)
         if beat.progress >= 0:
             session.progress = beat.progress
             if session.observer and beat.step < 0:

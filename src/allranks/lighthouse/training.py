@@ -29,6 +29,17 @@ _CONNECTED = ("connected", "returned")
 _DISCONNECTED = ("lost", "left", "finished")
 
 
+def describe_lost_steps(step: int, reached: int, replicas: bool) -> str:
+    """The training begins again at `step`, or a little before, after it had come to `reached`."""
+    gone = f"all replicas that had come to step {reached} are gone"
+    if replicas and step == 0:
+        return f"training starts over from step 0: {gone}"
+    if replicas:
+        return f"training continues from step {step}: {gone}, and the steps after {step} with them"
+    restored = "Unless it restored an early checkpoint, it starts over from step 0"
+    return f"a restart took the training back from step {reached} to step {step} or before. {restored}"
+
+
 @dataclass(frozen=True)
 class Scene:
     """What the lighthouse knows besides steps."""
@@ -67,29 +78,32 @@ class TrainingView:
     _called: float = 0.0  # when one of these changed last
     _call_gaps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
-    def note_step(self, source: str, step: int, now: float) -> None:
-        """A heartbeat told a step. With thousands of replicas nothing may be looked through here."""
+    def note_step(self, source: str, step: int, now: float) -> int:
+        """A heartbeat told a step. With thousands of replicas nothing may be looked through here. The step that the training
+        had come to when it went back by this; else -1."""
         if step < 0:
-            return
+            return -1
         before, self._steps[source] = self._steps.get(source, -1), step
         if step > self.step:
-            self.step = step
+            self.step, self._fallen_from = step, -1
             if now - self._moved >= NOTE_S:
                 self._note(now)
         elif before == self.step != step and max(self._steps.values()) < self.step:
             self._fallen_from = max(self._fallen_from, self.step)
             self._start_again(max(self._steps.values()))
             self._note(now)
+            return self._fallen_from
+        return -1
 
-    def begin_at(self, step: int, members: Iterable[str]) -> str:
-        """A quorum of other members begins at this step. Says so when the training had come further than any of them; else "".
-        The step that a member asked with may be some steps old."""
+    def begin_at(self, step: int, members: Iterable[str]) -> int:
+        """A quorum of other members begins at this step. The step that the training had come to when it is further than any
+        of them; else -1. The step that a member asked with may be some steps old."""
         reached, self._fallen_from = max(self.step, self._fallen_from), -1
         if max([step, *(self._steps.get(name, -1) for name in members)]) >= reached - 1:
-            return ""
+            return -1
         self._start_again(step)
-        gone = f"the replicas that had come to step {reached} are gone, and with them the steps between"
-        return f"training goes on from step {step}: {gone}"
+        self._fallen_from = reached  # until a step is made: these members may refuse to begin there
+        return reached
 
     def _start_again(self, step: int) -> None:
         self.step = self._noted = step

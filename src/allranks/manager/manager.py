@@ -20,8 +20,16 @@ import torch
 import torch.distributed as dist
 
 from allranks import record
+from allranks.checkpoint.manager import save_last_steps
 from allranks.checkpoint.tensors import flatten
-from allranks.errors import GroupAborted, HealingFailed, ManagerError, RetriesExhausted, StateDiffers
+from allranks.errors import (
+    AllranksError,
+    GroupAborted,
+    HealingFailed,
+    ManagerError,
+    RetriesExhausted,
+    StateDiffers,
+)
 from allranks.manager.drift import StateSums
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
@@ -423,7 +431,7 @@ class Manager:
         reason = f"{' and '.join(found.replicas)} must take the state of the others"
         ours = self.options.replica_id in found.replicas
         if ours:
-            self.training.healing()
+            self.training.tear()
         self.training.refuse(generation, reason)
         if not ours and self.options.rank == 0 and self._opened is not None:
             for replica, why in self.sums.corruption.repeated(found, generation.quorum, step).items():
@@ -461,13 +469,29 @@ class Manager:
             )
 
     def _must_load(self, generation: Generation | None) -> bool:
-        return bool(generation and generation.usable and generation.participates and not generation.loaded)
+        needed = generation is not None and (generation.participates or not generation.heals)
+        return bool(generation and needed and generation.usable and not generation.loaded)
 
     def _bring_in_late_state(self) -> None:
         """What heals beside this step must be there before the script does anything with the gradients."""
         generation = self.training.attempt.generation
         if generation is not None and generation.usable and not generation.loaded:
             self._load_healed(generation)
+
+    def _keep_dropped_state(self) -> None:
+        """Another state replaces ours, and no other replica holds its last steps: saved, if the script saves checkpoints."""
+        try:
+            saved = save_last_steps()
+        except (AllranksError, RuntimeError, OSError) as error:
+            log.warning("step %d is dropped, and could not be saved: %s", self.training.step, error)
+            return
+        kept = f"it is kept as the checkpoint of step {max(saved)}" if saved else "no checkpoint keeps it"
+        log.warning("step %d of this replica is dropped; %s", self.training.step, kept)
+
+    def _may_load(self, generation: Generation) -> bool:
+        """Whether what we claimed of our state stays true if it is replaced now: not while a quorum is requested."""
+        current = generation is self.training.generation and generation.usable
+        return current and not self.training.regrouping
 
     def _load_healed(self, generation: Generation) -> bool:
         """Waits for the fetched state and loads it, on the training thread; False when the group broke first."""
@@ -481,6 +505,8 @@ class Manager:
                 self.options.timeout_s,
             )
             fetch = opened.regrouper.fetched_for(generation)
+            if fetch is not None and not self._may_load(generation):
+                return False
         if not done:
             raise HealingFailed(f"healing did not finish in {self.options.timeout_s:.1f} s")
         if fetch is None:
@@ -488,6 +514,9 @@ class Manager:
         self.training.times.mark("state loading")
         self.sums.forget()
         state = fetch.state()
+        if generation.drops and not self.training.torn:
+            self._keep_dropped_state()
+        self.training.tear()
         self.registered.load(state["user"])
         with self.training.changed:
             if opened.regrouper.fetch is not fetch:
@@ -496,5 +525,6 @@ class Manager:
             self.training.healed(generation, fetch.position)
             if self.training.generation is generation:  # else the next group may be about to ask for it again
                 opened.regrouper.fetch = None
+        opened.regrouper.make_offer_if_due()
         record.step(self.training.step)
         return True

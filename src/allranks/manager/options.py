@@ -48,6 +48,9 @@ class ManagerOptions:
     token: str | None = None  # of the job; None: from the environment
     check_every: int = EVERY_STEPS  # steps between two comparisons of the replicas' states; 0: never
     on_difference: OnDifference = "heal"  # what is done when one differs; see Manager
+    on_state_loss: str = (
+        ""  # stop or restart when all holders of the state are gone; "": stop if there are checkpoints
+    )
     global_rank: int = -1  # in the whole job; names the rank in verdicts; -1: not known
 
     def __post_init__(self) -> None:
@@ -66,6 +69,8 @@ class ManagerOptions:
             raise ConfigurationError(
                 f"on_difference must be heal, stop or report, not {self.on_difference!r}"
             )
+        if self.on_state_loss not in ("", "stop", "restart"):
+            raise ConfigurationError(f"on_state_loss must be stop or restart, not {self.on_state_loss!r}")
         if not self.lighthouse:
             raise ConfigurationError(
                 "the manager does not know where the lighthouse is",
@@ -130,6 +135,7 @@ SETTINGS = {
     "token": "token",
     "check_every": "check_every",
     "on_difference": "on_difference",
+    "on_state_loss": "on_state_loss",
 }
 _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "lighthouse": (("ALLRANKS_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"), str),
@@ -143,4 +149,5 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "store_host": (("MASTER_ADDR",), str),
     "store_port": (("MASTER_PORT",), int),
     "global_rank": (("ALLRANKS_RANK",), int),
+    "on_state_loss": (("ALLRANKS_ON_STATE_LOSS",), str),
 }

@@ -1,8 +1,10 @@
 """What a new quorum means for its members: who heals from whom, who takes part, what a doubtful commit was.
 
 Pure: every member computes the same plan from the same claims, so nothing more has to be agreed. A state's
-position is (term, step): the term of the group that committed it last, and how many steps it has. Terms only
-grow, so of two states with equal steps the one committed by the later group is right (as in raft's log).
+position is (term, step): the term of the group that committed it last, and how many steps it has. The state with
+the most steps counts; of two with equal steps the one that the later group committed. A start is where a training
+began without a live holder of its state: from step 0 or from a checkpoint. Two states of one start are never in
+conflict, for the one with fewer steps is an ancestor of the other. Two of different starts are: see `find_conflicts`.
 
 Invariants that the rest relies on:
 - a rank votes only after all its gradients are reduced, so a *pending* rank (its vote was given, the result
@@ -30,7 +32,15 @@ class Claim:
     step: int = 0
     seen: int = 0  # highest term this rank was ever in
     pending: int = 0  # term of the group in which a vote was given and no result came; 0: none
-    torn: bool = False  # healing was cut short: unusable until healed
+    torn: bool = False  # some of its bytes were replaced, and not all: unusable until healed
+    arrived_term: int = (
+        -1
+    )  # with arrived_step: of the complete state that was fetched and is not loaded yet; -1: none
+    arrived_step: int = -1
+    start_term: int = (
+        0  # with start_step: where its training began; 0: in no group yet, fresh or from a checkpoint
+    )
+    start_step: int = 0
     address: str = ""  # host:port of its healing server
     port: int = 0  # of its gloo listener for gradients
     control_port: int = 0  # of its gloo listener for votes
@@ -41,6 +51,16 @@ class Claim:
     def position(self) -> Position:
         """Where the state stands; NOWHERE when it is unusable."""
         return NOWHERE if self.torn else (self.term, self.step)
+
+    @property
+    def arrived(self) -> Position:
+        """Of a fetched state that is complete and not loaded yet; NOWHERE: there is none."""
+        return self.arrived_term, self.arrived_step
+
+    @property
+    def start(self) -> Position:
+        """The first group of its training and the step there; FRESH when it was in no group yet."""
+        return self.start_term, self.start_step
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,7 @@ class QuorumPlan:
     participants: tuple[int, ...]  # whose gradients count; the others are spares and give zeros
     late: tuple[int, ...] = ()  # of these: who heals beside the first step, and counts from the second on
     rolls_forward: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (replica, rank)
+    start: Position = FRESH  # of the training that continues
     reason: str = ""
 
     def sources_of(self, healer: int) -> tuple[int, ...]:
@@ -101,7 +122,7 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> QuorumPlan:
     """The plan for a quorum of these members (in quorum order)."""
     rolls = _rolls_forward(members)
     places = [_effective(member, index, rolls) for index, member in enumerate(members)]
-    top = max(places)
+    top = max(places, key=by_age)
     sources = _sources(members, places, top)
     healing = [
         index
@@ -122,7 +143,45 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> QuorumPlan:
         participants=tuple(participants),
         late=late,
         rolls_forward=frozenset(rolls),
+        start=_start(members, sources, term, top),
         reason=reason,
+    )
+
+
+def by_age(position: Position) -> tuple[int, int]:
+    """The newer of two states has the greater key."""
+    return position[1], position[0]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A complete state that is dropped although steps of it are not in the state that counts."""
+
+    replica: int
+    step: int  # of its state
+    since: int  # the steps after this one are dropped
+
+
+def find_conflicts(members: Sequence[ReplicaClaim], plan: QuorumPlan) -> list[Conflict]:
+    """The members that heal and hold steps of another start than the one that continues."""
+    found = []
+    for index in plan.healing:
+        claim = members[index].ranks[0]
+        if any(one.torn for one in members[index].ranks) or claim.start == FRESH or claim.start == plan.start:
+            continue
+        since = max(claim.start, plan.start)[1]  # where the later of the two starts began
+        if claim.step > since:
+            found.append(Conflict(index, claim.step, since))
+    return found
+
+
+def describe_conflict(conflict: Conflict, plan: QuorumPlan, names: Sequence[str]) -> str:
+    """Both states, with their numbers of steps."""
+    sources = ", ".join(names[index] for index in plan.sources)
+    return (
+        f"{names[conflict.replica]} drops its {conflict.step - conflict.since} steps after step {conflict.since}"
+        f" (it holds step {conflict.step}): {sources} holds step {plan.top[1]}, and the two have trained"
+        " separately since all holders of the state were gone"
     )
 
 
@@ -180,12 +239,18 @@ def _sources(members: Sequence[ReplicaClaim], places: Sequence[Position], top: P
 
 
 def _effective(member: ReplicaClaim, index: int, rolls: set[tuple[int, int]]) -> Position:
-    """Where a replica stands once its doubtful steps are decided; NOWHERE when its ranks disagree."""
-    places = {
-        (claim.pending, claim.step + 1) if (index, rank) in rolls else claim.position
+    """The newest state that all ranks of a replica hold once its doubtful steps are decided; NOWHERE: there is none."""
+    held = [
+        {(claim.pending, claim.step + 1) if (index, rank) in rolls else claim.position, claim.arrived}
         for rank, claim in enumerate(member.ranks)
-    }
-    return places.pop() if len(places) == 1 else NOWHERE
+    ]
+    return max(set.intersection(*held) or {NOWHERE}, key=by_age)
+
+
+def _start(members: Sequence[ReplicaClaim], sources: Sequence[int], term: int, top: Position) -> Position:
+    """Of the training that continues; a new one where no source was in a group yet."""
+    known = [members[index].ranks[0].start for index in sources if members[index].ranks[0].start != FRESH]
+    return max(known, default=(term, top[1]))
 
 
 def _participants(members: Sequence[ReplicaClaim]) -> list[int]:

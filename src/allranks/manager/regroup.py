@@ -15,13 +15,16 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
+from allranks.checkpoint.manager import saves_checkpoints
 from allranks.errors import (
     AllranksError,
     ConfigurationError,
     GroupAborted,
     HealingFailed,
+    LighthouseError,
     LighthouseRefused,
     ManagerError,
+    StateLost,
     TrainingFinished,
 )
 from allranks.lighthouse.client.actions import PendingAnswer
@@ -36,7 +39,18 @@ from allranks.manager.heal.fetch import Fetch, HealSource, report_fetched
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode
-from allranks.manager.plan import FRESH, NOWHERE, Claim, Position, QuorumPlan, ReplicaClaim, decide, misfit
+from allranks.manager.plan import (
+    FRESH,
+    NOWHERE,
+    Claim,
+    Position,
+    QuorumPlan,
+    ReplicaClaim,
+    decide,
+    describe_conflict,
+    find_conflicts,
+    misfit,
+)
 from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open_store
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
@@ -162,7 +176,7 @@ class Regrouper:
                 generation = self._form(quorum, old)
             except (AllranksError, RuntimeError, OSError, TimeoutError) as error:
                 if (
-                    isinstance(error, ConfigurationError)
+                    isinstance(error, (ConfigurationError, StateLost))
                     or self.training.closing
                     or time.monotonic() > deadline
                 ):
@@ -185,8 +199,15 @@ class Regrouper:
     def _ask(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())
         ports = _port(self.group), _port(self.control)
-        claim = self.training.claim(self.server.address, *ports, broken)
-        claim = replace(claim, global_rank=self.options.global_rank)
+        with self.training.changed:  # the training thread may be loading what has arrived
+            claim = self.training.claim(self.server.address, *ports, broken)
+            arrived = self.fetch.position if self.fetch is not None and self.fetch.complete else NOWHERE
+        claim = replace(
+            claim,
+            global_rank=self.options.global_rank,
+            arrived_term=arrived[0],
+            arrived_step=arrived[1],
+        )
         claims = self.inside.gather(claim, left)
         member = self._member(claims) if self.inside.speaks else None
         return self._join(self.inside.share(member, left), left)
@@ -241,6 +262,7 @@ class Regrouper:
             raise ManagerError(f"quorum {quorum.number} does not contain us ({self.options.replica_id})")
         if plan.top == NOWHERE:
             raise HealingFailed(plan.reason)
+        self._obey_state_loss(quorum, plan)
         odd, why = misfit(said, [member.replica for member in quorum.members], plan.sources[0])
         if why:
             raise ConfigurationError(why) if odd == index else GroupAborted(why)
@@ -250,10 +272,10 @@ class Regrouper:
         self._let_go(old, "the members changed")
         self.training.times.mark("old group left")
         generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box, self.control)
-        generation.loaded = not generation.heals
         rolls = (index, self.options.rank) in plan.rolls_forward
+        generation.drops = self._report_conflicts(said, plan, quorum.names, index)
         if index in plan.sources and plan.healing:
-            self._offer(generation, later=rolls)
+            self._offer(generation, later=rolls or self.training.position != plan.top)
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
             self._begin(self._prepare_fetch(plan.top), generation)
         try:
@@ -264,6 +286,37 @@ class Regrouper:
             raise
         self.training.publish(generation, rolls)
         return generation
+
+    def _obey_state_loss(self, quorum: Quorum, plan: QuorumPlan) -> None:
+        """Refuses to start over from step 0 where that would hide that checkpoints were not found."""
+        if plan.top != FRESH or quorum.reached <= 0:
+            return
+        why = f"starts over from step 0: all replicas that had come to step {quorum.reached} are gone"
+        if self.options.on_state_loss == "stop":
+            raise StateLost(f"this training {why}, and --on-state-loss is stop")
+        if not self.options.on_state_loss and saves_checkpoints():
+            raise StateLost(f"this training {why}, and none of its checkpoints was restored")
+        log.warning("this training %s", why)
+
+    def _report_conflicts(
+        self, said: Sequence[ReplicaClaim], plan: QuorumPlan, names: Sequence[str], index: int
+    ) -> bool:
+        """Steps that are dropped, to the log and, by the replica that drops them, as an incident; whether we do."""
+        ours = False
+        for conflict in find_conflicts(said, plan):
+            text = describe_conflict(conflict, plan, names)
+            log.warning("%s", text)
+            if conflict.replica == index:
+                ours = True
+                if self.inside.speaks:
+                    start_thread("allranks-conflict", self._ask_for_incident, text)
+        return ours
+
+    def _ask_for_incident(self, text: str) -> None:
+        try:
+            self.client.collect(text)
+        except LighthouseError as error:
+            log.warning("the lighthouse was not notified: %s", error)
 
     def _offer(self, generation: Generation, later: bool) -> None:
         """Makes our state fetchable once it is whole: in the next step, or when a roll forward has been applied too."""
@@ -347,13 +400,13 @@ class Regrouper:
 
     def _prepare_fetch(self, top: Position) -> Fetch:
         if self.fetch is None or self.fetch.position != top:
-            self.fetch = Fetch(top, self.live, timeout_s=self.options.timeout_s)
+            keep = not self.training.torn and self.training.position != FRESH
+            self.fetch = Fetch(top, self.live, self.options.timeout_s, keep, self.training.tear)
         return self.fetch
 
     def _begin(self, fetch: Fetch, generation: Generation) -> None:
         """Starts to fetch, unless everything is here or on its way already."""
         if not fetch.complete and not fetch.begun:
-            self.training.healing()
             fetch.begin(self._sources(generation))
 
     def _pause_fetch(self) -> None:
@@ -371,6 +424,9 @@ class Regrouper:
             fetch = self._prepare_fetch(generation.plan.top) if wanted else None
         if fetch is None:
             self._pause_fetch()
+            with self.training.changed:
+                if generation.usable and generation.loaded:
+                    self.fetch = None  # nobody wants it any more: its memory is free
         if generation.heals and (generation.loaded if fetch is None else self._heal(generation, fetch)):
             self._end_transfer(generation)
 

@@ -15,7 +15,7 @@ from enum import Enum
 
 from allranks.errors import HealingFailed
 from allranks.manager.groups.generation import Generation, RegroupTimes, StepAttempt
-from allranks.manager.plan import Claim, Position
+from allranks.manager.plan import FRESH, Claim, Position
 
 _REMEMBERED_LOSSES = 64
 _REMEMBERED_TRANSFERS = 8  # quorums; only the one that is being made matters
@@ -60,6 +60,7 @@ class TrainingState:
     step: int = 0
     seen: int = 0
     torn: bool = False
+    start: Position = FRESH  # of the training that the state belongs to, see plan.py
     batches: int = 0
     attempt: StepAttempt = field(default_factory=StepAttempt)
     generation: Generation | None = None
@@ -138,7 +139,7 @@ class TrainingState:
             if attempt.generation is None:
                 self.times.mark("first collective due")
                 generation = self._wait_for_group(limit_s)
-                if generation.heals and not generation.loaded and generation.participates:
+                if not generation.loaded and generation.participates:
                     attempt.spoiled = "computed on a state that had to be healed"
                     return None
                 attempt.generation = generation
@@ -162,7 +163,7 @@ class TrainingState:
             self.phase = Phase.COMPUTING
             self.changed.notify_all()
             generation = self._wait_for_group(limit_s)
-            if generation.heals and generation.participates:
+            if not generation.loaded and generation.participates:
                 attempt.spoiled = "this replica is behind and must heal"
                 return None
             attempt.generation = generation
@@ -441,6 +442,8 @@ class TrainingState:
                 seen=self.seen,
                 pending=generation.plan.term if in_doubt and generation is not None else 0,
                 torn=self.torn,
+                start_term=self.start[0],
+                start_step=self.start[1],
                 address=address,
                 port=port,
                 control_port=control_port,
@@ -461,6 +464,10 @@ class TrainingState:
             if self.generation is not None and self.generation is not generation:
                 self.generation.over = True
             self.generation, self.invited = generation, False
+            # not loaded: it heals, or what it has fetched for an earlier group is still to be loaded
+            generation.loaded = not generation.heals and (rolls or self.position == generation.plan.top)
+            if generation.loaded:
+                self.start = generation.plan.start
             self.times.quorum = generation.number
             self.times.mark("group published")
             self.wanted = ""  # was about the group before; a loss in this one is looked up below
@@ -476,8 +483,8 @@ class TrainingState:
                 self.break_group(generation, lost)
             self.changed.notify_all()
 
-    def healing(self) -> None:
-        """Bytes of another state are about to land in ours: until it is loaded, ours is no state."""
+    def tear(self) -> None:
+        """Bytes of our state are about to be replaced: until all of them are, it is not a state."""
         with self.changed:
             self.torn = True
 
@@ -485,7 +492,7 @@ class TrainingState:
         """The training thread has loaded the fetched state."""
         with self.changed:
             self.term, self.step = position
-            self.torn = False
+            self.start, self.torn = generation.plan.start, False
             self.times.mark("state loaded")
             generation.loaded = True
             self.changed.notify_all()

@@ -47,6 +47,8 @@ class Quorum:
     #: grows with every answer, also while the number stays: who missed an answer is sent it again
     round: int = 0
     max_step: int = 0
+    #: the step that the training had come to, where all who held it are gone and the members begin before it; else -1
+    reached: int = -1
     heal: dict[str, str] = field(default_factory=dict)  # replica that must heal -> whose state it takes
     spares: tuple[str, ...] = ()  # asked too, but left over; they are notified and wait
     evicted: tuple[str, ...] = ()  # kept by the members, so that a restarted lighthouse still knows

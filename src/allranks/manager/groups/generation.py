@@ -32,6 +32,7 @@ class Generation:
     broken: str = ""  # why, in the words of who noticed
     over: bool = False  # replaced by a later one: its end is no accident
     loaded: bool = True  # the state to train on is in place; False while healing
+    drops: bool = False  # our replica heals, and holds steps that are in no other state
     reported: bool = False  # that learning rates and the like differ in it
     together: bool = False  # its first step is behind it: those who came late hold the state too
     transfers: set[int] = field(init=False)  # healing replicas whose state transfer still needs this rank

@@ -46,11 +46,13 @@ class HealSource:
 
 @dataclass(eq=False)
 class Fetch:
-    """One healing. `live` gives our tensors, into which the bytes go directly."""
+    """One healing. `live` gives our tensors, into which the bytes go directly, or the like of them (`keep`)."""
 
     position: Position
     live: LiveState
     timeout_s: float = 60.0
+    keep: bool = False  # our state is worth something: it stays whole for as long as it can
+    on_change: Callable[[], None] = lambda: None  # called before the first byte of our own tensors changes
     received_bytes: int = 0
     failures: list[str] = field(default_factory=list)  # "source: why", in order
     began_at: float = 0.0
@@ -62,6 +64,8 @@ class Fetch:
     _sockets: set[socket.socket] = field(default_factory=set)
     _threads: list[threading.Thread] = field(default_factory=list)
     _running: int = 0  # of them
+    _unanswered: int = 0  # of them: not sent a layout yet
+    _changed: bool = False  # bytes of our own tensors
     _before: int = 0  # bytes that had arrived when it began
 
     @property
@@ -105,7 +109,7 @@ class Fetch:
             )
             for source in _connections(sources[:MAX_SOURCES])
         ]
-        self._running = len(self._threads)
+        self._running = self._unanswered = len(self._threads)
         for thread in self._threads:
             thread.start()
 
@@ -148,9 +152,15 @@ class Fetch:
         asked: collections.deque[tuple[HealSegment, ...]] = collections.deque()
         sock = self._socket(source)
         try:
-            self._connect(sock, source)
-            greet_as_client(sock, source.credential, source.address)
-            self._agree_on_layout(sock)
+            try:
+                self._connect(sock, source)
+                greet_as_client(sock, source.credential, source.address)
+                self._agree_on_layout(sock)
+            finally:
+                with self._lock:
+                    self._unanswered -= 1
+                    self._lock.notify_all()
+            self._announce_change()
             self._take_stripes(sock, asked, source.name)
         except (OSError, AllranksError, ValueError, KeyError, TypeError) as error:
             self.failures.append(f"{source.name or source.address}: {error}")
@@ -215,12 +225,24 @@ class Fetch:
         layout = StateLayout.from_json(_receive_ok(sock))
         with self._lock:
             if self._landing is None:
-                landing = self.live.landing(layout)
+                landing = self.live.landing(layout, self.keep)
                 # In this order: `complete` is asked without the lock.
                 self._left.extend(stripes(layout))
                 self._landing = landing
             elif self._landing.layout.notes != layout.notes:
                 raise ChannelError("this source holds other tensors than the first one")
+
+    def _announce_change(self) -> None:
+        """Before bytes go into our own tensors. One of a state that is worth something is changed only when all sources
+        have answered."""
+        with self._lock:
+            if self._landing is None or self._landing.apart:
+                return
+            if self.keep:
+                self._lock.wait_for(lambda: not self._unanswered or self.cancelled, self.timeout_s)
+            if not self._changed and not self.cancelled:
+                self.on_change()
+                self._changed = True
 
     def _take(self) -> tuple[HealSegment, ...] | None:
         with self._lock:

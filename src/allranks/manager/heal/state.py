@@ -17,6 +17,7 @@ import torch
 
 from allranks.channel.keys import ChannelError
 from allranks.checkpoint.tensors import flatten, memory_of, unflatten
+from allranks.manager.heal.room import has_room
 from allranks.manager.plan import Position
 
 #: Tensors up to this size are copied when they are offered: forward may change them (buffers, counters).
@@ -103,12 +104,16 @@ class LiveState:
         """Makes it fetchable as it stands now."""
         return make_offer(position, self.read(), self.volatile(), self.moving())
 
-    def landing(self, layout: StateLayout) -> Landing:
-        """Memory for a state that is fetched: our own tensors, but for those that a forward may be changing."""
+    def landing(self, layout: StateLayout, keep: bool = False) -> Landing:
+        """Memory for a state that is fetched: our own tensors, but for those that a forward may be changing.
+
+        `keep`: new memory, so that our state stays whole until all of the other is here; our own where there is too little.
+        """
         own, moving = flatten(self.read()).tensors, self.moving()
-        placed = [_place(note, own, moving) for note in layout.notes]
+        apart = keep and has_room(_needs(layout, own))
+        placed = [_place(note, own, moving, apart) for note in layout.notes]
         values = {note.name: value for note, (value, _) in zip(layout.notes, placed, strict=True)}
-        return Landing(layout, values, tuple(local for _, local in placed))
+        return Landing(layout, values, tuple(local for _, local in placed), apart)
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,7 @@ class Landing:
     layout: StateLayout
     values: dict[str, torch.Tensor]  # what load_state_dict will see
     locals: tuple[torch.Tensor, ...]  # contiguous memory in layout order
+    apart: bool = False  # none of it is our own
 
     def views(self, segments: Sequence[HealSegment], staging: Staging) -> list[memoryview]:
         """Writable bytes: the tensors' own on the CPU, room beside a device for its tensors (see `settle`)."""
@@ -266,7 +272,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(
-    note: TensorNote, own: Mapping[str, torch.Tensor], moving: frozenset[int]
+    note: TensorNote, own: Mapping[str, torch.Tensor], moving: frozenset[int], apart: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mine, device = own.get(note.name), None
     dtype = _dtype(note.dtype)
@@ -275,11 +281,20 @@ def _place(
         fits = local.dtype == dtype and tuple(local.shape) == note.shape and local.is_contiguous()
         # A forward may be changing it: then load_state_dict will bring it in.
         moves = local.data_ptr() in moving or (note.nbytes <= SMALL_BYTES and not note.whole)
-        if fits and not moves and (local is not mine) == bool(note.whole):
+        if not apart and fits and not moves and (local is not mine) == bool(note.whole):
             return mine, local.detach()
         device = local.device
     fresh = torch.empty(note.shape, dtype=dtype, device=device)
     return (_sharded_like(fresh, note, own) if note.whole else fresh), fresh
+
+
+def _needs(layout: StateLayout, own: Mapping[str, torch.Tensor]) -> dict[torch.device, int]:
+    """Bytes of a second copy, by device."""
+    needs: dict[torch.device, int] = {}
+    for note in layout.notes:
+        device = local_of(own[note.name]).device if note.name in own else torch.device("cpu")
+        needs[device] = needs.get(device, 0) + note.nbytes
+    return needs
 
 
 def _sharded_like(local: torch.Tensor, note: TensorNote, own: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""`allranks run --replicas` when every replica that holds the state dies: said at the start, an incident, and obeyed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import os, sys, time
+import torch
+from allranks import DistributedDataParallel, Manager, Optimizer
+folder, nvme = sys.argv[1:3]
+if nvme:
+    from allranks.checkpoint import CheckpointConfig, CheckpointManager
+    checkpoints = CheckpointManager(CheckpointConfig(nvme_path=nvme, checkpoint_interval=10**9))
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 4)
+inner = torch.optim.SGD(model.parameters(), lr=0.01)
+manager = Manager(state=[model, inner], min_replica_size=1)
+ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+attempt = os.environ["ALLRANKS_ATTEMPT"]
+while True:
+    optimizer.zero_grad()
+    ddp(torch.randn(2, 4)).sum().backward()
+    time.sleep(0.02)
+    if optimizer.step():
+        step = manager.current_step()
+        with open(f"{folder}/steps-{manager.replica_id().split(':')[0]}-{attempt}", "a") as out:
+            out.write(f"{step} {os.getpid()}\\n")
+        if attempt != "0" and step >= 5:
+            break
+manager.shutdown()
+"""
+
+
+def start(tmp_path: Path, nvme: str, *flags: str) -> subprocess.Popen[str]:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    command = [
+        sys.executable, "-m", "allranks", "run", "--replicas", "2", "--incidents", str(tmp_path / "incidents"),
+        *flags, str(script), str(tmp_path), nvme,
+    ]  # fmt: skip
+    env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def kill_all_at(tmp_path: Path, process: subprocess.Popen[str], step: int) -> None:
+    """Kills both replicas at once when both have come to this step."""
+    deadline, pids = time.monotonic() + 120, []
+    while len(pids) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        rows = [path.read_text().split() for path in tmp_path.glob("steps-*-0")]
+        pids = [int(row[-1]) for row in rows if len(row) % 2 == 0 and row and int(row[-2]) >= step]
+        time.sleep(0.02)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
+@pytest.mark.parametrize("stop", ["flag", "checkpoints", ""])
+def test_losing_everything_is_an_incident_and_stops_where_it_should(tmp_path: Path, stop: str) -> None:
+    """Both replicas are killed at once. By default a job without checkpoints starts over, and one with checkpoints stops."""
+    nvme = str(tmp_path / "nvme") if stop == "checkpoints" else ""
+    process = start(tmp_path, nvme, *(["--on-state-loss", "stop"] if stop == "flag" else []))
+    kill_all_at(tmp_path, process, 10)
+    output, _ = process.communicate(timeout=240)
+    assert "protection: each of 2 replicas holds the whole state" in output, output
+    assert "training starts over from step 0: all replicas that had come to step" in output, output
+    reasons = [json.loads(p.read_text())["reason"] for p in (tmp_path / "incidents").glob("*/incident.json")]
+    assert any("starts over from step 0" in reason for reason in reasons), reasons
+    restarted = list(tmp_path.glob("steps-*-1"))
+    assert (process.returncode, bool(restarted)) == ((1, False) if stop else (0, True)), output
+    if stop:
+        assert "StateLost" in output
