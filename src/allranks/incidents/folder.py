@@ -105,21 +105,26 @@ def open_incident(
 ) -> IncidentFolder:
     """Makes a new folder with an id that sorts by time."""
     now = time.time()
-    stem = new_id(kind, now)
-    for number in range(1000):
-        name = stem + (f"-{number}" if number else "")
-        path = folder / name
-        try:
-            path.mkdir(mode=0o700, parents=True)
-            break
-        except FileExistsError:
-            continue
+    path = _make_folder(folder, new_id(kind, now))
+    name = path.name
     incident = Incident(name, kind, job, now, reason, node, ranks, step, folder=str(path.absolute()))
     opened = IncidentFolder(path, incident)
     opened.update()
     for removed in remove_oldest(folder, name):
         log.warning("%s was removed: closed incidents take more than %d MiB", removed, MAX_BYTES >> 20)
     return opened
+
+
+def _make_folder(folder: Path, stem: str) -> Path:
+    """A new one that nobody else has."""
+    for number in range(1000):
+        path = folder / (stem + (f"-{number}" if number else ""))
+        try:
+            path.mkdir(mode=0o700, parents=True)
+            return path
+        except FileExistsError:
+            continue
+    return Path(tempfile.mkdtemp(prefix=f"{stem}-", dir=folder))
 
 
 def remove_oldest(folder: Path, keep: str, max_bytes: int = MAX_BYTES) -> list[Path]:

@@ -207,6 +207,7 @@ class IncidentPipeline:
             thread.join(timeout=JOIN_S)
         for opened in self.recoveries.open():
             self.publisher.write_page(opened)
+        self.publisher.close()
 
     # evidence
 
