@@ -35,6 +35,7 @@ log = logging.getLogger("allranks.agent")
 
 MAX_STORY_BYTES = 64 << 20
 Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/contracts.md)
+MAX_REMEMBERED = 200  # incidents, processes and the like in the agent's memory
 MAX_BYTES = 2 << 30  # of all incidents in one folder
 
 
@@ -74,6 +75,12 @@ class IncidentFolder:
     def discard(self) -> None:
         """It is another node's incident: nothing stays here."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def keep_newest(remembered: dict[Any, Any], limit: int = MAX_REMEMBERED) -> None:
+    """Forgets the oldest entries: a job runs for weeks."""
+    while len(remembered) > limit:
+        del remembered[next(iter(remembered))]
 
 
 def copy_boxes(boxes: list[Path], target: Path) -> list[str]:

@@ -21,13 +21,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from allranks.channel.worker import Worker
 from allranks.errors import ConfigurationError, InputError, require
-from allranks.incidents.folder import IncidentFolder, write_atomically
+from allranks.incidents.folder import IncidentFolder, keep_newest, write_atomically
 from allranks.load import LoadOptions, load_paths
 from allranks.model.incident import Incident
 from allranks.model.parsing import only_host, printable
@@ -165,6 +166,7 @@ def _is_url(text: str) -> bool:
 log = logging.getLogger("allranks.agent")
 
 MAX_FILE_BYTES = 256 << 20
+MAX_COPIED = 10_000  # files whose version is remembered
 CLOSE_S, WEBHOOKS_CLOSE_S = 30.0, 10.0  # at the end of the job
 EVIDENCE = "evidence.json"  # stacks and last calls of the ranks, for the page of the job
 
@@ -196,12 +198,8 @@ class IncidentPublisher:
     def send(self, incident: Incident) -> None:
         """To every webhook, soon; of an incident that changed meanwhile the newest state."""
         for address in self.webhooks:
-            self._sender.put(
-                lambda address=address: deliver(
-                    address, incident, headline(incident), timeout_s=self.timeout_s
-                ),
-                (address, incident.id),
-            )
+            work = partial(deliver, address, incident, headline(incident), timeout_s=self.timeout_s)
+            self._sender.put(work, (address, incident.id))
 
     def close(self, timeout_s: float = WEBHOOKS_CLOSE_S) -> bool:
         """Whether all webhooks were reached or given up within the time."""
@@ -316,7 +314,7 @@ class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
             made._create_connection = create  # type: ignore[attr-defined]
             return made
 
-        return super().do_open(connect, req, **http_conn_args)  # type: ignore[arg-type]
+        return super().do_open(connect, req, **http_conn_args)
 
     def end(self) -> None:
         """From another thread: whatever is read or written fails now."""
@@ -387,6 +385,7 @@ class IncidentUploader:
                 f"{folder.name}/{path.relative_to(folder).as_posix()}", [memoryview(data)], len(data)
             )
             self._copied[path] = version
+            keep_newest(self._copied, MAX_COPIED)
             copied += 1
         return copied
 
