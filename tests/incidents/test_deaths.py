@@ -8,20 +8,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from allranks.blackbox.header import read_header
 from allranks.incidents import pipeline
-from allranks.incidents.folder import read_incidents
+from allranks.incidents.folder import MAX_REMEMBERED, IncidentFolder, read_incidents
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import MemberLost
 from allranks.supervise.replicas import ReplicaOptions, Supervisor
 from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths
-from allranks.watch.samples import read_samples
+from allranks.watch.samples import RankSample, read_samples
 from allranks.watch.silence import NoticeOptions
 from boxes import write_box
 
@@ -354,3 +355,49 @@ def test_a_death_after_the_clock_was_set_back_is_noticed(tmp_path: Path) -> None
     dog.close()
     first, second = read_incidents(tmp_path / "incidents")
     assert (first["ranks"], second["ranks"]) == ([0], [1])
+
+
+def test_deaths_of_one_moment_do_not_wait_for_each_others_evidence(tmp_path: Path) -> None:
+    """The disk takes the evidence of the first death slowly: the second one is known meanwhile."""
+    dog = watch(tmp_path, mode="replica", replicas=2)
+    for rank in range(2):
+        write_box(tmp_path / "boxes", rank, 7, pid=GONE + rank, start_ns=time.time_ns())
+    begun, go, ordinary = threading.Event(), threading.Event(), dog.pipeline.keep_boxes
+
+    def slow(opened: IncidentFolder, samples: Sequence[RankSample]) -> None:
+        if opened.current.ranks == (0,):
+            begun.set()
+            go.wait(60)
+        ordinary(opened, samples)
+
+    dog.pipeline.keep_boxes = slow  # type: ignore[method-assign]
+    first = threading.Thread(
+        target=dog.deaths.note_death, args=(Death(0, GONE, time.time(), "died of SIGKILL"),)
+    )
+    first.start()
+    assert begun.wait(30)
+    second = threading.Thread(
+        target=dog.deaths.note_death, args=(Death(1, GONE + 1, time.time(), "died of SIGKILL"),)
+    )
+    second.start()
+    second.join(30)
+    waited = second.is_alive()
+    go.set()
+    for thread in (first, second):
+        thread.join(60)
+    dog.close()
+    assert not waited and len(read_incidents(tmp_path / "incidents")) == 2
+
+
+def test_what_the_agent_remembers_does_not_grow_with_the_deaths_of_weeks(tmp_path: Path) -> None:
+    """Processes, threads and incidents of long ago are forgotten."""
+    dog = watch(tmp_path, mode="replica", replicas=2)
+    for number in range(300):
+        dog.deaths.note_death(Death(0, GONE + number, time.time(), "died of SIGKILL"), [])
+    assert len(dog.deaths._known) <= MAX_REMEMBERED
+    for thread in dog.pipeline._threads:
+        dog.pipeline._closing.set()
+        thread.join(60)
+    dog.pipeline.start(lambda: None, "one more")
+    assert len(dog.pipeline._threads) == 1
+    dog.close()

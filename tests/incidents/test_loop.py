@@ -438,11 +438,11 @@ def test_incident_folders_are_copied_to_an_object_store_as_they_grow(tmp_path: P
     """A failed copy is made up for by the next one, and what did not change is not copied twice."""
     bucket = Bucket()
     keeper = IncidentUploader(bucket)
-    keeper.start()
     folder = tmp_path / "i-1"
     (folder / "boxes").mkdir(parents=True)
     (folder / "boxes" / "0.box").write_bytes(b"box")
     keeper.keep(folder)
+    assert keeper._worker.flush(60)
     keeper.keep(folder)
     keeper.close()
     assert bucket.blobs == {"i-1/boxes/0.box": b"box"}

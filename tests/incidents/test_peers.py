@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
+import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +25,11 @@ from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.model.cluster import FOLLOW_S, CollectEvidence, Evicted, Gathering
-from allranks.supervise.replicas import ReplicaOptions, Request, Supervisor
+from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
 from boxes import write_box
+from ports import held_port
+
+from .test_node_losses import wait_until
 
 TOKEN = "secret"
 
@@ -82,6 +90,30 @@ def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: P
     finally:
         box.close()
     assert (tmp_path / "in" / "boxes" / "0.box").read_bytes() == b"box"
+
+
+def test_a_part_that_is_unpacked_slowly_holds_up_nobody(tmp_path: Path) -> None:
+    """The thread that talks to the lighthouse reports lost agents: while it waits, our own node counts as lost."""
+    (tmp_path / "part" / "boxes").mkdir(parents=True)
+    (tmp_path / "part" / "boxes" / "0.box").write_bytes(b"box")
+    slow = tmp_path / "in" / "boxes" / "0.box"
+    slow.parent.mkdir(parents=True)
+    os.mkfifo(slow)  # a disk that takes nothing
+    mailbox = EvidenceServer(TOKEN)
+    mailbox.expect("i-1", tmp_path / "in")
+    data = pack_part(tmp_path / "part", [])
+    taking = threading.Thread(target=mailbox.take, args=("i-1", "agent-b", data), daemon=True)
+    taking.start()
+    wait_until(lambda: "agent-b" in mailbox._awaited["i-1"].taking)
+    lost = threading.Thread(target=mailbox.give_up, args=("agent-c",), daemon=True)
+    lost.start()
+    lost.join(20)
+    blocked = lost.is_alive()
+    assert slow.read_bytes() == b"box"  # lets it go on
+    for thread in (taking, lost):
+        thread.join(60)
+    assert not blocked
+    assert mailbox.wait("i-1", ("agent-b", "agent-c"), 60) == ["agent-c: no evidence, it is gone"]
 
 
 def test_the_first_agent_that_notices_leads_until_it_is_gone_or_silent() -> None:
@@ -160,7 +192,7 @@ def test_a_replica_that_another_node_evicted_in_our_common_incident_is_started_a
     """What a person evicted stays out, and so does what is not ours."""
     ranks = Replicas()
     peers = PeerAgents(Client(ClientOptions(("127.0.0.1:1",), TOKEN, "agent-b")), TOKEN)
-    peers._asked.add("20260101-000000-hang")
+    peers._asked.append("20260101-000000-hang")
     agent = NodeAgent(None, None, ranks, peers)
     for replica, reason in (
         ("replica-3", "20260101-000000-hang: sleep of rank 3"),
@@ -169,3 +201,26 @@ def test_a_replica_that_another_node_evicted_in_our_common_incident_is_started_a
     ):
         agent._noticed(Evicted(replica, reason))
     assert [(request.action, request.replica) for request in ranks.asked] == [("restart", 3)]
+
+
+def test_the_supervisor_does_not_wait_for_a_lighthouse_that_is_frozen(tmp_path: Path) -> None:
+    """A replica that finishes is reported; meanwhile the loop must notice the next death."""
+    address = f"127.0.0.1:{held_port()}"
+    command = [sys.executable, "-m", "allranks", "lighthouse", "--bind", address]
+    lighthouse = subprocess.Popen(command, env={**os.environ, "ALLRANKS_TOKEN": TOKEN})
+    client = Client(ClientOptions((address,), TOKEN, "agent-a", "a", role="observer", beacon=False)).start()
+    ranks = Replicas()
+    agent = NodeAgent(None, client, ranks)
+    agent.start()
+    try:
+        lighthouse.send_signal(signal.SIGSTOP)
+        handled = threading.Thread(target=agent._happened, args=(Event("finished", 2, 0.0),))
+        handled.start()
+        handled.join(5)
+        assert not handled.is_alive()
+    finally:
+        lighthouse.send_signal(signal.SIGCONT)
+        agent.close()
+        client.close()
+        lighthouse.kill()
+        lighthouse.wait()

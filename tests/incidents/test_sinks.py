@@ -8,6 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import pytest
 
 from allranks.cli.run_job import webhook_addresses
 from allranks.errors import ConfigurationError, MissingExtra
-from allranks.incidents.publish import check_address, send
+from allranks.incidents.publish import IncidentPublisher, check_address, deliver, payload
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Incident, Moment
 
@@ -38,11 +41,7 @@ SENTENCE = "rank 1 sleeps at data.py:31"
 
 def sent(address: str) -> bool:
     """Whether the sink took it."""
-    results: dict[str, bool] = {}
-    thread = send((address,), INCIDENT, SENTENCE, done=results.__setitem__)
-    assert thread is not None
-    thread.join(100)
-    return results.get(address, False)
+    return deliver(address, INCIDENT, SENTENCE)
 
 
 def test_tensorboard_shows_the_sentence_at_the_step(tmp_path: Path) -> None:
@@ -117,12 +116,8 @@ def test_a_webhook_with_a_password_sends_it_as_basic_authentication() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        host, results = f"127.0.0.1:{listener.getsockname()[1]}", {}
-        address = f"http://me:p%40ss@{host}/hook"
-        sending = send((address,), INCIDENT, SENTENCE, attempts=1, done=results.__setitem__)
-        assert sending is not None
-        sending.join(60)
-        assert results == {address: True}
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert deliver(f"http://me:p%40ss@{host}/hook", INCIDENT, SENTENCE, attempts=1)
         thread.join(60)
     assert heads[0].startswith(b"POST /hook ") and f"Host: {host}\r\n".encode() in heads[0]
     assert base64.b64encode(b"me:p@ss") in heads[0] and b"p%40ss" not in heads[0]
@@ -134,7 +129,7 @@ def test_a_webhook_with_a_password_sends_it_as_basic_authentication() -> None:
 def test_a_webhook_that_fails_is_named_without_what_is_secret_in_its_address(
     answer: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Slack's path and a password are keys; what listens there may be anything. The next address gets its turn."""
+    """Slack's path and a password are keys; what listens there may be anything."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -147,13 +142,12 @@ def test_a_webhook_that_fails_is_named_without_what_is_secret_in_its_address(
         thread = threading.Thread(target=serve)
         thread.start()
         host = f"127.0.0.1:{listener.getsockname()[1]}"
-        results: dict[str, bool] = {}
-        first, second = f"http://{host}/services/T0/B0/secret-path?key=secret", f"slack:http://{host}/secret"
-        sending = send((first, second), INCIDENT, SENTENCE, attempts=1, done=results.__setitem__)
-        assert sending is not None
-        sending.join(60)
+        for address in (
+            f"http://{host}/services/T0/B0/secret-path?key=secret",
+            f"slack:http://{host}/secret",
+        ):
+            assert not deliver(address, INCIDENT, SENTENCE, attempts=1)
         thread.join(60)
-    assert results == {first: False, second: False}
     assert f"webhook http://{host}/… failed (1 of 1)" in caplog.text
     assert "secret" not in caplog.text and "\x1b" not in caplog.text
 
@@ -200,3 +194,76 @@ def test_run_refuses_a_webhook_without_a_known_scheme_before_anything_is_started
     assert done.returncode == 2 and "slack:https://" in done.stderr
     assert "S3CRET" not in done.stdout + done.stderr and "started" not in done.stdout
     assert not (tmp_path / "boxes").exists()
+
+
+@contextmanager
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server whose every connection is answered by `answer`, after the whole head has come; its HOST:PORT."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection = listener.accept()[0]
+                    with connection, suppress(OSError):
+                        answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+
+
+def test_a_redirect_is_not_followed_and_named() -> None:
+    """It would carry the password to another host, and arrive there as a GET without the incident."""
+    other: list[bytes] = []
+
+    def take(connection: socket.socket) -> None:
+        other.append(connection.recv(65536))
+
+    with serving(take) as elsewhere:
+
+        def redirect(connection: socket.socket) -> None:
+            connection.recv(65536)
+            head = f"HTTP/1.1 302 Found\r\nLocation: http://{elsewhere}/x\r\nContent-Length: 0\r\n\r\n"
+            connection.sendall(head.encode())
+
+        with serving(redirect) as hook:
+            assert not deliver(f"http://me:secret@{hook}/hook", INCIDENT, SENTENCE, attempts=1)
+    assert not other
+
+
+def test_slack_text_is_escaped() -> None:
+    """A rank's exception is not ours: it must neither notify a channel nor make a link."""
+    incident = replace(INCIDENT, job="<!channel> & co", folder="/x/`<https://evil.example|here>`")
+    _, body = payload("slack:http://x/y", incident, "raised ValueError: <!here> <@U1>")
+    text = str(body["text"])
+    assert "<" not in text and ">" not in text and "&lt;!channel&gt; &amp; co" in text
+    assert text.count("`") == 2
+
+
+def test_a_webhook_that_drips_its_header_costs_one_thread_and_no_descriptor() -> None:
+    """Each read gets a byte in time; the answer as a whole does not end."""
+    dripping, over = threading.Event(), threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+        dripping.set()
+        while not over.wait(0.02):
+            connection.sendall(b"x")
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    with serving(drip) as hook:
+        publisher, threads = IncidentPublisher((f"http://{hook}/",), timeout_s=0.3), threading.active_count()
+        for number in range(3):
+            publisher.send(replace(INCIDENT, id=f"i-{number}"))
+        assert dripping.wait(60)
+        assert threading.active_count() <= threads + 2  # the sender, and the limit of the call that it makes
+        assert publisher.close(120.0)
+        over.set()
+    assert descriptors() <= before

@@ -29,7 +29,6 @@ def test_a_kept_incident_can_be_diagnosed_from_the_bucket(tmp_path: Path) -> Non
     from allranks.checkpoint.stores.object_store import ObjectBlobs
 
     keeper = IncidentUploader(ObjectBlobs(StoreSpec("s3://ready/incidents")))
-    keeper.start()
     folder = tmp_path / "i-7"
     (folder / "boxes").mkdir(parents=True)
     for rank in range(2):

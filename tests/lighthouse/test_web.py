@@ -113,6 +113,18 @@ def test_events_push_every_change_to_listeners(lighthouse: Lighthouse, replica: 
             pytest.fail("the eviction was never pushed")
 
 
+def test_the_head_of_the_events_has_no_body(lighthouse: Lighthouse) -> None:
+    """What follows a HEAD would be taken for the next answer."""
+    host, port = lighthouse.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"HEAD /api/events HTTP/1.1\r\nConnection: close\r\n\r\n")
+        received = b""
+        while not received.partition(b"\r\n\r\n")[2] and (chunk := connection.recv(4000)):
+            received += chunk
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and b"text/event-stream" in head and body == b""
+
+
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [

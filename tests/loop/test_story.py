@@ -5,12 +5,13 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from allranks.incidents.folder import copy_boxes, open_incident, read_incidents
-from allranks.incidents.publish import payload, send
+from allranks.incidents.folder import copy_boxes, new_id, open_incident, read_incidents
+from allranks.incidents.publish import deliver, payload
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
 from allranks.report.story import headline, render_story
@@ -77,6 +78,20 @@ def test_ids_never_clash_and_the_file_is_always_whole(tmp_path: Path) -> None:
     assert len(read_incidents(tmp_path)) == 1
 
 
+def test_an_incident_is_never_written_into_the_folder_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many names of this second are taken."""
+    monkeypatch.setattr(time, "time", lambda: 1.7e9)
+    stem = new_id("hang", 1.7e9)
+    taken = {stem, *(f"{stem}-{number}" for number in range(1, 1000))}
+    for name in taken:
+        (tmp_path / name).mkdir()
+    opened = open_incident(tmp_path, kind="hang", job="j", reason="a")
+    assert [path.parent for path in tmp_path.glob("*/incident.json")] == [opened.path]
+    assert opened.path.name.startswith(stem) and opened.path.name not in taken
+
+
 def test_a_box_that_cannot_be_copied_is_said(tmp_path: Path) -> None:
     """Evidence that is missing is named."""
     opened = open_incident(tmp_path, kind="hang", job="j", reason="a")
@@ -111,24 +126,14 @@ def test_webhooks_are_posted_retried_and_never_raise() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    results: dict[str, bool] = {}
     try:
         good = f"http://127.0.0.1:{server.server_port}/hook"
-        sender = send(
-            (good, "http://127.0.0.1:1/", "no url"),
-            incident(),
-            "s",
-            timeout_s=5,
-            attempts=2,
-            done=results.__setitem__,
-        )
-        assert sender is not None
-        sender.join(60)
+        wanted = {good: True, "http://127.0.0.1:1/": False, "no url": False}
+        assert {address: deliver(address, incident(), "s", attempts=2) for address in wanted} == wanted
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert results == {good: True, "http://127.0.0.1:1/": False, "no url": False}
     assert len(seen) == 2
     assert seen[1]["incident"]["id"] == "20260101-030000-hang"  # type: ignore[index]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from allranks.model.stacks import (
     ThreadStack,
 )
 from allranks.stacks import classify, read_capture
-from allranks.stacks.debuggers import explain_pyspy, parse_kernels, run_tool
+from allranks.stacks.debuggers import ToolRun, explain_pyspy, parse_kernels, run_tool
 from allranks.stacks.patterns import load_patterns, parse_patterns
 from allranks.stacks.procfs import parse_syscall
 from allranks.stacks.text import grow_tree, render_text
@@ -347,3 +350,16 @@ def test_a_debugger_that_prints_nothing_and_fails_is_told(tmp_path: Path) -> Non
     silent = run_tool([str(tmp_path / "silent")], 10.0, ok_codes=(0, 1))
     assert silent.problem == "Error: cannot attach"
     assert run_tool([str(tmp_path / "useful")], 10.0, ok_codes=(0, 1)).problem == ""
+
+
+def test_a_tool_whose_child_keeps_its_output_open_is_not_waited_for(tmp_path: Path) -> None:
+    """The agent would notice no hang any more."""
+    pid = tmp_path / "pid"
+    script = f"setsid sh -c 'echo $$ > {pid}; exec sleep 1000' & sleep 1000"
+    done: list[ToolRun] = []
+    asking = threading.Thread(target=lambda: done.append(run_tool(["sh", "-c", script], 0.5)), daemon=True)
+    asking.start()
+    asking.join(60)
+    assert pid.read_text().strip()  # the child was there
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert done and "did not finish" in done[0].problem

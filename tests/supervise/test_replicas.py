@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -339,3 +340,73 @@ def test_a_log_is_not_written_through_what_somebody_laid_in_its_place(tmp_path: 
         with open_log(tmp_path, "rank2.log") or pytest.fail("no log") as file:
             file.write(b"line\n")
     assert (tmp_path / "rank2.log").read_bytes() == b"line\nline\n" and precious.read_text() == "as it was"
+
+
+def test_the_reason_of_giving_up_is_not_lost_when_a_replica_fails_at_the_same_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another thread gives up while the loop asks how the program failed."""
+
+    def fail(replica: int, exits: dict[int, int]) -> Failure:
+        supervisor.give_up("the script never made a Manager")
+        return Failure(replica, "raised ValueError", "train.py:3")
+
+    supervisor = Supervisor(ReplicaOptions(script(tmp_path, "sys.exit(3)"), replicas=2, quiet=True))
+    supervisor.failure = fail
+    assert supervisor.run() == 1
+    assert "the script never made a Manager" in caplog.text
+
+
+#: Attaches to the second thread of a process as a debugger does, and lets go only when it ends.
+TRACER = """
+import ctypes, os, sys, time
+pid = int(sys.argv[1])
+thread = next(int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid)
+PTRACE_SEIZE = 0x4206
+if ctypes.CDLL(None, use_errno=True).ptrace(PTRACE_SEIZE, thread, 0, 0):
+    sys.exit(os.strerror(ctypes.get_errno()))
+print("attached", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_rank_that_sigkill_does_not_end_does_not_keep_the_job_from_ending(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one in a D state: a thread that a debugger holds keeps the process."""
+    started: list[int] = []
+    supervisor = Supervisor(
+        ReplicaOptions(
+            script(tmp_path, "import threading\nthreading.Thread(target=time.sleep, args=(1000,)).start()\n"
+                   f"open({str(tmp_path / 'ready')!r}, 'w').close(); time.sleep(1000)"),
+            replicas=1, quiet=True, stop_grace_s=0.2, kill_grace_s=1.0,
+        ),
+        on_event=lambda event: started.append(event.pid or 0) if event.kind == "started" else None,
+    )  # fmt: skip
+    tracers: list[subprocess.Popen[bytes]] = []
+
+    def hold_and_stop() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        tracer = subprocess.Popen(
+            [sys.executable, "-c", TRACER, str(started[0])], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        tracers.append(tracer)
+        assert tracer.stdout is not None and tracer.stderr is not None
+        if tracer.stdout.readline() != b"attached\n":
+            caplog.records.clear()
+        supervisor.note_signal(signal.SIGTERM)
+
+    thread = threading.Thread(target=hold_and_stop)
+    thread.start()
+    try:
+        code = supervisor.run()
+        thread.join(60)
+        if tracers[0].poll() is not None:
+            assert tracers[0].stderr is not None
+            pytest.skip(f"a process cannot be traced here: {tracers[0].stderr.read().decode()}")
+        assert code == 128 + signal.SIGTERM and f"pid {started[0]} has not ended" in caplog.text
+    finally:
+        for tracer in tracers:
+            tracer.kill()
+            tracer.communicate()

@@ -110,7 +110,7 @@ def test_incidents_go_beside_the_black_boxes_where_the_wanted_folder_cannot_be_w
 def test_incidents_do_not_go_to_a_folder_that_another_user_made_before(
     made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """He could put a link in place of a file that is to be written. Whoever names the folder himself gets it."""
+    """He could put a link in place of a file that is to be written, also where --incidents names the folder."""
     monkeypatch.chdir(tmp_path)
     theirs = tmp_path / "allranks-incidents"
     theirs.mkdir(mode=0o777) if made == "a folder" else theirs.symlink_to(
@@ -119,8 +119,25 @@ def test_incidents_do_not_go_to_a_folder_that_another_user_made_before(
     os.lchown(theirs, 4242, 4242)
     assert _incidents(None, tmp_path / "boxes") == tmp_path / "boxes" / "incidents"
     assert f"{theirs} belongs to another user" in "".join(capfd.readouterr())
-    if made == "a folder":
-        assert _incidents(theirs, tmp_path / "boxes") == theirs
+    assert _incidents(theirs, tmp_path / "boxes") == tmp_path / "boxes" / "incidents"
+    assert _incidents(theirs / "mine", tmp_path / "boxes") == tmp_path / "boxes" / "incidents"
+    assert "belongs to another user" in "".join(capfd.readouterr())
+
+
+@pytest.mark.needs_root
+def test_incidents_of_root_do_not_go_below_a_folder_that_others_can_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of a folder above could put another one in its place while the job runs."""
+    shared = tmp_path / "shared"
+    (shared / "project").mkdir(parents=True)
+    monkeypatch.chdir(shared / "project")
+    assert _incidents(None, tmp_path / "boxes") == Path("allranks-incidents")
+    os.chown(shared, 4242, 4242)
+    assert _incidents(None, tmp_path / "boxes") == tmp_path / "boxes" / "incidents"
+    os.chown(shared, 0, 0)
+    shared.chmod(0o777)
+    assert _incidents(None, tmp_path / "boxes") == tmp_path / "boxes" / "incidents"
 
 
 def test_the_folder_of_incidents_is_made_at_once_where_others_could_make_it_first(

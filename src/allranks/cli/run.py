@@ -165,23 +165,40 @@ def _say(text: str) -> None:
 
 
 def _incidents(wanted: Path | None, folder: Path) -> Path:
-    """Where incidents go: below the black boxes when the folder cannot be written, or another user made the default one.
+    """Where incidents go: below the black boxes when the folder cannot be written, or another user could put links there.
 
-    He could lead what is written there elsewhere: in a place like /tmp it is made at once, before he can.
+    In a place like /tmp it is made at once, before another user can.
     """
-    whole = (wanted or Path("allranks-incidents")).absolute()
+    chosen = wanted or Path("allranks-incidents")
+    whole = chosen.absolute()
     nearest = next(path for path in (whole, *whole.parents) if os.path.exists(path))
     problem = "" if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK) else "cannot be written"
-    if wanted is None and not problem and nearest.stat().st_mode & stat.S_IWOTH:
+    if not problem and nearest.stat().st_mode & stat.S_IWOTH:
         with suppress(OSError):
-            whole.mkdir(mode=0o755)
-    if wanted is None and os.path.lexists(whole) and whole.lstat().st_uid not in (0, os.getuid()):
-        nearest, problem = whole, "belongs to another user"
+            whole.mkdir(mode=0o755, parents=True)
+    if not problem and (theirs := _of_another(whole)) is not None:
+        nearest, problem = theirs, "belongs to another user or can be changed by others"
     if not problem:
-        return wanted or Path("allranks-incidents")
+        return chosen
     instead = folder / "incidents"
     _say(f"incidents go to {instead}, since {nearest} {problem}: --incidents DIR sets another folder")
     return instead
+
+
+def _of_another(folder: Path) -> Path | None:
+    """The part of a path through which another user could lead what is written below it elsewhere; None when there is none.
+
+    Root checks the whole path; others trust the owners of what is above the folder's parent (a project, a home).
+    """
+    parts = [path for path in (folder, *folder.parents) if os.path.lexists(path)]
+    for path in parts if os.getuid() == 0 else [p for p in parts if p in (folder, folder.parent)]:
+        facts = path.lstat()
+        if facts.st_uid not in (0, os.getuid()):
+            return path
+        loose = stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_IWOTH
+        if loose and not facts.st_mode & stat.S_ISVTX:
+            return path
+    return None
 
 
 def _folder(job: str, record: bool) -> Path:

@@ -323,7 +323,6 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
         from allranks.incidents.publish import IncidentUploader
 
         uploader = IncidentUploader(ObjectBlobs(StoreSpec(str(store))))
-        uploader.start()
         job.stack.callback(uploader.close)
         watch.copy_to(uploader.keep)
     return watch

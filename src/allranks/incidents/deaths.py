@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.header import process_state
-from allranks.incidents.folder import IncidentFolder
+from allranks.incidents.folder import IncidentFolder, keep_newest
 from allranks.incidents.judge import Observed, read_observed
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import decide_leaving
@@ -125,31 +125,45 @@ class DeathIncidents:
 
         `samples` of the ranks when it was seen: they may have been started again since.
         """
-        with self._noting:
-            samples = read_samples(self.options.folder) if samples is None else samples
-            started_ns = max((s.start_ns for s in samples if s.pid == death.pid), default=0)
-            process = ProcessId(death.pid, started_ns)
+        samples = read_samples(self.options.folder) if samples is None else samples
+        started_ns = max((s.start_ns for s in samples if s.pid == death.pid), default=0)
+        process, failure = ProcessId(death.pid, started_ns), death.failure(samples)
+        with self._noting:  # short: deaths of one moment do not wait for each other's evidence
             known = self._known.get(process)
             if known is not None:
                 known.update(Moment("gone", death.at, death.reason))
                 return known
             self.pipeline.explained.add([death.pid])
-            failure = death.failure(samples)
             again = self._failed_again(death, failure)
             if again is not None:
                 self._known[process] = again
                 return again
-            opened = self._open(death, samples)
-            gathering = None
-            if self.options.whole_job:
-                follow_s = FOLLOW_S if death.echo else SAME_S
-                gathering = self.pipeline.ask(opened, death.sentence, stacks=False, follow_s=follow_s)
-            if self.pipeline.follows(gathering):
-                opened.discard()
-                return None
+            death = self._with_memory(death)
+            opened = self.pipeline.create("death", death.sentence, samples, ranks=(death.rank,))
             self._known[process] = opened
+            keep_newest(self._known)
             self._failed = (failure, opened) if failure is not None else self._failed
             self._echo = opened if death.echo else None
+        return self._report(process, death, samples, opened)
+
+    def _report(
+        self, process: ProcessId, death: Death, samples: list[RankSample], opened: IncidentFolder
+    ) -> IncidentFolder | None:
+        """Evidence and verdict of a new incident; None when another node leads it."""
+        self._write_facts(opened, death, samples)
+        gathering = None
+        if self.options.whole_job:
+            follow_s = FOLLOW_S if death.echo else SAME_S
+            gathering = self.pipeline.ask(opened, death.sentence, stacks=False, follow_s=follow_s)
+        if self.pipeline.follows(gathering):
+            with self._noting:
+                self._known.pop(process, None)
+                self._failed = (
+                    None if self._failed is not None and self._failed[1] is opened else self._failed
+                )
+                self._echo = None if self._echo is opened else self._echo
+            opened.discard()
+            return None
         self.pipeline.publisher.log(opened)
         self.pipeline.publisher.publish(opened)
         self.pipeline.recoveries.add(opened, samples, [death.rank], reborn=self.options.whole_job)
@@ -168,13 +182,17 @@ class DeathIncidents:
         self.pipeline.publisher.publish(opened)
         return opened
 
-    def _open(self, death: Death, samples: list[RankSample]) -> IncidentFolder:
-        noticed = death.seen or time.time()
+    def _with_memory(self, death: Death) -> Death:
+        """Says so when the kernel has ended processes for lack of memory."""
         starved = self.memory_kills.new()
-        if starved and "SIGKILL" in death.reason:
-            what = "it" if starved == 1 else f"{starved} processes"
-            death = replace(death, reason=f"{death.reason}: the kernel ended {what} for lack of memory")
-        opened = self.pipeline.open("death", death.sentence, samples, ranks=(death.rank,))
+        if not starved or "SIGKILL" not in death.reason:
+            return death
+        what = "it" if starved == 1 else f"{starved} processes"
+        return replace(death, reason=f"{death.reason}: the kernel ended {what} for lack of memory")
+
+    def _write_facts(self, opened: IncidentFolder, death: Death, samples: list[RankSample]) -> None:
+        noticed = death.seen or time.time()
+        self.pipeline.keep_boxes(opened, samples)
         sure = 0.9 if death.echo else 1.0
         verdict = Finding("rank_died", (death.rank,), death.sentence, confidence=sure, where=death.where)
         if death.echo and death.where and death.of_torch:  # it lost a peer, and no peer has died
@@ -195,7 +213,6 @@ class DeathIncidents:
             action=self._action(death.rank),
             durations_s={"noticed": max(0.0, noticed - death.at)},
         )
-        return opened
 
     def _action(self, rank: int) -> Action:
         if self.options.whole_job:
@@ -223,7 +240,8 @@ class DeathIncidents:
     def count_failure(self, opened: IncidentFolder) -> None:
         """A rank of this node was the cause: a node that fails again and again leaves the job, where it may."""
         now = time.monotonic()
-        self._failures_s.append(now)
+        window_s = self.options.policy.window_s
+        self._failures_s = [*(t for t in self._failures_s if now - t < window_s), now]
         kind, why = decide_leaving(now, self._failures_s, self.options.policy)
         if kind is None or not self.options.may_leave:
             return
@@ -260,6 +278,7 @@ class DeathIncidents:
             action=Action("none", why, ranks),
         )
         self._cut[ranks] = opened
+        keep_newest(self._cut)
         self.pipeline.publisher.publish(opened)
         self.pipeline.recoveries.add(opened, samples, ranks)
         return opened

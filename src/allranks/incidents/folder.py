@@ -35,6 +35,7 @@ log = logging.getLogger("allranks.agent")
 
 MAX_STORY_BYTES = 64 << 20
 Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/contracts.md)
+MAX_REMEMBERED = 200  # incidents, processes and the like in the agent's memory
 MAX_BYTES = 2 << 30  # of all incidents in one folder
 
 
@@ -76,6 +77,12 @@ class IncidentFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def keep_newest(remembered: dict[Any, Any], limit: int = MAX_REMEMBERED) -> None:
+    """Forgets the oldest entries: a job runs for weeks."""
+    while len(remembered) > limit:
+        del remembered[next(iter(remembered))]
+
+
 def copy_boxes(boxes: list[Path], target: Path) -> list[str]:
     """Copies black boxes into a folder; returns what could not be copied."""
     target.mkdir(parents=True, exist_ok=True)
@@ -105,21 +112,26 @@ def open_incident(
 ) -> IncidentFolder:
     """Makes a new folder with an id that sorts by time."""
     now = time.time()
-    stem = new_id(kind, now)
-    for number in range(1000):
-        name = stem + (f"-{number}" if number else "")
-        path = folder / name
-        try:
-            path.mkdir(mode=0o700, parents=True)
-            break
-        except FileExistsError:
-            continue
+    path = _make_folder(folder, new_id(kind, now))
+    name = path.name
     incident = Incident(name, kind, job, now, reason, node, ranks, step, folder=str(path.absolute()))
     opened = IncidentFolder(path, incident)
     opened.update()
     for removed in remove_oldest(folder, name):
         log.warning("%s was removed: closed incidents take more than %d MiB", removed, MAX_BYTES >> 20)
     return opened
+
+
+def _make_folder(folder: Path, stem: str) -> Path:
+    """A new one that nobody else has."""
+    for number in range(1000):
+        path = folder / (stem + (f"-{number}" if number else ""))
+        try:
+            path.mkdir(mode=0o700, parents=True)
+            return path
+        except FileExistsError:
+            continue
+    return Path(tempfile.mkdtemp(prefix=f"{stem}-", dir=folder))
 
 
 def remove_oldest(folder: Path, keep: str, max_bytes: int = MAX_BYTES) -> list[Path]:

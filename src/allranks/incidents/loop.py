@@ -126,6 +126,7 @@ class Watch:
         """Who runs and who does not, for whom it concerns; whether all that run have been asked to end."""
         running = [s for s in samples if s.alive and not s.closed]
         ours = [s for s in running if self._is_ours(s)]
+        self._ours = {s.process: self._ours[s.process] for s in running}
         self.ranks = tuple(s.rank for s in ours)
         self._exits.hold(s.pid for s in running)
         if running:

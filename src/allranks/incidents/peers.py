@@ -23,6 +23,7 @@ import threading
 import time
 import zipfile
 import zlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -48,6 +49,7 @@ UPLOAD_S = 20.0
 BAD_PART = (zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, RuntimeError, OSError)
 PURPOSE = "evidence"  # names the key that both sides prove
 MAX_REQUEST_BYTES = 16 << 10
+MAX_REMEMBERED = 100  # incidents
 EARLY_S = 2.0  # a part may arrive before its leader has opened a folder for it
 
 
@@ -60,6 +62,7 @@ class _Facts:
 class _Awaited:
     folder: Path
     heard: set[str] = field(default_factory=set)
+    taking: set[str] = field(default_factory=set)  # senders whose part is being unpacked
     missing: list[str] = field(default_factory=list)
 
 
@@ -70,7 +73,7 @@ class EvidenceServer:
         self.host = host
         self.address = ""
         self._awaited: dict[str, _Awaited] = {}
-        self._over: set[str] = set()  # incidents that were waited for
+        self._over: dict[str, None] = {}  # incidents that were waited for, the newest last
         self._gone: set[str] = set()  # senders that are not waited for any more
         self._changed = threading.Condition()
         self._members = MemberServer(Keyring(token), PURPOSE, self._serve, "allranks-evidence")
@@ -88,7 +91,7 @@ class EvidenceServer:
         """From now on parts of this incident are put into the folder."""
         with self._changed:
             self._awaited[incident] = _Awaited(folder)
-            self._over.discard(incident)  # a second look
+            self._over.pop(incident, None)  # a second look
             self._changed.notify_all()
 
     def wait(self, incident: str, senders: tuple[str, ...], limit_s: float) -> list[str]:
@@ -102,7 +105,7 @@ class EvidenceServer:
                     break
                 self._changed.wait(left)
             del self._awaited[incident]
-            self._over.add(incident)
+            self._over = dict.fromkeys([*self._over, incident][-MAX_REMEMBERED:])
             silent = sorted(set(senders) - awaited.heard)
             why = {
                 name: ", it is gone" if name in self._gone else f" within {limit_s:g} s" for name in silent
@@ -122,12 +125,14 @@ class EvidenceServer:
                 lambda: incident in self._awaited or incident in self._over, timeout=EARLY_S
             )
             awaited = self._awaited.get(incident)
-            if awaited is None or sender in awaited.heard:
+            if awaited is None or sender in awaited.heard | awaited.taking:
                 return False
-            try:
-                missing = unpack_part(data, awaited.folder)
-            except AllranksError as error:
-                missing = [str(error)]
+            awaited.taking.add(sender)
+        try:  # without the lock: a slow disk must not hold up the thread that calls `give_up`
+            missing = unpack_part(data, awaited.folder)
+        except AllranksError as error:
+            missing = [str(error)]
+        with self._changed:
             awaited.missing += [f"{sender}: {item}" for item in missing]
             awaited.heard.add(sender)
             self._changed.notify_all()
@@ -220,7 +225,8 @@ class PeerAgents:
     token: str
     _mailbox: EvidenceServer | None = None
     gone: set[str] = field(default_factory=set)  # agents that are not waited for any more
-    _asked: set[str] = field(default_factory=set)  # incidents of others that we gave our part of
+    # incidents of others that we gave our part of, the newest last
+    _asked: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED))
 
     @property
     def name(self) -> str:
@@ -272,7 +278,7 @@ class PeerAgents:
 
     def contribute(self, wanted: CollectEvidence, collect: Callable[[Path, bool], list[str]]) -> None:
         """Another leads: `collect(folder, stacks)` gathers our part, which goes to it."""
-        self._asked.add(wanted.incident)
+        self._asked.append(wanted.incident)
         with tempfile.TemporaryDirectory(prefix="allranks-part-") as name:
             missing = collect(Path(name), wanted.stacks)
             try:

@@ -17,8 +17,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
-from allranks.incidents.folder import Changes, IncidentFolder, copy_boxes, open_incident, write_atomically
+from allranks.incidents.folder import (
+    Changes,
+    IncidentFolder,
+    copy_boxes,
+    keep_newest,
+    open_incident,
+    write_atomically,
+)
 from allranks.incidents.judge import Observed, attempt, judge_folder
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.policy import Mode, PolicyOptions
@@ -32,6 +40,9 @@ from allranks.stacks import CollectOptions, Selection, collect, find_targets, wr
 from allranks.stacks.text import report_json
 from allranks.watch.samples import RankSample, read_samples
 from allranks.watch.silence import NoticeOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PATIENCE_S = 600.0
 
@@ -137,6 +148,7 @@ class WatchOptions:
         return rank // self.ranks_per_replica
 
 
+MAX_NOTED = 100_000  # processes; of one node's newest
 ASKED_TO_END = "asked_to_end"  # a file in the job's folder: pids, and when they were asked
 
 
@@ -152,6 +164,7 @@ class Explained:
 
     def add(self, pids: Iterable[int]) -> None:
         self._noted.update(dict.fromkeys(pids, time.time_ns()))
+        keep_newest(self._noted, MAX_NOTED)
 
     def tell(self, pids: Iterable[int], folder: Path) -> None:
         """Adds them, also for the other agents of this host that share the job's folder."""
@@ -188,6 +201,12 @@ class Examination:
         return self.verdict.ranks if self.verdict is not None else ()
 
 
+class _Facts(TypedDict, total=False):
+    ranks: tuple[int, ...]
+    step: int | None
+    node: str
+
+
 @dataclass
 class IncidentPipeline:
     """`peers` is None on a node that is alone."""
@@ -203,14 +222,15 @@ class IncidentPipeline:
     def close(self) -> None:
         """Waits for what is under way, and writes the last state of open incidents."""
         self._closing.set()
-        for thread in self._threads:  # one that notes a death may add one that explains it
-            thread.join(timeout=JOIN_S)
+        while self._threads:  # one that notes a death may add one that explains it
+            self._threads.pop(0).join(timeout=JOIN_S)
         for opened in self.recoveries.open():
             self.publisher.write_page(opened)
+        self.publisher.close()
 
     # evidence
 
-    def open(
+    def create(
         self,
         kind: Kind,
         reason: str,
@@ -220,8 +240,8 @@ class IncidentPipeline:
         step: int | None = None,
         node: str = "",
     ) -> IncidentFolder:
-        """A new incident with the black boxes of this node."""
-        opened = open_incident(
+        """A new incident without evidence."""
+        return open_incident(
             self.options.incidents,
             kind=kind,
             job=self.options.job,
@@ -230,6 +250,12 @@ class IncidentPipeline:
             ranks=ranks,
             step=max((s.step for s in samples), default=-1) if step is None else step,
         )
+
+    def open(
+        self, kind: Kind, reason: str, samples: Sequence[RankSample], **facts: Unpack[_Facts]
+    ) -> IncidentFolder:
+        """A new incident with the black boxes of this node."""
+        opened = self.create(kind, reason, samples, **facts)
         self.keep_boxes(opened, samples)
         return opened
 
@@ -356,7 +382,7 @@ class IncidentPipeline:
                 log.exception("%s failed; the incident is incomplete", name)
 
         thread = threading.Thread(target=carefully, name=name, daemon=True)
-        self._threads.append(thread)
+        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
         thread.start()
 
     def collect_now(self, reason: str) -> IncidentFolder:

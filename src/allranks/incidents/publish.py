@@ -9,22 +9,26 @@ logged.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
 import logging
-import queue
+import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote_to_bytes, urlsplit
 
+from allranks.channel.worker import Worker
 from allranks.errors import ConfigurationError, InputError, require
-from allranks.incidents.folder import IncidentFolder, write_atomically
+from allranks.incidents.folder import IncidentFolder, keep_newest, write_atomically
 from allranks.load import LoadOptions, load_paths
 from allranks.model.incident import Incident
 from allranks.model.parsing import only_host, printable
@@ -162,24 +166,27 @@ def _is_url(text: str) -> bool:
 log = logging.getLogger("allranks.agent")
 
 MAX_FILE_BYTES = 256 << 20
-CLOSE_S = 30.0
+MAX_COPIED = 10_000  # files whose version is remembered
+CLOSE_S, WEBHOOKS_CLOSE_S = 30.0, 10.0  # at the end of the job
 EVIDENCE = "evidence.json"  # stacks and last calls of the ranks, for the page of the job
 
 
 @dataclass
 class IncidentPublisher:
-    """A receiver that fails stops neither the others nor the loop."""
+    """A receiver that fails stops neither the others nor the loop; a slow one holds up webhooks only."""
 
     webhooks: tuple[str, ...] = ()
     on_incident: Callable[[Incident], None] = lambda incident: None
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
     last: str = ""  # the newest verdict, as it was logged
+    timeout_s: float = 5.0  # of one attempt to reach a webhook, as a whole
+    _sender: Worker = field(default_factory=lambda: Worker("allranks-webhook"))
 
     def publish(self, opened: IncidentFolder) -> None:
         receivers: tuple[Callable[[], object], ...] = (
             lambda: self.write_page(opened),
             lambda: self.on_incident(opened.current),
-            lambda: send(self.webhooks, opened.current, headline(opened.current)),
+            lambda: self.send(opened.current),
             lambda: self.upload(opened.path),
         )
         for notify in receivers:
@@ -187,6 +194,16 @@ class IncidentPublisher:
                 notify()
             except Exception:  # callbacks of others
                 log.exception("%s could not be published everywhere", opened.current.id)
+
+    def send(self, incident: Incident) -> None:
+        """To every webhook, soon; of an incident that changed meanwhile the newest state."""
+        for address in self.webhooks:
+            work = partial(deliver, address, incident, headline(incident), timeout_s=self.timeout_s)
+            self._sender.put(work, (address, incident.id))
+
+    def close(self, timeout_s: float = WEBHOOKS_CLOSE_S) -> bool:
+        """Whether all webhooks were reached or given up within the time."""
+        return self._sender.close(timeout_s)
 
     def log(self, opened: IncidentFolder) -> None:
         """The verdict in the log: one whole line, with the page that has the rest."""
@@ -213,36 +230,21 @@ def payload(address: str, incident: Incident, sentence: str) -> tuple[str, dict[
         lines = [f"*{incident.job}*: {sentence}"]
         if incident.action is not None:
             lines.append(f"{incident.action.kind.replace('_', ' ')}: {incident.action.reason}")
-        lines.append(f"evidence: `{incident.folder}`")
-        return address.removeprefix("slack:"), {"text": "\n".join(lines)}
+        lines.append(f"evidence: `{incident.folder.replace('`', chr(39))}`")
+        text = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return address.removeprefix("slack:"), {"text": text}
     return address, {"sentence": sentence, "incident": as_json.incident(incident)}
 
 
-def send(
-    addresses: tuple[str, ...],
-    incident: Incident,
-    sentence: str,
-    *,
-    timeout_s: float = 5.0,
-    attempts: int = 3,
-    done: Callable[[str, bool], None] = lambda address, ok: None,
-) -> threading.Thread | None:
-    """Posts to every address in one thread; failures are logged and never reach the caller."""
-    if not addresses:
-        return None
-
-    def work() -> None:
-        for address in addresses:
-            scheme, _, rest = address.partition(":")
-            if scheme in SINKS:
-                done(address, _write(scheme, rest, incident, sentence))
-            else:
-                where, body = payload(address, incident, sentence)
-                done(address, _post(where, body, timeout_s=timeout_s, attempts=attempts))
-
-    thread = threading.Thread(target=work, name="allranks-webhook", daemon=True)
-    thread.start()
-    return thread
+def deliver(
+    address: str, incident: Incident, sentence: str, *, timeout_s: float = 5.0, attempts: int = 3
+) -> bool:
+    """Whether the address took it; failures are logged."""
+    scheme, _, rest = address.partition(":")
+    if scheme in SINKS:
+        return _write(scheme, rest, incident, sentence)
+    where, body = payload(address, incident, sentence)
+    return _post(where, body, timeout_s=timeout_s, attempts=attempts)
 
 
 def _write(scheme: str, target: str, incident: Incident, sentence: str) -> bool:
@@ -264,9 +266,8 @@ def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int)
         url = f"{scheme}://{rest[len(user) + 1 :]}"
     for attempt in range(1, attempts + 1):
         try:
-            request = urllib.request.Request(url, data, headers)
-            with urllib.request.urlopen(request, timeout=timeout_s):
-                return True
+            _ask(urllib.request.Request(url, data, headers), timeout_s)
+            return True
         except (OSError, ValueError, http.client.HTTPException) as error:
             log.warning(
                 "webhook %s failed (%d of %d): %s",
@@ -281,6 +282,63 @@ def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int)
     return False
 
 
+class _NotFollowed(urllib.request.HTTPRedirectHandler):
+    """urllib would carry the password to the other host, as a GET without the incident."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]
+        text = f"it redirects to {only_host(newurl)}, which is not followed: give that address"
+        raise urllib.error.HTTPError(req.full_url, code, text, headers, fp)
+
+
+class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Keeps a second descriptor of each connection, to end it when the time is over: urllib's limit is for one read."""
+
+    def __init__(self) -> None:
+        urllib.request.HTTPHandler.__init__(self)
+        urllib.request.HTTPSHandler.__init__(self)
+        self.opened: list[socket.socket] = []
+        self._over = False
+
+    def do_open(self, http_class, req, **http_conn_args):  # type: ignore[no-untyped-def]
+        def connect(*args: object, **kwargs: object) -> http.client.HTTPConnection:
+            made: http.client.HTTPConnection = http_class(*args, **kwargs)
+            ordinary = made._create_connection  # type: ignore[attr-defined]
+
+            def create(*to: object, **how: object) -> socket.socket:
+                sock: socket.socket = ordinary(*to, **how)
+                self.opened.append(sock.dup())
+                if self._over:
+                    self.end()
+                return sock
+
+            made._create_connection = create  # type: ignore[attr-defined]
+            return made
+
+        return super().do_open(connect, req, **http_conn_args)
+
+    def end(self) -> None:
+        """From another thread: whatever is read or written fails now."""
+        self._over = True
+        for sock in list(self.opened):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _ask(request: urllib.request.Request, timeout_s: float) -> None:
+    """One request, within the time as a whole; OSError when it was not answered well."""
+    connections = _Connections()
+    limit = threading.Timer(timeout_s, connections.end)
+    limit.daemon = True
+    limit.start()
+    try:
+        with urllib.request.build_opener(_NotFollowed, connections).open(request, timeout=timeout_s):
+            return
+    finally:
+        limit.cancel()
+        for sock in connections.opened:
+            sock.close()
+
+
 class UploadTarget(Protocol):
     """Where the bytes go (checkpoint/stores/object_store.py); `put` raises OSError."""
 
@@ -292,38 +350,28 @@ class IncidentUploader:
     """`keep` may be called again for the same folder: only what has changed is copied."""
 
     blobs: UploadTarget
-    _wanted: queue.SimpleQueue[Path | None] = field(default_factory=queue.SimpleQueue)
     _copied: dict[Path, tuple[int, int]] = field(default_factory=dict)  # file -> (size, mtime)
-    _thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="allranks-upload", daemon=True)
-        self._thread.start()
+    _worker: Worker = field(default_factory=lambda: Worker("allranks-upload"))
 
     def keep(self, folder: Path) -> None:
         """Soon; returns at once."""
-        self._wanted.put(folder)
+        self._worker.put(lambda: self._upload(folder), folder)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Copies what was asked for, within the time."""
-        self._wanted.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                log.warning("not all incidents reached the object store within %g s", timeout_s)
-            self._thread = None
+        if not self._worker.close(timeout_s):
+            log.warning("not all incidents reached the object store within %g s", timeout_s)
 
-    def _run(self) -> None:
-        while (folder := self._wanted.get()) is not None:
-            begin = time.monotonic()
-            try:
-                copied = self._copy(folder)
-            except Exception as error:  # of any store; the original is on disk
-                log.warning("%s could not be copied to the object store: %s", folder.name, error)
-                continue
-            if copied:
-                took = time.monotonic() - begin
-                log.info("%s: %d files copied to the object store in %.1f s", folder.name, copied, took)
+    def _upload(self, folder: Path) -> None:
+        begin = time.monotonic()
+        try:
+            copied = self._copy(folder)
+        except Exception as error:  # of any store; the original is on disk
+            log.warning("%s could not be copied to the object store: %s", folder.name, error)
+            return
+        if copied:
+            took = time.monotonic() - begin
+            log.info("%s: %d files copied to the object store in %.1f s", folder.name, copied, took)
 
     def _copy(self, folder: Path) -> int:
         copied = 0
@@ -337,6 +385,7 @@ class IncidentUploader:
                 f"{folder.name}/{path.relative_to(folder).as_posix()}", [memoryview(data)], len(data)
             )
             self._copied[path] = version
+            keep_newest(self._copied, MAX_COPIED)
             copied += 1
         return copied
 

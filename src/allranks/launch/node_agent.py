@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.header import process_state
+from allranks.channel.worker import Worker
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import ECHO_S
+from allranks.incidents.folder import keep_newest
 from allranks.incidents.loop import Watch
 from allranks.incidents.node_losses import NodeLosses
 from allranks.incidents.peers import PeerAgents
@@ -25,7 +27,7 @@ from allranks.model.incident import Action, Failure, Incident
 from allranks.record.dump import dump_ended_ranks
 from allranks.report.story import headline
 from allranks.supervise.replicas import Event, Request, Supervisor
-from allranks.supervise.restarts import find_program_error
+from allranks.supervise.restarts import SAME_FAILURES, find_program_error
 from allranks.watch.exits import Death, Ending, find_deaths, find_first
 from allranks.watch.nodes import AWAY_S, NodeMonitor
 from allranks.watch.samples import read_samples
@@ -43,6 +45,7 @@ NO_MANAGER = (
 )
 #: A replica that was killed after this much training has nothing wrong with itself and comes back at once.
 TRAINED_S, TRAINED_CALLS = 10.0, 20
+CALLS_S = 15.0  # the end of the job waits this long for calls of the lighthouse
 MAX_STORY = 1 << 20  # characters of a page that is sent to the lighthouse
 
 
@@ -80,6 +83,8 @@ class NodeAgent:
     _closing: threading.Event = field(default_factory=threading.Event)
     _failures: list[Failure] = field(default_factory=list)  # of the program, in whole-job mode
     _born_ns: int = field(default_factory=time.time_ns)
+    #: Makes the calls of the lighthouse that the supervisor's loop must not wait for, in their order.
+    _calls: Worker = field(default_factory=lambda: Worker("allranks-notify"))
 
     def start(self) -> None:
         """Starts watching and listening to the lighthouse."""
@@ -99,6 +104,7 @@ class NodeAgent:
             self.supervisor.on_event = self._happened
             self.supervisor.trained = self.has_trained
             self.supervisor.failure = self.find_failure
+            self.supervisor.before_end = lambda: self._calls.flush(CALLS_S)
             if self.client is not None and self.watch is not None:
                 threading.Thread(target=self._expect_manager, name="allranks-manager", daemon=True).start()
 
@@ -110,6 +116,7 @@ class NodeAgent:
         if self.watch is not None:
             self.watch.close()
             self._write_torch_dumps(self.watch.options.folder)
+        self._calls.close(CALLS_S)
         if self.peers is not None:
             self.peers.close()
 
@@ -208,12 +215,15 @@ class NodeAgent:
                 target=self._note_death, args=(event.replica, death), name="allranks-death", daemon=True
             ).start()
         elif event.kind == "finished":
-            self._check_manager(over=True)
-            self._ask(lambda client: client.finish(replica_name(event.replica)))
-            self._turn_away_latecomers()
+            self._calls.put(lambda: self._note_finished(event.replica))
         elif event.kind == "started" and event.replica in self._evicted:
             self._evicted.discard(event.replica)
-            self._ask(lambda client: client.readmit(replica_name(event.replica)))
+            self._calls.put(lambda: self._ask(lambda client: client.readmit(replica_name(event.replica))))
+
+    def _note_finished(self, replica: int) -> None:
+        self._check_manager(over=True)
+        self._ask(lambda client: client.finish(replica_name(replica)))
+        self._turn_away_latecomers()
 
     def has_trained(self, replica: int) -> bool:
         """Whether the newest processes of a replica trained for a while; from their black boxes."""
@@ -240,7 +250,7 @@ class NodeAgent:
         """Whole-job mode, after a failure: why the launcher should not start the ranks again; "" when it should."""
         failure = self.find_failure(None, exits)
         if failure is not None:
-            self._failures.append(failure)
+            self._failures = [*self._failures, failure][-SAME_FAILURES:]
         return find_program_error(self._failures) if failure is not None else ""
 
     def _expect_manager(self) -> None:
@@ -350,6 +360,7 @@ class NodeAgent:
         if self._told.get(incident.id) == news:
             return
         self._told[incident.id] = news
+        keep_newest(self._told)
         told = PublishedIncident(
             incident=incident.id,
             sentence=headline(incident),

@@ -258,6 +258,8 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def _answer(self, request: HttpRequest, answer: Answer) -> None:
+        if request.method == "HEAD":
+            answer = replace(answer, stream=None)
         keep = request.headers.get("connection", "").lower() != "close" and answer.stream is None
         lines = [
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",

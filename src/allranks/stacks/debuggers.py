@@ -203,6 +203,7 @@ def _kernel_name(line: str) -> str:
 PYSPY_LIMIT_S = 10.0
 NATIVE_LIMIT_S = 30.0
 GDB_LIMIT_S = 60.0
+KILLED_S = 2.0  # a tool that is killed ends at once, if it can
 CAP_SYS_PTRACE = 19
 
 
@@ -265,19 +266,29 @@ def run_tool(words: list[str], limit_s: float, ok_codes: tuple[int, ...] = (0,))
     try:
         out, err = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        out, _ = child.communicate()
-        return ToolRun(out, f"{name} did not finish in {limit_s:.0f} s and was ended")
-    finally:
-        if child.returncode is None:  # interrupted
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
+        return ToolRun(_end(child), f"{name} did not finish in {limit_s:.0f} s and was ended")
+    except BaseException:  # interrupted
+        _end(child)
+        raise
     if child.returncode == 0 or (child.returncode in ok_codes and out.strip()):
         return ToolRun(out, "")
     lines = [line for line in err.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("Error")), lines[0] if lines else "no message")
     causes = [line.strip() for line in lines if line.lstrip()[:2] in ("0:", "1:", "2:") and "::" not in line]
     return ToolRun(out, " ".join([reason.strip(), *causes])[:400] or f"exit {child.returncode}")
+
+
+def _end(child: subprocess.Popen[str]) -> str:
+    """Kills a tool with its process group and returns what it printed. In a D state it stays, and so does one of its
+    children in another group that keeps its output open: neither is waited for."""
+    os.killpg(child.pid, signal.SIGKILL)
+    try:
+        return child.communicate(timeout=KILLED_S)[0]
+    except subprocess.TimeoutExpired:
+        for pipe in (child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+        return ""
 
 
 _PTRACE_FIX = (

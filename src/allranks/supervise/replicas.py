@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from allranks.blackbox.header import process_state
 from allranks.channel.frames import HeldPort, loopback
 from allranks.model.incident import Failure, describe_exit
 from allranks.supervise.logs import LogPump, Terminal, open_log
 from allranks.supervise.orphans import Guard, sweep
 from allranks.supervise.restarts import (
+    SAME_FAILURES,
     RestartHistory,
     RestartOptions,
     decide_restart,
@@ -45,6 +47,7 @@ class ReplicaOptions:
     environment: dict[str, str] = field(default_factory=dict)
     restarts: RestartOptions = field(default_factory=RestartOptions)
     stop_grace_s: float = 10.0  # between SIGTERM and SIGKILL
+    kill_grace_s: float = 30.0  # a rank that has not ended this long after SIGKILL is abandoned
     finish_grace_s: float = 10.0  # a restarted replica may outlive the first finished one for this long
     log_folder: Path | None = None
     quiet: bool = False  # no rank output on the terminal
@@ -113,7 +116,9 @@ class Supervisor:
     _terminal: Terminal | None = None
     failure: Callable[[int, dict[int, int]], Failure | None] = lambda replica, exits: None  # of its last life
     _signal: int = 0
+    before_end: Callable[[], object] = lambda: None  # called once when all replicas have ended
     _program_error: str = ""  # all replicas have it: none is started again
+    _given_up: str = ""  # the same, from another thread
     _finished_s: float | None = None  # when the first replica finished by itself: the training is over
 
     def request(self, request: Request) -> None:
@@ -130,8 +135,8 @@ class Supervisor:
                 pass
 
     def give_up(self, reason: str) -> None:
-        """Ends the job from any thread: its program cannot train, and the reason is its last word."""
-        self._program_error = reason
+        """Ends the job from any thread: its program cannot train. The first reason is the one that is logged."""
+        self._given_up = self._given_up or reason
         self.wake()
 
     def note_signal(self, number: int, frame: object = None) -> None:
@@ -175,10 +180,14 @@ class Supervisor:
                 self._stop_latecomers()
                 if self._signal:
                     return self._stop_all()
-                if self._program_error:
-                    self._stop_all()
-                    log.error("%s", self._program_error)
-                    return 1
+                if self._given_up or self._program_error:
+                    break
+            else:
+                self.before_end()
+            if reason := self._given_up or self._program_error:
+                self._stop_all()
+                log.error("%s", reason)
+                return 1
             return self._exit_code()
         finally:
             self._stop_all()
@@ -267,15 +276,19 @@ class Supervisor:
             self._unregister(rank.pump.fd)
 
     def _exited(self, replica: _Replica, rank: _Rank) -> None:
-        code, pid = rank.process.wait(), rank.process.pid
-        now = time.monotonic()
+        code = rank.process.poll()
+        if code is None:  # a debugger is attached, which keeps the exit code until it lets go
+            code = -signal.SIGKILL if replica.state == "stopping" else 1
+        self._end_rank(replica, rank, code, describe_exit(code))
+
+    def _end_rank(self, replica: _Replica, rank: _Rank, code: int, detail: str) -> None:
+        pid, now = rank.process.pid, time.monotonic()
         self._forget(rank)
         replica.exits[pid] = code
         if code != 0 or replica.state == "stopping":  # a rank that ended well may have left an upload running
             sweep(pid)
         self._guard.remove(pid)
         replica.ranks.remove(rank)
-        detail = describe_exit(code)
         # Ctrl-C reaches the ranks as well: that they end is what was asked for
         asked = replica.state == "stopping" or self._signal != 0
         self._tell(Event("rank_exited", replica.number, now, detail, rank.number, code, pid, asked))
@@ -320,9 +333,9 @@ class Supervisor:
         failure = self.failure(replica.number, replica.exits)
         if failure is None:
             return ""
-        replica.failures.append(failure)
+        replica.failures = [*replica.failures, failure][-SAME_FAILURES:]
         histories = {other.number: other.failures for other in self._replicas.values()}
-        self._program_error = find_common_error(histories, len(self._replicas))
+        self._program_error = self._program_error or find_common_error(histories, len(self._replicas))
         return self._program_error or find_program_error(replica.failures)
 
     # stopping
@@ -345,8 +358,18 @@ class Supervisor:
         now = time.monotonic()
         for replica in self._replicas.values():
             if replica.state == "stopping" and now >= replica.kill_at_s:
-                for rank in replica.ranks:
+                for rank in list(replica.ranks):
                     _send(rank, signal.SIGKILL)
+                    if now >= replica.kill_at_s + self.options.kill_grace_s:
+                        self._abandon(replica, rank)
+
+    def _abandon(self, replica: _Replica, rank: _Rank) -> None:
+        """SIGKILL does not end it (a D state): the job continues or ends without it, and its replica is set aside."""
+        why = f"pid {rank.process.pid} has not ended {self.options.kill_grace_s:g} s after SIGKILL"
+        log.error("rank %d is abandoned: %s (state %s)", rank.number, why, process_state(rank.process.pid))
+        replica.after_stop = "stop" if replica.after_stop == "stop" else "set_aside"
+        replica.reason = f"rank {rank.number}: {why}"
+        self._end_rank(replica, rank, -signal.SIGKILL, why)
 
     def _stop_latecomers(self) -> None:
         """A replica that came back too late would train alone from the start: it is stopped."""
@@ -407,7 +430,7 @@ class Supervisor:
         due = [
             r.start_at_s for r in self._replicas.values() if r.state == "waiting" and r.start_at_s is not None
         ]
-        due += [r.kill_at_s for r in self._replicas.values() if r.state == "stopping"]
+        due += [r.kill_at_s for r in self._replicas.values() if r.state == "stopping" and r.kill_at_s > now]
         if self._finished_s is not None:
             due.append(self._finished_s + self.options.finish_grace_s)
         return max(0.01, min(1.0, min([t - now for t in due], default=1.0)))
