@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
 if TYPE_CHECKING:
-    from importlib.machinery import ModuleSpec
     from typing import Any
 
 __version__ = "0.3.0"
@@ -49,19 +47,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _OldModules:
-    """The last finder: asked for modules of allranks that do not exist, which an earlier version may have had."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not name.startswith("allranks."):
-            return None
-        from allranks import old_modules
-
-        return old_modules.find_spec(name.removeprefix("allranks."))
-
-
-if not any(getattr(finder, "__qualname__", "") == _OldModules.__qualname__ for finder in sys.meta_path):
-    sys.meta_path.append(_OldModules)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -161,15 +160,3 @@ def test_etcd_v2_without_its_packages_is_refused_in_one_sentence(monkeypatch: py
     assert "etcd-v3" in caught.value.hint
     for backend in ("etcd-v3", "c10d", None):
         need_etcd_v2(backend)
-
-
-def test_the_old_module_of_the_torchrun_flags_still_works_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The guide of 0.1.0 named it."""
-    monkeypatch.delitem(
-        sys.modules, "allranks.elastic.torchrun", raising=False
-    )  # another test may have imported it
-    with pytest.warns(DeprecationWarning, match=r"is now allranks\.elastic\.world"):
-        from allranks.elastic.torchrun import ElasticTrainingConfig as Old
-    assert Old is ElasticTrainingConfig

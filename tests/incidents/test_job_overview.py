@@ -144,7 +144,7 @@ def test_the_folder_of_a_job_shows_no_files_of_our_own_as_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`allranks diagnose JOB` listed its job.json, its token and the empty logs of its ranks."""
-    box = Path(__file__).parents[1] / "record" / "cases" / "version1.r0.box"
+    box = Path(__file__).parents[1] / "record" / "cases" / "mixed_calls.r0.box"
     (tmp_path / "job.a0.r0.p7.box").write_bytes(box.read_bytes())
     (tmp_path / "logs").mkdir()
     for name, text in {"job.json": "{}", "token": "secret", "logs/stderr.log": ""}.items():
@@ -225,7 +225,7 @@ def test_a_killed_rank_gets_its_torch_dump_from_its_black_box(
 
 def test_a_group_without_a_description_is_called_by_its_name() -> None:
     """torch describes a group that nobody described as "undefined"."""
-    trace = read_trace(Path(__file__).parents[1] / "record" / "cases" / "version1.r0.box")
+    trace = read_trace(Path(__file__).parents[1] / "record" / "cases" / "mixed_calls.r0.box")
     groups = tuple(replace(group, desc="undefined", name="2") for group in trace.groups)
     calls = trace.calls.copy()
     calls["state"][-1] = State.SCHEDULED

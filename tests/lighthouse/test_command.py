@@ -137,10 +137,8 @@ def test_status_evict_readmit_and_collect(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["evicted"] == {"r0": "bad GPU"}
     assert main(["lighthouse", "readmit", lighthouse.address, "r0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"replica": "r0", "done": "readmit"}
-    assert main(["lighthouse", "let-in", lighthouse.address, "r0"]) == 2  # the name until 0.3
-    warning, error, *_ = capsys.readouterr().err.splitlines()
-    assert warning == "warning: `lighthouse let-in` is now `lighthouse readmit`"
-    assert "neither evicted nor in back-off" in error
+    assert main(["lighthouse", "readmit", lighthouse.address, "r0"]) == 2
+    assert "neither evicted nor in back-off" in capsys.readouterr().err
     assert main(["lighthouse", "readmitt", lighthouse.address, "r0"]) == 2
     assert "Did you mean readmit?" in capsys.readouterr().err
     assert main(["lighthouse", "collect", lighthouse.address, "r0", "--json"]) == 0

@@ -106,7 +106,7 @@ def test_boxes_of_one_job_and_dumps_of_a_larger_one_are_not_mixed(
     """The boxes are newer. Of a job that has as many ranks as the dumps, or does not say, they belong together."""
     for rank in range(4):
         (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(dump([entry(1)], "[0, 1, 2, 3]")))
-    box = read_trace(Path(__file__).parents[1] / "record" / "cases" / "version1.r0.box")
+    box = read_trace(Path(__file__).parents[1] / "record" / "cases" / "mixed_calls.r0.box")
     for rank in range(2):
         header = replace(box.header, rank=rank, world_size=world, job="mine")
         groups = tuple(replace(group, ranks=(0, 1)) if group.name else group for group in box.groups)

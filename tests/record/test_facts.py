@@ -30,7 +30,7 @@ from allranks.record.writer import CallWriter
 
 from .boxes import ops, traces
 
-OLD_BOX = Path(__file__).parent / "cases" / "version1.r0.box"
+BOX = Path(__file__).parent / "cases" / "mixed_calls.r0.box"
 
 
 def _talk(rank: int, world: int) -> None:
@@ -188,27 +188,9 @@ def test_the_parts_of_a_coalesced_batch_are_found_from_its_end(tmp_path: Path, e
     assert len(trace.parts(0)) == 0
 
 
-def test_a_box_of_the_version_before_is_still_read(tmp_path: Path) -> None:
-    """Written by the last release: every call is there, what it did not record is unknown."""
-    old = tmp_path / "old.a0.r0.p7.box"
-    old.write_bytes(OLD_BOX.read_bytes())
-    loaded = load_paths([str(old)])
-    for trace in (read_trace(old), *loaded.traces):
-        assert trace.kind == "black box 1"
-        assert ops(trace) == ["all_reduce", "all_to_all_single", "send"] * 2 + [
-            "barrier",
-            "monitored_barrier",
-        ]
-        assert set(trace.calls["tag"]) == {-1}
-        assert set(trace.calls["timeout_ms"]) == {1_800_000}
-        assert trace.shapes[int(trace.calls[1]["shapes"])].input_splits == (1, 3)
-        assert (trace.threads, trace.destroyed, trace.progress.setups) == ({}, {}, -1)
-    assert [note.status for note in loaded.files] == ["ok"]
-
-
 def test_a_converted_trace_keeps_what_the_box_knew(tmp_path: Path) -> None:
     """Threads, destroyed groups and where the rank is survive the way through `box_bytes`."""
-    trace = read_trace(OLD_BOX)
+    trace = read_trace(BOX)
     calls = trace.calls.copy()
     calls["tag"] = 5
     thread = int(calls["thread"][0])

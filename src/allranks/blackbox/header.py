@@ -17,8 +17,6 @@ from allranks.errors import InputError
 
 MAGIC = b"ALLRANKS"
 VERSION = 2
-#: Versions that are read. 1 has no tags (its timeouts take their place), threads or destroyed groups.
-READABLE = (1, 2)
 CLOSED_BYTES, EXIT_MESSAGE_BYTES = 64, 512
 HEADER_BYTES = 4096  # reserved in front of the ring
 
@@ -50,7 +48,7 @@ class Header(NamedTuple):
     expect_until_ns: int
     phase: int  # NAME id
     closed_ns: int  # 0 while running or after a sudden death
-    closed_bytes: bytes  # the beginning of `exit_message`; all that older boxes have
+    closed_bytes: bytes  # the beginning of `exit_message`
     inside: int  # NAME id of the function of trace.SETUP_CALLS that was entered and not left
     inside_ns: int
     setups: int  # how many of those functions were finished
@@ -82,8 +80,8 @@ def parse_header(data: bytes) -> Header:
     if len(data) < STRUCT.size:
         raise InputError("cut short inside its header")
     header = Header(*STRUCT.unpack_from(data))
-    if header.version not in READABLE:
-        raise InputError(f"layout {header.version} is not known, only {READABLE[0]} to {READABLE[-1]}")
+    if header.version != VERSION:
+        raise InputError(f"layout {header.version} is not known, only {VERSION}")
     return header
 
 

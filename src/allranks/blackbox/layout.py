@@ -104,12 +104,5 @@ def whole_rows(
     return mask if ends_before is None else mask & (rows["begin"] == ends_before)
 
 
-def as_current(rows: np.ndarray, version: int) -> None:
-    """Gives rows of an older version, in place, the meaning of today's columns."""
-    if version == 1:  # timeouts had eight bytes; there were no tags
-        rows["timeout_ms"][rows["tag"] != 0] = np.iinfo(np.int32).max
-        rows["tag"] = -1
-
-
 def ring_bytes(capacity: int) -> int:
     return capacity * CALL.itemsize

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from allranks.blackbox.header import HEADER_BYTES, STRUCT, Header, parse_header
-from allranks.blackbox.layout import Item, as_current, whole_rows
+from allranks.blackbox.layout import Item, whole_rows
 from allranks.blackbox.tables import Heap, HeapCache, Tables
 from allranks.errors import InputError
 from allranks.model.trace import (
@@ -290,7 +290,6 @@ def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES, newest: i
         # The heap is read behind the rows, so that every id that they mention has been published.
         head = parse_header(file.read(0, STRUCT.size))
     heap = _read_heap(file, head, cache, notes)
-    as_current(rows, head.version)
     order = {number: index for index, number in enumerate(sorted(heap.groups), start=1)}
     calls = _to_tables(rows, heap, order, notes)
     if head.heap_full:
@@ -418,12 +417,13 @@ def _rendezvous(value: object) -> Rendezvous:
 
 def _progress(head: Header, phase: str, inside: str, error: object) -> Progress:
     counts = (head.step, head.step_ns, head.calls_started, head.calls_completed)
-    setups = head.setups if head.version > 1 else -1
     raised = (0, "")
     match error:
         case [int(number), str(text)] if 0 < number < 1 << 63:
             raised = (number, text[:512])
-    return Progress(*counts, phase, head.expect_until_ns, head.closed, inside, head.inside_ns, setups, raised)
+    return Progress(
+        *counts, phase, head.expect_until_ns, head.closed, inside, head.inside_ns, head.setups, raised
+    )
 
 
 def find_boxes(folder: str | os.PathLike[str]) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 ACTIONS = ("serve", "status", "evict", "readmit", "collect")
 _server = partial(option, group="server")
-RENAMED = {"let-in": "readmit"}  # names of older versions, taken with a warning
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _action(given: str) -> str:
-    if given in RENAMED:
-        print(f"warning: `lighthouse {given}` is now `lighthouse {RENAMED[given]}`", file=sys.stderr)
-        return RENAMED[given]
     if given not in ACTIONS:
         from difflib import get_close_matches
 

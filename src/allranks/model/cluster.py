@@ -8,7 +8,6 @@ replica inside the current *quorum*; a *session* is one incarnation of a replica
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -209,15 +208,6 @@ class PublishedIncident:
     closed: bool = False
     story: str = ""  # its page as HTML when it is published; where the lighthouse serves it when it is shown
     evidence: str = ""  # the same for the stacks and last calls of its ranks, as JSON
-
-
-def __getattr__(name: str) -> object:
-    if name == "Incident":
-        warnings.warn(
-            "allranks.model.cluster.Incident is PublishedIncident now", DeprecationWarning, stacklevel=2
-        )
-        return PublishedIncident
-    raise AttributeError(name)
 
 
 SCHEMA = 1

@@ -5,7 +5,6 @@ Each action waits for the answer and raises LighthouseError.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
@@ -70,11 +69,6 @@ class Actions:
         """Takes an eviction or a back-off back."""
         self._command("let_in", replica)
 
-    def let_in(self, replica: str) -> None:
-        """The name of `readmit()` until 0.3."""
-        warnings.warn("let_in() is readmit() now", DeprecationWarning, stacklevel=2)
-        self.readmit(replica)
-
     def finish(self, replica: str) -> None:
         """Says that a replica which has left was through with its training, for those who saw it end well."""
         self._command("finish", replica)
@@ -100,11 +94,6 @@ class Actions:
 
     def report_incident(self, incident: PublishedIncident) -> None:
         self._command("incident", body=incident)
-
-    def tell_incident(self, incident: PublishedIncident) -> None:
-        """The name of `report_incident` until 0.2."""
-        warnings.warn("tell_incident() is report_incident() now", DeprecationWarning, stacklevel=2)
-        self.report_incident(incident)
 
     def status(self) -> JsonObject:
         """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""
