@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from gpu_replicas import LighthouseProcess, Replica, say
 CPU = "--cpu" in sys.argv
 OUT = Path(next((word for word in sys.argv[1:] if not word.startswith("--")), "."))
 REPLICAS = 3
-WIDTH, LAYERS = (256, 4) if CPU else (2048, 12)  # 201 MB of parameters on the GPU
+WIDTH, LAYERS = (256, 4) if CPU else (int(os.environ.get("GPU_WIDTH", "2048")), 12)  # 201 MB of parameters
 
 
 def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
