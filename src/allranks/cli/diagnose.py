@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,8 +96,11 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(shown))
         return 0
     result = _judge_incident(args.paths, options) or _diagnose(args.paths, options, loaded, traces)
-    _write_files(options, result, traces)  # before stdout, which may be closed
+    failures = _write_files(options, result, traces)  # before stdout, which may be closed
     _print(options, result)
+    if failures:
+        sys.stdout.flush()
+        raise InputError("; ".join(failures))
     if not result.ranks and not result.findings and result.status != "ok":
         return 2
     return 0 if result.status == "ok" else 1
@@ -123,6 +127,9 @@ def _diagnose(
         lines = [f"  {note.path}: {note.status}, {note.note or note.kind}" for note in found.files[:20]]
         lines += [f"  … and {len(found.files) - 20} more"] if len(found.files) > 20 else []
         hint = "\n".join([*lines, *more])
+        if not found.files:
+            asked = "Give the folder that holds the dumps, or the name of a job that was recorded here."
+            raise InputError(f"{', '.join(paths)}: there are no files in it", hint=asked)
         raise InputError("no dump among the files could be read", hint=hint)
     return found
 
@@ -139,6 +146,10 @@ def _without_own_files(paths: list[str], loaded: LoadResult) -> LoadResult:
 
 def _box_folder(name: str) -> str:
     """A path as it is; for the name of a job of this node, the folder of its black boxes."""
+    if name == "-":
+        raise InputError(
+            "standard input is not read: dumps are several files", hint="Give their folder, or an archive."
+        )
     if "/" in name or os.path.lexists(name):
         return name
     from allranks.incidents.job_overview import find_job
@@ -205,18 +216,27 @@ def _print(options: DiagnoseFlags, result: Diagnosis) -> None:
     print("\n".join(text.render(result, how)))
 
 
-def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTrace]) -> None:
+def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTrace]) -> list[str]:
+    """Writes what was asked for; returns what could not be written, which must not cost the verdict."""
     from allranks.report import as_json
 
+    wanted: list[tuple[str, Iterable[str | bytes]]] = []
     if options.output:
-        write_whole(options.output, [as_json.render(result), "\n"])
+        wanted.append((options.output, [as_json.render(result), "\n"]))
     if options.html:
         from allranks.report import html
 
-        write_whole(options.html, html.render(result, traces, time.time()))
+        wanted.append((options.html, html.render(result, traces, time.time())))
     if options.perfetto:
         from allranks.report import chrome_trace, perfetto
 
         # the name chooses the format: Chrome's for .json and .json.gz, else Perfetto's own
         chrome = options.perfetto.removesuffix(".gz").endswith(".json")
-        write_whole(options.perfetto, (chrome_trace if chrome else perfetto).render(result, traces))
+        wanted.append((options.perfetto, (chrome_trace if chrome else perfetto).render(result, traces)))
+    failures = []
+    for name, parts in wanted:
+        try:
+            write_whole(name, parts)
+        except InputError as error:
+            failures.append(str(error))
+    return failures

@@ -3,6 +3,7 @@ whole."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -168,6 +169,10 @@ def write_whole(name: str, parts: Iterable[str | bytes]) -> None:
                 file.write(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
         if not special:
             draft.replace(target)
-    except OSError as error:
-        raise InputError(f"cannot write {name}: {error.strerror}") from error
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            None if special else draft.unlink()
+        if isinstance(error, OSError):
+            raise InputError(f"cannot write {name}: {error.strerror}") from error
+        raise
     print(f"Wrote {name}", file=sys.stderr)

@@ -112,7 +112,7 @@ def _state_table() -> np.ndarray:
     state, flags = code & 7, code >> 3
     retired, unknown = (flags & int(Flag.RETIRED)) != 0, (flags & int(Flag.STATE_UNKNOWN)) != 0
     now = np.where(retired, np.where(unknown, int(Now.LEFT), int(Now.FAILED)), int(Now.OPEN))
-    doubtful = (flags & int(Flag.COMPLETION_UNRELIABLE)) != 0
+    doubtful = (flags & int(Flag.COMPLETION_UNRELIABLE | Flag.ENDED_UNSEEN)) != 0
     now = np.where(state == int(State.COMPLETED), np.where(doubtful, int(Now.LEFT), int(Now.DONE)), now)
     now[(state == int(State.FAILED)) | (state == int(State.TIMED_OUT))] = int(Now.FAILED)
     now[(flags & int(Flag.COALESCED_PART | Flag.CAPTURED)) != 0] = int(Now.UNKNOWN)
@@ -125,6 +125,11 @@ _STATES = _state_table()
 def is_box(trace: RankTrace) -> bool:
     """Whether the trace is a black box, which is read live."""
     return trace.kind.startswith("black box")
+
+
+def is_hook(trace: RankTrace) -> bool:
+    """Whether torch's hook recorded the trace, which records backends without a recorder of their own."""
+    return trace.kind.startswith("torch hook")
 
 
 def _view(

@@ -21,7 +21,7 @@ from allranks.diagnose.align import is_box
 from allranks.diagnose.job import GroupView, Job, Lane, Now, RankCalls
 from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.p2p import CLOCKS_NS, newest_ns
-from allranks.diagnose.waits import is_too_old
+from allranks.diagnose.waits import is_too_old, lowest_end
 from allranks.model.trace import Flag
 
 #: Of a rank with fewer calls none need have ended.
@@ -83,6 +83,21 @@ def _last_ended(view: RankCalls, lane: Lane) -> int:
     rows = lane.rows[(view.now[lane.rows] == Now.DONE) & is_synchronising(view.family[lane.rows])]
     rows = rows[~_is_coalesced(view, rows)] if len(rows) else rows
     return int(view.trace.calls["seq"][rows[-1]]) if len(rows) else -1
+
+
+def reopen_unseen(job: Job) -> Job:
+    """The job with collectives open that somebody has not entered and that were put away when they were issued."""
+    changed: dict[int, np.ndarray] = {}
+    for group in job.groups:
+        floor = lowest_end(group) if all(rank in job.ranks for rank in group.members) else group.last
+        for lane in group.lanes.values() if floor < group.last else ():
+            view = job.ranks[lane.rank]
+            rows = lane.rows[lane.seqs > floor]
+            rows = rows[(view.trace.calls["flags"][rows] & Flag.ENDED_UNSEEN) != 0]
+            rows = rows[is_synchronising(view.family[rows])]
+            if len(rows):
+                changed.setdefault(lane.rank, view.now.copy())[rows] = Now.OPEN
+    return replace(job, ranks={r: replace(v, now=changed.get(r, v.now)) for r, v in job.ranks.items()})
 
 
 def find_doubts(job: Job) -> list[Doubt]:

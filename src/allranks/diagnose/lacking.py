@@ -4,11 +4,12 @@ of a call that left no file: dead, aborted by gloo, or only not among the files.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnose.align import is_box
+from allranks.diagnose.align import is_box, is_hook
 from allranks.diagnose.call_sequences import step_keys
 from allranks.diagnose.cells import sizes_text
 from allranks.diagnose.context import Context, latest_stack
@@ -17,7 +18,10 @@ from allranks.diagnose.ops import Family, is_p2p
 from allranks.diagnose.p2p import P2PWait
 from allranks.diagnose.phrasing import count_ranks, place, ranks_text, seconds, who
 from allranks.diagnose.waits import Blocked
-from allranks.model.diagnosis import Finding
+from allranks.model.diagnosis import FileNote, Finding, RankNow
+
+UNREAD = "unread"  # as the cause of a RankNow: the rank has a file that could not be read
+_NOTHING = RankNow(-1, "")
 
 
 def draft(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
@@ -150,9 +154,13 @@ def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, .
     odd = _aborted_partner(context, group, blocked) or _left_its_round(context, ranks)
     if odd is not None:
         return odd
+    if (unread := _unread(context, blocked, ranks)) is not None:
+        return unread
     seen = [
         context.seen[rank] for rank in ranks if rank in context.seen and context.seen[rank].cause == "gone"
     ]
+    if not seen and all(is_hook(context.job.ranks[rank].trace) for rank in blocked.rows):
+        return _did_not_dump(context, blocked, ranks)
     many = len(ranks) * 2 > len(group.members) and len(ranks) > 2
     several = len(ranks) > 1  # each of them may be another's victim, or only not collected
     # A black box survives its process: one that is missing was more likely not collected.
@@ -168,6 +176,57 @@ def explain_without_file(context: Context, blocked: Blocked, ranks: tuple[int, .
     missing = f"the black box, dump or log of {ranks_text(ranks)}: run `allranks diagnose` with it"
     finding = settled(draft(context, blocked, ranks), sentence, sure, advice, "rank_died")
     return replace(finding, where="", missing_evidence=(missing,))
+
+
+def unread_ranks(files: Sequence[FileNote], there: Container[int | None]) -> dict[int, RankNow]:
+    """Ranks that have a file of which nothing could be read: that says nothing of the rank."""
+    notes = [note for note in files if note.status in ("damaged", "unreadable") and note.rank is not None]
+    return {
+        note.rank: RankNow(note.rank, UNREAD, "", f"the file of rank {note.rank} {_problem(note)}")
+        for note in notes
+        if note.rank is not None and note.rank not in there
+    }
+
+
+def _problem(note: FileNote) -> str:
+    if note.status == "damaged":
+        return f"is damaged, and nothing of it could be read ({note.path}: {note.note})"
+    return f"could not be opened ({note.path}: {note.note})"
+
+
+def _unread(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding | None:
+    """Members whose file could not be read: they may be inside the call like the others."""
+    texts = [
+        context.seen[rank].evidence for rank in ranks if context.seen.get(rank, _NOTHING).cause == UNREAD
+    ]
+    if len(texts) < len(ranks):
+        return None
+    sentence = (
+        f"{texts[0]}: whether {ranks_text(ranks)} entered {context.call(blocked)} is not known; "
+        f"{waiting_text(context, blocked, ranks)} in it"
+    )
+    advice = f"read the files as their owner or as root, or copy those of {ranks_text(ranks)} again"
+    finding = settled(draft(context, blocked, ranks), sentence, 0.35, advice)
+    return replace(finding, missing_evidence=tuple(texts))
+
+
+def _did_not_dump(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """Members without a file where torch's hook records: only ranks whose call timed out write one."""
+    at = context.place(blocked)
+    sentence = (
+        f"{ranks_text(ranks)} did not enter {context.call(blocked)}{f' ({at})' if at else ''}, or ended before it: "
+        f"there is no dump of {'it' if len(ranks) == 1 else 'them'}; {waiting_text(context, blocked, ranks)}"
+    )
+    finding = draft(context, blocked, ranks)
+    evidence = "with this backend only the ranks that wait write a dump when a call times out"
+    asked = f"where {ranks_text(ranks)} is: the end of its log, or `allranks stacks` on its node"
+    return replace(
+        finding,
+        sentence=sentence,
+        confidence=0.6,
+        evidence=(*finding.evidence, evidence),
+        missing_evidence=(asked,),
+    )
 
 
 def _left_its_round(context: Context, ranks: tuple[int, ...]) -> Finding | None:

@@ -85,7 +85,7 @@ def match_p2p(job: Job) -> tuple[list[P2PWait], list[P2PMismatch]]:
             # The receiver takes messages from anyone: which one it took is not known, only how many.
             waits += _waits(job, sides[key], None) if _outnumbered(sides, key[0], key[2]) else []
             continue
-        side = _without_false_end(job, sides[key], other)
+        side = _with_unseen_open(job, _without_false_end(job, sides[key], other), other)
         waits += _waits(job, side, other)
         if side.sends and other is not None:
             mismatches += _mismatches(job, side, other)
@@ -229,6 +229,18 @@ def _without_false_end(job: Job, side: Side, other: Side | None) -> Side:
     now = side.now.copy()
     now[last] = Now.OPEN
     return replace(side, now=now)
+
+
+def _with_unseen_open(job: Job, side: Side, other: Side | None) -> Side:
+    """The side with messages open for which the peer has posted nothing, and whose end nobody has seen."""
+    peer = job.ranks.get(side.peer)
+    calls = job.ranks[side.rank].trace.calls[side.rows]
+    unseen = (calls["flags"] & Flag.ENDED_UNSEEN) != 0
+    unseen[: len(other.rows) if other is not None else 0] = False
+    if not unseen.any() or peer is None or not side.reliable or not _complete(peer):
+        return side
+    unseen &= calls["created_ns"] <= (peer.snapshot_ns or newest_ns(peer))
+    return replace(side, now=np.where(unseen, Now.OPEN, side.now))
 
 
 def newest_ns(view: RankCalls) -> int:

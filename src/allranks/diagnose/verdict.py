@@ -14,9 +14,16 @@ from allranks.diagnose.absent import explain_ranks
 from allranks.diagnose.align import align, forget_past_quorums
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
-from allranks.diagnose.false_completions import Doubt, find_doubts, finish_known, reopen
+from allranks.diagnose.false_completions import (
+    Doubt,
+    find_doubts,
+    finish_known,
+    reopen,
+    reopen_unseen,
+)
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView
+from allranks.diagnose.lacking import unread_ranks
 from allranks.diagnose.match import find_mismatches
 from allranks.diagnose.p2p import match_p2p
 from allranks.diagnose.phrasing import count, ranks_text, ranks_wait
@@ -25,6 +32,8 @@ from allranks.diagnose.weak_findings import find_warnings
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
 from allranks.model.trace import RankTrace, State
 
+#: In the note of a file that names a function to be called.
+REFUSED = "; refused, nothing was run"
 #: Below this confidence the status is "unclear", not "fault".
 SURE_ENOUGH = 0.4
 #: What is left of the confidence when a wait may have lasted a moment or an hour.
@@ -95,10 +104,11 @@ def _diagnose(
     traces: list[RankTrace], files: Sequence[FileNote], seen: dict[int, RankNow], options: DiagnoseOptions
 ) -> Diagnosis:
     damaged = frozenset(note.rank for note in files if note.status == "damaged" and note.rank is not None)
+    seen = {**unread_ranks(files, {trace.header.rank for trace in traces}), **seen}
     job = align(
         traces, cut=damaged, now_ns=options.now_ns, pg_filters=options.pg_filters, ended=options.ended
     )
-    job = finish_known(job)
+    job = reopen_unseen(finish_known(job))
     doubts = find_doubts(job)
     job = reopen(job, doubts)
     mismatches = find_mismatches(job)
@@ -334,14 +344,20 @@ def _compose(
     roots = [replace(root, severity="root", confidence=round(root.confidence * trust, 2)) for root in roots]
     verdict = roots[0] if roots else None
     folded = _consequences(context, roots)
-    status: Status = "ok" if job.ranks else "unclear"
+    calls = sum(len(view.trace.calls) for view in job.ranks.values())
+    warnings = [*_unsafe(files), *warnings]
+    lost = bad > 0 and not calls
+    status: Status = "ok" if job.ranks and not lost and not _unsafe(files) else "unclear"
+    if lost:
+        warnings.insert(
+            0, Finding("damaged_file", (), "nothing to judge: no call could be read from the dumps")
+        )
     if verdict is not None:
         status = "fault" if verdict.confidence >= SURE_ENOUGH else "unclear"
     listed = folded[: options.consequences]
     if len(folded) > len(listed):
         more = f"{len(folded) - len(listed)} more blocked calls follow from the above"
         listed.append(Finding("folded", (), more, "consequence"))
-    calls = sum(len(view.trace.calls) for view in job.ranks.values())
     ranks = f"{len(job.ranks):,} of {job.world_size or len(job.ranks):,} ranks"
     return Diagnosis(
         status,
@@ -354,6 +370,20 @@ def _compose(
         tuple(_summarise(group) for group in job.groups),
         tuple((rank, host) for rank in job.ranks if (host := job.host(rank))),
     )
+
+
+def _unsafe(files: Sequence[FileNote]) -> list[Finding]:
+    """Dumps that would run code where another tool unpickles them: torch's never hold a global."""
+    notes = [note for note in files if note.status == "damaged" and REFUSED in note.note]
+    return [
+        Finding(
+            "unsafe_pickle",
+            (),
+            f"{note.path} is not safe to open: it {note.note.partition(REFUSED)[0]}{REFUSED} here",
+            advice=("do not open it with pickle, torch.load or torchfrtrace; find out who wrote it",),
+        )
+        for note in notes
+    ]
 
 
 def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:

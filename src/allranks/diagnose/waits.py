@@ -101,7 +101,7 @@ def _with_strangers(job: Job, blocked: Blocked, idle: tuple[int, ...], lonely: s
 def _stuck_lanes(job: Job, group: GroupView) -> dict[int, list[Lane]]:
     """Sequence number → lanes that did not get through it."""
     stuck: dict[int, list[Lane]] = {}
-    floor = _lowest_end(group)
+    floor = lowest_end(group)
     for lane in group.lanes.values():
         seq = stuck_at(job, lane, floor)
         if seq is not None:
@@ -109,7 +109,7 @@ def _stuck_lanes(job: Job, group: GroupView) -> dict[int, list[Lane]]:
     return stuck
 
 
-def _lowest_end(group: GroupView) -> int:
+def lowest_end(group: GroupView) -> int:
     """The smallest `last` among lanes that can be trusted to show their end; -1 when one never began."""
     ends = [
         lane.last for lane in group.lanes.values() if not lane.cut and (len(lane.seqs) or not lane.wrapped)

@@ -11,13 +11,14 @@ from dataclasses import replace
 import numpy as np
 
 from allranks.diagnose.absent import explain_ranks
-from allranks.diagnose.align import is_box
+from allranks.diagnose.align import is_box, is_hook
 from allranks.diagnose.context import Context
 from allranks.diagnose.culprit import find_stack_shift
 from allranks.diagnose.divergence import left_program
 from allranks.diagnose.false_completions import Doubt
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView, Job, Lane, Now
+from allranks.diagnose.lacking import UNREAD
 from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.p2p import newest_ns
 from allranks.diagnose.phrasing import is_secondary, line_in, one_line, place, ranks_text, seconds, who
@@ -137,8 +138,11 @@ def _gone_unnoticed(context: Context) -> Finding | None:
             continue
         last = max(lane.last for lane in lanes)
         rows = {lane.rank: lane.row(last) for lane in lanes if lane.last == last}
-        if any(is_box(context.job.ranks[rank].trace) for rank in rows):
-            continue  # each node keeps its own black boxes: those of other nodes are merely elsewhere
+        traces = [context.job.ranks[rank].trace for rank in rows]
+        if any(is_box(trace) or is_hook(trace) for trace in traces) or any(
+            context.seen[rank].cause == UNREAD for rank in gone if rank in context.seen
+        ):
+            continue  # boxes of other nodes are merely elsewhere; of torch's hook only ranks that wait leave a dump
         told = any(context.job.ranks[rank].now[row] == Now.LEFT for rank, row in rows.items())
         if told or len(gone) <= max(1, len(group.members) // 4):
             return _left_no_dump(context, Blocked(0, group.index, last, rows, absent=gone), told)

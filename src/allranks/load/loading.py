@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
 from allranks.load.reading import Share, processes_for, read_here, take_within
 from allranks.load.sources import DumpSource, LoadOptions, LoadResult, Raw, find_sources
@@ -242,7 +243,7 @@ def _find(paths: list[str], options: LoadOptions) -> list[DumpSource]:
     found, all_of_them = take_within(find_sources(paths, options), options.read_limit_s)
     if not all_of_them:
         problem = f"no answer within {options.read_limit_s:g} s after {len(found)} files were found"
-        found.append(DumpSource(", ".join(paths), "", problem=problem))
+        found.append(DumpSource(", ".join(paths), "", problem=problem, unopened=True))
     return found
 
 
@@ -278,6 +279,7 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
     choice = choose(files, load.options.attempt)
     for file in choice.chosen:
         file.raw.header = replace(file.raw.header, rank=file.rank, attempt=file.attempt or 0)
+    _join_worlds(choice.chosen, load.reader.tables)
     tables = load.reader.tables.freeze()
     traces = [file.raw.as_trace(*tables, file.path) for file in choice.chosen]
     for one in choice.chosen:
@@ -298,6 +300,24 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
         details += [f"  … and {len(notes) - 10} more"] if len(notes) > 10 else []
         raise InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint="\n".join(details))
     return LoadResult(traces, notes, other, choice.attempts, choice.attempt)
+
+
+def _join_worlds(files: Sequence[TraceFile], tables: Tables) -> None:
+    """Gives the group of all ranks its members: gloo's recorder writes the size of its newest group there instead."""
+    counted = [
+        (file, group)
+        for file in files
+        for group in file.raw.groups
+        if group.backend == "gloo"
+        and group.desc == "default_pg"
+        and group.ranks == (*range(len(group.ranks)),)
+    ]
+    size = max((len(group.ranks) for _, group in counted), default=0)
+    for file, group in counted:
+        if len(group.ranks) < size and file.raw.kind.startswith("torch"):
+            whole = tables.group(replace(group, ranks=tuple(range(size))))
+            file.raw.groups = tuple(whole if one is group else one for one in file.raw.groups)
+            file.raw.header = replace(file.raw.header, world_size=size)
 
 
 def _ranked(load: Share) -> tuple[list[TraceFile], list[FileNote]]:
@@ -340,11 +360,17 @@ def _dated(source: DumpSource, raw: Raw) -> Raw:
 
 
 def _failures(load: Share) -> list[FileNote]:
-    """Notes of files that gave nothing; a damaged one still tells its rank by its name."""
-    damaged = [source.path for source, error in load.failed if not error.skip]
-    ranks = _file_ranks(damaged, load.options)
-    notes = []
-    for source, error in load.failed:
-        status: Literal["skipped", "damaged"] = "skipped" if error.skip else "damaged"
-        notes.append(FileNote(source.path, ranks.get(source.path), error.kind, status, str(error)))
-    return notes
+    """Notes of files that gave nothing; one that is damaged or cannot be opened still tells its rank by its name."""
+    dumps = [source.path for source, error in load.failed if error.status != "skipped"]
+    beside = [source.path for source, _ in load.raws]  # names tell ranks by what differs between them
+    ranks = _file_ranks([*dumps, *beside], load.options) if dumps else {}
+    return [
+        FileNote(
+            source.path,
+            ranks.get(source.path) if source.path in dumps else None,
+            error.kind,
+            error.status,
+            str(error),
+        )
+        for source, error in load.failed
+    ]

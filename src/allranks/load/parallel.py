@@ -98,7 +98,7 @@ def _work(options: LoadOptions, sources: list[DumpSource], memory: mmap.mmap, wr
             while rows.taken < len(share.raws):
                 rows.take(share.raws[rows.taken][1])
         tables = share.reader.tables
-        failed = [(source, str(error), error.kind, error.skip) for source, error in share.failed]
+        failed = [(source, str(error), error.kind, error.status) for source, error in share.failed]
         raws = [(replace(source, data=None), raw) for source, raw in share.raws]  # its bytes have been read
         answer = (rows.places, raws, failed, tables.names, tables.shapes, tables.stacks)
         with os.fdopen(writing, "wb") as pipe:
@@ -160,7 +160,10 @@ def _collect(load: Share, child: _Child) -> bool:
     for (_, raw), place in zip(raws, places, strict=True):
         if place is not None:
             raw.calls = np.frombuffer(child.memory, CALL, place[1], place[0])
-    notes = [(source, Unreadable(text, kind=kind, skip=skip)) for source, text, kind, skip in failed]
+    notes = [
+        (source, Unreadable(text, kind=kind, skip=status == "skipped", unopened=status == "unreadable"))
+        for source, text, kind, status in failed
+    ]
     _adopt(load, raws, notes, tables)
     return True
 

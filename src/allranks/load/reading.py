@@ -61,11 +61,12 @@ class Reader:
     def read(self, source: DumpSource) -> Raw:
         """The content of one file. Raises Unreadable, with the note as its message."""
         if source.problem:
-            raise Unreadable(source.problem, skip=source.problem == "not a regular file")
+            foreign = source.problem == "not a regular file"
+            raise Unreadable(source.problem, skip=foreign, unopened=source.unopened)
         try:
             return self._read(source)
         except OSError as error:
-            raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+            raise Unreadable(str(error.strerror or error), unopened=True) from error
 
     def _read(self, source: DumpSource) -> Raw:
         if source.data is not None:
@@ -198,7 +199,7 @@ class Share:
         try:
             members, problem = open_archive(source, self.options)
         except OSError as error:
-            raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+            raise Unreadable(str(error.strerror or error), unopened=True) from error
         if problem and members is not None:
             self.failed.append((source, Unreadable(problem, kind="tar archive")))
         return members
@@ -226,12 +227,12 @@ def read_here(
         if all_of_them:
             break
         left = sources[len(read)]
-        silent.append((left, Unreadable(f"cannot be read: no answer within {options.read_limit_s:g} s")))
+        silent.append((left, Unreadable(f"no answer within {options.read_limit_s:g} s", unopened=True)))
         if len(silent) < MAX_STALLS:
             sources = [source for source in sources if source is not left]
             continue
         note = f"not tried, since {MAX_STALLS} other files gave no answer"
-        silent += [(source, Unreadable(note)) for source in sources[len(read) + 1 :]]
+        silent += [(source, Unreadable(note, unopened=True)) for source in sources[len(read) + 1 :]]
         sources = sources[: len(read)]
     load.failed += silent
     return load

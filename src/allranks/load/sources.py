@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from allranks.errors import InputError, require
 from allranks.model.diagnosis import FileNote
@@ -59,12 +59,16 @@ class LoadResult:
 
 
 class Unreadable(Exception):
-    """A file that gives nothing. The message becomes its note; `skip` tells foreign from damaged."""
+    """A file that gives nothing. The message becomes its note; `skip`: it is no dump; `unopened`: nobody knows what it holds."""
 
-    def __init__(self, note: str, *, kind: str = "unknown", skip: bool = False) -> None:
+    def __init__(
+        self, note: str, *, kind: str = "unknown", skip: bool = False, unopened: bool = False
+    ) -> None:
         super().__init__(note)
         self.kind = kind
-        self.skip = skip
+        self.status: Literal["skipped", "unreadable", "damaged"] = "skipped" if skip else "damaged"
+        if unopened:
+            self.status = "unreadable"
 
 
 _ARCHIVE = re.compile(r"(.+?(?:\.tar[^/]*|\.tgz|\.tzst|\.zip))/", re.I)
@@ -87,6 +91,7 @@ class DumpSource:
     size: int = 0
     data: bytes | None = None
     problem: str = ""  # why it cannot be read, when that is known already
+    unopened: bool = False  # that problem says nothing of what it holds
 
 
 def _why_absent(path: str) -> str:
@@ -130,8 +135,7 @@ def _walk(root: str, alone: bool, seen: set[tuple[int, int]]) -> Iterator[DumpSo
             with os.scandir(folder) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
         except OSError as error:
-            problem = f"cannot be opened: {error.strerror}"
-            yield DumpSource(_shown(root, folder, alone), folder, problem=problem)
+            yield DumpSource(_shown(root, folder, alone), folder, problem=str(error.strerror), unopened=True)
             continue
         folders = []
         for entry in entries:
@@ -150,7 +154,7 @@ def _on_disk(
     try:
         info = look()
     except OSError as error:
-        return DumpSource(shown, path, problem=f"cannot be opened: {error.strerror}")
+        return DumpSource(shown, path, problem=str(error.strerror), unopened=True)
     if not stat.S_ISREG(info.st_mode):
         # Reading a named pipe (torch makes one per rank) would wait for a writer.
         return DumpSource(shown, path, problem="not a regular file")
@@ -360,7 +364,7 @@ def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
         yield DumpSource(source.path, source.location, problem=problem)
 
 
-OBSTORE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "azure", "http", "https")
+OBSTORE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "azure")
 PARALLEL = 16
 T = TypeVar("T")
 
@@ -368,6 +372,9 @@ T = TypeVar("T")
 def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
     """Every object under the URL, with its bytes. Raises MissingExtra without a library, InputError on no answer."""
     scheme = url.partition("://")[0].lower()
+    if scheme in ("http", "https"):
+        yield _download(url, options)
+        return
     fetch = _open_obstore if scheme in OBSTORE_SCHEMES else _open_fsspec
     opened, problem = _attempt(lambda: fetch(url))
     if opened is None:
@@ -381,6 +388,22 @@ def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
         yield from pool.map(lambda item: _fetch(url, item, get, options), listed)
 
 
+def _download(url: str, options: LoadOptions) -> DumpSource:
+    """The one file behind an http(s) address; a web server has no list of files."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=options.read_limit_s) as answer:
+            data: bytes = answer.read(options.max_box_bytes + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", None) or error
+        raise InputError(f"{url}: {why}", hint="Give the address of one dump or archive.") from error
+    if len(data) > options.max_box_bytes:
+        return DumpSource(url, url, problem=f"more than the limit of {options.max_box_bytes} bytes")
+    return DumpSource(url.partition("?")[0], url, size=len(data), data=data)
+
+
 Listed = tuple[str, int, int]  # key, size, modification time in ns
 
 
@@ -392,7 +415,7 @@ def _fetch(url: str, item: Listed, get: Callable[[str], bytes], options: LoadOpt
         return DumpSource(shown, shown, problem=problem)
     data, problem = _attempt(lambda: get(key))
     if data is None:
-        return DumpSource(shown, shown, problem=f"cannot be fetched: {problem}")
+        return DumpSource(shown, shown, problem=f"cannot be fetched: {problem}", unopened=True)
     return DumpSource(shown, shown, mtime_ns, size, data)
 
 

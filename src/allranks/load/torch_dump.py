@@ -1,8 +1,9 @@
 """Torch's and torchcomms' dumps, pickled or in JSON → Raw. All differences of version and library end here.
 
 What each library leaves out is written into flags and notes, so that `diagnose` never asks for a version:
-gloo cannot tell scheduled from completed; NCCL's coalesced parts have no state of their own; torchcomms counts
-sequence numbers over all communicators; dumps up to 2.3 have no sizes for all_to_all.
+gloo cannot tell scheduled from completed; NCCL's coalesced parts have no state of their own; torch's hook (2.15 and later)
+records all other backends and may take a call for ended when it was issued; torchcomms counts sequence numbers over all
+communicators; dumps up to 2.3 have no sizes for all_to_all.
 
 Imported with the first such file: a job's black boxes alone are read without it.
 """
@@ -27,8 +28,13 @@ from allranks.model.trace import CALL, Flag, State, TraceHeader
 KNOWN_MAJOR, KNOWN_MINOR = 2, 10
 #: NCCL's watchdog looks at all calls ten times a second; one it has not seen in this time never reached it.
 UNSEEN_NS = 1_000_000_000
-#: Libraries whose own recorder never says more than "scheduled".
-STATELESS = ("gloo", "mpi", "ucc")
+#: Libraries with a recorder of their own; torch's hook records all others, under their own names.
+OWN_RECORDER = frozenset(
+    {"", "gloo", "nccl", "nccl-legacy", "ncclx", "rccl", "rcclx", "xccl", "mccl", "hccl"}
+)
+#: A send or receive that the hook saw ended so soon was inside a batch: each call of a batch reads as completed at once.
+AT_ONCE_NS = 1_000_000
+_BATCHES = frozenset({"batch_isend_irecv", "_coalescing_manager"})
 
 
 def read_dump(
@@ -59,15 +65,21 @@ def read_dump(
                 raise Irregular("entries without an operation")
             calls = expand(calls)  # raises Irregular when the number of entries is not the expected one
         notes += [f"{bad} entries could not be read"] if bad else []
+        damaged = bad > 0
         pg_ids = pg_names(entries)
     else:
         # torch's JSON leaves the key out when nothing was recorded; includeCollectives=False too.
         calls, pg_ids = np.zeros(0, CALL), {}
+        damaged = entries is not None
+        notes += ["its entries are not a list"] if damaged else []
     calls = in_record_order(calls)
+    completed = last_completed(content.get("pg_status"), pg_ids, calls, groups)
     comms, more = settle_calls(content, calls, groups, version)
-    kind = f"{'torchcomms' if comms else 'torch'} {form}{' ' + version if version else ''}"
+    hook = not comms and any(group.backend not in OWN_RECORDER for group in groups.groups)
+    source = "torchcomms" if comms else "torch hook" if hook else "torch"
+    kind = f"{source} {form}{' ' + version if version else ''}"
     raw = Raw(read_header(content, calls, groups), calls, tuple(groups.groups), kind, notes=(*notes, *more))
-    raw.last_completed = last_completed(content.get("pg_status"), pg_ids)
+    raw.last_completed, raw.damaged = completed, damaged
     raw.rank_hint = next(iter(interner.own_ranks)) if len(interner.own_ranks) == 1 else None
     return raw
 
@@ -141,13 +153,25 @@ def pg_names(entries: list[Any]) -> dict[str, str]:
     return found
 
 
-def last_completed(status: object, pg_ids: dict[str, str]) -> dict[str, int]:
-    """Group name → last completed sequence number, from pg_status; JSON writes the numbers as text."""
+def last_completed(
+    status: object, pg_ids: dict[str, str], calls: np.ndarray, groups: GroupTable
+) -> dict[str, int]:
+    """Group name → sequence number of the last collective that completed, by pg_status; JSON writes numbers as text.
+
+    NCCL's own recorder counts collectives there; gloo and torch's hook count operations, sends and receives among them.
+    """
     found: dict[str, int] = {}
+    names = np.array([group.name for group in groups.groups], object)[calls["group"]]
     for pg_id, entry in status.items() if isinstance(status, dict) else ():
-        if isinstance(entry, dict) and pg_id in pg_ids:
-            value = int(numbers([entry.get("last_completed_collective")], missing=-1)[0])
-            found |= {pg_ids[pg_id]: value} if value >= 0 else {}
+        if not isinstance(entry, dict) or pg_id not in pg_ids:
+            continue
+        keys = ("last_enqueued_collective", "last_completed_collective")
+        enqueued, completed = numbers([entry.get(key) for key in keys], missing=-1).tolist()
+        mine = calls[names == pg_ids[pg_id]]
+        collectives = mine[(mine["flags"] & Flag.P2P) == 0]
+        if enqueued in mine["op_id"][-1:] or enqueued not in collectives["seq"][-1:]:
+            completed = int(collectives["seq"][collectives["op_id"] <= completed].max(initial=-1))
+        found |= {pg_ids[pg_id]: completed} if completed >= 0 else {}
     return found
 
 
@@ -181,16 +205,31 @@ def counts_over_all_groups(calls: np.ndarray) -> bool:
 def mark_states(calls: np.ndarray, groups: GroupTable, comms: bool) -> None:
     """Says where the recorded state cannot be trusted, and turns NCCL's "put away but not done" into TIMED_OUT."""
     flags, state = calls["flags"], calls["state"]
-    stateless = np.array([group.backend in STATELESS for group in groups.groups])[calls["group"]]
+    backends = [group.backend for group in groups.groups]
+    stateless = np.array([backend == "gloo" for backend in backends])[calls["group"]]
+    hooked = np.array([not comms and backend not in OWN_RECORDER for backend in backends])[calls["group"]]
     retired = (flags & Flag.RETIRED) != 0
     undone = (state == State.SCHEDULED) | (state == State.STARTED)
     if comms:
         # On CPU torchcomms never leaves "scheduled"; on CUDA a row that was put away has a real state.
         stateless |= (state == State.SCHEDULED) & (calls["started_ns"] == 0)
-    unknown = stateless & (state == State.SCHEDULED)
+    # A backend that does not report completions: the hook puts its calls away when they are issued.
+    issued = hooked & retired & (state == State.SCHEDULED)
+    flags[issued | _in_batches(calls, groups.tables, hooked)] |= np.uint16(Flag.ENDED_UNSEEN)
+    unknown = issued | (stateless & (state == State.SCHEDULED))
     flags[unknown] |= np.uint16(Flag.STATE_UNKNOWN)
     part = (flags & Flag.COALESCED_PART) != 0
     state[retired & undone & ~unknown & ~part] = State.TIMED_OUT
+
+
+def _in_batches(calls: np.ndarray, tables: Tables, hooked: np.ndarray) -> np.ndarray:
+    """Sends and receives of batches, whose parts torch's hook takes for completed when they are issued."""
+    found: np.ndarray = hooked & ((calls["flags"] & Flag.P2P) != 0) & (calls["state"] == State.COMPLETED)
+    if found.any():
+        frames = [any(frame.name in _BATCHES for frame in stack) for stack in tables.stacks]
+        at_once = (calls["stack"] == 0) & (calls["completed_ns"] - calls["created_ns"] < AT_ONCE_NS)
+        found &= np.array(frames, bool)[calls["stack"]] | at_once
+    return found
 
 
 def reopen_unlaunched(calls: np.ndarray, groups: GroupTable) -> list[str]:

@@ -41,7 +41,7 @@ class FileNote:
     path: str
     rank: int | None
     kind: str
-    status: Literal["ok", "damaged", "skipped"]
+    status: Literal["ok", "damaged", "unreadable", "skipped"]
     note: str = ""
 
 

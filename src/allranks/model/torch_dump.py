@@ -1,8 +1,8 @@
 """A `RankTrace` in the form of PyTorch's Flight Recorder dump, version 2.10. Pure functions; no torch needed.
 
 `to_torch_dump` makes what torch's pickle holds, `to_torch_json` what its JSON holds (no frames, no None, status as
-text). torchfrtrace reads the pickle: group members are right (torch's own gloo dumps lack them), ops and backends
-have the names it knows, and a failed or timed-out call is "retired" without being "completed", as in torch.
+text). torchfrtrace reads the pickle: group members are right (torch's own gloo dumps lack them), ops have the names it
+knows, backends their own, and a failed or timed-out call is "retired" without being "completed", as in torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import numpy as np
 from allranks.model.trace import Flag, Group, RankTrace, Shapes, State
 
 VERSION = "2.10"
-#: Those that torchfrtrace accepts.
-BACKENDS = frozenset({"nccl", "ncclx", "xccl", "gloo", "rccl", "rcclx", "mccl", "hccl"})
 OPS = {
     "all_gather_into_tensor": "_all_gather_base",
     "reduce_scatter_tensor": "_reduce_scatter_base",
@@ -145,9 +143,8 @@ def profiling_name(group: Group, op: str, rank: int | None, peer: int) -> str:
 
 
 def _backend(group: Group) -> str:
-    """The part of "cpu:gloo,cuda:nccl" that torchfrtrace knows; gloo for what it does not."""
-    found = [part.split(":")[-1] for part in group.backend.lower().split(",")]
-    return next((name for name in reversed(found) if name in BACKENDS), "gloo")
+    """ "nccl2" of "nccl2" and of "cpu:gloo,cuda:nccl2", in which the device comes last; "c10d", as torch writes, when unknown."""
+    return group.backend.lower().split(",")[-1].rpartition(":")[2] or "c10d"
 
 
 def _local(group: Group, rank: int) -> str:

@@ -34,6 +34,7 @@ class Flag(IntFlag):
     CAPTURED = 16  # recorded under CUDA graph capture; completion is unknowable
     STATE_UNKNOWN = 32  # the source cannot tell scheduled from completed (gloo's own recorder)
     COMPLETION_UNRELIABLE = 64  # completed may have been set by an abort (NCCL after a peer died)
+    ENDED_UNSEEN = 128  # put away when it was issued: whether it ended is not recorded (torch's hook)
 
 
 #: One call. The on-disk record of a black box is exactly this row. Times are epoch nanoseconds, 0 = not yet.

@@ -30,6 +30,9 @@ def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator
     options = options or TextOptions()
     paint = partial(_paint, options.color)
     yield headline(diagnosis, options)
+    unsafe = [finding for finding in diagnosis.findings if finding.cause == "unsafe_pickle"]
+    for finding in unsafe:
+        yield paint("red", clean(f"security: {finding.sentence}; {'; '.join(finding.advice)}"))
     verdict = diagnosis.verdict
     if verdict is not None:
         yield paint("dim", f"cause {verdict.cause}, confidence {verdict.confidence:.0%}" + _scope(verdict))
@@ -38,7 +41,7 @@ def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator
         yield from _others(paint, diagnosis)
         yield from _list(paint, "missing evidence", verdict.missing_evidence)
         yield from _list(paint, "what to do", verdict.advice)
-    warnings = [finding.sentence for finding in diagnosis.findings if finding.severity == "warning"]
+    warnings = [f.sentence for f in diagnosis.findings if f.severity == "warning" and f not in unsafe]
     yield from _list(paint, "also", [text for text in warnings if text != headline_text(diagnosis)])
     yield from _files(paint, diagnosis, options)
     if options.verbose:
@@ -61,7 +64,9 @@ def headline_text(diagnosis: Diagnosis) -> str:
         only_stacks = not diagnosis.ranks and any(note.kind == "stacks" for note in diagnosis.files)
         calls = "the calls of all ranks fit together and none is stuck"
         return "the stacks show ranks that move on" if only_stacks else calls
-    return next((finding.sentence for finding in diagnosis.findings), "no calls to judge")
+    told = (f.sentence for f in diagnosis.findings if f.cause != "unsafe_pickle")
+    calls = "the calls that could be read fit together, and none is stuck"
+    return next(told, calls if diagnosis.ranks else "no calls to judge")
 
 
 def clean(text: str) -> str:
