@@ -57,6 +57,11 @@ def same_state(one: CheckpointState, other: CheckpointState) -> bool:
     )
 
 
+def contents(folder: Path) -> list[str]:
+    """What lies in a folder store beside its pointer."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".allranks.json")
+
+
 def flip(path: Path, *positions: int, bit: int = 0) -> None:
     """Flips one bit of a file at each position, as a bad disk does."""
     data = bytearray(path.read_bytes())

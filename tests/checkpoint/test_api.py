@@ -33,7 +33,7 @@ from allranks.errors import (
     MemoryLimitExceeded,
 )
 
-from .jobs import make_job, make_state, same, same_state, train_step
+from .jobs import contents, make_job, make_state, same, same_state, train_step
 
 
 def test_a_state_goes_through_a_dict_and_back() -> None:
@@ -101,7 +101,7 @@ def test_the_disk_backend_saves_lists_loads_and_deletes_by_name(tmp_path: Path) 
     assert backend.cleanup_old_checkpoints(keep_last=2) == ["checkpoint_1.pt"]
     backend.delete("checkpoint_2.pt")
     assert not backend.exists("checkpoint_2.pt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_3.pt"]
+    assert contents(tmp_path) == ["checkpoint_3.pt"]
 
 
 def test_an_empty_state_can_be_saved(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_steps_may_be_counted_by_numpy_and_torch(tmp_path: Path, step: Any) -> N
     with CheckpointManager(CheckpointConfig(nvme_path=tmp_path, checkpoint_interval=1)) as manager:
         manager.step(step, model, optimizer, epoch=step)
         assert manager.wait_for_pending_saves(60)
-    assert os.listdir(tmp_path) == ["checkpoint_step_00000002"]
+    assert contents(tmp_path) == ["checkpoint_step_00000002"]
     with pytest.raises(TypeError, match=r"step must be a whole number, not 2\.5"):
         CheckpointState(step=2.5)  # type: ignore[arg-type]
 
@@ -218,7 +218,7 @@ def test_one_line_per_step_saves_at_the_intervals_and_restores_everything(tmp_pa
         following = torch.rand(3)
     assert done[2] == (CheckpointTier.MEMORY,) and done[3] == ()
     assert done[8] == (CheckpointTier.MEMORY, CheckpointTier.NVME)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_step_00000008"]
+    assert contents(tmp_path) == ["checkpoint_step_00000008"]
     fresh, fresh_optimizer = make_job(seed=99)
     fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
     fresh_scheduler = torch.optim.lr_scheduler.StepLR(fresh_optimizer, 3)
@@ -339,7 +339,7 @@ def test_a_save_that_still_runs_makes_the_next_one_be_skipped_or_queued(
             os.kill(pid, signal.SIGCONT)
             assert (second != ()) is (policy == "queue")
             assert manager.wait_for_pending_saves(30)
-        assert [int(path.name[-8:]) for path in sorted(folder.iterdir())] == kept
+        assert [int(name[-8:]) for name in contents(folder)] == kept
     assert "step 2 is not saved to NVME: the save of step 1 still runs (busy_policy=skip)" in caplog.text
 
 
@@ -378,7 +378,6 @@ def test_a_synchronous_save_is_durable_when_it_returns(tmp_path: Path) -> None:
 
 def test_a_queue_of_saves_holds_two_buffers_at_most(tmp_path: Path) -> None:
     """A disk that cannot keep up slows training down before it eats the memory."""
-    import os
     import signal
     import threading
 
@@ -400,7 +399,7 @@ def test_a_queue_of_saves_holds_two_buffers_at_most(tmp_path: Path) -> None:
             manager.step(step, model, optimizer)
             assert len({one.step for one in manager.saves.busy({"NVME"})}) <= 2
         assert manager.wait_for_pending_saves(60)
-        assert len(list(tmp_path.iterdir())) == 6
+        assert len(contents(tmp_path)) == 6
         assert len(manager.memory_backend.pool._free) <= 2
 
 

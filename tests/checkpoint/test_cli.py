@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import enum
 import json
-import os
 import pickle
 import re
 import resource
@@ -27,7 +26,7 @@ from allranks.checkpoint.stores.file_store import FileStore
 from allranks.cli import main
 from allranks.errors import CheckpointLoadError, CheckpointValidationError, InputError
 
-from .jobs import flip, make_state, same, same_state
+from .jobs import contents, flip, make_state, same, same_state
 from .s3server import S3Server
 
 
@@ -96,7 +95,7 @@ def test_prune_keeps_the_newest(store: Path, capsys: pytest.CaptureFixture[str])
     assert _json(capsys, "prune", str(store), "--keep-last", "1")["removed"] == dry["would_remove"]
     with pytest.raises(SystemExit):
         main(["checkpoint", "prune", str(store), "--keep", "0"])
-    assert os.listdir(store) == ["checkpoint_step_00000003"]
+    assert contents(store) == ["checkpoint_step_00000003"]
 
 
 def test_prune_never_removes_the_last_good_one(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

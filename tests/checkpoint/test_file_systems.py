@@ -18,7 +18,7 @@ from allranks.checkpoint.stores import Attempt
 from allranks.checkpoint.stores.file_store import FileStore, sync_folder
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointUnreachable
 
-from .jobs import make_job, make_state
+from .jobs import contents, make_job, make_state
 from .kernel_answers import FILE_SYSTEMS
 
 SAVE_READ_REMOVE = """
@@ -52,7 +52,7 @@ def test_a_file_system_without_locks_or_exchange_is_saved_to_read_and_kept_in_or
         cwd=Path(__file__).parents[2],
     )
     assert done.stdout == "['one', 'two'] 2 True ['two']\n", done.stderr
-    assert os.listdir(tmp_path) == ["two"]
+    assert contents(tmp_path) == ["two"]
 
 
 def _commit(store: FileStore, name: str, token: str, data: bytes) -> None:

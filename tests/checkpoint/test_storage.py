@@ -35,7 +35,7 @@ from allranks.checkpoint.stores.listing import Listed, decide, prune
 from allranks.checkpoint.tensors import memory_of
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointValidationError
 
-from .jobs import flip, make_job, make_state, same, same_state, train_step
+from .jobs import contents, flip, make_job, make_state, same, same_state, train_step
 
 
 def _big(step: int) -> CheckpointState:
@@ -53,7 +53,7 @@ def test_a_full_disk_fails_in_the_known_words_and_leaves_nothing(small_disk: Pat
     ) as caught:
         backend.save(_big(2), "big")
     assert caught.value.tier == "NVME" and "allranks checkpoint prune" in caught.value.hint
-    assert sorted(os.listdir(small_disk)) == ["good"]
+    assert contents(small_disk) == ["good"]
     assert same_state(backend.load("good"), make_state(1))
 
 
@@ -383,7 +383,7 @@ def test_saving_a_step_again_replaces_it_in_one_instant(tmp_path: Path) -> None:
     backend.save(make_state(1, seed=1), "step1")
     backend.save(make_state(1, seed=2), "step1")
     assert same_state(backend.load("step1"), make_state(1, seed=2))
-    assert sorted(os.listdir(tmp_path)) == ["step1"]
+    assert contents(tmp_path) == ["step1"]
 
 
 def test_what_dead_savers_left_behind_is_tidied_but_not_what_live_ones_write(tmp_path: Path) -> None:

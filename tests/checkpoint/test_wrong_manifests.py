@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,3 +139,52 @@ def test_a_sealed_state_that_cannot_be_is_a_clear_error_or_makes_way_for_the_old
             assert error.hint
         else:
             assert state is not None and state.step == 2
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _sparse(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(100 << 30)
+
+
+_LOOK = """
+import sys
+from allranks.cli import main
+from allranks.checkpoint import CheckpointConfig, CheckpointManager
+folder, bad = sys.argv[1:]
+codes = main(["checkpoint", "verify", bad]), main(["checkpoint", "ls", folder])
+config = CheckpointConfig(nvme_path=folder, memory_snapshot_interval=0, wait_for_stores_s=0.0)
+with CheckpointManager(config) as manager:
+    print(*codes, manager.load_checkpoint().step)
+"""
+
+
+@pytest.mark.parametrize("file", [format.MANIFEST, "rank-00000.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("make", [_pipe, _endless, _sparse])
+def test_a_file_that_is_not_a_regular_one_is_damage(
+    tmp_path: Path, file: str, make: Callable[[Path], None]
+) -> None:
+    """A pipe would be waited for without end, /dev/zero and 100 GB of nothing would take all memory."""
+    backend = NVMeBackend(tmp_path)
+    for step in (1, 2):
+        backend.save(make_state(step), f"checkpoint_step_{step:08d}")
+    bad = tmp_path / "checkpoint_step_00000002"
+    make(bad / file)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK, str(tmp_path), str(bad)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)),
+    )
+    assert done.stdout.splitlines()[-1:] == ["1 0 1"], done.stderr
+    assert file in done.stdout and ("damaged" in done.stdout or file != format.MANIFEST)

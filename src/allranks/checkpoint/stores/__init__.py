@@ -28,6 +28,8 @@ from allranks.errors import AllranksError, InputError
 from allranks.model.parsing import without_secrets
 
 Pieces = Iterable[memoryview]
+#: Of what is read at once (manifests and indexes), whatever the store claims.
+MAX_JSON_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)

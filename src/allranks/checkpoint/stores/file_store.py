@@ -21,7 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from allranks.checkpoint.manifest import MANIFEST, PAGE_BYTES
-from allranks.checkpoint.stores import Attempt, KnownMount, Pieces, StoreSpec
+from allranks.checkpoint.stores import MAX_JSON_BYTES, Attempt, KnownMount, Pieces, StoreSpec
+from allranks.checkpoint.stores.pointer import POINTER, check_list, decode, encode
+from allranks.errors import CheckpointDamaged
 
 QUARANTINE = "quarantine"
 LOST_AND_FOUND = "lost+found"  # where a disk is mounted; only root may look into it
@@ -69,7 +71,7 @@ class FileStore:
 
     def staged(self, attempt: Attempt, file: str) -> bytes | None:
         try:
-            return (self._folder(attempt) / file).read_bytes()
+            return _read_small(self._folder(attempt) / file)
         except FileNotFoundError:
             return None
 
@@ -84,6 +86,8 @@ class FileStore:
         sync_folder(folder)
         self.leave(attempt)
         _rename_over(folder, final, self.root / f"{_REPLACED}{attempt.name}-{attempt.token}")
+        with contextlib.suppress(OSError):
+            self._point(attempt.name)
         sync_folder(self.root)
         self._mount.remember()
 
@@ -104,28 +108,25 @@ class FileStore:
         # the folder itself changes with every commit; this machine's clock may differ from a file server's
         now = max(filter(math.isfinite, [self.root.stat().st_mtime, *hidden.values()]), default=0.0)
         for folder, changed in hidden.items():
-            old = changed < now - LEFT_BEHIND_S
+            old = changed < now - LEFT_BEHIND_S and (self.root / _own_name(folder.name)).exists()
             if old and _unlocked(folder) and _unlocked(folder / MANIFEST):
                 _remove_tree(folder)
                 removed.append(folder.name)
         return removed
 
     def names(self) -> list[str]:
-        try:
-            entries = list(os.scandir(self.root))
-        except FileNotFoundError:
-            if self.root.is_symlink():  # its target is not mounted: not the same as empty
-                raise
-            entries = []
-        folders = [entry.name for entry in entries if entry.name != LOST_AND_FOUND and entry.is_dir()]
-        names = {self._brought_back(name) for name in folders}
-        found = [name for name in names if not name.startswith(".") and _is_checkpoint(self.root / name)]
-        if not found:
-            self._mount.check()
+        for last in (False, True):
+            found = self._scan()
+            try:
+                check_list(f"the list of {self.root}", {*self._known()} - {*found}, self._is_complete)
+                break
+            except OSError:  # at first: a saver may have committed since
+                if last:
+                    raise
         return sorted(found)
 
     def read(self, name: str, file: str) -> bytes:
-        return (self.root / name / file).read_bytes()
+        return _read_small(self.root / name / file)
 
     def open(self, name: str, file: str) -> FileSource:
         return FileSource(self.root / name / file)
@@ -184,7 +185,7 @@ class FileStore:
     def reading(self, name: str) -> Iterator[None]:
         if not (self.root / name).exists():
             self.names()  # brings it back if it was moved aside when its saver died
-        fd = os.open(self.root / name / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open_plain(self.root / name / MANIFEST)
         try:
             _lock(fd, fcntl.LOCK_SH)
             yield
@@ -196,6 +197,36 @@ class FileStore:
             os.close(fd)
         self._locks.clear()
 
+    def _scan(self) -> list[str]:
+        try:
+            entries = list(os.scandir(self.root))
+        except FileNotFoundError:
+            if self.root.is_symlink():  # its target is not mounted: not the same as empty
+                raise
+            entries = []
+        folders = [entry.name for entry in entries if entry.name != LOST_AND_FOUND and entry.is_dir()]
+        names = {self._brought_back(name) for name in folders}
+        found = [name for name in names if not name.startswith(".") and _is_checkpoint(self.root / name)]
+        if not found:
+            self._mount.check()
+        return found
+
+    def _is_complete(self, name: str) -> bool:
+        return (self.root / name / MANIFEST).exists()
+
+    def _known(self) -> list[str]:
+        """The names in the pointer: a file server may show the folder as it was a minute ago."""
+        try:
+            return decode(_read_small(self.root / POINTER))
+        except FileNotFoundError:
+            return []
+
+    def _point(self, name: str) -> None:
+        known = [one for one in self._known() if (self.root / one).is_dir()]
+        unfinished = self.root / f"{POINTER}.{os.getpid()}.part"
+        _write_file(unfinished, [memoryview(encode(known, name))])
+        unfinished.rename(self.root / POINTER)
+
     def _folder(self, attempt: Attempt) -> Path:
         return self.root / f".saving-{attempt.name}-{attempt.token}"
 
@@ -203,7 +234,7 @@ class FileStore:
         """The name itself; what a saver had moved aside to replace it, and then died, gets its own name again."""
         if not name.startswith(_REPLACED):
             return name
-        own = name.removeprefix(_REPLACED).rpartition("-")[0]
+        own = _own_name(name)
         if not (self.root / own).exists():
             with contextlib.suppress(OSError):  # a read-only disk, or another process was first
                 (self.root / name).rename(self.root / own)
@@ -222,7 +253,7 @@ class FileSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = _open_plain(path)
         self.bytes = os.fstat(self._fd).st_size
         self._fds = {threading.get_ident(): self._fd}
 
@@ -277,6 +308,29 @@ class UncachedSource(FileSource):
         super().close()
 
 
+def _open_plain(path: Path) -> int:
+    """A descriptor for reading. A pipe or a device, which might be read for ever, is damage."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointDamaged(
+            f"{path.name} is not a regular file", invalid_keys=(path.name,), path=str(path.parent)
+        )
+    return fd
+
+
+def _read_small(path: Path) -> bytes:
+    """The whole of a JSON file, of which there may be so much."""
+    with open(_open_plain(path), "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        if length > MAX_JSON_BYTES:
+            problem = (
+                f"{path.name} has {length} bytes, more than a file of its kind may have ({MAX_JSON_BYTES})"
+            )
+            raise CheckpointDamaged(problem, invalid_keys=(path.name,), path=str(path.parent))
+        return file.read(length)
+
+
 def _write_file(path: Path, pieces: Pieces) -> None:
     """Writes and syncs a file. One page-aligned piece goes past the page cache: a tenth of the CPU time."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -326,6 +380,11 @@ def _is_checkpoint(folder: Path) -> bool:
         return bool(_NAME.fullmatch(folder.name))
 
 
+def _own_name(name: str) -> str:
+    """What was moved aside to be replaced may go only when its own name is there; other folders have none: ""."""
+    return name.removeprefix(_REPLACED).rpartition("-")[0] if name.startswith(_REPLACED) else ""
+
+
 def _changed(path: Path) -> float:
     """When the filesystem says that a folder, or a file in it, changed last; one that is gone just did."""
     try:
@@ -371,7 +430,7 @@ def _open_to_lock(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # a folder, or not ours to write
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def _unlocked(path: Path) -> bool:

@@ -2,6 +2,9 @@
 
 Torch-free. There is no rename, so file names carry the attempt, and the conditional put of the manifest is the
 commit. A checkpoint may point into the data files of older ones: removing an old one keeps those files.
+
+Lists of objects may be out of date. None is believed against the pointer (`pointer.py`), and nothing is deleted before the
+objects themselves have been asked: a file goes when no manifest that could name it is there.
 """
 
 from __future__ import annotations
@@ -11,16 +14,17 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from allranks.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
+from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
+from allranks.checkpoint.stores.pointer import POINTER, check_list, decode, encode
 from allranks.errors import CheckpointValidationError
 
 #: What a saver writes before the manifest. Nothing else under the prefix is ever tidied away.
-_OURS = re.compile(r"[^/]+/rank-\d{5}-[0-9a-f]{12}\.(safetensors|json|failed)")
+_OURS = re.compile(r"([^/]+)/rank-\d{5}-([0-9a-f]{12})\.(?:safetensors|json|failed)")
 QUARANTINED, REASON = "manifest.quarantined.json", "quarantine_reason.json"
 SET_ASIDE = "manifest.set-aside-"
 READING = ".reading"
@@ -57,6 +61,7 @@ class KeyedStore:
     spec: StoreSpec
     tier: str
     references: bool
+    pointer: bool = False  # its lists may be out of date
     attempt_in_names: bool = True
 
     def path_of(self, name: str) -> str:
@@ -75,49 +80,52 @@ class KeyedStore:
         return BlobSource(self.blobs, f"{attempt.name}/{file}")
 
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
-        key = f"{attempt.name}/{MANIFEST}"
-        try:
+        key, replaced, version = f"{attempt.name}/{MANIFEST}", "", None
+        with contextlib.suppress(FileNotFoundError):
             older, version = self.blobs.get(key)
-        except FileNotFoundError:
-            self.blobs.put_if(key, manifest, None)
-            return
-        self.blobs.put_if(key, manifest, version)
-        with contextlib.suppress(CheckpointValidationError):
-            replaced = decode_manifest(older, key)
-            if replaced.attempt != attempt.token:
-                self._delete_unreferenced(attempt.name, keep=attempt.token)
+            replaced = _attempt_of(older, key)
+        try:
+            self.blobs.put_if(key, manifest, version)
+        except FileExistsError:
+            if not self._committed(attempt):  # else only the answer to an earlier try was lost
+                raise
+        with contextlib.suppress(OSError):  # it is committed; older files are tidied another time
+            self._point(add=attempt.name)
+            if replaced not in ("", attempt.token):
+                self.blobs.delete(self._unshared(attempt.name, replaced, self._listed()))
 
     def abandon(self, attempt: Attempt) -> None:
-        written = [key for key, _ in self.blobs.keys(f"{attempt.name}/")]
-        self.blobs.delete([key for key in written if attempt.token in key.rsplit("/", 1)[-1]])
+        if not self._committed(attempt):  # else only the answer was lost
+            written = [key for key, _ in self.blobs.keys(f"{attempt.name}/")]
+            self.blobs.delete([key for key in written if attempt.token in key.rsplit("/", 1)[-1]])
 
     def leave(self, attempt: Attempt) -> None:
         """Nothing is held."""
 
     def tidy(self) -> list[str]:
         """Files whose checkpoint has no manifest, old enough that no saver can still be at work on them."""
-        listed = self.blobs.keys("")
-        complete = {
-            key.split("/")[0]
-            for key, _ in listed
-            if key.endswith((f"/{MANIFEST}", f"/{QUARANTINED}")) or f"/{SET_ASIDE}" in key
+        listed = self._listed()
+        complete = {key.split("/")[0] for key in listed if _is_manifest(key)}
+        limit = max(listed.values(), default=0.0) - LEFT_BEHIND_S
+        stale = {
+            key: found
+            for key, changed in listed.items()
+            if changed < limit and (found := _OURS.fullmatch(key)) and found[1] not in complete
         }
-        limit = _newest(listed) - LEFT_BEHIND_S
-        referenced = self._referenced(complete)
-        stale = [
-            key
-            for key, changed in listed
-            if _OURS.fullmatch(key)
-            and key.split("/")[0] not in complete
-            and changed < limit
-            and key not in referenced
-        ]
-        self.blobs.delete(stale)
-        return stale
+        needed = self._referenced(filter(_is_manifest, listed)) if stale else set()
+        stale = {key: found for key, found in stale.items() if key not in needed}
+        self._check_list(
+            f"{name}/{file}"
+            for name, token in {(found[1], found[2]) for found in stale.values()}
+            for file in (MANIFEST, QUARANTINED, _aside(token))
+        )
+        self.blobs.delete(list(stale))
+        self._point(drop={name for name in self._known() if f"{name}/{MANIFEST}" not in listed})
+        return list(stale)
 
     def names(self) -> list[str]:
-        suffix = f"/{MANIFEST}"
-        return sorted(key.removesuffix(suffix) for key, _ in self.blobs.keys("") if key.endswith(suffix))
+        listed = [key.removesuffix(f"/{MANIFEST}") for key in self._listed() if key.endswith(f"/{MANIFEST}")]
+        return sorted({*listed, *self._known()})
 
     def read(self, name: str, file: str) -> bytes:
         return self.blobs.get(_join(name, file))[0]
@@ -126,12 +134,15 @@ class KeyedStore:
         return BlobSource(self.blobs, _join(name, file))
 
     def remove(self, name: str) -> bool:
-        marks = self.blobs.keys(f"{READING}/{name}/")
-        limit = _newest(self.blobs.keys("")) - READING_LIMIT_S if marks else 0.0
-        if any(changed > limit for _, changed in marks):  # readers that have not run out
-            return False
+        listed = self._listed()
+        limit = max(listed.values(), default=0.0) - READING_LIMIT_S
+        if any(changed > limit for key, changed in listed.items() if key.startswith(f"{READING}/{name}/")):
+            return False  # a reader that has not run out
+        token = _attempt_of(self.read(name, MANIFEST), name)
+        unshared = self._unshared(name, token, listed)
+        self._point(drop={name})
         self.blobs.delete([f"{name}/{MANIFEST}"])
-        self._delete_unreferenced(name, keep="")
+        self.blobs.delete(unshared)
         return True
 
     def quarantine(self, name: str, reason: str) -> str:
@@ -140,6 +151,7 @@ class KeyedStore:
         except FileNotFoundError:
             return self.path_of(name)  # another rank was first
         note = json.dumps({"reason": reason}).encode()
+        self._point(drop={name})
         self.blobs.put(f"{name}/{QUARANTINED}", [memoryview(manifest)], len(manifest))
         self.blobs.put(f"{name}/{REASON}", [memoryview(note)], len(note))
         self.blobs.delete([f"{name}/{MANIFEST}"])
@@ -151,10 +163,11 @@ class KeyedStore:
 
     def set_aside(self) -> list[str]:
         suffixes = (f"/{MANIFEST}", f"/{QUARANTINED}")
-        moved = []
-        for key in [key for key, _ in self.blobs.keys("") if key.endswith(suffixes)]:
+        moved, listed = [], self._listed()
+        self._point(drop=set(self._known()))
+        for key in [key for key in listed if key.endswith(suffixes)]:
             data, _ = self.blobs.get(key)
-            target = f"{key.rsplit('/', 1)[0]}/{SET_ASIDE}{uuid.uuid4().hex[:12]}.json"
+            target = f"{key.rsplit('/', 1)[0]}/{_aside(_attempt_of(data, key) or uuid.uuid4().hex[:12])}"
             self.blobs.put(target, [memoryview(data)], len(data))
             self.blobs.delete([key])
             moved.append(self.path_of(target))
@@ -184,33 +197,66 @@ class KeyedStore:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return "damaged"
 
-    def _out_of_sight(self, keys: list[str]) -> set[str]:
-        """Files of checkpoints in quarantine or set aside: they are kept whatever happens to their names."""
-        manifests = [key for key in keys if key.endswith(f"/{QUARANTINED}") or f"/{SET_ASIDE}" in key]
-        kept = {key for key in keys if key in manifests or key.endswith(f"/{REASON}")}
-        for key in manifests:
+    def _committed(self, attempt: Attempt) -> bool:
+        try:
+            return _attempt_of(self.read(attempt.name, MANIFEST), attempt.name) == attempt.token
+        except FileNotFoundError:
+            return False
+
+    def _listed(self) -> dict[str, float]:
+        """Key → time of last change of everything there; OSError when the list lacks a manifest that is there."""
+        listed = dict(self.blobs.keys(""))
+        if not self.pointer:
+            return listed
+        for last in (False, True):
+            suspects = {f"{found[1]}/{MANIFEST}" for found in map(_OURS.fullmatch, listed) if found}
+            suspects |= {f"{name}/{MANIFEST}" for name in self._known()}
             try:
-                token = decode_manifest(self.blobs.get(key)[0], key).attempt
-            except CheckpointValidationError:
-                return set(keys)  # which of the files are its own is unknown
-            kept |= {other for other in keys if token in other}
-        return kept
+                self._check_list(suspects - listed.keys())
+                break
+            except OSError:
+                if last:
+                    raise
+                listed = dict(self.blobs.keys(""))  # a saver may have committed since
+        return listed
 
-    def _delete_unreferenced(self, name: str, keep: str) -> None:
-        """Deletes the files of a checkpoint that no manifest points at, but those of the attempt `keep`."""
-        others = {other for other in self.names() if other != name or keep}
-        mine = [key for key, _ in self.blobs.keys(f"{name}/")]
-        needed = self._referenced(others) | self._out_of_sight(mine)
-        needed |= {key for key in mine if key.endswith(f"/{MANIFEST}") or (keep and keep in key)}
-        self.blobs.delete([key for key in mine if key not in needed])
+    def _check_list(self, suspects: Iterable[str]) -> None:
+        check_list("the store's list of objects", suspects, self._is_there)
 
-    def _referenced(self, names: set[str]) -> set[str]:
-        """Data files that checkpoints of these names point at, in their own or in other folders."""
+    def _is_there(self, key: str) -> bool:
+        try:
+            self.blobs.size(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _known(self) -> list[str]:
+        """The names in the pointer; dropped by the next `tidy` where the manifest is gone."""
+        try:
+            return decode(self.blobs.get(POINTER)[0]) if self.pointer else []
+        except FileNotFoundError:
+            return []
+
+    def _point(self, add: str = "", drop: Set[str] = frozenset()) -> None:
+        """Changes the pointer: after a name is there, before it is gone."""
+        if self.pointer and (add or drop):
+            data = encode(self._known(), add, drop)
+            self.blobs.put(POINTER, [memoryview(data)], len(data))
+
+    def _unshared(self, name: str, token: str, listed: Iterable[str]) -> list[str]:
+        """The files of one attempt that no other manifest points at; none if the attempt is not known."""
+        mine = [key for key in listed if (found := _OURS.fullmatch(key)) and found.groups() == (name, token)]
+        others = (key for key in listed if key.endswith(f"/{MANIFEST}") and key != f"{name}/{MANIFEST}")
+        shared = self._referenced(others) if mine else set()
+        return [key for key in mine if key not in shared]
+
+    def _referenced(self, manifests: Iterable[str]) -> set[str]:
+        """Data files that these manifests point at, in their own or in other folders."""
         found = set()
-        for name in names:
+        for key in manifests:
             with contextlib.suppress(FileNotFoundError, CheckpointValidationError):
-                manifest: Manifest = decode_manifest(self.read(name, MANIFEST), name)
-                found |= {_join(name, file) for part in manifest.parts for file in part.references}
+                parts = decode_manifest(self.blobs.get(key)[0], key).parts
+                found |= {_join(key.split("/")[0], file) for part in parts for file in part.references}
         return found
 
 
@@ -241,9 +287,22 @@ class BlobSource:
         """Nothing is held open."""
 
 
-def _newest(listed: list[tuple[str, float]]) -> float:
-    """The store's own time, or a little less: this machine's clock may be wrong by days."""
-    return max((changed for _, changed in listed), default=0.0)
+def _aside(token: str) -> str:
+    """The manifest of an attempt that was set aside."""
+    return f"{SET_ASIDE}{token}.json"
+
+
+def _is_manifest(key: str) -> bool:
+    """Also of what is out of sight."""
+    return key.endswith((f"/{MANIFEST}", f"/{QUARANTINED}")) or f"/{SET_ASIDE}" in key
+
+
+def _attempt_of(manifest: bytes, path: str) -> str:
+    """Its attempt; "" if it cannot be read."""
+    try:
+        return decode_manifest(manifest, path).attempt
+    except CheckpointValidationError:
+        return ""
 
 
 def _join(name: str, file: str) -> str:

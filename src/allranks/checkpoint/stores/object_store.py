@@ -9,13 +9,14 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.stores import Pieces, StoreSpec
+from allranks.checkpoint.stores import MAX_JSON_BYTES, Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
+from allranks.checkpoint.stores.pointer import INCOMPLETE, POINTER
 from allranks.errors import ConfigurationError, require
 from allranks.model.parsing import printable
 
@@ -23,8 +24,7 @@ from allranks.model.parsing import printable
 PART_BYTES = 16 << 20
 MAX_PARTS = 9_000
 CONCURRENCY = 6
-#: What an answer may hold, whatever it claims: obstore would take any length and any list into memory.
-MAX_JSON_BYTES = 256 << 20
+#: What a list may hold, whatever it claims: obstore would take any into memory.
 MAX_KEYS = 2_000_000
 _CHUNK_BYTES = 4 << 20
 #: Where clouds hand out credentials: an error from there means that there are none.
@@ -41,9 +41,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSALS = ("ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "incorrectly configured region")
 #: A proxy or a login page answers every request alike; obstore takes a page for a list without entries.
 _PAGE = "a web page came instead of an answer of the store: is a proxy or a login page in between?"
-#: Written with every commit: a list without entries beside it is wrong, or late.
-_MARK = ".allranks.json"
-_UNTRUE = "the store's list of objects is not complete"
+_UNTRUE = f"the store's list of objects {INCOMPLETE}"
 _TIMEOUT_S, _RETRIES = "60", 3.0  # of one request, and that many times as long with all its repetitions
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -54,7 +52,7 @@ _KEY_VARIABLES = (
 
 def open_object_store(spec: StoreSpec) -> KeyedStore:
     """Opens the bucket of a URL. Options: endpoint, region, access_key_id, secret_access_key, timeouts."""
-    return KeyedStore(ObjectBlobs(spec), spec, "S3", references=True)
+    return KeyedStore(ObjectBlobs(spec), spec, "S3", references=True, pointer=True)
 
 
 _used_by: set[int] = set()  # processes
@@ -88,8 +86,6 @@ class ObjectBlobs:
         mode: object = "create" if expected is None else {"e_tag": expected}
         with _as_os_errors():
             self._obstore.put(self._store, key, data, mode=mode)
-        with suppress(OSError), _as_os_errors():
-            self._obstore.put(self._store, _MARK, b"{}\n", use_multipart=False)
 
     def get(self, key: str) -> tuple[bytes, str]:
         with _as_os_errors():
@@ -128,8 +124,8 @@ class ObjectBlobs:
         if not found and not prefix:
             if self._has("allranks-never-writes-this"):
                 raise OSError(errno.EIO, _PAGE)
-            if self._has(_MARK):
-                raise OSError(errno.EIO, f"{_UNTRUE}: it is empty, but {_MARK} is there")
+            if self._has(POINTER):
+                raise OSError(errno.EIO, f"{_UNTRUE}: it is empty, but {POINTER} is there")
         return found
 
     def _list(self, prefix: str, after: str | None = None) -> list[tuple[str, float]]:

@@ -31,7 +31,7 @@ from allranks.channel import frames
 from allranks.channel.keys import ChannelError, Keyring, greet_as_client
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
-from allranks.checkpoint.stores import Pieces, StoreSpec
+from allranks.checkpoint.stores import MAX_JSON_BYTES, Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.errors import InputError
 
@@ -41,7 +41,6 @@ PURPOSE = "snapshots"  # names the key that both sides prove
 Message: TypeAlias = dict[str, Any]
 _BACKLOG = 512
 MAX_REQUEST_BYTES = 1 << 20
-MAX_WHOLE_BYTES = 256 << 20  # of what is read at once: manifests and indexes
 
 
 @dataclass
@@ -270,7 +269,7 @@ class KeeperClient:
             if answer.get("missing"):
                 raise FileNotFoundError(errno.ENOENT, f"{key} is not kept by {self.address}")
             length = int(answer["length"])
-            if not 0 <= length <= (MAX_WHOLE_BYTES if view is None else len(view)):
+            if not 0 <= length <= (MAX_JSON_BYTES if view is None else len(view)):
                 raise ValueError(f"it has {length} bytes of {key}")
             target = memoryview(bytearray(length)) if view is None else view[:length]
             receive_bytes(sock, target, answer["algorithm"])
