@@ -26,6 +26,7 @@ from allranks.launch.slurm import (
     sbatch_script,
     srun_words,
 )
+from allranks.stacks import read_capture
 
 
 @pytest.mark.parametrize(
@@ -363,6 +364,66 @@ def test_collect_asks_all_nodes_of_the_job_and_no_other_job(
     text = found.stdout + found.stderr
     assert found.returncode in (0, 1), text
     assert text.count("stuck_in_job_a") >= 2 and "stuck_in_job_b" not in text, text
+
+
+#: A server as sglang starts it: processes with titles, whose environment is wiped (setproctitle writes over it).
+SERVER = """
+import os, subprocess, sys, time
+titles = ["scheduler_TP0", "scheduler_TP1", "detokenizer", "router"]
+line = 'exec -a sglang::$0 "$1" "$2" "$3" "$0"'
+for title in titles:
+    subprocess.Popen(["env", "-i", "bash", "-c", line, title, sys.executable, sys.argv[1], sys.argv[2]])
+time.sleep(600)
+"""
+WORKER = """
+import os, select, socket, sys, time
+def forward_batch():
+    time.sleep(600)
+def recv_requests():
+    here, there = socket.socketpair()
+    while not select.select([here], [], [], 0.5)[0]:
+        pass
+open(f"{sys.argv[1]}/{sys.argv[2]}.{os.getpid()}", "w").close()
+forward_batch() if sys.argv[2] == "scheduler_TP1" else recv_requests()
+"""
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize("slurm", [f"FirstJobId={os.getpid()}\n"], indirect=True)
+def test_the_workers_of_a_server_under_srun_are_found_and_all_nodes_are_asked(
+    slurm: Path, tmp_path: Path
+) -> None:
+    """From outside of the allocation, by the job's number alone; launcher, router and detokenizer are not ranks."""
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "seen").mkdir()
+    server = (
+        f"srun --ntasks-per-node=1 {sys.executable} {tmp_path}/server.py {tmp_path}/worker.py {tmp_path}/seen"
+    )
+    batch = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "-o", str(tmp_path / "out-%j")]
+    job = subprocess.run(
+        [*batch, "--wrap", server], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    out = tmp_path / "stacks"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    try:
+        _wait(lambda: len(list((tmp_path / "seen").iterdir())) == 8)
+        words = ["stacks", "--all-nodes", "--job", job, "-o", str(out), "--rounds", "1"]
+        found = subprocess.run(
+            [sys.executable, "-m", "allranks", *words],
+            env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    finally:
+        subprocess.run(["scancel", job], check=False)
+        _wait(lambda: _squeue() == "")
+    text = found.stdout + found.stderr
+    assert sorted(path.parent.name for path in out.glob("*/bundle.json")) == ["fn1", "fn2"], text
+    assert "2,3    sleep" in text and "worker.py:4 in forward_batch" in text, text
+    assert "sglang::detokenizer (pid" in text and "launcher " in text, text
+    capture = read_capture(out / "fn1")
+    ranks = {process.rank for process in capture.processes if process.child is None}
+    assert ranks == {0, 1, 2, 3}  # both nodes are this machine
+    assert all("scheduler" in process.title for process in capture.processes), capture
 
 
 def _squeue() -> str:

@@ -363,3 +363,31 @@ def test_a_tool_whose_child_keeps_its_output_open_is_not_waited_for(tmp_path: Pa
     assert pid.read_text().strip()  # the child was there
     os.kill(int(pid.read_text()), signal.SIGKILL)
     assert done and "did not finish" in done[0].problem
+
+
+GDB_GIL = """Thread 2 (Thread 0x7f55 (LWP 1002) "pt_gloo_runloop"):
+#0  0x00007f8 in epoll_wait () from /lib/x86_64-linux-gnu/libc.so.6
+
+Thread 1 (Thread 0x7f56 (LWP 1001) "python"):
+#0  __lll_lock_wait (futex=0x7f, private=0) at lowlevellock.c:52
+#1  0x00007f9 in __GI___pthread_mutex_lock (mutex=0x7f) at pthread_mutex_lock.c:115
+#2  0x00007f8 in PyGILState_Ensure () from /usr/lib/libpython3.10.so.1.0
+#3  0x00007f8 in c10::TensorImpl::decref () from /x/libtorch_python.so
+"""
+
+
+def test_what_gdb_printed_alone_tells_a_wait_for_the_gil(tmp_path: Path) -> None:
+    """Without py-spy nobody says who owns it; the frames say what is waited for."""
+    (tmp_path / "rank0.gdb.txt").write_text(GDB_GIL)
+    state = classify(read_capture(tmp_path)).ranks[0]
+    assert state.cause == "gil_contention" and "GIL" in state.evidence
+
+
+def test_the_rank_in_the_first_line_of_py_spy_is_used(tmp_path: Path) -> None:
+    """The number in the file's name is that of the process."""
+    for pid, tp in ((101, 1), (102, 0)):
+        text = f"Process {pid}: sglang::scheduler_TP{tp}\nPython v3.10.12 (/usr/bin/python3.10)\n\n"
+        text += f'Thread {pid} (idle): "MainThread"\n    f{tp} (/m.py:{tp})\n'
+        (tmp_path / f"dump_{pid}.txt").write_text(text)
+    ranks = {p.rank: (p.pid, p.parallel) for p in read_capture(tmp_path).processes}
+    assert ranks == {0: (102, (("tp", 0),)), 1: (101, (("tp", 1),))}

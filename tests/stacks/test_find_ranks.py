@@ -155,6 +155,60 @@ def test_a_launcher_is_no_rank_and_workers_are_not_its_children() -> None:
     assert [(t.pid, t.rank, t.child) for t in chosen] == [(11, 0, None), (12, 1, None), (13, 1, 0)]
 
 
+def _serving(**environ: str) -> list[ProcessEntry]:
+    """A server of sglang as a task of srun; its workers set their titles, which wipes their environment."""
+    task = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "77"}
+    titles = ("sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer", "sglang::router")
+    return [
+        _entry(9, 1, "slurmstepd: [77.0]"),
+        _entry(10, 9, "python -m sglang.launch_server --tp 2", **task),
+        *(_entry(pid, 10, title, **environ) for pid, title in enumerate(titles, 11)),
+        replace(_entry(15, 12, "sglang::scheduler_TP1", **environ)),  # forked by rank 1
+    ]
+
+
+@pytest.mark.parametrize("environ", [{}, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "77"}])
+@pytest.mark.parametrize("job", ["", "77"])
+def test_under_srun_the_workers_of_a_server_are_the_ranks_and_not_their_launcher(
+    job: str, environ: dict[str, str]
+) -> None:
+    """Slurm's number is the task's; the environment of the workers may be wiped or inherited."""
+    chosen = choose(_serving(**environ), [], Selection(job=job))
+    assert [(t.pid, t.rank, t.child) for t in chosen] == [(11, 0, None), (12, 1, None), (15, 1, 0)]
+    assert not choose(_serving(**environ), [], Selection(job="78"))
+
+
+def test_the_job_of_a_process_that_lost_its_parent_and_its_environment_is_that_of_its_cgroup() -> None:
+    """Slurm keeps every process of a job in a cgroup of it."""
+    orphan = replace(_entry(11, 1, "sglang::scheduler_TP0"), slurm_job="77")
+    assert [t.pid for t in choose([orphan], [], Selection(job="77"))] == [11]
+    assert not choose([orphan], [], Selection(job="78"))
+
+
+def test_an_engine_and_its_workers_are_ranks_side_by_side() -> None:
+    """vLLM's engine starts its workers; either may be what hangs."""
+    titles = {10: "VLLM::APIServer", 11: "VLLM::EngineCore", 12: "VLLM::Worker_TP0", 13: "VLLM::Worker_TP1"}
+    parents = {10: 1, 11: 10, 12: 11, 13: 11}
+    chosen = choose([_entry(pid, parents[pid], titles[pid]) for pid in titles], [], Selection())
+    assert [(t.pid, t.rank, t.child) for t in chosen] == [(12, 0, None), (13, 1, None), (11, 2, None)]
+
+
+def test_under_srun_spawned_ranks_are_numbered_after_their_task() -> None:
+    """torch.multiprocessing.spawn in one task per node: the task is the launcher, its number comes first."""
+    task = {"SLURM_PROCID": "1", "SLURM_JOB_ID": "77"}
+    title = "python -c from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)"
+    rank = replace(_entry(11, 10, title, **task), spawned=True)
+    chosen = choose([_entry(10, 1, **task), rank, replace(rank, pid=12)], [], Selection(job="77"))
+    assert [(t.pid, t.rank, t.child) for t in chosen] == [(11, 2, None), (12, 3, None)]
+
+
+def test_a_task_of_srun_that_starts_no_rank_is_one() -> None:
+    """srun -n 2 python train.py: its children load data."""
+    task = {"SLURM_PROCID": "1", "SLURM_JOB_ID": "77"}
+    entries = [_entry(10, 1, **task), _entry(11, 10, "python worker.py", **task)]
+    assert [(t.pid, t.rank, t.child) for t in choose(entries, [], Selection())] == [(10, 1, None), (11, 1, 0)]
+
+
 def test_ranks_of_lightnings_own_launcher_are_found_though_no_rank_is_set() -> None:
     """`python train.py`: the typed process is rank 0 and starts the others with LOCAL_RANK, from 1."""
     common = {"WORLD_SIZE": "3", "NODE_RANK": "0"}

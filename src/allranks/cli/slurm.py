@@ -83,13 +83,7 @@ def main(args: argparse.Namespace) -> int:
     if args.action == "collect":
         if not words:
             raise InputError("no job was given", hint="allranks slurm collect JOBID [-o DIR]")
-        # as Slurm counts them: srun would start one collector only; None where it cannot be asked
-        asked = ["squeue", "--noheader", "--jobs", words[0], "--format=%D"]
-        known = shutil.which("squeue") is not None
-        said = (
-            subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split() if known else []
-        )
-        nodes = int(said[0]) if said and said[0].isdigit() else None
+        nodes = len(slurm.find_nodes(words[0])) or None  # else srun would start one collector only
         return _call(args, slurm.collect_words(words[0], nodes, words[1:], command, args.srun), {})
     return _submit(args, words, command)
 

@@ -24,7 +24,8 @@ from allranks.model.parsing import printable
 from allranks.model.stacks import Capture, StacksReport
 from allranks.stacks import CollectOptions, Selection, classify, collect, read_capture, write_bundle
 from allranks.stacks.debug_config import DebugOptions, read_debug_options
-from allranks.stacks.find import RANK_TITLES, find_jobs
+from allranks.stacks.find import RANK_TITLES, find_jobs, find_others
+from allranks.stacks.procfs import scan
 from allranks.stacks.progress import Stillness
 
 DEFAULTS = DebugOptions(interval_s=1.0)
@@ -144,6 +145,9 @@ def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture
         _say(f"{len(ranks)} ranks and {len(targets) - len(ranks)} child processes{of_job}")
         path = folder / _file_name(job) if folder is not None and job else folder
         captures[job] = collect(targets, replace(how, raw_folder=path), _say)
+        if others := find_others(scan(), targets):
+            text = f"beside the ranks: {', '.join(others)}"
+            captures[job] = replace(captures[job], notes=(*captures[job].notes, text))
         if path is not None:
             _say(f"Wrote {write_bundle(captures[job], path)}")
     return captures
@@ -169,7 +173,7 @@ def _sample_all_nodes(options: StacksFlags, args: argparse.Namespace) -> Capture
 
 
 def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Capture:
-    from allranks.launch.slurm import collect_words
+    from allranks.launch.slurm import collect_words, find_nodes
 
     job = options.job or os.environ.get("SLURM_JOB_ID", "")
     if not job or shutil.which("srun") is None:
@@ -186,10 +190,16 @@ def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Cap
     switches = {"--native": args.native_frames, "--no-native": args.no_native, "--gdb": args.gdb}
     words += [flag for flag, on in {**switches, "--cuda-gdb": args.cuda_gdb}.items() if on]
     command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
-    nodes = os.environ.get("SLURM_NNODES", "")
-    line = collect_words(job, int(nodes) if nodes.isdigit() else None, words, command)
-    done = subprocess.run(line, stdout=subprocess.DEVNULL, check=False)
-    if done.returncode > 1:
+    nodes = find_nodes(job)
+    if not nodes:
+        _say(f"the nodes of job {job} are not known (squeue does not list it): srun chooses which are asked")
+    done = subprocess.run(
+        collect_words(job, len(nodes) or None, words, command), stdout=subprocess.DEVNULL, check=False
+    )
+    silent = [node for node in nodes if not (folder / node / "bundle.json").exists()]
+    if silent:
+        _say(f"{len(silent)} of {len(nodes)} nodes gave no stacks: {', '.join(silent)}")
+    elif done.returncode > 1:
         _say(f"srun ended with {done.returncode}: some nodes may be missing")
     _say(f"Wrote {folder}")
     return read_capture(folder)
@@ -199,7 +209,7 @@ def _folder(name: str, force: bool) -> Path | None:
     """The output folder. Several nodes of a Slurm step share a file system: each gets a folder of its own."""
     if not name:
         return None
-    host = socket.gethostname()
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or "1"
     folder = Path(name.replace("{host}", host))
     if nodes != "1" and "{host}" not in name:

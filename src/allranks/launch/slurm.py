@@ -1,4 +1,4 @@
-"""Slurm: what a job's environment says, and the srun and sbatch lines that fit it. Pure.
+"""Slurm: what a job's environment says, and the srun and sbatch lines that fit it. Pure, but for `find_nodes`.
 
 One agent per node: `srun --ntasks-per-node=1 allranks run …`. Ranks are the agent's children, so that Slurm's
 own task accounting never kills the survivors of one failed rank.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ from allranks.errors import InputError
 
 BASE_PORT = 20000
 PORTS = 20000
+SQUEUE_S = 60.0  # a busy controller answers late
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,15 @@ def _expand(part: str) -> list[str]:
         for number in range(int(first), int(last or first) + 1):
             names += _expand(part[: match.start()] + f"{number:0{width}d}" + part[match.end() :])
     return names
+
+
+def find_nodes(job: str) -> tuple[str, ...]:
+    """The nodes of a running job, as Slurm names them; () where it cannot be asked or does not know the job."""
+    if shutil.which("squeue") is None:
+        return ()
+    asked = ["squeue", "--noheader", "--jobs", job, "--format=%N"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=SQUEUE_S).stdout.split()
+    return expand_nodes(said[0]) if said else ()
 
 
 def srun_words(

@@ -288,6 +288,7 @@ def _end(child: subprocess.Popen[str]) -> str:
         for pipe in (child.stdout, child.stderr):
             if pipe is not None:
                 pipe.close()
+        child.poll()
         return ""
 
 

@@ -82,7 +82,9 @@ def number_ranks(coords: list[tuple[tuple[str, int], ...]]) -> list[int]:
 
 
 MAX_CHILDREN = 64
-_RANK_VARIABLES = ("ALLRANKS_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_RANK_VARIABLES = ("ALLRANKS_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_JOB_VARIABLES = ("ALLRANKS_JOB_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+_STEP = re.compile(r"^slurmstepd: \[(\d+)[.\]]")  # the title of the process that srun's tasks are started by
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def find_jobs(selection: Selection) -> dict[str, list[Target]]:
     ranks = [target for target in targets if target.child is None]
     parents = {entry.pid: entry.ppid for entry in scan([target.pid for target in ranks])}
     jobs = split_jobs(ranks, parents)
-    if len(jobs) < 2 or selection.pids or selection.name:
+    if len(jobs) < 2 or selection.pids or selection.name or selection.job:
         return {"": targets}
     return {job: find_targets(replace(selection, pids=tuple(pids))) for job, pids in sorted(jobs.items())}
 
@@ -217,10 +219,10 @@ def choose(
     boxed = _match_boxes(entries, boxes)
     candidates = [e for e in entries if e.state not in "ZX" or e.pid in selection.pids]
     if not selection.pids:
-        excluded |= _launchers(entries, boxed)
+        excluded |= _launchers(entries, boxed, unnamed)
     chosen = _chosen(candidates, boxed, selection, excluded)
     pids, kept = {entry.pid for entry in chosen}, {*selection.pids, *unnamed}
-    roots = [e for e in chosen if e.pid in kept or not (_ancestors(e.pid, by_pid) & pids)]
+    roots = [e for e in chosen if e.pid in kept or _is_root(e, _ancestors(e.pid, by_pid) & pids, by_pid)]
     ranks = _numbers(roots, boxed)
     others = {own_pid, *(entry.pid for entry in roots)}
     targets = []
@@ -232,12 +234,22 @@ def choose(
     return targets
 
 
+def _is_root(entry: ProcessEntry, above: set[int], by_pid: Mapping[int, ProcessEntry]) -> bool:
+    """Whether it is a rank of its own although others of the chosen are above it: an engine starts its workers, and each
+    has its title; what a worker forks has the same one."""
+    titles = {by_pid[pid].title for pid in above}
+    return not above or (is_rank_title(entry.title) and entry.title not in titles)
+
+
 def _chosen(
     entries: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox], selection: Selection, excluded: set[int]
 ) -> list[ProcessEntry]:
     if selection.pids:
         return [e for e in entries if e.pid in selection.pids]
-    allowed = [e for e in entries if e.pid not in excluded and _job_fits(e, boxed.get(e.pid), selection.job)]
+    by_pid = {entry.pid: entry for entry in entries}
+    allowed = [e for e in entries if e.pid not in excluded]
+    if selection.job:
+        allowed = [e for e in allowed if selection.job in _jobs(e, boxed.get(e.pid), by_pid)]
     named = [e for e in allowed if e.title]
     if selection.name:
         pattern = _compile(selection.name)
@@ -271,11 +283,14 @@ def _compile(expression: str) -> re.Pattern[str]:
         raise InputError(f"{expression!r} is no regular expression: {error}") from error
 
 
-def _job_fits(entry: ProcessEntry, box: LiveBox | None, job: str) -> bool:
-    if not job:
-        return True
-    names = {entry.environ.get(n) for n in ("ALLRANKS_JOB_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")}
-    return job in names or (box is not None and box.job == job)
+def _jobs(entry: ProcessEntry, box: LiveBox | None, by_pid: Mapping[int, ProcessEntry]) -> set[str]:
+    """The names of its job. A process that sets its title wipes its environment: the cgroup and what started it tell, too."""
+    names = {entry.slurm_job, box.job if box is not None else ""}
+    for one in (entry, *(by_pid[pid] for pid in _ancestors(entry.pid, by_pid) if pid in by_pid)):
+        found = {one.environ.get(name, "") for name in _JOB_VARIABLES}
+        step = _STEP.match(one.title)
+        names |= {*found, step[1]} if step else found
+    return names - {""}
 
 
 def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox]) -> dict[int, LiveBox]:
@@ -296,9 +311,15 @@ def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox]) -> d
 
 
 def _env_rank(entry: ProcessEntry) -> int | None:
-    """The rank that the environment names. Slurm's number only where nothing says that it is a launcher's."""
-    values = (entry.environ.get(name, "") for name in _RANK_VARIABLES)
+    """The rank that the environment names. Slurm's number is its task's: of an engine's worker it names the launcher."""
+    titled = is_rank_title(entry.title)
+    values = (entry.environ.get(n, "") for n in (*_RANK_VARIABLES, *(() if titled else ("SLURM_PROCID",))))
     return next((int(value) for value in values if value.isdigit()), None)
+
+
+def _is_task(entry: ProcessEntry) -> bool:
+    """Whether only Slurm's number says that it is a rank: it may be a launcher."""
+    return not any(entry.environ.get(name, "").isdigit() for name in (*_RANK_VARIABLES, "LOCAL_RANK"))
 
 
 def _unnamed_ranks(entries: Sequence[ProcessEntry]) -> dict[int, int]:
@@ -311,9 +332,10 @@ def _unnamed_ranks(entries: Sequence[ProcessEntry]) -> dict[int, int]:
     groups: dict[int, list[ProcessEntry]] = {}
     for entry in entries:
         parent = by_pid.get(entry.ppid)
-        alone = parent is not None and _env_rank(parent) is None and "LOCAL_RANK" not in parent.environ
-        spawned = entry.spawned and entry.comm != "pt_data_worker"
-        if alone and _env_rank(entry) is None and (_local_rank(entry) > 0 or spawned):
+        alone = parent is not None and _is_task(parent)
+        spawned = entry.spawned and entry.comm != "pt_data_worker" and _is_task(entry)
+        lightning = _local_rank(entry) > 0 and _env_rank(entry) is None
+        if alone and (lightning or spawned):
             groups.setdefault(entry.ppid, []).append(entry)
     return {pid: rank for parent, group in groups.items() for pid, rank in _ranks_of(parent, group).items()}
 
@@ -322,7 +344,9 @@ def _ranks_of(parent: int, group: list[ProcessEntry]) -> dict[int, int]:
     """pid -> rank of what one process has started, and of itself in Lightning; {} when the numbers do not fit."""
     local = {_local_rank(entry): entry.pid for entry in group if _local_rank(entry) > 0}
     if not local:
-        return {one.pid: rank for rank, one in enumerate(sorted(group, key=lambda e: e.pid))}
+        task = group[0].environ.get("SLURM_PROCID", "")
+        first = len(group) * (int(task) if task.isdigit() else 0)
+        return {one.pid: rank for rank, one in enumerate(sorted(group, key=lambda e: e.pid), first)}
     if sorted(local) != list(range(1, len(local) + 1)):
         return {}
     node = group[0].environ.get("NODE_RANK", "")
@@ -341,15 +365,18 @@ def _local_rank(entry: ProcessEntry) -> int:
     return int(value) if value.isdigit() else -1
 
 
-def _launchers(entries: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox]) -> set[int]:
+def _launchers(
+    entries: Sequence[ProcessEntry], boxed: Mapping[int, LiveBox], unnamed: Mapping[int, int]
+) -> set[int]:
     """Processes above ranks: torchrun in a Kubernetes pod has a RANK of its own (the node's), under srun a PROCID.
 
-    Ranks have LOCAL_RANK or a black box; a process above one that has neither only starts them.
+    Ranks have LOCAL_RANK, a title, a black box, or were spawned; a process above one that has nothing of that only
+    starts them.
     """
     by_pid = {entry.pid: entry for entry in entries}
-    ranks = [entry for entry in entries if "LOCAL_RANK" in entry.environ or entry.pid in boxed]
-    above = {pid for entry in ranks for pid in _ancestors(entry.pid, by_pid)}
-    return above - {entry.pid for entry in ranks}
+    ranks = {entry.pid for entry in entries if "LOCAL_RANK" in entry.environ} | {*boxed, *unnamed}
+    ranks |= {entry.pid for entry in entries if is_rank_title(entry.title)}
+    return {pid for rank in ranks for pid in _ancestors(rank, by_pid)} - ranks
 
 
 def _ancestors(pid: int, by_pid: Mapping[int, ProcessEntry]) -> set[int]:
@@ -359,6 +386,19 @@ def _ancestors(pid: int, by_pid: Mapping[int, ProcessEntry]) -> set[int]:
         found.add(entry.ppid)
         entry = by_pid.get(entry.ppid)
     return found
+
+
+def find_others(entries: Sequence[ProcessEntry], targets: Sequence[Target]) -> list[str]:
+    """What runs beside the ranks of a server: its launcher, router, detokenizer, each with its pid. Pure."""
+    by_pid = {entry.pid: entry for entry in entries}
+    ranks = {target.pid for target in targets if target.child is None and is_rank_title(target.title)}
+    parents = {by_pid[pid].ppid for pid in ranks if pid in by_pid} - {0, 1} - ranks
+    launchers = {pid for pid in parents if pid in by_pid and by_pid[pid].python}
+    known = {target.pid for target in targets}
+    beside = [e for e in family(launchers, entries) if e.pid not in known and e.state not in "ZX"]
+    lines = [f"launcher {by_pid[pid].title[:60]} (pid {pid})" for pid in sorted(launchers - known)]
+    named = [(e.title.split(" ")[0] if "::" in e.title else e.title[:60], e) for e in beside if e.python]
+    return [*lines, *(f"{title or e.comm} (pid {e.pid})" for title, e in named)][:MAX_CHILDREN]
 
 
 def family(

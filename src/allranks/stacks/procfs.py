@@ -27,6 +27,7 @@ _WANTED_TEXT = (
     "CUDA_ENABLE_USER_TRIGGERED_COREDUMP CUDA_COREDUMP_PIPE CUDA_COREDUMP_FILE "
     "OMPI_COMM_WORLD_RANK PMI_RANK GROUP_RANK ROLE_RANK NODE_RANK"
 )
+_SLURM_CGROUP = re.compile(r"slurm[^\n]*?/job_(\d+)(?:/|$)", re.MULTILINE)
 _WANTED = frozenset(_WANTED_TEXT.split())
 
 
@@ -45,6 +46,7 @@ class ProcessEntry:
     python: bool = False
     spawned: bool = False  # by multiprocessing's spawn, and talks over TCP with torch loaded: a rank, or a worker that loads data
     uid: int = -1  # whose rights it has; -1 unknown
+    slurm_job: str = ""  # by its cgroup; "" where Slurm uses none
 
 
 def scan(pids: list[int] | None = None) -> list[ProcessEntry]:
@@ -74,6 +76,7 @@ def read_entry(pid: int) -> ProcessEntry | None:
         title=title,
         environ=_environ(pid),
         inner_pid=int(inner[-1]) if inner else 0,
+        slurm_job=next(iter(_SLURM_CGROUP.findall(_read(pid, "cgroup"))), ""),
         uid=int(status.get("Uid", "-1 -1").split()[1]),
         python=_is_python(pid, comm, title),
         spawned="multiprocessing.spawn import spawn_main" in title and _talks(pid),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from allranks.model.stacks import (
     ThreadStack,
 )
 from allranks.stacks import debuggers
+from allranks.stacks.find import coordinates, number_ranks
 from allranks.stacks.procfs import parse_facts, renumber
 
 MAX_FILE_BYTES = 256 << 20
@@ -134,6 +135,7 @@ def _ranks_of_looks(looks: list[_Look], notes: list[str]) -> list[int]:
     """By the names of files with one process; others are counted, and children go with the process before them."""
     mains = Counter(look.name for look in looks if not look.is_child)
     named = ranks_of_names(name for name in dict.fromkeys(look.name for look in looks) if mains[name] < 2)
+    named |= _ranks_of_titles([look for look in looks if not look.is_child], mains)
     free = (number for number in range(len(looks) + len(named)) if number not in named.values())
     ranks: list[int] = []
     for look in looks:
@@ -147,6 +149,14 @@ def _ranks_of_looks(looks: list[_Look], notes: list[str]) -> list[int]:
             f"the rank of {counted} processes is not known: they are counted in the order of the files"
         )
     return ranks
+
+
+def _ranks_of_titles(looks: list[_Look], mains: Mapping[str, int]) -> dict[str, int]:
+    """File → rank by py-spy's first line ("Process 101: sglang::scheduler_TP0"), where all have such titles and no name says "rank"."""
+    places = [coordinates(look.title) for look in looks]
+    if not all(places) or any(mains[look.name] > 1 or "rank" in look.name.lower() for look in looks):
+        return {}
+    return {look.name: rank for look, rank in zip(looks, number_ranks(places), strict=True)}
 
 
 def _add_look(process: _Process, look: _Look) -> None:
@@ -292,6 +302,7 @@ def _finish(process: _Process) -> ProcessCapture:
         child=process.child,
         pid=process.pid,
         title=process.title,
+        parallel=coordinates(process.title) if process.child is None else (),
         snapshots=snapshots,
         native=renumber(_with_sources(native or texts.get("gdb", ()), sources), process.inner),
         kernels=process.kernels,

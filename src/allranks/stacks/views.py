@@ -221,7 +221,10 @@ def _main_tid(capture: ProcessCapture) -> int | None:
                 return stack.tid
     if capture.pid is not None:
         return capture.pid
-    return next((s.facts[0].tid for s in capture.snapshots if s.facts), None)
+    first = next((s.facts[0].tid for s in capture.snapshots if s.facts), None)
+    if first is None and not any(s.stacks for s in capture.snapshots):  # gdb alone: the oldest thread
+        first = min((one.tid for one in capture.native if one.tid is not None), default=None)
+    return first
 
 
 def _with_main(stacks: tuple[ThreadStack, ...], main_tid: int | None) -> tuple[ThreadStack, ...]:
