@@ -96,8 +96,8 @@ def announce(phase: str, up_to_s: float) -> None:
 
 def given_up(works: Iterable[object], error: Exception) -> None:
     """The group of these works is about to be aborted. Before it is: their calls are looked at now, and not again."""
-    if _current is not None and _current.writer is not None and os.getpid() == _current.pid:
-        _current.writer.given_up(works, error)
+    if _current is not None:
+        _current.given_up(works, error)
 
 
 class _CallableModule(ModuleType):

@@ -26,6 +26,7 @@ from allranks.model.trace import Rendezvous
 from allranks.record import torch_internals as internals
 from allranks.record.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
 from allranks.record.groups import GroupState, describe_group, timeout_ms
+from allranks.record.guard import Guard
 from allranks.record.options import fast
 from allranks.record.row_writer import Shapes
 from allranks.record.setup_calls import SetupCalls
@@ -36,14 +37,27 @@ if TYPE_CHECKING:
     from allranks.record.recording_group import RecordingProxies
 
 #: Modules whose code runs under a collective.
-_NAMES = ("hook", "recording_group", "writer", "row_writer", "stack", "calls", "groups", "torch_internals")
+_NAMES = (
+    "hook",
+    "guard",
+    "setup_calls",
+    "recording_group",
+    "writer",
+    "row_writer",
+    "stack",
+    "calls",
+    "groups",
+    "torch_internals",
+)
 OURS = (*(f"allranks.record.{name}" for name in _NAMES), "allranks.blackbox.file_writer")
+P2P_OPS = frozenset({"send", "recv"})
 BATCH = "coalesced"  # what the row of a whole batch is called
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
 
 class Hook:
-    """The wrapped methods of torch.distributed and what they share. `fault` is called with our own errors."""
+    """The wrapped methods of torch.distributed and what they share. `fault` is called with our own errors, after which
+    nothing is recorded. What cannot be wrapped is left alone, and said once."""
 
     def __init__(
         self,
@@ -53,7 +67,7 @@ class Hook:
         on_rank: Callable[[int, Rendezvous], None],
     ) -> None:
         self.writer: CallWriter | None = writer
-        self.fault = fault
+        self.guard = Guard(fault)
         self._on_group = on_group
         self.on_rank = on_rank  # told when init_process_group is entered
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
@@ -72,42 +86,52 @@ class Hook:
 
     def install(self) -> None:
         """Wraps the methods. Those that this version of torch does not have are passed over."""
-        assert self.writer is not None
+        writer = self._installed
         lost = internals.missing()
         if lost:
             warn_once(f"with torch {torch.__version__} these are not recorded: {'; '.join(lost)}")
-        self.writer.original_wait = dist.Work.wait
-        self.writer.markers = self._make_markers()
-        owners: Args = (dist.ProcessGroup, internals.Backend)
-        wrappers = (
-            (internals.START_BATCH, self._wrap_start),
-            (internals.END_BATCH, self._wrap_end),
-            ("split_group", self._wrap_split),
-        )
-        for owner in owners:
-            for method, (op, reader) in CALLS.items():
+        writer.original_wait = dist.Work.wait
+        self._part("events on the device", self._use_markers)
+        for owner in (dist.ProcessGroup, internals.Backend):
+            for method in (*CALLS, internals.START_BATCH, internals.END_BATCH, "split_group"):
                 if method in vars(owner):
-                    original = getattr(owner, method)
-                    wrapper = self._wrap(original, op, reader)
-                    self._replace(owner, method, self._fast_collective(original, wrapper, method))
-            for method, wrap in wrappers:
-                if method in vars(owner):
-                    original = getattr(owner, method)
-                    self._replace(owner, method, self._fast_batch(original, wrap(original), method))
+                    self._part(f"{owner.__name__}.{method}", self._wrap_method, owner, method)
         for kind in internals.work_classes():
-            self._replace(kind, "wait", self._fast_wait(kind.wait))
-        self._watch_cuda()
-        try:
-            from allranks.record.recording_group import RecordingProxies
-
-            proxies = RecordingProxies(self)
-            proxies.install()
-            self._proxies = proxies
-            internals.hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
-        except Exception as error:  # another version of torch
-            self.lost(internals.CPP_CALLS, error)
+            self._part(
+                f"{kind.__name__}.wait", lambda k=kind: self._replace(k, "wait", self._fast_wait(k.wait))
+            )
+        self._part("capture of CUDA graphs", self._watch_cuda)
+        self._part(internals.CPP_CALLS, self._install_proxies)
         self._setup = SetupCalls(self)
-        self._setup.install()
+        self._part("init_process_group, new_group, destroy_process_group", self._setup.install)
+
+    def _part(self, what: str, step: Function, *args: object) -> None:
+        """One thing to wrap: where another version of torch does not let us, the rest is recorded."""
+        try:
+            step(*args)
+        except Exception as error:
+            self.lost(what, error)
+
+    def _use_markers(self) -> None:
+        self._installed.markers = self._make_markers()
+
+    def _wrap_method(self, owner: Any, method: str) -> None:
+        original = getattr(owner, method)
+        if method in CALLS:
+            wrapper = self._fast_collective(original, self._wrap(original, *CALLS[method]), method)
+        elif method == "split_group":
+            wrapper = self._wrap_split(original)
+        else:
+            wrap = self._wrap_start if method == internals.START_BATCH else self._wrap_end
+            wrapper = self._fast_batch(original, wrap(original), method)
+        self._replace(owner, method, wrapper)
+
+    def _install_proxies(self) -> None:
+        from allranks.record.recording_group import RecordingProxies
+
+        self._proxies = RecordingProxies(self)
+        self._proxies.install()
+        internals.hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
 
     @property
     def _installed(self) -> CallWriter:
@@ -135,6 +159,7 @@ class Hook:
     def silence(self) -> None:
         """Records nothing from now on. Touches nothing of C++: in a forked child its locks may be held for ever."""
         self.writer = None
+        self.guard.active = False
         for _, _, wrapper, _ in self._replaced:
             if hasattr(wrapper, "enabled"):
                 wrapper.enabled = False
@@ -217,53 +242,18 @@ class Hook:
 
     # -- wrappers -----------------------------------------------------------------------------------------------
 
-    def _guarded(self, step: Function, *args: object) -> Any:
-        """A step of our own around a call: its errors end the recording, never the call. None when it failed."""
-        try:
-            return step(*args)
-        except Exception as error:  # ours, or of a device that is broken; never the user's
-            self.fault(error)
-            return None
-
-    def _around(
-        self,
-        original: Function,
-        before: Callable[[Any, Args, Kwargs], Any],
-        after: Callable[[Any, Any], object] | None = None,
-        failed: Callable[[Any, BaseException], object] | None = None,
-    ) -> Function:
-        """A method that records. `before(self, args, kwargs)` gives what `after(it, result)` and `failed(it, error)` need;
-        when it gives None there is nothing to do afterwards."""
-        hook = self
-
-        def wrapper(self: object, *args: object, **kwargs: object) -> object:
-            known = None if hook.writer is None else hook._guarded(before, self, args, kwargs)
-            if known is None:
-                return original(self, *args, **kwargs)
-            try:
-                result = original(self, *args, **kwargs)
-            except BaseException as error:
-                if failed is not None:
-                    hook._guarded(failed, known, error)
-                raise
-            if after is not None and hook.writer is not None:
-                hook._guarded(after, known, result)
-            return result
-
-        return wrapper
-
     def _wrap(self, original: Function, op: str, reader: Reader) -> Function:
         """A collective, for every op and overload."""
         writer = self._installed
         number_of_op = writer.box.intern(Item.NAME, op)
 
-        def before(owner: dist.ProcessGroup, args: Args, kwargs: Kwargs) -> tuple[int, GroupState, bool]:
-            group = self.group(owner)
-            call = reader(args, kwargs)
+        def before(args: Args, kwargs: Kwargs) -> tuple[int, GroupState, bool]:
+            group = self.group(args[0])
+            call, shapes = self._read(op, reader, args[1:], kwargs)
             number = writer.begin(
                 group,
                 number_of_op,
-                self.shapes(call),
+                shapes,
                 call.reduce_op,
                 call.root if call.root < 0 else group.global_rank(call.root),
                 call.peer if call.peer < 0 else group.global_rank(call.peer),
@@ -277,7 +267,16 @@ class Hook:
         def after(known: tuple[int, GroupState, bool], work: dist.Work) -> None:
             writer.returned(work, known[0], known[1], on_cpu=known[2])
 
-        return self._around(original, before, after, lambda known, error: writer.failed(known[0], error))
+        return self.guard.around(original, before, after, lambda known, error: writer.failed(known[0], error))
+
+    def _read(self, op: str, reader: Reader, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
+        """A call and its sizes. One that is not made as torch makes it keeps its place in the sequence, without sizes."""
+        try:
+            call = reader(args, kwargs)
+            return call, self.shapes(call)
+        except Exception as error:
+            self.lost(f"sizes of some calls of {op}", error)
+            return Call(p2p=op in P2P_OPS), (0, 0, 0)
 
     def _fast_collective(self, original: Function, slow: Function, method: str) -> Any:
         """The same in C, for calls in the form that torch.distributed makes them; the rest takes `slow`."""
@@ -300,8 +299,8 @@ class Hook:
             *self._shared_parts(original, slow),
             {},
             learn,
-            writer.sweep,
-            writer.no_work,
+            self.guard.hold(writer.sweep),
+            self.guard.hold(writer.no_work),
             stacks,
             writer.box.intern(Item.NAME, op),
             form,
@@ -311,7 +310,15 @@ class Hook:
     def _shared_parts(self, original: Function, slow: Function) -> Args:
         """What the parts in C for collectives and batches begin with."""
         writer = self._installed
-        return original, slow, writer.failed, writer.pending, writer.ring, writer.markers, self._counters
+        return (
+            original,
+            slow,
+            self.guard.hold(writer.failed),
+            writer.pending,
+            writer.ring,
+            writer.markers,
+            self._counters,
+        )
 
     def _fast_batch(self, original: Function, slow: Function, method: str) -> Any:
         """The start and the end of a batch, in C where that was built."""
@@ -321,8 +328,8 @@ class Hook:
             return slow
         return module.Batch(
             *self._shared_parts(original, slow),
-            writer.sweep,
-            writer.no_work,
+            self.guard.hold(writer.sweep),
+            self.guard.hold(writer.no_work),
             writer.stacks.engine if writer.stacks is not None else None,
             writer.box.intern(Item.NAME, BATCH),
             method == internals.END_BATCH,
@@ -334,18 +341,17 @@ class Hook:
         module = fast(writer.accelerate)
         if module is None:
             return self._wrap_wait(original)
-        return module.Wait(
-            original, writer.wait_failed, writer.waited, writer.pending, writer.ring, writer.markers
-        )
+        failed, waited = self.guard.hold(writer.wait_failed), self.guard.hold(writer.waited)
+        return module.Wait(original, failed, waited, writer.pending, writer.ring, writer.markers)
 
     def _wrap_wait(self, original: Function) -> Function:
         writer = self._installed
 
-        def before(work: dist.Work, args: Args, kwargs: Kwargs) -> tuple[Any, Any, bool] | None:
-            entry = writer.pending.get(id(work))
-            return None if entry is None else (work, entry, bool(args or kwargs))
+        def before(args: Args, kwargs: Kwargs) -> tuple[Any, Any, bool] | None:
+            entry = writer.pending.get(id(args[0]))
+            return None if entry is None else (args[0], entry, len(args) > 1 or bool(kwargs))
 
-        return self._around(
+        return self.guard.around(
             original,
             before,
             lambda known, result: writer.waited(known[0], known[1]),
@@ -353,19 +359,17 @@ class Hook:
         )
 
     def _wrap_start(self, original: Function) -> Function:
-        return self._around(original, lambda owner, args, kwargs: self.group(owner).counters.open_batch())
+        return self.guard.around(original, lambda args, kwargs: self.group(args[0]).counters.open_batch())
 
     def _wrap_end(self, original: Function) -> Function:
         writer = self._installed
         op = writer.box.intern(Item.NAME, BATCH)
 
-        def before(
-            owner: dist.ProcessGroup, args: object, kwargs: object
-        ) -> tuple[GroupState, int, tuple[int, ...]]:
-            group = self.group(owner)
+        def before(args: Args, kwargs: Kwargs) -> tuple[GroupState, int, tuple[int, ...]]:
+            group = self.group(args[0])
             return group, *writer.begin_end(group, op, sys._getframe())
 
-        return self._around(
+        return self.guard.around(
             original,
             before,
             lambda known, work: writer.returned(work, known[1], known[0], known[2]),
@@ -373,17 +377,16 @@ class Hook:
         )
 
     def _wrap_split(self, original: Function) -> Function:
-        def before(
-            owner: dist.ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[int, ...]:
-            parent = self.group(owner)
-            return tuple(parent.global_rank(int(rank)) for rank in (args[0] if args else kwargs["ranks"]))
+        def before(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
+            parent = self.group(args[0])
+            ranks: Any = args[1] if len(args) > 1 else kwargs["ranks"]
+            return tuple(parent.global_rank(int(rank)) for rank in ranks)
 
         def after(members: tuple[int, ...], part: dist.ProcessGroup) -> None:
             if part is not None:
                 self._members[part] = members
 
-        return self._around(original, before, after)
+        return self.guard.around(original, before, after)
 
     def capturing(self, change: int) -> None:
         """One more or one less CUDA graph is being captured."""
@@ -414,12 +417,12 @@ class Hook:
         def counted(original: Function, change: int) -> Function:
             def method(self: object, *args: object, **kwargs: object) -> object:
                 if change > 0:
-                    hook.capturing(+1)
+                    hook.guard(hook.capturing, +1)
                 try:
                     return original(self, *args, **kwargs)
                 finally:
                     if change < 0:
-                        hook.capturing(-1)
+                        hook.guard(hook.capturing, -1)
 
             return method
 

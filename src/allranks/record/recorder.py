@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from allranks.errors import require
 from allranks.model.parsing import without_secrets
 from allranks.model.trace import Rendezvous
 from allranks.record.groups import GroupState
+from allranks.record.guard import Guard
 from allranks.record.options import TORCH_ERRORS, RecorderOptions, fast
 from allranks.record.side_thread import SideThread, describe_exit, wake_agent
 from allranks.record.writer import CallWriter, fill_header, warn_once
@@ -41,7 +43,8 @@ class Recorder:
         self._watch: SideThread | None = None
         self._facts: dict[str, object] = {}
         self._rank = options.rank
-        self._phase_names: dict[str, int] = {}
+        self._told = Guard(self._tell)  # what the program calls
+        self._complaints: set[str] = set()
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -50,45 +53,48 @@ class Recorder:
         if self.box is not None or not self.options.enabled:
             return self
         require("torch", feature="recording", extra="torch")
+        try:
+            self._start()
+        except Exception as error:  # a torch that we do not know: better no record than no training
+            fix = _descriptor_fix(error)
+            warn_once(f"recording is off, training goes on: {error!r}{'; ' if fix else ''}{fix}")
+            self._told(self.close, "could not start")
+        return self
+
+    def _start(self) -> None:
         self.box = self._open_box()
         if self.box is None:
-            return self
+            return
         self._fill_header(self.box)
         self.writer = CallWriter(self.box, self.options)
         from allranks.record.hook import Hook
 
         self._hook = Hook(self.writer, self._fault, self._met_group, self._joins)
-        try:
-            self._hook.install()
-            self._watch = SideThread(self)
-            self._watch.start()
-        except Exception as error:  # a torch that we do not know: better no record than no training
-            self.close("could not start")
-            fix = _descriptor_fix(error)
-            warn_once(f"recording is off, training goes on: {error!r}{'; ' if fix else ''}{fix}")
-        return self
+        self._hook.install()
+        self._watch = SideThread(self)
+        self._watch.start()
 
     def close(self, how: str = "closed") -> None:
         """Stops recording and unhooks torch; the file stays, marked with how it ended."""
-        self._stop()
-        if self.box is not None and self.active_process:
-            self.box.mark_closed(how, time.time_ns())
-
-    def _stop(self) -> None:
-        if self._hook is not None:
-            self._hook.uninstall()
-            self._hook = None
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-        if self.writer is not None:
+        hook, watch, writer = self._hook, self._watch, self.writer
+        self._hook = self._watch = None
+        if hook is not None:
+            self._told(hook.uninstall)
+        if watch is not None:
+            self._told(watch.stop)
+        if writer is not None:
             if self.active_process:
-                self._last_sweep(self.writer)
-            self.writer.pending.clear()
+                self._told(self._last_sweep, writer)
+            writer.pending.clear()
             self.writer = None
+        if self.box is not None and self.active_process:
+            self._told(self.box.mark_closed, how, time.time_ns())
 
     def note_exit(self, error: SystemExit) -> None:
         """The program ends by sys.exit: notes a code that is not 0, the line, and what it was about to handle."""
+        self._told(self._note_exit, error)
+
+    def _note_exit(self, error: SystemExit) -> None:
         if self.box is not None and self.active and (text := describe_exit(error)):
             self.box.mark_closed(text, time.time_ns())
             wake_agent()
@@ -131,9 +137,11 @@ class Recorder:
 
     def step(self, number: int, label: str | None = None) -> None:
         """Marks the progress of the training: step `number` begins now. `label` is kept with the next calls."""
-        writer = self.writer
-        if writer is None:
-            return
+        if self.writer is not None:
+            self._told(self._step, self.writer, number, label)
+
+    def _step(self, writer: CallWriter, number: int, label: str | None) -> None:
+        number = operator.index(number)
         if label is not None:
             writer.label = writer.box.intern(Item.NAME, label) if label else 0
         writer.ring.set_step(number, writer.label)
@@ -142,29 +150,53 @@ class Recorder:
     @contextlib.contextmanager
     def expect(self, phase: str, up_to_s: float) -> Iterator[None]:
         """Declares that nothing may be heard of this rank for up to `up_to_s` seconds, and why."""
-        writer = self.writer
-        if writer is None:
-            yield
-            return
-        box = writer.box
-        before = box.get("expect_until_ns"), box.get("phase")
-        box.set(phase=self._name(phase), expect_until_ns=time.time_ns() + int(up_to_s * 1e9))
+        before = self._told(self._expect, phase, up_to_s)
         try:
             yield
         finally:
-            if self.active:
-                box.set(expect_until_ns=before[0], phase=before[1], step_ns=time.time_ns())
+            if self.active and before is not None:
+                self._told(self._unexpect, *before)
+
+    def _expect(self, phase: str, up_to_s: float) -> tuple[int, int] | None:
+        if self.writer is None:
+            return None
+        box = self.writer.box
+        before = box.get("expect_until_ns"), box.get("phase")
+        self.announce(phase, up_to_s)
+        return before
+
+    def _unexpect(self, until_ns: int, phase: int) -> None:
+        assert self.box is not None
+        self.box.set(expect_until_ns=until_ns, phase=phase, step_ns=time.time_ns())
 
     def announce(self, phase: str, up_to_s: float) -> None:
         """As `expect`, without an end: for the last thing that a program does."""
+        self._told(self._announce, phase, up_to_s)
+
+    def _announce(self, phase: str, up_to_s: float) -> None:
         if self.writer is not None:
             until_ns = time.time_ns() + int(up_to_s * 1e9)
             self.writer.box.set(phase=self._name(phase), expect_until_ns=until_ns)
 
     def phase(self, name: str) -> None:
         """Names what the program does from now on ("train", "eval"); "" for nothing."""
+        self._told(self._phase, name)
+
+    def _phase(self, name: str) -> None:
         if self.writer is not None:
             self.writer.box.set(phase=self._name(name) if name else 0)
+
+    def given_up(self, works: Iterable[object], error: Exception) -> None:
+        """See CallWriter.given_up."""
+        if self.writer is not None and self.active_process:
+            self._told(self.writer.given_up, works, error)
+
+    def _tell(self, error: BaseException) -> None:
+        """The program gave us something that we cannot use: said once for each kind, and passed over."""
+        text = f"{type(error).__name__}: {error}"
+        if text not in self._complaints and len(self._complaints) < 10:
+            self._complaints.add(text)
+            warn_once(f"a call of the recorder is passed over, training goes on: {text}")
 
     def _name(self, text: str) -> int:
         return self.writer.box.intern(Item.NAME, text) if self.writer is not None else 0
@@ -285,7 +317,7 @@ class Recorder:
     def _fault(self, error: BaseException) -> None:
         """An error of our own: one warning, recording off, training on."""
         if self._hook is not None and self._hook.writer is not None:
-            self._hook.writer = None
+            self._hook.silence()
             warn_once(f"recording is off after an error of its own, training goes on: {error!r}")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from allranks.record import torch_internals as internals
-from allranks.record.calls import Function
+from allranks.record.calls import Args, Function, Kwargs
 from allranks.record.options import TORCH_ERRORS, fast
 
 if TYPE_CHECKING:
@@ -71,32 +71,40 @@ class RecordingProxies:
             weakref.WeakKeyDictionary()
         )
         self._replaced = internals.Replaced()
+        self._refused = False  # C++ did not take a proxy: it gets no other
 
     def install(self) -> None:
         """Wraps the places where C++ is handed a group, and re-registers the groups that exist already."""
-        self._wrap_function(internals.REGISTER, self._register)
-        self._wrap_function(internals.UNREGISTER, self._unregister)
-        self._wrap_function(internals.UNREGISTER_ALL, self._unregister_all)
-        self._wrap_function(internals.RESOLVE, self._resolve)
         for function in internals.DDP_FUNCTIONS:
             self._wrap_function(function, self._with_proxy)
         self._wrap_reducer()
+        registry = (internals.REGISTER, internals.UNREGISTER, internals.RESOLVE)
+        if not all(internals.homes_of(name)[1] for name in registry):
+            return  # without one of them Python would get to see a proxy
+        self._wrap_function(internals.RESOLVE, self._resolve)
+        self._wrap_function(internals.REGISTER, self._register)
+        self._wrap_function(internals.UNREGISTER, self._unregister)
+        self._wrap_function(internals.UNREGISTER_ALL, self._unregister_all)
         for name, group in internals.named_groups():
             with contextlib.suppress(*TORCH_ERRORS):  # a group that is half gone
                 self._swap(name, group)
 
     def uninstall(self) -> None:
         """Puts everything back; C++ keeps the proxies it holds, which work on unrecorded."""
+        self._take_back()
+        self._replaced.restore()
+
+    def _take_back(self) -> None:
+        """The registry holds the groups themselves again."""
         for name, proxy in list(self._registered.items()):
             with contextlib.suppress(*TORCH_ERRORS):  # gone meanwhile
                 self._original(internals.UNREGISTER)(name)
                 self._original(internals.REGISTER)(name, proxy.original)
         self._registered.clear()
-        self._replaced.restore()
 
     def proxy(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """A recording proxy of a plain ProcessGroup; the group itself where that is impossible or not needed."""
-        if type(group) is not dist.ProcessGroup or self._hook.writer is None:
+        if type(group) is not dist.ProcessGroup or self._hook.writer is None or self._refused:
             return group
         try:
             # unfinished: it would have no backend
@@ -111,8 +119,9 @@ class RecordingProxies:
         proxy: RecordingProxyGroup = make(group.rank(), group.size())
         proxy.original = group
         # asked late: members are not known yet
-        proxy.waits_block = lambda: self._hook.group(group).counters.blocking
+        proxy.waits_block = lambda: bool(self._hook.guard(lambda: self._hook.group(group).counters.blocking))
         internals.make_like(group, proxy)
+        internals.check_like(group, proxy)
         return proxy
 
     # -- the registry of names ----------------------------------------------------------------------------------
@@ -125,68 +134,62 @@ class RecordingProxies:
         self._original(internals.REGISTER)(name, proxy)
         self._registered[name] = proxy
 
-    def _register(self, original: Function, name: str, group: dist.ProcessGroup) -> object:
-        proxy = self.proxy(group)
-        result = original(name, proxy)
-        if proxy is not group:
-            self._registered[name] = proxy
+    def _register(self, original: Function, args: Args, kwargs: Kwargs) -> object:
+        result, proxy = self._hand_over(original, args, kwargs)
+        if proxy is not None:
+            self._registered[proxy.group_name] = proxy
         return result
 
-    def _unregister(self, original: Function, name: str) -> object:
+    def _unregister(self, original: Function, args: Args, kwargs: Kwargs) -> object:
+        self._hook.guard(self._forget, *args, *kwargs.values())
+        return original(*args, **kwargs)
+
+    def _forget(self, name: str, *_: object) -> None:
         self._registered.pop(name, None)
-        return original(name)
 
-    def _unregister_all(self, original: Function) -> object:
+    def _unregister_all(self, original: Function, args: Args, kwargs: Kwargs) -> object:
         self._registered.clear()
-        return original()
+        return original(*args, **kwargs)
 
-    def _resolve(self, original: Function, name: str) -> object:
-        group = original(name)
+    def _resolve(self, original: Function, args: Args, kwargs: Kwargs) -> object:
+        group = original(*args, **kwargs)
         return group.original if isinstance(group, RecordingProxyGroup) else group
 
-    def _with_proxy(
-        self, original: Function, process_group: dist.ProcessGroup, *args: object, **kwargs: object
-    ) -> object:
-        return self._called(process_group, lambda group: original(group, *args, **kwargs))
+    # -- handing a proxy to C++ -----------------------------------------------------------------------------------
 
-    def _called(self, group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], object]) -> object:
-        """Calls C++ with a proxy. Where C++ refuses it before any collective is made, the group itself is used."""
-        proxy, writer = self.proxy(group), self._hook.writer
-        if proxy is group or writer is None:
-            return call(group)
+    def _with_proxy(self, original: Function, args: Args, kwargs: Kwargs) -> object:
+        return self._hand_over(original, args, kwargs)[0]
+
+    def _hand_over(
+        self, original: Function, args: Args, kwargs: Kwargs
+    ) -> tuple[Any, RecordingProxyGroup | None]:
+        """Calls C++ with a proxy in the place of the group, wherever among the arguments that is; (result, proxy). Where
+        C++ refuses the proxy before any collective is made, the group itself is used."""
+        group = next((given for given in (*args, *kwargs.values()) if type(given) is dist.ProcessGroup), None)
+        proxy, writer = group if group is None else self.proxy(group), self._hook.writer
+        if not isinstance(proxy, RecordingProxyGroup) or writer is None:
+            return original(*args, **kwargs), None
         made = writer.box.get("next_id")
+        ours = {key: proxy if given is group else given for key, given in kwargs.items()}
         try:
-            return call(proxy)
+            return original(*(proxy if given is group else given for given in args), **ours), proxy
         except Exception as error:
             if self._hook.writer is None or writer.box.get("next_id") != made:
                 raise  # the ranks have talked: what was raised is the program's
-            result = call(group)  # raises the same where it was not about the proxy
+            result = original(*args, **kwargs)  # raises the same where it was not about the proxy
             self._hook.lost(internals.CPP_CALLS, error)
-            return result
-
-    # -- DDP ----------------------------------------------------------------------------------------------------
+            self._refused = True
+            self._hook.guard(self._take_back)
+            return result, None
 
     def _wrap_reducer(self) -> None:
-        """The reducer takes its group as fourth argument or by name."""
         original = dist.Reducer.__init__
         proxies = self
 
-        def __init__(self: object, *args: object, **kwargs: object) -> None:
-            named, given = "process_group" in kwargs, len(args) > 3
-            if not named and not given:
-                original(self, *args, **kwargs)
-                return
-
-            def make(group: dist.ProcessGroup) -> None:
-                if named:
-                    original(self, *args, **{**kwargs, "process_group": group})
-                else:
-                    original(self, *args[:3], group, *args[4:], **kwargs)
-                if isinstance(group, RecordingProxyGroup):
-                    proxies._reducers[self] = group  # C++ keeps the group, not its Python half
-
-            group: Any = kwargs["process_group"] if named else args[3]
-            proxies._called(group, make)
+        def __init__(*args: Any, **kwargs: object) -> None:
+            _, proxy = proxies._hand_over(original, args, kwargs)
+            if proxy is not None:
+                proxies._reducers[args[0]] = proxy  # C++ keeps the group, not its Python half
 
         self._replaced.put(dist.Reducer, "__init__", __init__, vars(dist.Reducer)["__init__"])
 
@@ -197,7 +200,7 @@ class RecordingProxies:
         original, homes = internals.homes_of(name)
 
         def wrapper(*args: object, **kwargs: object) -> object:
-            return around(original, *args, **kwargs)
+            return around(original, args, kwargs)
 
         wrapper.__name__ = name
         internals.leave_graph(wrapper)

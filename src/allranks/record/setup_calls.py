@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class SetupCalls:
             original = getattr(dist, name)
             wrapper = self._wrap(original, name)
             for module in list(sys.modules.values()):
-                if getattr(module, "__dict__", {}).get(name) is original:
+                if isinstance(module, ModuleType) and vars(module).get(name) is original:
                     self._replaced.put(module, name, wrapper, original)
 
     def uninstall(self) -> None:
@@ -50,28 +51,20 @@ class SetupCalls:
         assert hook.writer is not None
         number = hook.writer.box.intern(Item.NAME, name)
 
-        @functools.wraps(original)
-        def wrapper(*args: object, **kwargs: object) -> object:
-            outer = hook.writer.box.get("inside") if hook.writer is not None else 0
-            self._guarded(self._enter, number, name, args, kwargs)
-            failed = True
-            try:
-                result = original(*args, **kwargs)
-                failed = False
-                return result
-            finally:
-                self._guarded(self._leave, outer, name, failed)
+        def before(args: Args, kwargs: Kwargs) -> tuple[int]:
+            assert hook.writer is not None
+            outer = hook.writer.box.get("inside")
+            self._enter(number, name, args, kwargs)
+            return (outer,)
 
-        leave_graph(wrapper)
+        wrapper = hook.guard.around(
+            original,
+            before,
+            lambda known, result: self._leave(known[0], name, failed=False),
+            lambda known, error: self._leave(known[0], name, failed=True),
+        )
+        leave_graph(functools.wraps(original)(wrapper))
         return wrapper
-
-    def _guarded(self, note: Callable[..., None], *args: object) -> None:
-        if self._hook.writer is None:
-            return
-        try:
-            note(*args)
-        except Exception as error:  # ours, never the user's
-            self._hook.fault(error)
 
     def _enter(self, number: int, name: str, args: Args, kwargs: Kwargs) -> None:
         hook = self._hook

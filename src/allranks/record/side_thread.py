@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 from allranks.blackbox.layout import wakeup_address
 from allranks.model.parsing import without_secrets
 from allranks.record.dump import native_dumps, write_file
+from allranks.record.guard import Guard
+from allranks.record.writer import warn_once
 
 if TYPE_CHECKING:
     from allranks.record.recorder import Recorder
@@ -46,6 +48,9 @@ class SideThread:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._told = Guard(
+            lambda error: print(f"allranks: at the end of the program: {error!r}", file=sys.stderr)
+        )
         self._stop_read, self._stop_write = -1, -1
         self._thread: threading.Thread | None = None
         self._timeouts = 0
@@ -92,9 +97,9 @@ class SideThread:
                 if writer is None:
                     return
                 writer.sweep(everything=True)
-        except Exception:  # a thread's entry: recording goes on without it
+        except Exception as error:  # a thread's entry
             if not sys.is_finalizing():
-                traceback.print_exc()
+                warn_once(f"the ends of some calls are recorded late, training goes on: {error!r}")
 
     def _wait(self) -> bool:
         """Sleeps until the next round; writes a dump when a signal asked for one. False = stop."""
@@ -112,6 +117,9 @@ class SideThread:
     # -- exits --------------------------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
+        self._told(self._leave)
+
+    def _leave(self) -> None:
         recorder = self._recorder
         if not recorder.active_process:
             return
@@ -120,6 +128,12 @@ class SideThread:
         recorder.close("exit")
 
     def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._told(self._note_exception, kind, error, trace)
+        self._previous_hook(kind, error, trace)
+
+    def _note_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         recorder = self._recorder
@@ -131,7 +145,6 @@ class SideThread:
             wake_agent()
             if "exception" in recorder.options.dump_on and not issubclass(kind, KeyboardInterrupt):
                 self._dump("exception")
-        self._previous_hook(kind, error, trace)
 
     def _timed_out(self, news: bool) -> None:
         """Writes a dump of the first timeouts; a second thread that meets the same one waits for it to be there."""

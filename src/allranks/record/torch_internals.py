@@ -166,8 +166,8 @@ def group_timeout(group: c10d.ProcessGroup) -> timedelta | None:
 def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
     """Gives `proxy`, a Python subclass of ProcessGroup, the backends and the name of `group`.
 
-    C++ finds a backend by its device or by its type, and must find the same one in both groups. Raises where that cannot
-    be had: the caller then uses the group itself.
+    C++ finds a backend by its device or by its type, and must find the same one in both groups. Raises where that is
+    impossible: the caller then uses the group itself.
     """
     default = _backend_type(str(group._get_backend_name()))
     _bind_device(group, proxy)
@@ -176,12 +176,17 @@ def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
     proxy._set_default_backend(default)
     proxy._set_group_name(group.group_name)
     proxy._set_group_desc(group.group_desc)
-    for device, backend in backends(group):
-        if (
-            proxy._get_backend(device) is not backend
-            or proxy._get_backend_name() != group._get_backend_name()
-        ):
-            raise LookupError(f"a proxy of {group.group_name} finds another backend for {device}")
+
+
+def check_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
+    """Raises unless C++ finds the same in both groups."""
+    same = all(proxy._get_backend(device) is backend for device, backend in backends(group))
+    if not same or proxy._get_backend_name() != group._get_backend_name():
+        raise LookupError(f"a proxy of {group.group_name} finds another backend")
+    if (
+        hasattr(group, "_has_hooks") and group._has_hooks() != proxy._has_hooks()
+    ):  # each asks its default backend
+        raise LookupError(f"a proxy of {group.group_name} has other hooks")
 
 
 def _type_in(group: c10d.ProcessGroup, device: Any, backend: Any, default: Any) -> Any:
