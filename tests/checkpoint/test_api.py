@@ -376,6 +376,19 @@ def test_a_synchronous_save_is_durable_when_it_returns(tmp_path: Path) -> None:
         assert path is not None and (Path(path) / "manifest.json").is_file()
 
 
+def test_a_synchronous_save_that_failed_is_told_by_the_next_wait(tmp_path: Path) -> None:
+    """Once: after a save that succeeded, all is well."""
+    blocked = tmp_path / "file"
+    blocked.touch()
+    config = CheckpointConfig(nvme_path=blocked, async_save=False)
+    with CheckpointManager(config) as manager:
+        assert manager.save_checkpoint(make_state(1)) is None
+        assert manager.wait_for_pending_saves() is False
+        blocked.unlink()
+        assert manager.save_checkpoint(make_state(2)) is not None
+        assert manager.wait_for_pending_saves() is True
+
+
 def test_a_queue_of_saves_holds_two_buffers_at_most(tmp_path: Path) -> None:
     """A disk that cannot keep up slows training down before it eats the memory."""
     import signal

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from allranks.channel.server import MemberServer
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, SnapshotServer
 from allranks.checkpoint.stores import StoreSpec, open_store
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.peer_store import PURPOSE, PeerBlobs, receive_bytes, send_bytes
+from allranks.checkpoint.stores.peer_store import PURPOSE, KeeperClient, PeerBlobs, receive_bytes, send_bytes
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
 
@@ -164,6 +165,29 @@ def test_a_keeper_keeps_no_more_than_its_bound(keeper: SnapshotServer) -> None:
         store.blobs.put("a/y", [memoryview(bytearray(1 << 20))], 1 << 20)
     assert keeper.used_bytes == 1 << 19 and store.blobs.size("a/x") == 1 << 19
     store.close()
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_bytes_that_were_announced_and_do_not_come_are_not_kept_room_for(drips: bool) -> None:
+    """A node that froze in the middle of a save, or sends a byte now and then."""
+    server, length = SnapshotServer(TOKEN, "127.0.0.1:0", 64 << 20, transfer_s=0.2), 1 << 20
+    server.start()
+    client = KeeperClient(server.address, TOKEN)
+    try:
+        with pytest.raises(OSError), client.connection() as sock:
+            send_json(sock, {"do": "put", "key": "job/a/x", "length": length, "algorithm": "crc32"})
+            assert receive_json(sock)["ok"] and server.used_bytes == length
+            while drips:
+                sock.sendall(b"x")
+                time.sleep(0.02)
+            receive_json(sock)
+        deadline = time.monotonic() + 60
+        while server.used_bytes and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.used_bytes == 0
+    finally:
+        client.close()
+        server.close()
 
 
 def test_every_blob_lies_on_two_nodes_and_one_may_go(keeper: SnapshotServer) -> None:

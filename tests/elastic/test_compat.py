@@ -46,12 +46,23 @@ def test_every_documented_import_works_after_install() -> None:
         "from elastic_harness.scaling.lr_scaling import LRScalingManager as B",
         "from elastic_harness.data.index_builder import IndexBuilder, IndexEntry, IndexHeader",
         "import elastic_harness.metrics",
+        "import elastic_harness.scaling.lr_scaling as deep",
+        "assert deep.LRScalingManager is B",
         "import allranks.elastic.scaling as ours",
         "assert LRScalingManager is ours.LRScalingManager is B and A is CheckpointLoadConfig",
         "assert issubclass(CheckpointSaveError, ElasticTrainingError)",
         "print('all there')",
     ]
     assert _run("\n".join(lines)).strip() == "all there"
+
+
+def test_the_index_builder_is_a_program(tmp_path: Path) -> None:
+    """As in elastic_harness: `python -m …data.index_builder` builds an index."""
+    (tmp_path / "text.jsonl").write_text('{"text": "a b"}\n')
+    command = [sys.executable, "-m", "allranks.compat.data.index_builder", "text.jsonl", "-o", "out.index"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.index").is_file()
 
 
 def test_every_documented_import_works_with_the_package_replaced() -> None:

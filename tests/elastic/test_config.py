@@ -388,3 +388,28 @@ def test_values_nested_too_deeply_are_one_problem(deep: str) -> None:
     """Not a RecursionError."""
     result = validate_config(f"model:\n  a: {deep}\n")
     assert not result.valid and result.errors
+
+
+def test_what_is_said_about_a_key_cannot_move_the_cursor_of_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys, values and words that are near to a key end up on screens."""
+    text = '"train\\e[2Jing": 1\ntraining:\n  "l\\u009b31mr": 2\n  seed: "\\e]0;x\\a"\n'
+    result = validate_config(_write(tmp_path, text))
+    problems = [*result.errors, *result.warnings]
+    assert len(problems) == 3 and all(problem.isprintable() for problem in problems)
+    assert main(["config", "check", str(tmp_path / "job.yaml")]) == 1
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head", ["", "training:\n", "data:\n"])
+def test_a_file_of_hundreds_of_thousands_of_keys_is_not_read_to_its_end(tmp_path: Path, head: str) -> None:
+    """Reading stops where there is more than any job says, and a long list of problems is cut."""
+    indent = "  " if head else ""
+    many = head + "".join(f"{indent}key{number}: 1\n" for number in range(300_000))
+    found = validate_config(_write(tmp_path, many)).errors
+    assert len(found) == 1 and "more than" in found[0] and 0 < found[0].line < 60_000  # type: ignore[attr-defined]
+    some = head + "".join(f"{indent}key{number}: 1\n" for number in range(300))
+    result = validate_config(_write(tmp_path, some))
+    problems = [*result.errors, *result.warnings]
+    assert len(problems) == 101 and "and 200 more" in problems[-1]

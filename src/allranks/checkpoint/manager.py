@@ -178,7 +178,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return step > 0 and interval > 0 and step % interval == 0
 
     def wait_for_pending_saves(self, timeout: float | None = None) -> bool:
-        """Waits until every save is durable; False if one failed or the time ran out (policy "fail" raises)."""
+        """Waits until every save is durable; False if one failed since the last call, or the time ran out (policy
+        "fail" raises)."""
+        in_time = self._wait_for_saves(timeout)
+        return not self.saves.any_failed() and in_time
+
+    def _wait_for_saves(self, timeout: float | None = None) -> bool:
+        """Whether what was under way is durable now."""
         began = time.monotonic()
         if self.coordinator.copy is not None and not self.coordinator.copy.join(timeout):
             return False
@@ -293,7 +299,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     ) -> dict[Tier, str | None]:
         saved = self.coordinator.save(state, tiers, may_skip)
         durable = any(tier is not Tier.MEMORY for tier in tiers)
-        if durable and not self.config.async_save and not self.wait_for_pending_saves():
+        if durable and not self.config.async_save and not self._wait_for_saves():
             return {tier: None for tier in saved if tier is Tier.MEMORY}
         return saved
 

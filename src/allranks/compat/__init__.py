@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from allranks.errors import InputError
 
@@ -84,6 +84,14 @@ class _Finder(MetaPathFinder, Loader):
             return None
         return ModuleSpec(fullname, self, is_package=not deep)
 
+    def get_code(self, fullname: str) -> CodeType | None:
+        """What `python -m` runs: the index builder is a program, the others are not."""
+        if not fullname.endswith(".index_builder"):
+            return None
+        return compile(
+            "import runpy; runpy.run_module('allranks.elastic.index', run_name='__main__')", fullname, "exec"
+        )
+
     def exec_module(self, module: ModuleType) -> None:
         """Fills a module with our classes."""
         name = module.__name__.removeprefix(f"{__name__}.").partition(".")[0]
@@ -116,5 +124,5 @@ def install() -> None:
     for old, new in MODULES.items():
         module = importlib.import_module(new)
         sys.modules[old] = module
-        if old.count(".") == 1:
-            setattr(top, old.rpartition(".")[2], module)
+        above, _, name = old.rpartition(".")
+        setattr(sys.modules[above], name, module)

@@ -56,6 +56,7 @@ class Saves:
         self.newest: dict[str, int] = {}  # tier -> newest step that is durable
         self._pending: list[Pending] = []
         self._unraised: list[CheckpointSaveError] = []
+        self._failed = False  # one, since `any_failed` was asked
         self._lock = threading.Lock()
 
     def announce(self, tier: str, step: int, path: str) -> Future[Saved]:
@@ -89,7 +90,7 @@ class Saves:
             return [p for p in self._pending if p.tier in tiers and not p.future.done()]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits for every save; False when one failed since the last wait, or the time ran out."""
+        """Waits for every save; False when one of them failed, or the time ran out."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ok = True
         with self._lock:
@@ -105,6 +106,12 @@ class Saves:
             except CheckpointSaveError:
                 ok = False
         return ok
+
+    def any_failed(self) -> bool:
+        """Whether a save failed since this was asked last."""
+        with self._lock:
+            failed, self._failed = self._failed, False
+        return failed
 
     def wait_for_room(self, tiers: set[str], most: int, timeout_s: float) -> None:
         """Waits until fewer than `most` steps are being saved to these tiers: each holds a buffer."""
@@ -154,6 +161,7 @@ class Saves:
         with self._lock:
             self.failures = [*self.failures[-31:], error]
             self._unraised.append(error)
+            self._failed = True
         log.warning("%s%s", error, f"\n{error.hint}" if error.hint else "")
         announced.set_exception(error)
 

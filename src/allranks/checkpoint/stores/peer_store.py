@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -62,6 +62,7 @@ class SnapshotServer:
     bind: str = "0.0.0.0:0"
     max_bytes: int | None = None
     clock: Callable[[], float] = time.monotonic
+    transfer_s: float = 60.0  # without a byte; a whole transfer may take that and a second per MiB
     address: str = ""
     _blobs: dict[str, _Blob] = field(default_factory=dict)
     _reserved: int = 0  # bytes of blobs being received
@@ -95,9 +96,13 @@ class SnapshotServer:
             return self._used()
 
     def _serve(self, connection: socket.socket, purpose: str) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)  # ends with the other side, or with close()
-        while (request := frames.next_json(connection, MAX_REQUEST_BYTES)) is not None:
+        frames.tune(connection, TRANSFER_S)  # a node that is gone without a word is noticed
+        while True:
+            connection.settimeout(None)  # between requests: ends with the other side, or with close()
+            request = frames.next_json(connection, MAX_REQUEST_BYTES)
+            if request is None:
+                return
+            connection.settimeout(self.transfer_s)
             self._answer(connection, request)
 
     def _answer(self, connection: socket.socket, request: Message) -> None:
@@ -129,7 +134,11 @@ class SnapshotServer:
         try:
             data = mmap.mmap(-1, length) if length else None
             blob = _Blob(data, length, 0, self.clock())
-            receive_bytes(connection, blob.view(), request["algorithm"])
+            limit = _cut_after(connection, self.transfer_s + length / (1 << 20))
+            try:
+                receive_bytes(connection, blob.view(), request["algorithm"])
+            finally:
+                limit.cancel()
             return self._place(key, blob, request)
         finally:
             with self._lock:
@@ -198,6 +207,19 @@ def _available_bytes() -> int:
     except OSError:
         found = None
     return int(found[1]) * 1024 if found else 8 << 30
+
+
+def _cut_after(connection: socket.socket, seconds: float) -> threading.Timer:
+    """Ends what waits on a connection: each byte in time is not enough, if there are many of them."""
+
+    def cut() -> None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 CONNECT_S = 3.0

@@ -21,6 +21,7 @@ from allranks.elastic.config.yaml_tree import ConfigProblem, KeyPath, Tree, dott
 from allranks.model.parsing import hide_secrets
 from allranks.stacks.debug_config import bad_patterns
 
+MAX_PROBLEMS = 100  # that are shown
 Get = Callable[[str], Any]  # dotted path -> value, default included; None: absent or invalid
 
 
@@ -160,9 +161,7 @@ class ConfigCheck:
         if self.tree.values is not None or not self.tree.problems:
             self._top(self.tree.values)
         config = None if self.errors else JobConfig(**self.sections)
-        for problems in (self.errors, self.warnings):
-            problems.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
-        return Checked(config, self.errors, self.warnings)
+        return Checked(config, _shortened(self.errors), _shortened(self.warnings))
 
     def _top(self, values: object) -> None:
         if not isinstance(values, Mapping):
@@ -253,6 +252,13 @@ class ConfigCheck:
 
     def _warn(self, path: KeyPath, message: str) -> None:
         self.warnings.append(ConfigProblem(message, dotted(path), self.tree.mark(path)))
+
+
+def _shortened(problems: list[ConfigProblem]) -> list[ConfigProblem]:
+    """In the order of the file, and only so many of them."""
+    problems = sorted(problems, key=lambda problem: (problem.line or 0, problem.column or 0))
+    more = len(problems) - MAX_PROBLEMS
+    return [*problems[:MAX_PROBLEMS], *([ConfigProblem(f"and {more} more")] if more > 0 else [])]
 
 
 def _model_of(section: str) -> Model:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from allranks.model.parsing import hide_secrets, without_secrets
+from allranks.model.parsing import hide_secrets, printable, without_secrets
 
 
 class ConfigProblem(str):
@@ -31,8 +31,8 @@ class ConfigProblem(str):
     column: int | None
 
     def __new__(cls, message: str, path: str = "", mark: tuple[int, int] | None = None) -> ConfigProblem:
-        text = message = without_secrets(message)
-        path = without_secrets(path)
+        text = message = printable(without_secrets(message))
+        path = printable(without_secrets(path))
         if mark is not None:
             text = f"line {mark[0]}, column {mark[1]}: {path + ': ' if path else ''}{message}"
         self = super().__new__(cls, text)
@@ -164,7 +164,7 @@ def _unreadable(text: str, error: yaml.YAMLError) -> ConfigProblem:
 
 
 KeyPath = tuple[str | int, ...]
-_MAX_NODES = 100_000
+_MAX_NODES = 50_000
 _TOO_DEEP = "values are nested too deeply to be read: a bracket that is never closed?"
 
 
@@ -184,9 +184,20 @@ class Tree:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalar rules of YAML 1.2 (core schema)."""
+    """SafeLoader with the scalar rules of YAML 1.2 (core schema), for so many values."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
+    count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.count += 1
+        if self.count > _MAX_NODES:
+            raise _TooMuch(f"more than {_MAX_NODES} values: no job has so many", self.line + 1)
+        return super().compose_node(parent, index)
+
+
+class _TooMuch(ValueError):
+    """(what, line)"""
 
 
 _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
@@ -212,6 +223,8 @@ def read_tree(text: str) -> Tree:
         tree.values = _Reader(tree).value(node, ())
     except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
         tree.problems += explain(text, error)
+    except _TooMuch as error:
+        tree.problems.append(ConfigProblem(error.args[0], mark=(error.args[1], 1)))
     except ValueError as error:
         tree.problems.append(ConfigProblem(str(error)))
     except RecursionError:
