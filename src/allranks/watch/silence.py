@@ -378,7 +378,7 @@ class ProgressHistory:
             # a rank that makes no call keeps its rhythm: a hang may last for hours
             known = self._rhythms.get(path)
             if known is None or known[0] != marks[path]:
-                known = self._rhythms[path] = (marks[path], read_rhythm(path))
+                known = self._rhythms[path] = (marks[path], read_rhythm(path) if path else Rhythm())
             return known[1]
 
         return notice(now_s, time.time_ns(), self._state, samples, self.options, rhythm)[0]
