@@ -150,7 +150,7 @@ def test_one_file_serves_run_and_watch(tmp_path: Path) -> None:
         "debug:\n"
         "  wait_seconds: 7\n  output_dir: there\n  rounds: 3\n  native: never\n  patterns: [^mine]\n  record: false\n"
         "  hang_floor_s: 20\n  hang_cap_s: 100\n  startup_s: 30\n  incidents: here\n  log_level: debug\n  watch: false\n"
-        "  triggers: {at_seconds: [5], collective_overdue_seconds: 60}\n"
+        "  triggers: {at_seconds: [5], rank_lost: true}\n"
     )
     (tmp_path / "job.yaml").write_text(text)
     debug = load_config(tmp_path / "job.yaml").model_dump()["debug"]
@@ -160,7 +160,7 @@ def test_one_file_serves_run_and_watch(tmp_path: Path) -> None:
     assert section is not None
     alike = parse_debug(section)
     assert alike.fixed_points() == watch.fixed_points() == (5.0, 7.0)
-    assert (alike.collective_overdue_s, alike.no_progress_s, alike.rank_lost) == (60.0, 0.0, False)
+    assert (alike.no_progress_s, alike.rank_lost) == (0.0, True)
     keys = {key_of(one) for one, _ in meanings(DebugOptions)}
     triggers = {f"triggers.{key}" for key in debug["triggers"]}
     assert (set(debug) - OF_RUN - {"triggers"}) | triggers == keys

@@ -15,7 +15,7 @@ import pytest
 
 from allranks.stacks.debug_config import DebugOptions
 from allranks.stacks.debuggers import find_pyspy
-from allranks.stacks.sidecar import Sidecar
+from allranks.watch.sidecar import Sidecar
 
 pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
 

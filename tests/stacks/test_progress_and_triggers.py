@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +25,12 @@ from allranks.model.stacks import (
 from allranks.stacks import Stillness, classify, procfs, ras, read_capture
 from allranks.stacks.debug_config import (
     DebugOptions,
-    Observation,
-    TriggerState,
-    decide_trigger,
     parse_debug,
     read_debug_options,
 )
 from allranks.stacks.progress import decide_progress
+from allranks.watch.samples import RankSample
+from allranks.watch.sidecar import Sidecar
 
 CASES = Path(__file__).parent / "cases"
 RAS = """Job summary
@@ -165,46 +166,45 @@ def test_the_ras_service_of_another_job_at_the_same_port_is_not_asked() -> None:
             agent.wait()
 
 
-def test_triggers_fire_once_for_each_standstill_and_again_later() -> None:
-    """No progress: at the limit, at twice and four times it; progress starts over."""
+def collected(
+    options: DebugOptions, samples: Callable[[int], list[RankSample]], seconds: int
+) -> dict[int, str]:
+    """When `allranks watch` collects, and why, for what it sees each second."""
+    sidecar = Sidecar(options, Path())
+    reasons = {second: sidecar._decide(float(second), samples(second)) for second in range(seconds)}
+    return {second: reason for second, reason in reasons.items() if reason}
+
+
+def sample(rank: int = 0, step: int = 1, **facts: object) -> RankSample:
+    return RankSample(rank, 100 + rank, "", **{"alive": True, "step": step, "calls_started": step,
+                      "calls_completed": step, "last_ns": 0, "start_ns": 1, **facts})  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_a_standstill_is_collected_at_the_limit_and_again_later() -> None:
+    """With growing pauses, three times; progress starts over."""
     options = DebugOptions(wait_s=0, no_progress_s=10, repeats=3, rank_lost=False)
-    state, fired = TriggerState(), []
-    for second in range(200):
-        mark = (1, 5, 4) if second < 100 else (2, 6, 5)
-        reason, state = decide_trigger(
-            Observation(float(second), {0: mark}, alive=frozenset({0})), state, options
-        )
-        fired += [second] if reason else []
-    assert fired == [10, 20, 40, 110, 120, 140]
+    fired = collected(options, lambda second: [sample(step=1 if second < 100 else 2)], 200)
+    assert list(fired) == [10, 20, 30, 110, 120, 130]
+    assert fired[20] == "no progress for 20 s"
 
 
-def test_triggers_by_time_by_loss_by_output_and_by_an_overdue_call() -> None:
-    """Each says its reason; a declared silence holds the standstill triggers back."""
-    options = DebugOptions(wait_s=5, at_s=(8.0,), no_progress_s=0, collective_overdue_s=30, no_output_s=50)
-    state, fired = TriggerState(), {}
-    for second in range(120):
-        seen = Observation(
-            float(second), {}, {0: 10}, 5.0 + second if second > 20 else None,
-            frozenset({0, 1}) if second < 60 else frozenset({0}), silent_until_s=40.0,
-        )  # fmt: skip
-        reason, state = decide_trigger(seen, state, options)
-        if reason:
-            fired[second] = reason
-    assert fired == {
-        5: "5 s after the start", 8: "8 s after the start", 40: "a collective is open for 45 s",
-        50: "no output for 50 s", 60: "rank 1 ended while 1 others run", 100: "no output for 100 s",
-    }  # fmt: skip
+def test_collections_by_time_and_by_loss_and_none_in_an_announced_phase() -> None:
+    """Each says its reason."""
+    options = DebugOptions(wait_s=5, at_s=(8.0,), no_progress_s=30)
+    busy = time.time_ns() + 10**15
+    fired = collected(
+        options, lambda second: [sample(0, expect_until_ns=busy), *([sample(1)] if second < 60 else [])], 120
+    )
+    wanted = {5: "5 s after the start", 8: "8 s after the start", 60: "rank 1 ended while 1 others run"}
+    assert fired == wanted
 
 
 def test_a_collection_at_a_set_time_waits_for_the_first_rank() -> None:
     """A job that starts slowly: otherwise nothing was collected, then or later."""
-    options, state, fired = DebugOptions(wait_s=2, no_progress_s=0), TriggerState(), {}
-    for second in range(20):
-        alive = frozenset({0}) if second >= 9 else frozenset()
-        reason, state = decide_trigger(Observation(float(second), alive=alive), state, options)
-        if reason:
-            fired[second] = reason
-    assert fired == {9: "2 s after the start"}
+    options = DebugOptions(wait_s=2, no_progress_s=0)
+    assert collected(options, lambda second: [sample()] if second >= 9 else [], 20) == {
+        9: "2 s after the start"
+    }
 
 
 def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from allranks.stacks import read_bundle
-from allranks.stacks.debug_config import DebugOptions, MainThreadWork
+from allranks.stacks.debug_config import DebugOptions
 from allranks.stacks.debuggers import find_pyspy
-from allranks.stacks.sidecar import Sidecar
+from allranks.watch.sidecar import MainThreadWork, Sidecar
 
 from . import victims as v
 

@@ -440,3 +440,14 @@ def test_ranks_in_different_calls_get_no_more_time_than_the_floor() -> None:
     for state in (NoticeState(), slow):
         assert limit_s(state, OPTIONS, crossed) == OPTIONS.floor_s
         assert limit_s(state, OPTIONS, crossed[:1] * 2) > OPTIONS.floor_s
+
+
+def test_a_program_that_only_starts_others_is_never_suspected() -> None:
+    """A driver that waits for its children makes neither a group nor a call nor a step, however long it takes."""
+    driver = sample(0, -1, calls_started=0, calls_completed=0)
+    state = observe(0.0, NoticeState(), [driver], OPTIONS)
+    suspected, reason = look(10_000.0, state, [driver])
+    assert not suspected and "only starts others" in reason
+    joining = replace(driver, joined=True)  # waits for a rank that does not come
+    assert look(10_000.0, state, [joining])[0]
+    assert look(10_000.0, observe(0.0, state, [driver, sample(1, 3)], OPTIONS), [driver, sample(1, 3)])[0]

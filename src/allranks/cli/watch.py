@@ -14,13 +14,10 @@ from allranks.model.options import option
 from allranks.stacks.debug_config import DebugOptions, read_debug_options
 
 if TYPE_CHECKING:
-    from allranks.stacks.sidecar import Collection
+    from allranks.watch.sidecar import Collection
 
 #: The options of a collection that have a flag; the others are for the job file.
-FLAGS = (
-    *("wait_s", "output_dir", "at_s", "no_progress_s", "collective_overdue_s", "no_output_s"),
-    *("rounds", "interval_s", "cuda_gdb"),
-)
+FLAGS = (*("wait_s", "output_dir", "at_s", "no_progress_s", "rounds", "interval_s", "cuda_gdb"),)
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the sidecar; the exit code is that of the watched command."""
-    from allranks.stacks.sidecar import Sidecar
+    from allranks.watch.sidecar import Sidecar
 
     words = args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
     if bool(words) == bool(args.pid):

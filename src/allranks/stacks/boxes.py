@@ -116,26 +116,3 @@ def timeout_due_s(path: Path, now_s: float) -> float | None:
         return None
     due = waiting["created_ns"] / 1e9 + waiting["timeout_ms"] / 1e3
     return float(due.min()) - now_s
-
-
-@dataclass(frozen=True)
-class BoxProgress:
-    """The progress mark of a box at one moment."""
-
-    mark: tuple[int, ...]  # (step, calls started, calls completed)
-    oldest_call_s: float | None  # age of the oldest call that is neither finished nor failed
-    expected_s: float  # silence is declared normal for so long from now
-
-
-def read_progress(path: Path, now_s: float) -> BoxProgress | None:
-    """One glance at a box; None when it cannot be read."""
-    head = find_header(path)
-    if head is None:
-        return None
-    age = None
-    if head.calls_started > head.calls_completed:
-        rows = _rows(path, head)
-        waiting = rows[(rows["state"] <= State.STARTED) & (rows["created_ns"] > 0)]
-        age = now_s - float(waiting["created_ns"].min()) / 1e9 if len(waiting) else None
-    mark = (head.step, head.calls_started, head.calls_completed)
-    return BoxProgress(mark, age, head.expect_until_ns / 1e9 - now_s)

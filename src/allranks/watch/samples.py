@@ -45,6 +45,12 @@ class RankSample:
     closed_ns: int = 0
     attempt: int = 0
     step_ns: int = 0  # of the last step mark
+    joined: bool = False  # it has begun to make a process group
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has anything that may stall: a group, a call or a step. A driver that only starts others has not."""
+        return self.joined or self.step >= 0 or self.calls_started > 0
 
     @property
     def process(self) -> ProcessId:
@@ -97,6 +103,7 @@ def read_sample(path: str | Path) -> RankSample | None:
         closed_ns=head.closed_ns,
         attempt=head.attempt,
         step_ns=head.step_ns,
+        joined=head.inside > 0 or head.setups > 0,
     )
 
 

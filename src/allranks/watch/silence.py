@@ -223,6 +223,11 @@ def notice(
     expecting = [s.rank for s in running if s.expect_until_ns > now_ns]
     if expecting:
         return None, f"rank {expecting[0]} has announced a long phase"
+    if len(running) == 1 and not running[0].takes_part:
+        return (
+            None,
+            f"rank {running[0].rank} is alone and has neither a group nor a step: a program that only starts others",
+        )
     present = {s.rank: state.ranks[s.rank] for s in running}  # finished ranks do not count
     silent, reason = _silent(now_s, replace(state, ranks=present), running, options, rhythm)
     if silent is not None:
@@ -373,7 +378,7 @@ class ProgressHistory:
             # a rank that makes no call keeps its rhythm: a hang may last for hours
             known = self._rhythms.get(path)
             if known is None or known[0] != marks[path]:
-                known = self._rhythms[path] = (marks[path], read_rhythm(path))
+                known = self._rhythms[path] = (marks[path], read_rhythm(path) if path else Rhythm())
             return known[1]
 
         return notice(now_s, time.time_ns(), self._state, samples, self.options, rhythm)[0]

@@ -1,43 +1,40 @@
-"""Watches a job from the side, with no change to its code, and collects when a trigger says so.
+"""Watches a job without launching it and with no change to its code, and collects stacks when it stalls.
 
-Runs in `allranks watch`. `start()` begins a command or takes running processes; `run()` watches until they end;
-signals that arrive are passed on to the command at once.
+A stall is noticed as under `allranks run` (silence.py). Ranks without a black box count as moving while the main threads of
+all of them work. Runs in `allranks watch`. `start_command()` begins a command, `take()` takes running processes; `run()` watches until
+they end; signals that arrive are passed on to the command at once.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import signal
-import stat
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.header import process_state
 from allranks.errors import InputError
 from allranks.model.stacks import Capture, Mark, RankMarks, RasReply, StacksReport
 from allranks.stacks import gpus, ras
-from allranks.stacks.boxes import find_boxes, read_progress
+from allranks.stacks.boxes import find_boxes
 from allranks.stacks.bundle import write_bundle
 from allranks.stacks.classify import classify
 from allranks.stacks.collect import CollectOptions, collect
-from allranks.stacks.debug_config import (
-    DebugOptions,
-    MainThreadWork,
-    Observation,
-    TriggerState,
-    decide_trigger,
-)
+from allranks.stacks.debug_config import DebugOptions
 from allranks.stacks.find import RANK_TITLES, Selection, Target, choose, family, is_frontend
 from allranks.stacks.html import render_html
 from allranks.stacks.procfs import descendants, main_thread_work, scan
 from allranks.stacks.progress import Stillness
 from allranks.stacks.text import grow_tree, render_text, report_json
+from allranks.watch.samples import RankSample, read_sample
+from allranks.watch.silence import NoticeOptions, ProgressHistory
 
 log = logging.getLogger("allranks.stacks")
 
@@ -52,6 +49,37 @@ _NO_ANSWER = (
 RESCAN_S = 5.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 ON_DEMAND = signal.SIGQUIT
+
+
+#: A main thread that works switches or burns this much; one that waits wakes up now and then (polls with a timeout).
+SAMPLE_S, SWITCHES_PER_S, TICKS_PER_S = 2.0, 5.0, 3.0
+
+
+@dataclass(frozen=True)
+class MainThreadWork:
+    """Progress of ranks without a black box: `rounds` grows when every one of them has worked since the last round."""
+
+    rounds: int = 0
+    # rank -> when, ticks, switches
+    before: Mapping[int, tuple[float, int, int]] = field(default_factory=dict)
+    worked: frozenset[int] = frozenset()
+    round_s: float = 0.0  # of the last round
+
+    def after(self, now_s: float, work: Mapping[int, tuple[int, int]]) -> MainThreadWork:
+        """After one more sample of the main threads: rank -> (clock ticks, context switches)."""
+        before, worked = dict(self.before), set(self.worked & work.keys())
+        for rank, (ticks, switches) in work.items():
+            since, old_ticks, old_switches = before.setdefault(rank, (now_s, ticks, switches))
+            passed = now_s - since
+            if passed < SAMPLE_S:
+                continue
+            switched = switches - old_switches >= SWITCHES_PER_S * passed
+            if switched or ticks - old_ticks >= TICKS_PER_S * passed:
+                worked.add(rank)
+            before[rank] = (now_s, ticks, switches)
+        if work and worked >= work.keys():
+            return MainThreadWork(self.rounds + 1, before, frozenset(), now_s)
+        return replace(self, before=before, worked=frozenset(worked))
 
 
 @dataclass(frozen=True)
@@ -83,6 +111,13 @@ class Sidecar:
         self._scanned_s = -RESCAN_S
         self._asked = False
         self._work = MainThreadWork()
+        limit_s = options.no_progress_s or math.inf
+        self._history = ProgressHistory(
+            NoticeOptions(floor_s=limit_s, cap_s=max(300.0, limit_s), warm_up_s=limit_s, asked=True)
+        )
+        self._stalls = 0  # collections of the present standstill
+        self._points = options.fixed_points()  # seconds after the start that are still to come
+        self._seen: set[int] = set()  # ranks that ran and whose end was not reported
         self._made_s = self._began_s = time.monotonic()
         self._said: set[str] = set()
         self._ras: tuple[RasReply, ...] = ()  # the last two answers
@@ -109,13 +144,12 @@ class Sidecar:
         """Watches to the end of the job; returns the command's exit code (128 + N for signal N), 0 without one."""
         self._catch()
         self._began_s = time.monotonic()
-        state = TriggerState()
         try:
             while True:
                 if (code := self._ended()) is not None:
                     return code
                 try:
-                    state = self._sample(time.monotonic() - self._began_s, state)
+                    self._sample(time.monotonic() - self._began_s)
                 except Exception as error:  # the job must not suffer from its observer
                     self._say(f"this sample failed: {type(error).__name__}: {error}")
                     log.debug("a sample failed", exc_info=True)
@@ -123,14 +157,33 @@ class Sidecar:
         finally:
             self._release()
 
-    def _sample(self, now: float, state: TriggerState) -> TriggerState:
+    def _sample(self, now: float) -> None:
         """One turn of the loop: observe, decide, collect."""
-        reason, state = decide_trigger(self._observe(now), state, self.options)
+        reason = self._decide(now, self._observe(now))
         if self._asked:
             self._asked, reason = False, "asked for"
         if reason and (self.options.enabled or reason == "asked for"):
             self._collect(reason)
-        return state
+
+    def _decide(self, now: float, samples: list[RankSample]) -> str:
+        """The reason to collect now, "" for none."""
+        alive = {s.rank for s in samples if s.alive}
+        if alive and self._points and now >= self._points[0]:
+            point, *rest = self._points
+            self._points = tuple(rest)
+            return f"{point:.0f} s after the start"
+        gone, self._seen = self._seen - alive, alive
+        if self.options.rank_lost and gone and alive:
+            return f"rank {', '.join(map(str, sorted(gone)))} ended while {len(alive)} others run"
+        clock_s = self._began_s + now
+        self._history.observe(clock_s, samples)
+        self._stalls = 0 if self._history.moves else self._stalls
+        stall = self._history.standstill(clock_s, samples) if self.options.no_progress_s else None
+        if stall is None or self._stalls >= self.options.repeats:
+            return ""
+        self._stalls += 1
+        self._history.excuse(2)  # the next collection of this stall comes later
+        return f"no progress for {stall.quiet_s:.0f} s"
 
     # the job
 
@@ -150,22 +203,23 @@ class Sidecar:
         except subprocess.TimeoutExpired:
             pass
 
-    def _observe(self, now: float) -> Observation:
+    def _observe(self, now: float) -> list[RankSample]:
         if now - self._scanned_s >= (RESCAN_S if self._targets else POLL_S):
             self._targets, self._scanned_s = self._find(), now
         ranks = [target for target in self._targets if target.child is None]
-        alive = frozenset(t.rank for t in ranks if process_state(t.pid) not in ("", "Z", "X"))
-        boxes = {t.rank: read_progress(t.box, time.time()) for t in ranks if t.box is not None}
-        known = {rank: progress for rank, progress in boxes.items() if progress is not None}
-        marks = {rank: progress.mark for rank, progress in known.items()}
-        oldest = max((p.oldest_call_s for p in known.values() if p.oldest_call_s is not None), default=None)
-        silent = now + max((p.expected_s for p in known.values()), default=0.0)
-        plain = [t for t in ranks if t.rank not in marks and t.rank in alive]
+        alive = {t.rank for t in ranks if process_state(t.pid) not in ("", "Z", "X")}
+        boxes = {t.rank: read_sample(t.box) for t in ranks if t.box is not None}
+        plain = [t for t in ranks if boxes.get(t.rank) is None and t.rank in alive]
         self._sample_main_threads(now, plain)
         self._say_once(ranks, plain)
-        marks.update({target.rank: (self._work.rounds,) for target in plain})
-        output = {t.rank: size for t in ranks if (size := _log_size(t.pid)) is not None}
-        return Observation(now, marks, output, oldest, alive, silent)
+        return [self._sample_of(t, boxes.get(t.rank), t.rank in alive) for t in ranks]
+
+    def _sample_of(self, rank: Target, box: RankSample | None, alive: bool) -> RankSample:
+        """From its black box; without one the rounds of work stand for its calls."""
+        if box is not None:  # it names the rank and the process as they are in their container
+            return replace(box, rank=rank.rank, pid=rank.pid, alive=alive)
+        calls, start = self._work.rounds + 1, rank.start_ticks
+        return RankSample(rank.rank, rank.pid, "", alive, -1, calls, calls, 0, start, joined=True)
 
     def _sample_main_threads(self, now: float, plain: Sequence[Target]) -> None:
         """Of ranks without a black box. Waits of NCCL burn CPU: its own counts and the GPUs know better."""
@@ -292,16 +346,3 @@ def write_report(folder: Path, report: StacksReport, capture: Capture) -> None:
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", errors="replace")
-
-
-def _log_size(pid: int) -> int | None:
-    """Bytes in the regular files that a process writes its output to; None when it has none."""
-    total, some = 0, False
-    for number in (1, 2):
-        try:
-            facts = os.stat(f"/proc/{pid}/fd/{number}")
-        except OSError:
-            continue
-        if stat.S_ISREG(facts.st_mode):
-            total, some = total + facts.st_size, True
-    return total if some else None
