@@ -21,6 +21,8 @@ from allranks.blackbox.header import read_header
 from allranks.blackbox.reader import find_boxes
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
+from allranks.record.options import RecorderOptions
+from allranks.record.recorder import Recorder
 
 from .boxes import ops, traces
 
@@ -259,3 +261,25 @@ def test_old_boxes_of_dead_processes_are_removed_and_nothing_else(
     place.remove_old()
     assert [box.exists() for box in boxes] == [False, True, True]
     assert not old.exists()
+
+
+def test_a_rank_that_is_restarted_again_and_again_keeps_the_last_few_boxes(tmp_path: Path) -> None:
+    """Shared memory is memory: each new process of a rank leaves the newest boxes of those before it, and no others."""
+    ended = []
+    for attempt in range(5):
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        ended.append(tmp_path / f"job.a{attempt}.r1.p{gone.pid}.box")
+        ended[-1].touch()
+        os.utime(ended[-1], (attempt, attempt))
+    others = [
+        tmp_path / name
+        for name in (f"job.a0.r1.p{os.getpid()}.box", "job.a0.r11.p1.box", "x.a0.r1.p999999.box")
+    ]
+    for path in others:
+        path.touch()
+    recorder = Recorder(RecorderOptions(folder=tmp_path, job="job", rank=1, attempt=5))
+    recorder.start()
+    recorder.close()
+    assert [path.exists() for path in ended] == [False, False, True, True, True]
+    assert all(path.exists() for path in others)

@@ -25,6 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 MAX_LEFT_BYTES = 256 << 20  # of all finished jobs together: shared memory is memory
 NEW_S = 600.0  # a job that was heard of so lately may still run
 SMALL_BYTES = 4096  # token and names of a job that is not recorded
+KEPT_BOXES = 3  # of ended processes of one rank of a running job
 KEEP_S = 3 * 86_400.0  # boxes of ended processes in our own folders live this long
 
 
@@ -159,6 +160,18 @@ def subfolders(folder: Path) -> list[Path]:
         return [path for path in folder.iterdir() if path.is_dir()]
     except OSError:
         return []
+
+
+def remove_earlier(folder: Path, begins: str, rank: int, keep: int = KEPT_BOXES) -> None:
+    """Removes boxes of ended processes of one rank but the newest ones: a job that runs for weeks restarts ranks often.
+    The evidence of an incident lies in its own folder. `begins`: how the names of the job's boxes begin."""
+    ended = []
+    for path in folder.iterdir():
+        found = re.fullmatch(rf"{re.escape(begins)}\d+\.r{rank}\.p(\d+)(\.\w+)?\.box", path.name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            ended.append((path.stat().st_mtime, path))
+    for _, path in sorted(ended)[: max(0, len(ended) - keep)]:
+        path.unlink(missing_ok=True)
 
 
 def remove_old(now: float | None = None) -> None:

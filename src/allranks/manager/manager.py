@@ -514,7 +514,7 @@ class Manager:
         self.training.times.mark("state loading")
         self.sums.forget()
         state = fetch.state()
-        if generation.drops and not self.training.torn:
+        if generation.drops and not self.training.held.torn:
             self._keep_dropped_state()
         self.training.tear()
         self.registered.load(state["user"])
@@ -523,8 +523,7 @@ class Manager:
                 return False  # the next group wants another state, which is landing already
             self.training.batches = int(state["manager"]["batches_committed"])
             self.training.healed(generation, fetch.position)
-            if self.training.generation is generation:  # else the next group may be about to ask for it again
-                opened.regrouper.fetch = None
+            opened.regrouper.fetch = None
         opened.regrouper.make_offer_if_due()
         record.step(self.training.step)
         return True

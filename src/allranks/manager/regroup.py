@@ -199,15 +199,8 @@ class Regrouper:
     def _ask(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())
         ports = _port(self.group), _port(self.control)
-        with self.training.changed:  # the training thread may be loading what has arrived
-            claim = self.training.claim(self.server.address, *ports, broken)
-            arrived = self.fetch.position if self.fetch is not None and self.fetch.complete else NOWHERE
-        claim = replace(
-            claim,
-            global_rank=self.options.global_rank,
-            arrived_term=arrived[0],
-            arrived_step=arrived[1],
-        )
+        claim = self.training.claim(self.server.address, *ports, broken)
+        claim = replace(claim, global_rank=self.options.global_rank)
         claims = self.inside.gather(claim, left)
         member = self._member(claims) if self.inside.speaks else None
         return self._join(self.inside.share(member, left), left)
@@ -275,7 +268,7 @@ class Regrouper:
         rolls = (index, self.options.rank) in plan.rolls_forward
         generation.drops = self._report_conflicts(said, plan, quorum.names, index)
         if index in plan.sources and plan.healing:
-            self._offer(generation, later=rolls or self.training.position != plan.top)
+            self._offer(generation, later=rolls or not self.training.held.holds(plan.top))
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
             self._begin(self._prepare_fetch(plan.top), generation)
         try:
@@ -284,19 +277,19 @@ class Regrouper:
         except BaseException:
             self._pause_fetch()
             raise
-        self.training.publish(generation, rolls)
+        self.training.publish(generation)
         return generation
 
     def _obey_state_loss(self, quorum: Quorum, plan: QuorumPlan) -> None:
         """Refuses to start over from step 0 where that would hide that checkpoints were not found."""
         if plan.top != FRESH or quorum.reached <= 0:
             return
-        why = f"starts over from step 0: all replicas that had come to step {quorum.reached} are gone"
+        why = f"over from step 0: all replicas that had come to step {quorum.reached} are gone"
         if self.options.on_state_loss == "stop":
-            raise StateLost(f"this training {why}, and --on-state-loss is stop")
+            raise StateLost(f"this training would start {why}, and --on-state-loss is stop")
         if not self.options.on_state_loss and saves_checkpoints():
-            raise StateLost(f"this training {why}, and none of its checkpoints was restored")
-        log.warning("this training %s", why)
+            raise StateLost(f"this training would start {why}, and none of its checkpoints was restored")
+        log.warning("this training starts %s", why)
 
     def _report_conflicts(
         self, said: Sequence[ReplicaClaim], plan: QuorumPlan, names: Sequence[str], index: int
@@ -334,7 +327,7 @@ class Regrouper:
         except HealingFailed as error:
             self.training.break_group(generation, str(error))
             return
-        if generation.usable and self.training.position == top:
+        if generation.usable and self.training.held.holds(top):
             self.server.offer(offer, generation.quorum.order)
             self.training.times.mark("state offered")
 
@@ -395,12 +388,13 @@ class Regrouper:
 
     def fetched_for(self, generation: Generation) -> Fetch | None:
         """The state that this group wants, once all of it is here."""
-        fetch = self.fetch
-        return fetch if fetch and fetch.position == generation.plan.top and fetch.complete else None
+        fetch, top = self.fetch, generation.plan.top
+        return fetch if fetch and fetch.position == top == self.training.held.arrived else None
 
     def _prepare_fetch(self, top: Position) -> Fetch:
         if self.fetch is None or self.fetch.position != top:
-            keep = not self.training.torn and self.training.position != FRESH
+            self.training.arrived(NOWHERE)
+            keep = self.training.held.precious
             self.fetch = Fetch(top, self.live, self.options.timeout_s, keep, self.training.tear)
         return self.fetch
 
@@ -416,6 +410,13 @@ class Regrouper:
             fetch.cancel()
             with contextlib.suppress(HealingFailed):
                 fetch.finish()
+                self._arrived(fetch)
+
+    def _arrived(self, fetch: Fetch) -> None:
+        """All of a state is here; the training thread may load it, also in the next group."""
+        with self.training.changed:
+            if self.fetch is fetch:  # else it is loaded
+                self.training.arrived(fetch.position)
 
     def _take_state(self, generation: Generation) -> None:
         """Fetches the state if we must heal; the training thread will load it."""
@@ -427,6 +428,7 @@ class Regrouper:
             with self.training.changed:
                 if generation.usable and generation.loaded:
                     self.fetch = None  # nobody wants it any more: its memory is free
+                    self.training.arrived(NOWHERE)
         if generation.heals and (generation.loaded if fetch is None else self._heal(generation, fetch)):
             self._end_transfer(generation)
 
@@ -442,6 +444,7 @@ class Regrouper:
                 self.training.finish_regrouping(error)
             return False
         self._heal_failures = 0
+        self._arrived(fetch)
         self.training.times.mark("state fetched")
         took_ms = (time.monotonic() - fetch.began_at) * 1e3
         log.info("healed: %.1f MB in %.0f ms", fetch.total_bytes / 1e6, took_ms)

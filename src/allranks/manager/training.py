@@ -10,12 +10,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from allranks.errors import HealingFailed
 from allranks.manager.groups.generation import Generation, RegroupTimes, StepAttempt
-from allranks.manager.plan import FRESH, Claim, Position
+from allranks.manager.held import HeldState
+from allranks.manager.plan import Claim, Position
 
 _REMEMBERED_LOSSES = 64
 _REMEMBERED_TRANSFERS = 8  # quorums; only the one that is being made matters
@@ -56,18 +57,12 @@ class TrainingState:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     phase: Phase = Phase.BETWEEN
-    term: int = 0
-    step: int = 0
-    seen: int = 0
-    torn: bool = False
-    start: Position = FRESH  # of the training that the state belongs to, see plan.py
+    held: HeldState = field(default_factory=HeldState)
     batches: int = 0
     attempt: StepAttempt = field(default_factory=StepAttempt)
     generation: Generation | None = None
     wanted: str = ""  # why a new quorum should be asked for; "": not
     regrouping: bool = False
-    claimed_pending: bool = False  # our vote's result is now decided by the quorum
-    verdict: bool | None = None
     news: str = ""  # raised in the next vote
     forming: int = 0  # number of the quorum whose group is being made
     losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
@@ -94,21 +89,25 @@ class TrainingState:
         return self.phase in (Phase.COMPUTING, Phase.REDUCING)
 
     @property
+    def step(self) -> int:
+        """How many steps the state has."""
+        return self.held.step
+
+    @property
     def position(self) -> Position:
         """Of the state: the term that committed it, and its steps."""
-        return self.term, self.step
+        return self.held.position
 
     def state_dict(self) -> dict[str, int]:
         """The manager's own part of a checkpoint."""
         with self.changed:
-            return {"step": self.step, "batches_committed": self.batches, "term": self.term}
+            return {"step": self.step, "batches_committed": self.batches, "term": self.held.term}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues from a checkpoint; before the first step."""
         with self.changed:
-            self.step = int(state["step"])
-            self.batches, self.term = int(state.get("batches_committed", 0)), int(state.get("term", 0))
-            self.seen = max(self.seen, self.term)
+            self.held = self.held.restore(int(state.get("term", 0)), int(state["step"]))
+            self.batches = int(state.get("batches_committed", 0))
 
     def begin(self) -> StepAttempt:
         """A new step attempt. One that left collectives without a vote has put the group out of step."""
@@ -123,7 +122,7 @@ class TrainingState:
             self.times.mark("step opened")
             self.thread = threading.get_ident()
             self.phase = Phase.COMPUTING
-            self.verdict, self.claimed_pending = None, False
+            self.held = self.held.open_step()
             self.failure = None
             if self.generation is None or not self.generation.usable:
                 self.wanted = self.wanted or ("" if self.regrouping else "starting")
@@ -297,7 +296,7 @@ class TrainingState:
             generation = attempt.generation
             if attempt.spoiled or generation is None or not generation.usable:
                 return None
-            self.phase = Phase.VOTING
+            self.phase, self.held = Phase.VOTING, self.held.vote(generation.plan.term)
             return generation
 
     def passed(self, generation: Generation, limit_s: float) -> bool:
@@ -306,7 +305,7 @@ class TrainingState:
         A member that has left with this step committed decides too: after the last step there is no next quorum.
         """
         with self.changed:
-            if self.claimed_pending:
+            if self.held.claimed:
                 return self._wait_for_verdict(limit_s, generation.plan.term)
             self._commit(generation.plan.term)
             return True
@@ -315,14 +314,14 @@ class TrainingState:
         """The vote's result is known, and the step is not to be committed: unless the quorum was asked meanwhile, our claim
         says so from now on. A vote in doubt could be committed without us."""
         with self.changed:
-            if not self.claimed_pending:
+            if not self.held.claimed:
                 self.rest()
             self.break_group(generation, reason)
 
     def decided_otherwise(self, limit_s: float) -> bool:
         """Whether the quorum that was asked before we refused has committed the step."""
         with self.changed:
-            return self.claimed_pending and self._wait_for_verdict(limit_s)
+            return self.held.claimed and self._wait_for_verdict(limit_s)
 
     def doubtful(self, generation: Generation, reason: str, limit_s: float) -> bool:
         """The vote was given and its result did not come: the next quorum, or a member that left, decides."""
@@ -335,23 +334,26 @@ class TrainingState:
             return bool(term) and (term, self.step + 1) in self.heard
 
         def decided() -> bool:
-            return heard() or self.verdict is not None or self.failure is not None
+            return heard() or self.held.verdict is not None or self.failure is not None
 
         if not self.changed.wait_for(decided, limit_s):
             raise TimeoutError(f"nobody could say whether step {self.step} was committed ({limit_s:.1f} s)")
         if heard():
-            self.claimed_pending = False
+            self.held = self.held.decide()
             self._commit(term)
             return True
-        if self.verdict is None and self.failure is not None:
+        if self.held.verdict is None and self.failure is not None:
             raise self.failure
-        verdict, self.verdict, self.claimed_pending = bool(self.verdict), None, False
+        verdict, self.held = bool(self.held.verdict), self.held.decide()
         if not verdict:
             self.rest()
         return verdict
 
     def _commit(self, term: int) -> None:
-        self.term, self.step = term, self.step + 1
+        self.held = self.held.commit(term)
+        self._committed()
+
+    def _committed(self) -> None:
         self.times.mark("committed")
         self.times.log_if_regrouped(self.step)
         self.times = RegroupTimes()
@@ -361,7 +363,7 @@ class TrainingState:
     def rest(self) -> None:
         """Nothing changes the state any more: the step was applied, or it failed."""
         with self.changed:
-            self.phase = Phase.BETWEEN
+            self.phase, self.held = Phase.BETWEEN, self.held.fail()
             if self.wanted:  # waking the regrouping thread for nothing would cost every step a switch
                 self.changed.notify_all()
 
@@ -430,25 +432,10 @@ class TrainingState:
     def claim(self, address: str, port: int, control_port: int, broken: bool) -> Claim:
         """What we say of our state; from here on a vote in doubt is decided by the quorum."""
         with self.changed:
-            generation = self.attempt.generation
-            in_doubt = self.phase is Phase.VOTING and generation is not None
-            if in_doubt:
-                self.claimed_pending = True
             self.wanted, self.news = "", ""
             self.times.mark("quorum requested")
-            return Claim(
-                term=self.term,
-                step=self.step,
-                seen=self.seen,
-                pending=generation.plan.term if in_doubt and generation is not None else 0,
-                torn=self.torn,
-                start_term=self.start[0],
-                start_step=self.start[1],
-                address=address,
-                port=port,
-                control_port=control_port,
-                broken=broken,
-            )
+            self.held, said = self.held.claim()
+            return replace(said, address=address, port=port, control_port=control_port, broken=broken)
 
     def form(self, number: int) -> str:
         """From here on a loss in quorum `number` interrupts its making; returns a loss that came before."""
@@ -457,25 +444,20 @@ class TrainingState:
             self.times.mark("quorum answered")
             return self.losses.get(number, "")
 
-    def publish(self, generation: Generation, rolls: bool) -> None:
+    def publish(self, generation: Generation) -> None:
         """The new group works: whoever waits for it goes on."""
         with self.changed:
             self.forming = 0
             if self.generation is not None and self.generation is not generation:
                 self.generation.over = True
             self.generation, self.invited = generation, False
-            # not loaded: it heals, or what it has fetched for an earlier group is still to be loaded
-            generation.loaded = not generation.heals and (rolls or self.position == generation.plan.top)
-            if generation.loaded:
-                self.start = generation.plan.start
             self.times.quorum = generation.number
             self.times.mark("group published")
             self.wanted = ""  # was about the group before; a loss in this one is looked up below
-            self.seen = max(self.seen, generation.plan.term)
-            if self.claimed_pending:
-                self.verdict = rolls
-                if rolls:
-                    self._commit(generation.plan.top[0])
+            before = self.held.step
+            self.held, generation.loaded = self.held.join(generation.plan, generation.index, generation.rank)
+            if self.held.step != before:
+                self._committed()
             self.heard.clear()
             generation.transfers -= self.fetched.pop(generation.quorum.order, set())
             lost = self.losses.get(generation.number)
@@ -486,15 +468,22 @@ class TrainingState:
     def tear(self) -> None:
         """Bytes of our state are about to be replaced: until all of them are, it is not a state."""
         with self.changed:
-            self.torn = True
+            self.held = self.held.change()
+
+    def arrived(self, position: Position) -> None:
+        """All of another state is here; NOWHERE: it is not wanted any more."""
+        with self.changed:
+            self.held = self.held.arrive(position)
+            self.changed.notify_all()
 
     def healed(self, generation: Generation, position: Position) -> None:
         """The training thread has loaded the fetched state."""
         with self.changed:
-            self.term, self.step = position
-            self.start, self.torn = generation.plan.start, False
+            self.held = self.held.load(position, generation.plan.start)
             self.times.mark("state loaded")
-            generation.loaded = True
+            for one in (generation, self.generation):  # the next group may want the same state
+                if one is not None and one.plan.top == position:
+                    one.loaded = True
             self.changed.notify_all()
 
     def finish_regrouping(self, failure: BaseException | None = None) -> None:

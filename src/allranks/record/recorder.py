@@ -19,8 +19,8 @@ from typing import Any
 
 import allranks
 from allranks.blackbox.file_writer import Box
-from allranks.blackbox.files import fallback_folder, job_folder, remove_old, room_for_box
-from allranks.blackbox.layout import Item, file_name
+from allranks.blackbox.files import fallback_folder, job_folder, remove_earlier, remove_old, room_for_box
+from allranks.blackbox.layout import Item, file_name, job_prefix
 from allranks.errors import require
 from allranks.model.parsing import without_secrets
 from allranks.model.trace import Rendezvous
@@ -252,9 +252,12 @@ class Recorder:
             try:
                 box = Box(path, options.capacity, options.heap_bytes)
                 box.open()
-                return box
             except OSError as error:
                 problem = error
+                continue
+            with contextlib.suppress(OSError):
+                remove_earlier(path.parent, job_prefix(options.job), options.rank)
+            return box
         room = room_for_box(options.capacity, options.heap_bytes) >> 20
         folder_fix = (
             f"set ALLRANKS_DIR to a folder that you can write to, with {room} MB of room for each rank"

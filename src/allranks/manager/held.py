@@ -1,0 +1,106 @@
+"""The state that a rank holds, and what may happen to it. Pure: every transition returns a new `HeldState`.
+
+A rank is in one of these conditions:
+  whole     its state is that of `position`: it may train, and give it to others
+  voted     it has voted for the next step and does not know the result. Once it has claimed so (`claimed`), only the next
+            quorum decides, or the message of a member that left with that step
+  fetching  it takes another state. In new memory (`arrived` when all of it is here) its own stays whole until `load`
+  torn      bytes of its own were replaced and not all of them: not a state, until one is loaded
+
+training.py keeps the current one behind its lock and carries out what follows from it. tests/manager/test_held_machine.py
+checks over random freezes, deaths and returns that no state is lost while a complete copy of it exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from allranks.manager.plan import FRESH, NOWHERE, Claim, Position, QuorumPlan
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """See the module."""
+
+    term: int = 0  # of the group that committed it
+    step: int = 0
+    seen: int = 0  # highest term this rank was ever in
+    start: Position = FRESH  # of the training that it belongs to, see plan.py
+    torn: bool = False
+    arrived: Position = NOWHERE  # of a fetched state that is complete and not loaded yet
+    voted: int = 0  # term of the group in which a vote was given and no result came; 0: none
+    claimed: bool = False  # the result is decided by the next quorum
+    verdict: bool | None = None  # what it decided
+
+    @property
+    def position(self) -> Position:
+        return self.term, self.step
+
+    def holds(self, position: Position) -> bool:
+        """Whether it is the whole state of that position."""
+        return not self.torn and self.position == position
+
+    @property
+    def precious(self) -> bool:
+        """Whether it is worth more than a fresh start: it is not overwritten before all of another state is here."""
+        return not self.torn and self.position != FRESH
+
+    def claim(self) -> tuple[HeldState, Claim]:
+        """What we say of it to the lighthouse: from here on a vote in doubt is decided by the quorum."""
+        said = Claim(
+            term=self.term,
+            step=self.step,
+            seen=self.seen,
+            pending=self.voted,
+            torn=self.torn,
+            arrived_term=self.arrived[0],
+            arrived_step=self.arrived[1],
+            start_term=self.start[0],
+            start_step=self.start[1],
+        )
+        return replace(self, claimed=self.claimed or self.voted > 0), said
+
+    def restore(self, term: int, step: int) -> HeldState:
+        """From a checkpoint."""
+        return replace(self, term=term, step=step, seen=max(self.seen, term))
+
+    def open_step(self) -> HeldState:
+        return replace(self, voted=0, claimed=False, verdict=None)
+
+    def vote(self, term: int) -> HeldState:
+        """Our gradients are reduced and our vote is given."""
+        return replace(self, voted=term)
+
+    def commit(self, term: int) -> HeldState:
+        return replace(self, term=term, step=self.step + 1, voted=0)
+
+    def fail(self) -> HeldState:
+        """The step is not committed."""
+        return replace(self, voted=0)
+
+    def decide(self) -> HeldState:
+        """The verdict on a doubtful step was acted upon."""
+        return replace(self, claimed=False, verdict=None)
+
+    def join(self, plan: QuorumPlan, replica: int, rank: int) -> tuple[HeldState, bool]:
+        """A new group works; also whether we may train in it at once: we do not heal, and have loaded what has arrived."""
+        rolls = (replica, rank) in plan.rolls_forward
+        held = replace(self, seen=max(self.seen, plan.term))
+        if self.claimed:
+            held = replace(held, verdict=rolls)
+            held = held.commit(plan.top[0]) if rolls else held
+        ready = replica not in plan.healing and (rolls or held.holds(plan.top))
+        return replace(held, start=plan.start) if ready else held, ready
+
+    def change(self) -> HeldState:
+        """Bytes of it are about to be replaced, and not by all of another state at once."""
+        return replace(self, torn=True)
+
+    def arrive(self, position: Position) -> HeldState:
+        """All of another state is here; NOWHERE: what had arrived is not wanted any more."""
+        return replace(self, arrived=position)
+
+    def load(self, position: Position, start: Position) -> HeldState:
+        """What has arrived has become our state."""
+        term, step = position
+        return replace(self, term=term, step=step, start=start, torn=False, arrived=NOWHERE)
