@@ -1,29 +1,38 @@
-"""A rank that others wait for and that waits for nobody: never entered, stuck elsewhere, dead, or innocent after all."""
+"""A rank that others wait for and that waits for nobody: never entered, stuck elsewhere, dead, without a file, or innocent
+after all."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from allranks.diagnose.align import is_box
-from allranks.diagnose.call_sequences import MAX_CALLS, Divergence
-from allranks.diagnose.context import Context, Stacks
-from allranks.diagnose.culprit import find_stack_shift
-from allranks.diagnose.divergence import (
-    find_divergence,
+import numpy as np
+
+from allranks.diagnose.align import is_box, is_hook
+from allranks.diagnose.alignment import (
+    MAX_CALLS,
+    Difference,
+    find_difference,
+    find_shift,
     find_skip_over_groups,
-    left_program,
     odd_one,
+    step_keys,
 )
-from allranks.diagnose.job import GroupView
-from allranks.diagnose.lacking import draft, explain_without_file, settled, their, waiting_text, wrong_peer
-from allranks.diagnose.phrasing import doing, is_secondary, line_in, one_line, place, ranks_text, who
+from allranks.diagnose.cells import sizes_text
+from allranks.diagnose.context import Context, Stacks, latest_stack
+from allranks.diagnose.job import GroupView, Lane, Now
+from allranks.diagnose.kinds import say
+from allranks.diagnose.mismatches import left_program
+from allranks.diagnose.ops import Family, is_p2p
+from allranks.diagnose.p2p import P2PWait
+from allranks.diagnose.phrasing import doing, is_secondary, line_in, one_line, place, ranks_text
 from allranks.diagnose.waits import Blocked
-from allranks.model.diagnosis import Finding, RankNow
+from allranks.model.diagnosis import FileNote, Finding, RankNow
 from allranks.model.trace import State
 
-QUICK_FAILURE = "the others' calls failed long before their timeout, as they do when a peer is gone"
 #: Causes of `allranks stacks` that say the rank is inside a call after all, or say nothing.
 UNTELLING = frozenset({"", "unknown", "healthy", "collective_wait", "p2p_wait", "gone"})
+UNREAD = "unread"  # as the cause of a RankNow: the rank has a file that could not be read
 
 
 def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
@@ -33,12 +42,12 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
     if crossed is not None:
         return crossed
     if all(rank not in context.job.ranks for rank in ranks):
-        return explain_without_file(context, blocked, ranks)
+        return _without_file(context, blocked, ranks)
     ranks = tuple(rank for rank in ranks if rank in context.job.ranks)
     if blocked.p2p is None:
-        if (divergence := _by_steps(context, blocked, ranks)) is not None:
-            return left_program(context, group, divergence, blocked)
-        shift = find_stack_shift(context.job, group)
+        if (difference := _by_steps(context, blocked, ranks)) is not None:
+            return left_program(context, group, difference, blocked)
+        shift = find_shift(context.job, group)
         if shift is not None and shift.seq <= blocked.seq:
             return left_program(context, group, shift, blocked)
         if _one_against_all(context, blocked, group, ranks):
@@ -48,7 +57,28 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
     return _never_entered(context, blocked, ranks)
 
 
-def _by_steps(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Divergence | None:
+def lacking(
+    context: Context,
+    kind: str,
+    blocked: Blocked,
+    ranks: tuple[int, ...],
+    sure: float = 0.0,
+    cause: str = "",
+    /,
+    **facts: object,
+) -> Finding:
+    """A finding about ranks that lack in a call: with the stacks of their latest calls, and of those who wait."""
+    latest = [(rank, *latest_stack(context, rank)) for rank in ranks[:4]]
+    known = [(rank, frames, label) for rank, frames, label in latest if frames]
+    waiters = context.stacks(blocked.rows.items())
+    return replace(
+        context.root(kind, ranks, blocked, sure, cause, **facts),
+        stacks=(*(((rank,), frames) for rank, frames, _ in known), *waiters),
+        stack_labels=(*(label for _, _, label in known), *("in this call" for _ in waiters)),
+    )
+
+
+def _by_steps(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Difference | None:
     """Where the step marks of a rank that lacks and of one that waits part, if they do."""
     group = context.group(blocked)
     waiter, rank = min(blocked.rows), ranks[0]
@@ -56,10 +86,10 @@ def _by_steps(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Div
         return None
     if len(group.lanes) == 2:
         return odd_one(context.job, group, rank, waiter)
-    return find_divergence(context.job, group, rank, waiter)
+    return find_difference(context.job, group, rank, waiter)
 
 
-def _over_groups(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Divergence | None:
+def _over_groups(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Difference | None:
     """The call of this group that a lacking rank left out on its way through several groups, if it did."""
     group, waiter = context.group(blocked), min(blocked.rows)
     if len(ranks) > 1 or len(context.job.groups) < 2 or ranks[0] not in group.lanes:
@@ -73,63 +103,37 @@ def _over_groups(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> 
 def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
     destroyed = tuple(rank for rank in ranks if _destroyed_ns(context, blocked, rank))
     if destroyed:
-        return _destroyed(context, blocked, destroyed)
+        left = context.job.ranks[destroyed[0]].trace.progress.closed == "exit"
+        return lacking(context, "destroyed", blocked, destroyed, left=left)
     dead = {rank: text for rank in ranks if (text := death_of(context, blocked, rank))}
     if dead:
         return _died(context, blocked, dead)
-    base, waiting = draft(context, blocked, ranks), waiting_text(context, blocked, ranks)
-    subject = who(context.job, ranks)
+    marks = [context.job.ranks[rank].trace.progress for rank in ranks]
     if all(not len(context.job.ranks[rank].trace.calls) for rank in ranks):
-        sentence = (
-            f"{subject} never came to {their(ranks)} first collective; {waiting} in {context.call(blocked)}"
-        )
-        base = replace(base, cause="not_started", sentence=sentence, confidence=0.85)
-        return _still_in_init(base) if _all_inside(context, ranks, "init_process_group") else base
-    if (telling := _telling(context, ranks)) is not None:
-        return _stuck_elsewhere(base, context, ranks, telling, _entered(context, blocked), waiting)
-    if context.job.ranks[ranks[0]].trace.progress.inside == "new_group":
-        base = replace(
-            base, advice=("make the same groups, with the same members, in the same order on every rank",)
-        )
+        inside = all(progress.inside == "init_process_group" for progress in marks)
+        return lacking(context, "in_init" if inside else "not_started", blocked, ranks)
+    if (now := _telling(context, ranks)) is not None:
+        return _stuck_elsewhere(context, blocked, ranks, now)
+    message = blocked.p2p is not None
     alone = blocked.p2p is not None and blocked.p2p.number <= 1 and len(context.waiters_behind(ranks)) == 1
-    at = context.place(blocked)
-    sentence = f"{subject} never {_entered(context, blocked)}{f' ({at})' if at else ''}; {waiting}"
-    return replace(
-        base,
-        cause="p2p_mismatch" if alone else "missing_rank",
-        sentence=sentence + _last_seen(context, ranks),
-        confidence=0.9 if blocked.p2p is None else 0.8,
-        missing_evidence=(*base.missing_evidence, *_unrecorded(context, blocked, ranks)),
+    return lacking(
+        context,
+        "never_entered",
+        blocked,
+        ranks,
+        0.8 if message else 0.9,
+        "p2p_mismatch" if alone else "",
+        closed=one_line(marks[0].closed),
+        inside=marks[0].inside,
+        in_new_group=marks[0].inside == "new_group",
+        unrecorded=_unrecorded(context, blocked, ranks),
     )
-
-
-def _all_inside(context: Context, ranks: tuple[int, ...], function: str) -> bool:
-    return all(context.job.ranks[rank].trace.progress.inside == function for rank in ranks)
-
-
-def _still_in_init(base: Finding) -> Finding:
-    """Others have left init_process_group: these ranks wait for a rank that does not exist, or cannot reach one."""
-    who_is = "it is" if len(base.ranks) == 1 else "they are"
-    advice = "compare RANK, WORLD_SIZE, MASTER_ADDR and the arguments of init_process_group on all ranks, and check the network between them"
-    sentence = f"{base.sentence}; {who_is} inside init_process_group"
-    return replace(base, sentence=sentence, confidence=0.6, advice=(advice,))
 
 
 def _telling(context: Context, ranks: tuple[int, ...]) -> RankNow | None:
     """The first stack of these ranks that shows where one of them is instead."""
     seen = (context.seen[rank] for rank in ranks if rank in context.seen)
     return next((n for n in seen if n.cause not in UNTELLING or (n.cause == "unknown" and n.where)), None)
-
-
-def _last_seen(context: Context, ranks: tuple[int, ...]) -> str:
-    """What is known of where a lacking rank went instead."""
-    progress = context.job.ranks[ranks[0]].trace.progress
-    if progress.closed:
-        return f"; it has left the program ({one_line(progress.closed)})"
-    if progress.inside:
-        return f"; it is inside {progress.inside}"
-    last = context.last_call(ranks[0]) if len(ranks) == 1 else ""
-    return f"; its last call was {last}" if last else ""
 
 
 def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
@@ -140,68 +144,23 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
     return max((ns for index, ns in trace.destroyed.items() if trace.groups[index].name == name), default=0)
 
 
-def _destroyed(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
-    """Ranks that made an end of the group while others still use it."""
-    left = context.job.ranks[ranks[0]].trace.progress.closed == "exit"
-    sentence = (
-        f"{who(context.job, ranks)} called destroy_process_group on group {context.group(blocked).label} and never entered "
-        f"{context.call(blocked)}; {waiting_text(context, blocked, ranks)}{'; it has left the program' if left else ''}"
-    )
-    advice = f"make {context.place(blocked) or 'this call'} before any rank destroys the group, or on no rank"
-    return settled(draft(context, blocked, ranks), sentence, 0.93, advice)
-
-
-def _entered(context: Context, blocked: Blocked) -> str:
-    """What the lacking rank should have done: a receive is not entered by its sender."""
-    wait = blocked.p2p
-    if wait is None:
-        return f"entered {context.call(blocked)}"
-    return f"posted the {'receive' if wait.sends else 'send'} for rank {wait.rank}'s {context.call(blocked)}"
-
-
-def left_out(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
-    """Ranks that went on without a call which they have always made at this point."""
-    base = draft(context, blocked, ranks)
-    at = context.place(blocked)
-    last = context.last_call(ranks[0])
-    sentence = (
-        f"{who(context.job, ranks)} never entered {context.call(blocked)}{f' ({at})' if at else ''} but went on without it"
-        f"{f', to {last}' if last and len(ranks) == 1 else ''}; {waiting_text(context, blocked, ranks)}"
-    )
-    evidence = f"in all earlier rounds {ranks_text(ranks)} made this call at this point"
-    advice = f"look for a condition that lets {ranks_text(ranks)} pass {at or 'this call'}"
-    return settled(replace(base, evidence=(*base.evidence, evidence)), sentence, 0.9, advice)
-
-
-def _stuck_elsewhere(
-    base: Finding, context: Context, ranks: tuple[int, ...], now: RankNow, entered: str, waiting: str
-) -> Finding:
-    at = f"; it is at {now.where}" if now.where else ""
+def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
-    advice = f"look at {now.where}: rank {now.rank} is there now" if now.where else base.advice[0]
-    sentence = f"{who(context.job, ranks)} never {entered}; {waiting}{at}{doing(now.cause)}"
-    return replace(
-        settled(base, sentence, 0.95, advice, "stuck_before_collective"),
-        where=now.where or base.where,
-        evidence=(*base.evidence, *((now.evidence,) if now.evidence else ())),
-        stacks=(*live, *base.stacks),
-        stack_labels=(*("live" for _ in live), *base.stack_labels),
-    )
+    facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.evidence}
+    found = lacking(context, "stuck_elsewhere", blocked, ranks, doing=doing(now.cause), **facts)
+    labels = (*("live" for _ in live), *found.stack_labels)
+    return replace(found, where=now.where or found.where, stacks=(*live, *found.stacks), stack_labels=labels)
 
 
 def death_of(context: Context, blocked: Blocked, rank: int) -> str:
     """How a rank is known to have died, as a sentence part; "" when it is not."""
-    now = context.seen.get(rank)
-    progress = context.job.ranks[rank].trace.progress
-    if progress.closed and progress.closed != "exit":
-        return f"it ended with {one_line(progress.closed)}"
-    if now is not None and now.cause == "gone" and progress.closed != "exit":
-        return now.evidence or "its process is gone"
-    if progress.closed == "exit" or not any(
-        _failed_quickly(context, r, blocked.rows[r]) for r in blocked.failed
-    ):
-        return ""
-    return QUICK_FAILURE
+    now, closed = context.seen.get(rank), context.job.ranks[rank].trace.progress.closed
+    if closed and closed != "exit":
+        return say("ended_with", text=one_line(closed))
+    if now is not None and now.cause == "gone" and closed != "exit":
+        return now.evidence or say("gone")
+    quick = any(_failed_quickly(context, r, blocked.rows[r]) for r in blocked.failed)
+    return say("quick_failure") if quick and closed != "exit" else ""
 
 
 def _failed_quickly(context: Context, rank: int, row: int) -> bool:
@@ -215,16 +174,9 @@ def _failed_quickly(context: Context, rank: int, row: int) -> bool:
 
 def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     ranks = tuple(sorted(dead))
-    before = f"before it {_entered(context, blocked)}"
-    sentence = (
-        f"{who(context.job, ranks)} died {before}: {dead[ranks[0]]}; {waiting_text(context, blocked, ranks)}"
-    )
-    line = line_in(dead[ranks[0]])
-    advice = f"read the end of the log of {ranks_text(ranks)}, and `dmesg -T | grep -i kill` on its node"
-    if line:
-        advice = f"look at {line}, where rank {ranks[0]} ended"
-    sure = 0.8 if dead[ranks[0]] == QUICK_FAILURE else 0.93
-    return settled(draft(context, blocked, ranks), sentence, sure, advice, "rank_died")
+    how = dead[ranks[0]]
+    sure = 0.8 if how == say("quick_failure") else 0.93
+    return lacking(context, "died", blocked, ranks, sure, how=how, line=line_in(how))
 
 
 def _one_against_all(context: Context, blocked: Blocked, group: GroupView, ranks: tuple[int, ...]) -> bool:
@@ -239,32 +191,209 @@ def _one_against_all(context: Context, blocked: Blocked, group: GroupView, ranks
 
 def _lone_waiter(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
     rank, row = next(iter(blocked.rows.items()))
-    at = place(context.job.frames(rank, row))
-    sentence = (
-        f"{who(context.job, (rank,))} made an extra {context.call(blocked)}{f' at {at}' if at else ''}: none of the other "
-        f"{len(ranks)} ranks entered it, and all of them stopped after the same call"
+    at, others = place(context.job.frames(rank, row)), ranks_text(ranks)
+    found = context.root(
+        "lone_waiter",
+        (rank,),
+        blocked,
+        at=at,
+        number=len(ranks),
+        others=others,
+        lasts=context.last_calls(ranks),
     )
-    ask = f"where {ranks_text(ranks)} are now: `allranks stacks` tells whether they are stuck instead"
-    return replace(
-        draft(context, blocked, ranks),
-        cause="extra_collective",
-        ranks=(rank,),
-        sentence=sentence,
-        confidence=0.6,
-        waiting=(rank,),
-        where=at,
-        missing_evidence=(ask,),
-        stacks=context.stacks([(rank, row)]),
-        stack_labels=(),
-    )
+    return replace(found, waiting=(rank,), where=at, stacks=context.stacks([(rank, row)]))
 
 
-def _unrecorded(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> tuple[str, ...]:
+def _unrecorded(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> str:
     """What NCCL's own recorder cannot have seen, where several ranks lack together."""
     own = any(not is_box(context.job.ranks[rank].trace) for rank in ranks)
     if len(ranks) < 2 or not own or not context.group(blocked).backend.startswith("nccl"):
-        return ()
-    return (
-        f"whether one of {ranks_text(ranks)} waits for another: the first send or receive between two ranks blocks "
-        "before NCCL records it, and only their stacks tell which",
+        return ""
+    return say("unrecorded", ranks=ranks_text(ranks))
+
+
+def wrong_peer(context: Context, blocked: Blocked) -> Finding | None:
+    """The waiter itself has the wrong partner: somebody else is waiting for exactly it."""
+    wait = blocked.p2p
+    assert wait is not None
+    if wait.peer < 0 or _known_partner(context, wait):
+        return None
+    for other in (call.p2p for call in context.blocked):
+        if other is None or other.partner >= 0 or other.peer != wait.rank or other.sends == wait.sends:
+            continue
+        if other.rank not in (wait.peer, wait.rank):
+            return _other_partner(context, blocked, wait, other.rank, other.row)
+    for rank in context.group(blocked).members:
+        row = _unanswered(context, wait, rank) if rank not in (wait.rank, wait.peer) else -1
+        if row >= 0:
+            return _other_partner(context, blocked, wait, rank, row)
+    return None
+
+
+def _other_partner(context: Context, blocked: Blocked, wait: P2PWait, rank: int, row: int) -> Finding:
+    """It is `rank` that has posted a message for the waiter, not the one it waits for."""
+    last = context.last_calls((wait.peer,))
+    facts = {"sends": wait.sends, "peer": str(wait.peer), "other": str(rank), "lasts": last}
+    found = context.root("wrong_peer", (wait.rank,), blocked, **facts)
+    both = tuple(sorted({wait.rank, rank}))
+    return replace(found, waiting=both, stacks=context.stacks([(wait.rank, wait.row), (rank, row)]))
+
+
+def _unanswered(context: Context, wait: P2PWait, rank: int) -> int:
+    """The row of a message that `rank` posted for the waiter, and for which the waiter posted nothing; -1 when there is none."""
+    if rank not in context.job.ranks:
+        return -1
+    mine, theirs = context.job.ranks[wait.rank], context.job.ranks[rank]
+    if any(int(view.trace.calls["begin"][0]) > 1 for view in (mine, theirs) if len(view.trace.calls)):
+        return -1
+    calls, offers = mine.trace.calls, theirs.trace.calls
+    posted = (calls["peer"] == rank) & (mine.family == mine.family[wait.row]) & (mine.group == wait.group)
+    family = int(Family.RECV if wait.sends else Family.SEND)
+    offered = (offers["peer"] == wait.rank) & (theirs.family == family) & (theirs.group == wait.group)
+    rows = np.flatnonzero(offered)
+    return int(rows[-1]) if len(rows) > int(posted.sum()) else -1
+
+
+def _known_partner(context: Context, wait: P2PWait) -> bool:
+    """Whether the two have exchanged a message in this direction before: then the partner is the right one."""
+    view = context.job.ranks[wait.rank]
+    calls = view.trace.calls[: wait.row]
+    same = (calls["peer"] == wait.peer) & (view.group[: wait.row] == wait.group)
+    return bool((same & (view.family[: wait.row] == view.family[wait.row])).any())
+
+
+def _without_file(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Finding:
+    """Members without a file: dead, or only not among the files. gloo also kills the innocent partner of a wrong call."""
+    group = context.group(blocked)
+    odd = _aborted_partner(context, group, blocked) or _left_its_round(context, ranks)
+    if odd is not None:
+        return odd
+    known = [now for rank in ranks if (now := context.seen.get(rank)) is not None]
+    unread = [now.evidence for now in known if now.cause == UNREAD]
+    if len(unread) == len(ranks):  # they may be inside the call like the others
+        return lacking(context, "unread", blocked, ranks, problem=unread[0], problems="\n".join(unread))
+    seen = [now for now in known if now.cause == "gone"]
+    if not seen and all(is_hook(context.job.ranks[rank].trace) for rank in blocked.rows):
+        return lacking(context, "did_not_dump", blocked, ranks, it="it" if len(ranks) == 1 else "them")
+    many = len(ranks) * 2 > len(group.members) and len(ranks) > 2
+    several = len(ranks) > 1  # each of them may be another's victim, or only not collected
+    # A black box survives its process: one that is missing was more likely not collected.
+    boxes = all(is_box(context.job.ranks[rank].trace) for rank in blocked.rows)
+    sure = 0.9 if seen else 0.3 if many else 0.45 if boxes or several else 0.6
+    missing = ranks_text(blocked.missing) if blocked.missing else ""
+    how = seen[0].evidence if seen else ""
+    return replace(lacking(context, "no_file", blocked, ranks, sure, how=how, missing=missing), where="")
+
+
+def unread_ranks(files: Sequence[FileNote], there: Container[int | None]) -> dict[int, RankNow]:
+    """Ranks that have a file of which nothing could be read: that says nothing of the rank."""
+    found = {}
+    for note in files:
+        if note.status in ("damaged", "unreadable") and note.rank is not None and note.rank not in there:
+            facts = {"rank": note.rank, "path": note.path, "note": note.note}
+            text = say("unread_file", damaged=note.status == "damaged", **facts)
+            found[note.rank] = RankNow(note.rank, UNREAD, "", text)
+    return found
+
+
+def _left_its_round(context: Context, ranks: tuple[int, ...]) -> Finding | None:
+    """The one rank among those with a file that, before it came to wait, left out a call which it had always made."""
+    broken, job = context.left_round, context.job
+    if len(broken) != 1:
+        return None
+    rank, usual = next(iter(broken.items()))
+    row = context.first_open(rank)
+    if row < 0:
+        return None
+    blocked = next(b for b in context.blocked if b.rows.get(rank) == row)
+    cause, what = _difference(context, rank, row, usual)
+    at, line = place(job.frames(rank, usual)), place(job.frames(rank, row))
+    skipped = cause == "missing_rank" or bool(is_p2p(job.ranks[rank].family[[usual]])[0])
+    facts = {"line": line, "difference": what, "absent": ranks_text(ranks), "skipped": skipped, "usual": at}
+    found = lacking(context, "left_its_round", blocked, (rank,), 0.0, cause, **facts)
+    return replace(found, where=at if skipped else line)
+
+
+def _difference(context: Context, rank: int, row: int, usual: int) -> tuple[str, str]:
+    """(cause, sentence part): how the call of a rank differs from the one that it has always made at this point."""
+    job, view = context.job, context.job.ranks[rank]
+    ops, at = (job.op(rank, row), job.op(rank, usual)), place(job.frames(rank, usual))
+    before = say("usual_call", op=ops[1], at=at)
+    if is_p2p(view.family[[row, usual]]).any():
+        return "p2p_mismatch", before
+    if ops[0] != ops[1] and at and at == place(job.frames(rank, row)):
+        return "type_mismatch", before
+    if view.stack[row] == view.stack[usual] and view.stack[row]:
+        cause = _changed(context, rank, usual, row)
+        shapes = [job.shapes(rank, at) for at in (row, usual)]
+        now, then = [
+            sizes_text(s.inputs) if cause == "size_mismatch" else "/".join(s.input_dtypes) for s in shapes
+        ]
+        return cause, say("usual_arguments", now=now, before=then) if now != then else say(
+            "unusual_arguments"
+        )
+    known = bool((step_keys(view)[:row] == step_keys(view)[row]).any())
+    return "missing_rank" if known else "extra_collective", before
+
+
+def _aborted_partner(context: Context, group: GroupView, blocked: Blocked) -> Finding | None:
+    """One survivor of a gloo pair with one call unlike all others: gloo aborts the rank that gets more than it expects."""
+    if group.backend != "gloo" or len(group.lanes) != 1 or len(group.members) != 2:
+        return None
+    lane = next(iter(group.lanes.values()))
+    gone = next(rank for rank in group.members if rank != lane.rank)
+    log = context.seen[gone].evidence if gone in context.seen else ""
+    if log and "gloo::EnforceNotMet" not in log:
+        return None  # it is known to have ended otherwise
+    view = context.job.ranks[lane.rank]
+    sig, now = view.sig[lane.rows], view.now[lane.rows]
+    for at in range(len(sig) - 1, 0, -1):
+        if int((sig == sig[at]).sum()) > 1 or now[at] == Now.DONE:
+            continue
+        behind = at + 1 < len(sig)
+        if (behind and sig[at - 1] == sig[at + 1]) or (not behind and _outgrew(context, lane, at)):
+            return _aborted(context, blocked, lane, at, gone, log)
+    return None
+
+
+def _outgrew(context: Context, lane: Lane, at: int) -> bool:
+    """Whether the call gives more than the calls of its kind before it, of which the last two were alike."""
+    view, job = context.job.ranks[lane.rank], context.job
+    before = [row for row in lane.rows[:at].tolist() if view.family[row] == view.family[lane.rows[at]]]
+    if len(before) < 2 or view.sig[before[-1]] != view.sig[before[-2]]:
+        return False
+    return job.input_bytes(lane.rank, int(lane.rows[at])) > job.input_bytes(lane.rank, before[-1])
+
+
+def _aborted(context: Context, blocked: Blocked, lane: Lane, at: int, gone: int, log: str) -> Finding:
+    """The survivor's call unlike all others: one of its line was made before with other arguments, or it is extra."""
+    row, seq, stacks = int(lane.rows[at]), int(lane.seqs[at]), context.job.ranks[lane.rank].stack
+    alike = np.flatnonzero(stacks[lane.rows[:at]] == stacks[row])
+    extra = not len(alike) or not stacks[row]
+    cause = "extra_collective" if extra else _changed(context, lane.rank, int(lane.rows[alike[-1]]), row)
+    line = place(context.job.frames(lane.rank, row))
+    facts = {"extra": extra, "op": context.job.op(lane.rank, row), "seq": seq, "line": line, "log": log}
+    found = context.root(
+        "aborted_its_partner",
+        (lane.rank,),
+        blocked,
+        0.85 if log else 0.6,
+        cause,
+        other=f"rank {gone}",
+        **facts,
     )
+    return replace(found, sequence=seq, where=line, waiting=(), stacks=context.stacks([(lane.rank, row)]))
+
+
+def _changed(context: Context, rank: int, before: int, row: int) -> str:
+    """How two calls of one operation differ."""
+    job, calls = context.job, context.job.ranks[rank].trace.calls
+    one, two = job.shapes(rank, before), job.shapes(rank, row)
+    for column, cause in (("root", "root_mismatch"), ("reduce_op", "reduce_op_mismatch")):
+        if one == two and calls[column][before] != calls[column][row]:
+            return cause
+    sizes = {
+        (int(calls["in_numel"][at]), int(calls["out_numel"][at]), s.input_splits, s.output_splits)
+        for at, s in ((before, one), (row, two))
+    }
+    return "size_mismatch" if len(sizes) > 1 or one.input_dtypes == two.input_dtypes else "dtype_mismatch"

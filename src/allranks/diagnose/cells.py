@@ -17,6 +17,7 @@ import numpy as np
 
 from allranks.diagnose.align import is_box
 from allranks.diagnose.job import GroupView, Job
+from allranks.diagnose.kinds import say
 from allranks.diagnose.ops import EVEN_ONLY, REDUCING, ROOTED, TENSOR_BY_TENSOR, Family
 from allranks.model.trace import REDUCE_OPS
 
@@ -266,15 +267,14 @@ def _suspects(
     sides = [{pair.giver, pair.taker} for pair in pairs]
     common = sorted(set.intersection(*sides))
     if len(common) == 1:
-        which = "the one pair" if len(pairs) == 1 else f"all {len(pairs)} pairs"
-        return tuple(common), 0.9, f"it takes part in {which} that disagree, and no other rank does"
+        return tuple(common), 0.9, say("all_pairs", one=len(pairs) == 1, number=len(pairs))
     if not common:
-        return _cover(sides), 0.6, "together these ranks take part in all pairs that disagree"
+        return _cover(sides), 0.6, say("covering")
     usual, count = Counter(totals.values()).most_common(1)[0]
     odd = [rank for rank in common if totals[rank] != usual]
     if len(odd) == 1 and count * 2 > len(totals):
-        return tuple(odd), 0.85, f"{count} of {len(totals)} ranks give and take the same totals, it does not"
-    return tuple(common), 0.5, "only these two disagree, and nothing tells which of them is wrong"
+        return tuple(odd), 0.85, say("other_totals", number=count, total=len(totals))
+    return tuple(common), 0.5, say("two_disagree")
 
 
 def _cover(sides: list[set[int]]) -> tuple[int, ...]:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from allranks.diagnose.align import is_box
-from allranks.diagnose.call_sequences import broken_habit
+from allranks.diagnose.alignment import broken_habit
 from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
+from allranks.diagnose.kinds import KINDS, fill, lines, say
 from allranks.diagnose.ops import Family
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
-from allranks.diagnose.phrasing import call_text, is_internal, place, ranks_text, user_frame
+from allranks.diagnose.phrasing import (
+    call_text,
+    count,
+    is_internal,
+    place,
+    ranks_text,
+    ranks_wait,
+    seconds,
+    user_frame,
+    who,
+)
 from allranks.diagnose.waits import Blocked, Patience, waited_s
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import Frame, State
 
 #: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
 SHORT_RING = 64
+_ENDS = {Now.DONE: "finished", Now.LEFT: "ended", Now.FAILED: "failed", Now.OPEN: "not finished"}
 Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
 
 
@@ -97,7 +109,7 @@ class Context:
             return f"call #{blocked.seq} of group {label}"
         return call_text(self.job, rank, row, blocked.seq, label)
 
-    def failure(self, blocked: Blocked) -> str:
+    def failure(self, blocked: Blocked, call: str = "the call") -> str:
         """ "the call timed out on ranks 0, 2": where it is known to have failed; "" when nowhere. Calls that were put
         away, finished or not, are not meant."""
         states = {
@@ -112,7 +124,7 @@ class Context:
             # A dump says that such a call was put away, not why.
             told = all(is_box(self.job.ranks[r].trace) or self._outlived(r, blocked.rows[r]) for r in states)
             verb = "timed out" if told else "failed or timed out"
-        return f"the call {verb} on {ranks_text(states)}"
+        return f"{call} {verb} on {ranks_text(states)}"
 
     def _outlived(self, rank: int, row: int) -> bool:
         """Whether the dump was made after the call's time was over."""
@@ -165,32 +177,136 @@ class Context:
         if view is None or not len(view.trace.calls):
             return ""
         row = len(view.trace.calls) - 1
-        call, number = view.trace.calls[row], int(view.group[row])
-        label = self.job.groups[number].label if number >= 0 else "?"
-        end = {Now.DONE: "finished", Now.LEFT: "ended", Now.FAILED: "failed", Now.OPEN: "not finished"}
-        state = end.get(Now(int(view.now[row])), "")
+        call, number, family = view.trace.calls[row], int(view.group[row]), int(view.family[row])
         frame = user_frame(self.job.frames(rank, row))
-        at = f" at {place((frame,))}" if frame is not None and not is_internal(frame) else ""
-        op = self.job.op(rank, row)
-        if int(view.family[row]) in (Family.SEND, Family.RECV):
-            peer = f"rank {int(call['peer'])}" if call["peer"] >= 0 else "any rank"
-            op = f"{op} {'to' if view.family[row] == Family.SEND else 'from'} {peer}"
-        else:
-            op = f"{op} #{int(call['seq'])}"
-        return f"{op} of group {label}{at}{f' ({state})' if state else ''}"
+        p2p = family in (Family.SEND, Family.RECV)
+        return say(
+            "last_call",
+            op=self.job.op(rank, row),
+            p2p=p2p,
+            number=not p2p,
+            direction="to" if family == Family.SEND else "from",
+            peer=f"rank {int(call['peer'])}" if call["peer"] >= 0 else "",
+            seq=int(call["seq"]),
+            label=self.job.groups[number].label if number >= 0 else "?",
+            at=place((frame,)) if frame is not None and not is_internal(frame) else "",
+            state=_ENDS.get(Now(int(view.now[row])), ""),
+        )
+
+    def last_calls(self, ranks: tuple[int, ...]) -> str:
+        """A line for each of these ranks: what it did last."""
+        last = {rank: self.last_call(rank) for rank in ranks[:4]}
+        return "\n".join(say("last_call_of", rank=rank, text=text) for rank, text in last.items() if text)
+
+    def where_now(self, ranks: tuple[int, ...]) -> str:
+        """A line for each of these ranks that still run: how to see where it is."""
+        running = [rank for rank in ranks[:2] if rank in self.job.ranks and not self.job.ended]
+        headers = {rank: self.job.ranks[rank].trace.header for rank in running}
+        return "\n".join(say("where_now", rank=r, pid=h.pid or "", host=h.host) for r, h in headers.items())
+
+    def entered(self, blocked: Blocked) -> str:
+        """What a lacking rank should have done: a receive is not entered by its sender."""
+        wait, call = blocked.p2p, self.call(blocked)
+        if wait is None:
+            return say("entered", call=call)
+        return say("entered", call=call, waiter=wait.rank, receive=wait.sends, send=not wait.sends)
+
+    def waiting_text(self, blocked: Blocked, guilty: tuple[int, ...]) -> str:
+        """ "7 ranks have waited 31 s": all that wait for the guilty, directly or not, as long as the first of them."""
+        number = len((set(self.waiters_behind(guilty)) | set(blocked.waiters)) - set(guilty))
+        failed = [rank for rank, row in blocked.rows.items() if self.job.ranks[rank].now[row] == Now.FAILED]
+        if blocked.rows and len(failed) == len(blocked.rows):
+            return self.failure(blocked)
+        wait, one = self.waited(blocked), number == 1
+        if wait is None:
+            return say("waits_for_it", number=count(number, "rank"), wait="waits" if one else "wait")
+        has = "has" if one else "have"
+        return say("waited", number=count(number, "rank"), has=has, wait=seconds(wait))
 
     def root(
-        self, blocked: Blocked, cause: str, ranks: tuple[int, ...], sentence: str, sure: float
+        self,
+        kind: str,
+        ranks: tuple[int, ...],
+        blocked: Blocked | None = None,
+        sure: float = 0.0,
+        cause: str = "",
+        /,
+        **facts: object,
     ) -> Finding:
-        """A root cause, with what is known of the blocked call that shows it."""
+        """A root cause in the words of the table, with what is known of the blocked call that shows it."""
+        row, known = KINDS[kind], Facts(self, blocked, ranks, facts)
+        texts = (lines(row.evidence, known), lines(row.ask, known), lines(row.advice, known))
+        found = Finding(cause or row.cause, ranks, fill(row.sentence, known), "root")
+        found = replace(found, confidence=sure or row.sure)
+        found = replace(found, evidence=texts[0], missing_evidence=texts[1], advice=texts[2])
+        if blocked is None:
+            return found
         sequence, label = blocked.seq if blocked.seq >= 0 else None, self.group(blocked).label
-        found = Finding(cause, ranks, sentence, "root", label, sequence, sure, self.place(blocked))
+        found = replace(found, group=label, sequence=sequence, where=self.place(blocked))
         return replace(found, waiting=self.waiters_behind(ranks), waited_s=self.waited(blocked))
+
+    def warning(self, kind: str, **facts: object) -> Finding:
+        """Nobody's fault, in the words of the table."""
+        return replace(self.root(kind, (), None, **facts), severity="warning")
 
     def waiters_behind(self, sink: Iterable[int]) -> tuple[int, ...]:
         """All ranks that wait for the sink, directly or through others."""
         nodes = set(sink)
         return tuple(sorted(node for node in self.graph.behind(nodes) - nodes if node >= 0))
+
+
+class Facts(dict[str, object]):
+    """The facts of one finding: those that a rule gives, and those that follow from the call and the ranks, when asked for."""
+
+    def __init__(
+        self, context: Context, blocked: Blocked | None, ranks: tuple[int, ...], given: dict[str, object]
+    ) -> None:
+        super().__init__(given)
+        self._context, self._blocked, self._ranks = context, blocked, ranks
+
+    def __missing__(self, name: str) -> object:
+        of_ranks, of_call = _OF_RANKS.get(name), _OF_CALL.get(name)
+        value: object = ""
+        if of_ranks is not None:
+            value = of_ranks(self._context, self._ranks)
+        elif of_call is not None and self._blocked is not None:
+            value = of_call(self._context, self._blocked, self._ranks)
+        self[name] = value
+        return value
+
+
+_OF_RANKS: dict[str, Callable[[Context, tuple[int, ...]], object]] = {
+    "pipe": lambda context, ranks: "|",
+    "who": lambda context, ranks: who(context.job, ranks),
+    "ranks": lambda context, ranks: ranks_text(ranks),
+    "rank": lambda context, ranks: str(ranks[0]),
+    "it": lambda context, ranks: "it" if len(ranks) == 1 else "they",
+    "it_is": lambda context, ranks: "it is" if len(ranks) == 1 else "they are",
+    "its": lambda context, ranks: "its" if len(ranks) == 1 else "their",
+    "does": lambda context, ranks: "does" if len(ranks) == 1 else "do",
+    "last": lambda context, ranks: context.last_call(ranks[0]) if len(ranks) == 1 else "",
+    "lasts": lambda context, ranks: context.last_calls(ranks),
+    "where_now": lambda context, ranks: context.where_now(ranks),
+}
+_OF_CALL: dict[str, Callable[[Context, Blocked, tuple[int, ...]], object]] = {
+    "call": lambda context, call, ranks: context.call(call),
+    "at": lambda context, call, ranks: context.place(call),
+    "lines": lambda context, call, ranks: context.at(call),
+    "label": lambda context, call, ranks: context.group(call).label,
+    "entered": lambda context, call, ranks: context.entered(call),
+    "entered_by": lambda context, call, ranks: ranks_text(call.waiters),
+    "waits": lambda context, call, ranks: ranks_wait(call.waiters),
+    "waiting": lambda context, call, ranks: context.waiting_text(call, ranks),
+    "failure": lambda context, call, ranks: context.failure(call),
+    "failed_call": lambda context, call, ranks: context.failure(call, context.call(call) + context.at(call)),
+    "wait": lambda context, call, ranks: _seconds(context.waited(call)),
+    "later": lambda context, call, ranks: "" if call.failed else _seconds(context.waited(call)),
+    "passed": lambda context, call, ranks: ranks_text(call.passed),
+}
+
+
+def _seconds(wait: float | None) -> str:
+    return seconds(wait) if wait is not None else ""
 
 
 def p2p_text(wait: P2PWait, label: str) -> str:

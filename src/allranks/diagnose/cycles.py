@@ -8,22 +8,63 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnose.absent import explain_ranks, left_out
-from allranks.diagnose.call_sequences import (
-    breaks_habit,
-    messages_per_round,
-    owes_message,
-    step_keys,
-    successors,
-)
+from allranks.diagnose.absent import explain_ranks, lacking, wrong_peer
+from allranks.diagnose.alignment import broken_habit, find_shift, step_keys, usual_next
 from allranks.diagnose.context import Context, p2p_text
-from allranks.diagnose.culprit import find_stack_shift
-from allranks.diagnose.divergence import left_program
-from allranks.diagnose.lacking import draft, settled, waiting_text, wrong_peer
-from allranks.diagnose.ops import is_p2p
-from allranks.diagnose.phrasing import place, ranks_text, ranks_wait, who
+from allranks.diagnose.job import RankCalls
+from allranks.diagnose.kinds import say
+from allranks.diagnose.mismatches import left_program
+from allranks.diagnose.ops import Family, is_p2p
+from allranks.diagnose.phrasing import place, ranks_text, ranks_wait
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
+from allranks.model.trace import Flag
+
+
+def owes_message(view: RankCalls, row: int, peer: int, sends: bool) -> bool:
+    """Whether the rank has, up to this call, sent a partner (or received of it) less than it had at the same point of every
+    earlier round. A round begins with the rank's rarest collective."""
+    begins = _rounds(view, row)
+    if len(begins) < 2:
+        return False
+    counts = messages_per_round(view, row, peer, sends)
+    keys = step_keys(view)
+    whole = counts if keys[row] == keys[begins[-1]] else counts[:-1]  # the round may end with this call
+    if len(whole) > 1 and whole[-1] < min(whole[:-1]):
+        return True
+    calls = view.trace.calls[: row + 1]
+    with_peer = (calls["peer"] == peer) & (view.group[: row + 1] == view.group[row])
+    same = with_peer & (view.family[: row + 1] == view.family[row])
+    other = with_peer & (view.family[: row + 1] == int(Family.SEND if sends else Family.RECV))
+    count, now = int(same[begins[-1] :].sum()), int(other[begins[-1] :].sum())
+    earlier = []
+    for begin, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+        alike = np.flatnonzero(same[begin:end])
+        if len(alike) >= count > 0:
+            earlier.append(int(other[begin : begin + int(alike[count - 1]) + 1].sum()))
+    return bool(earlier) and now < min(earlier)
+
+
+def messages_per_round(view: RankCalls, row: int, peer: int, sends: bool) -> list[int]:
+    """How many messages to (or from) a partner the rank had posted in each round, the last one up to `row` alone."""
+    begins = _rounds(view, row).tolist()
+    family = int(Family.SEND if sends else Family.RECV)
+    mine = (view.trace.calls["peer"] == peer) & (view.family == family)
+    ends = [*begins[1:], row] if begins else []
+    return [int(mine[begin:end].sum()) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _rounds(view: RankCalls, row: int) -> np.ndarray:
+    """Where the rank's rounds begin, before a call: the first with the ring, if nothing was lost."""
+    messages = (view.trace.calls["flags"][:row] & int(Flag.P2P | Flag.COALESCED_PART)) != 0
+    collective = np.flatnonzero(~messages & ~is_p2p(view.family[:row]))
+    own = step_keys(view)[:row][collective]
+    keys, counts = np.unique(own, return_counts=True)
+    if (counts > 1).any():  # one that was made once parts nothing: torch's first call takes other lines
+        keys, counts = keys[counts > 1], counts[counts > 1]
+    begins: np.ndarray = collective[own == keys[np.argmin(counts)]] if len(keys) else collective
+    whole = int(view.trace.calls["begin"][0]) == 1
+    return np.insert(begins, 0, 0) if whole else begins
 
 
 def one_left_out(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -> Finding | None:
@@ -57,7 +98,7 @@ def _debtors(context: Context, calls: list[Blocked]) -> tuple[int, ...]:
 
 def _left_round(context: Context, rank: int) -> bool:
     row = context.first_open(rank)
-    return row > 0 and breaks_habit(context.job.ranks[rank], row)
+    return row > 0 and broken_habit(context.job.ranks[rank], row) is not None
 
 
 def _went_on(context: Context, call: Blocked, calls: list[Blocked]) -> bool:
@@ -86,26 +127,18 @@ def _one_too_many(context: Context, call: Blocked) -> Finding:
     """The waiter posts a message that its partner has never had in a round."""
     wait = call.p2p
     assert wait is not None
-    verb = "receives from" if not wait.sends else "sends to"
-    finding = explain_ranks(context, call, (wait.peer,))
     at = place(context.job.frames(wait.rank, wait.row))
-    sentence = (
-        f"{who(context.job, (wait.rank,))} {verb} rank {wait.peer} once more than in every round before"
-        f"{f' ({at})' if at else ''}; rank {wait.peer} posted as many messages for it as always and went on"
-    )
-    return replace(
-        finding,
-        cause="p2p_mismatch",
-        ranks=(wait.rank,),
-        sentence=sentence,
-        confidence=0.8,
-        where=at,
-        missing_evidence=(),
-        waiting=tuple(sorted((set(finding.waiting) | {wait.peer}) - {wait.rank})),
-        advice=(
-            f"look at the loop around {at or 'this call'}: both ends must make the same number of calls",
-        ),
-    )
+    facts = {
+        "sends": wait.sends,
+        "peer": str(wait.peer),
+        "line": at,
+        "lasts": context.last_calls((wait.peer,)),
+    }
+    found = context.root("one_too_many", (wait.rank,), call, **facts)
+    behind = set(context.waiters_behind((wait.peer,))) | {wait.peer}
+    stacks = lacking(context, "never_entered", call, (wait.peer,))
+    waiting = tuple(sorted(behind - {wait.rank}))
+    return replace(found, where=at, waiting=waiting, stacks=stacks.stacks, stack_labels=stacks.stack_labels)
 
 
 def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
@@ -137,8 +170,7 @@ def _only_message(context: Context, mine: Blocked, calls: list[Blocked]) -> Find
     for call in calls:
         came = {*call.rows, *call.passed, *call.behind}
         if call.p2p is None and call.missing == (wait.rank,) and wait.peer in came and len(came) > 1:
-            known = f"no other send or receive is recorded, and {ranks_text(sorted(came))} came to that call"
-            return _extra(context, mine, call, 0.65, "the only message of this job", known)
+            return _extra(context, mine, call, 0.65, only=True, came=ranks_text(came))
     return None
 
 
@@ -151,19 +183,16 @@ def _no_partner(
     guilty = tuple(sorted(ends)) or ranks
     parts = []
     for call, wait in waits[:4]:
-        at = place(context.job.frames(wait.rank, wait.row))
-        text = p2p_text(wait, context.group(call).label)
-        parts.append(f"rank {wait.rank} waits in {text}{f' at {at}' if at else ''}")
-    parts += [f"{ranks_wait(call.waiters)} in {context.call(call)}" for call in calls if call.p2p is None][:2]
-    sentence = f"{who(context.job, guilty)} wait for each other, no partner posted: {'; '.join(parts)}"
+        text, at = p2p_text(wait, context.group(call).label), place(context.job.frames(wait.rank, wait.row))
+        parts.append(say("waits_in", waits=ranks_wait((wait.rank,)), call=text, at=at))
+    others = [call for call in calls if call.p2p is None][:2]
+    parts += [say("waits_in", waits=ranks_wait(call.waiters), call=context.call(call)) for call in others]
     sure = 0.6 if context.forgetful(guilty) else 0.85
-    advice = "give every send its receive, and post both in one batch_isend_irecv where two ranks exchange"
-    return replace(
-        context.root(p2p[0], "p2p_mismatch", guilty, sentence, sure),
-        stacks=tuple(entry for call in calls[:6] for entry in context.stacks(call.rows.items())),
-        evidence=tuple(parts),
-        advice=(advice,),
+    found = context.root(
+        "no_partner", guilty, p2p[0], sure, parts="; ".join(parts), parts_listed="\n".join(parts)
     )
+    stacks = (entry for call in calls[:6] for entry in context.stacks(call.rows.items()))
+    return replace(found, stacks=tuple(stacks))
 
 
 #: So many earlier rounds of its own must a rank have broken with, where no other rank's order can be compared.
@@ -178,7 +207,7 @@ def explain_cycle(context: Context, sink: tuple[int, ...]) -> Finding:
     calls = [context.blocked[-1 - node] for node in sink if node < 0]
     collectives = [call for call in calls if call.p2p is None]
     for call in collectives:
-        shift = find_stack_shift(context.job, context.group(call))
+        shift = find_shift(context.job, context.group(call))
         if shift is not None and shift.seq <= call.seq:
             return left_program(context, context.group(call), shift, call)
     if (one := _left_out(context, ranks, calls, collectives)) is not None:
@@ -203,7 +232,7 @@ def _left_out(
     missed = [context.blocked[index] for index, found in skipped.items() if guilty[0] in found]
     call = min(missed, key=context.age)
     added = _added(context, call, guilty[0]) if len(guilty) == 1 else None
-    return added or left_out(context, call, skipped[call.index])
+    return added or lacking(context, "went_on_without", call, skipped[call.index])
 
 
 def _added(context: Context, call: Blocked, rank: int) -> Finding | None:
@@ -212,23 +241,16 @@ def _added(context: Context, call: Blocked, rank: int) -> Finding | None:
     mine = next((b for b in context.blocked if b.rows.get(rank) == row), None)
     if mine is None or len(mine.rows) > 1 or not _is_new(context, mine, rank, row):
         return None
-    known = f"in all earlier rounds rank {rank} came to that call at this point"
-    return _extra(context, mine, call, 0.75, "as never before", known)
+    return _extra(context, mine, call, 0.75)
 
 
-def _extra(context: Context, mine: Blocked, call: Blocked, sure: float, comment: str, known: str) -> Finding:
+def _extra(context: Context, mine: Blocked, call: Blocked, sure: float, **facts: object) -> Finding:
     """The one rank in `mine` waits there, and the others in `call`."""
     ((rank, row),) = mine.rows.items()
-    at, missed = place(context.job.frames(rank, row)), context.place(call)
-    verb = "made an extra" if mine.p2p is None else "posted an extra"
-    sentence = (
-        f"{who(context.job, (rank,))} {verb} {context.call(mine)}{f' at {at}' if at else ''}, {comment}, and does not "
-        f"come to {context.call(call)}{f' ({missed})' if missed else ''}; {waiting_text(context, call, (rank,))}"
-    )
-    cause = "extra_collective" if mine.p2p is None else "p2p_mismatch"
-    advice = f"make the call at {at or 'that line'} on all ranks that it needs, or on none"
-    base = draft(context, call, (rank,))
-    return replace(settled(base, sentence, sure, advice, cause), where=at, evidence=(*base.evidence, known))
+    at, message = place(context.job.frames(rank, row)), mine.p2p is not None
+    facts |= {"mine": context.call(mine), "line": at, "message": message}
+    cause = "p2p_mismatch" if message else "extra_collective"
+    return replace(lacking(context, "extra_in_circle", call, (rank,), sure, cause, **facts), where=at)
 
 
 def _is_new(context: Context, call: Blocked, rank: int, row: int) -> bool:
@@ -269,13 +291,15 @@ def _skipped(context: Context, call: Blocked, rank: int) -> bool:
     waiter, at = min(call.rows.items())
     stack = context.job.ranks[waiter].stack[at]
     for row in range(max(start, end - FOLLOWED), end):
-        habit = successors(key, row)
+        habit = usual_next(key, row, 2)
         if len(habit) and bool(((view.group[habit] == call.group) & ~is_p2p(view.family[habit])).all()):
             if bool((view.stack[habit] == stack).all()):
                 return len(habit) >= ROUNDS or _witnessed(context, call, rank, row, ())
             # At another line than ever before the round itself may have changed: ask those outside the call.
             return _witnessed(context, call, rank, row, call.waiters)
-    return went_on >= 1 and not len(successors(key, went_on)) and _came_directly(context, call, rank, went_on)
+    return (
+        went_on >= 1 and not len(usual_next(key, went_on, 2)) and _came_directly(context, call, rank, went_on)
+    )
 
 
 def _witnessed(context: Context, call: Blocked, rank: int, went_on: int, deaf: tuple[int, ...]) -> bool:
@@ -322,25 +346,27 @@ def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -
     calls = sorted(calls, key=context.age)
     steps = [_waiting_in(context, call, ranks) for call in calls[:6]]
     groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
-    circle = f"enter the groups {groups} in different order and wait for each other: {'; '.join(steps[:3])}"
     inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]
-    sentence, sure = f"{who(context.job, ranks)} {circle}", 0.7 if context.forgetful(ranks) else 0.85
-    return replace(
-        context.root(calls[0], "order_inversion", ranks, sentence, sure),
-        stacks=tuple(entry for rows in inside for entry in context.stacks(rows)),
-        evidence=tuple(steps),
-        advice=("let all ranks enter these groups in the same order, or in one batch",),
-    )
+    facts = {"groups": groups, "parts": "; ".join(steps[:3]), "parts_listed": "\n".join(steps)}
+    sure = 0.7 if context.forgetful(ranks) else 0.85
+    found = context.root("inversion", ranks, calls[0], sure, **facts)
+    return replace(found, stacks=tuple(entry for rows in inside for entry in context.stacks(rows)))
 
 
 def _waiting_in(context: Context, call: Blocked, ranks: tuple[int, ...]) -> str:
     """Who of these ranks waits in the call, and for whom of them."""
-    lacking = tuple(rank for rank in call.missing if rank in ranks)
-    order = f", which lacks {ranks_text(lacking)}" if lacking else " first"
+    absent = tuple(rank for rank in call.missing if rank in ranks)
     waiters = [rank for rank in call.waiters if rank in ranks]
-    if not lacking:  # they are in all of these calls: in which of them first
+    if not absent:  # they are in all of these calls: in which of them first
         waiters = [rank for rank in waiters if call.rows[rank] == context.first_open(rank)] or waiters
-    return f"{ranks_wait(waiters)} in {context.call(call)}{context.at(call)}{order}"
+    return say(
+        "waits_in",
+        waits=ranks_wait(waiters),
+        call=context.call(call),
+        lines=context.at(call),
+        lacking=ranks_text(absent) if absent else "",
+        first=not absent,
+    )
 
 
 def _opposed(calls: list[Blocked], call: Blocked) -> list[int]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from allranks.diagnose.context import Context
-from allranks.diagnose.phrasing import count as counted
+from allranks.diagnose.kinds import say
 from allranks.diagnose.phrasing import (
-    count_ranks,
+    count,
     doing,
     is_secondary,
     line_in,
@@ -21,7 +21,6 @@ from allranks.diagnose.phrasing import (
     place,
     ranks_text,
     seconds,
-    who,
 )
 from allranks.diagnose.waits import BELIEVABLE_S
 from allranks.model.diagnosis import Finding, RankNow
@@ -51,8 +50,7 @@ class _Aspect:
     shown: Callable[[Rendezvous], object]
     meeting: Callable[[Rendezvous], object]  # ranks that differ in this may belong to several worlds
     confidence: float
-    advice: str
-    unless: str = ""
+    variables: str  # that set it
 
 
 _SIZE = _Aspect(
@@ -61,7 +59,7 @@ _SIZE = _Aspect(
     shown=lambda met: met.world_size,
     meeting=lambda met: met.address,
     confidence=0.95,
-    advice="WORLD_SIZE (or world_size)",
+    variables="WORLD_SIZE (or world_size)",
 )
 _PORT = _Aspect(
     "address",
@@ -69,11 +67,9 @@ _PORT = _Aspect(
     shown=lambda met: met.address,
     meeting=lambda met: met.world_size,
     confidence=0.9,
-    advice="MASTER_ADDR and MASTER_PORT (or init_method)",
+    variables="MASTER_ADDR and MASTER_PORT (or init_method)",
 )
-_HOST = replace(
-    _PORT, of=lambda met: met.address, confidence=0.6, unless=" (unless both names mean the same host)"
-)
+_HOST = replace(_PORT, of=lambda met: met.address, confidence=0.6)
 #: As sure as this is a finding that cannot tell which of the ranks is wrong, and names none.
 UNTOLD = 0.5
 
@@ -134,26 +130,23 @@ def _apart(
     rest = tuple(sorted(set(meeting) - set(odd)))
     line, named = meeting[odd[0]].line, odd if sure > UNTOLD else ()
     said = {rank: f"{aspect.name} {aspect.shown(met)}" for rank, met in sorted(meeting.items())}
-    sentence = (
-        f"{who(context.job, odd)} called init_process_group with {said[odd[0]]}{f' ({line})' if line else ''}, "
-        f"{ranks_text(rest)} with {said[rest[0]]}: they cannot meet{aspect.unless}"
+    wrong = [rank for rank in changed if rank in odd][:1]
+    found = context.root(
+        "apart",
+        odd,
+        None,
+        sure,
+        odd=said[odd[0]],
+        line=line,
+        others=ranks_text(rest),
+        usual=said[rest[0]],
+        names=aspect is _HOST,
+        said="\n".join(f"rank {rank}: {text}" for rank, text in list(said.items())[:6]),
+        changed="".join(map(str, wrong)),
+        before=aspect.shown(context.job.ranks[wrong[0]].trace.header.launched) if wrong else "",
+        variables=aspect.variables,
     )
-    before = [
-        f"the environment of rank {rank} said {aspect.shown(context.job.ranks[rank].trace.header.launched)} when it started"
-        for rank in changed
-        if rank in odd
-    ]
-    return Finding(
-        "setup_mismatch",
-        named,
-        sentence,
-        "root",
-        confidence=sure,
-        where=line,
-        waiting=tuple(sorted(set(stuck) - set(named))),
-        evidence=(*(f"rank {rank}: {text}" for rank, text in list(said.items())[:6]), *before[:1]),
-        advice=(f"give every rank the same {aspect.advice}",),
-    )
+    return replace(found, ranks=named, where=line, waiting=tuple(sorted(set(stuck) - set(named))))
 
 
 def _usual(aspect: _Aspect, meeting: dict[int, Rendezvous], changed: Collection[int]) -> tuple[object, float]:
@@ -214,12 +207,10 @@ def _never_called(
     """`absent` ranks, of which the `late` ones still run, have not come to a function in which others wait."""
     called = [context.job.ranks[rank].trace.header.rendezvous.world_size for rank in late]
     failed = function == "init_process_group" and called and all(called)
-    how = f"left {function} with an error and did not call it again" if failed else f"never called {function}"
-    sentence = f"{who(context.job, absent)} {how}; {_waiting(waiting)}{times}"
     last = context.last_call(late[0]) if len(late) == 1 else ""
-    if last:
-        sentence += f"; the last call of rank {late[0]} was {last}"
-    found = _finding(context, absent, waiting, function, sentence, 0.9 if late else 0.7, bool(late))
+    facts = {"failed": failed, "inside": _waiting(waiting) + times, "late": ranks_text(late), "last": last}
+    sure = 0.9 if late else 0.7
+    found = _finding(context, "never_called", absent, waiting, function, sure, alive=bool(late), **facts)
     return found if found.where or not last else replace(found, where=_line(context, late[0]))
 
 
@@ -230,23 +221,20 @@ def _ended_before(
     traces = {rank: context.job.ranks[rank].trace for rank in gone}
     worst = min(gone, key=lambda rank: (traces[rank].progress.closed == "exit", rank))
     told = {rank: t.progress.closed for rank, t in traces.items()}
-    how = "exit code 0" if told[worst] == "exit" else one_line(told[worst])
-    called = function == "init_process_group" and traces[worst].header.rendezvous.world_size
-    named = tuple(rank for rank in gone if (told[rank] == "exit") == (told[worst] == "exit"))
-    their = "it" if len(named) == 1 else "they"
-    before = f"in {function}" if called else f"before {their} called {function}"
+    how, clean = one_line(told[worst]), told[worst] == "exit"
+    named = tuple(rank for rank in gone if (told[rank] == "exit") == clean)
     over = all(p.closed for p in waiting.values())
-    waits = f"{count_ranks(len(waiting))} waited in it" if over else _waiting(waiting)
-    sentence = f"{who(context.job, named)} ended with {how} {before}; {waits}{times}"
-    found = _finding(context, named, tuple(sorted(waiting)), function, sentence, 0.9, alive=False)
-    line = line_in(how)
-    if told[worst] == "exit":
-        advice = (
-            f"find why the program of {ranks_text(named)} ended early: it returned, or called sys.exit(0)"
-        )
-        return replace(found, advice=(advice,))
-    advice = f"look at {line}, where rank {worst} ended" if line else f"read the log of {ranks_text(named)}"
-    return replace(found, cause="rank_died", where=line, advice=(advice,))
+    inside = say("waited_in_it", number=count(len(waiting), "rank")) if over else _waiting(waiting)
+    facts = {
+        "clean": clean,
+        "how": how,
+        "called": function == "init_process_group" and traces[worst].header.rendezvous.world_size,
+        "inside": inside + times,
+        "line": line_in(how),
+        "worst": str(worst),
+    }
+    found = _finding(context, "ended_before", named, tuple(sorted(waiting)), function, 0.9, **facts)
+    return found if clean else replace(found, cause="rank_died", where=line_in(how))
 
 
 def _line(context: Context, rank: int) -> str:
@@ -284,24 +272,9 @@ def _all_inside(
         return None
     if len(waiting) == 1:
         return _fewer_groups(context, inside, next(iter(waiting)), ahead, times)
-    rest = f", {ranks_text(ahead)} in a later one" if ahead else ""
-    sentence = (
-        f"{who(context.job, waiting)} wait in one call of new_group{times}{rest}, and no rank is missing: they make groups in "
-        "different order or with different members"
-    )
-    advice = "make the same groups, with the same members, in the same order on every rank"
-    asked = "the lines: run `allranks stacks`; the recorder does not keep the members that a rank passed to new_group"
-    return Finding(
-        "order_inversion",
-        tuple(sorted(waiting)),
-        sentence,
-        "root",
-        confidence=0.6,
-        waiting=tuple(sorted(inside)),
-        evidence=(f"{ranks_text(inside)} entered new_group and did not leave it",),
-        missing_evidence=(asked,),
-        advice=(advice,),
-    )
+    facts = {"times": times, "ahead": ranks_text(ahead) if ahead else "", "waiters": ranks_text(inside)}
+    found = context.root("different_groups", tuple(sorted(waiting)), **facts)
+    return replace(found, waiting=tuple(sorted(inside)))
 
 
 def _fewer_groups(
@@ -309,21 +282,13 @@ def _fewer_groups(
 ) -> Finding:
     """One rank has left fewer calls of new_group than all others: the next one of all of them makes different groups."""
     fewer = min(inside[other].setups for other in ahead) - inside[rank].setups
-    sentence = (
-        f"{who(context.job, (rank,))} made {counted(fewer, 'call')} of new_group fewer than {ranks_text(ahead)}, and all of "
-        f"them wait in the next one{times}"
-    )
-    sure = 0.8 if len(ahead) > 1 else 0.5
-    advice = "call new_group on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
-    return replace(
-        _finding(context, (rank,), ahead, "new_group", sentence, sure, True),
-        advice=(advice,),
-        met_another=True,
-    )
+    sure, facts = 0.8 if len(ahead) > 1 else 0.5, {"fewer": count(fewer, "call"), "times": times}
+    found = _finding(context, "fewer_groups", (rank,), ahead, "new_group", sure, **facts)
+    return replace(found, met_another=True)
 
 
 def _waiting(ranks: Collection[int]) -> str:
-    return f"{count_ranks(len(ranks))} {'wait' if len(ranks) > 1 else 'waits'} in it"
+    return say("wait_in_it", number=count(len(ranks), "rank"), wait="wait" if len(ranks) > 1 else "waits")
 
 
 def _is_elsewhere(now: RankNow) -> bool:
@@ -344,50 +309,35 @@ def _from_stacks(context: Context) -> Finding | None:
     absent = others or tuple(rank for rank in range(job.world_size or 0) if rank not in known)
     if not waiting or not absent:
         return None
-    unseen = "" if others else " (no stack and no dump of it)"
-    sentence = f"{who(job, absent)} never came to init_process_group{unseen}; {_waiting(waiting)}"
+    facts = {"unseen": not others, "inside": _waiting(waiting), "alive": bool(others)}
     sure = 0.85 if others else 0.6
-    return _finding(context, absent, waiting, "init_process_group", sentence, sure, bool(others))
+    return _finding(context, "never_came_to_init", absent, waiting, "init_process_group", sure, **facts)
 
 
 def _finding(
     context: Context,
+    kind: str,
     absent: tuple[int, ...],
     waiting: tuple[int, ...],
     function: str,
-    sentence: str,
-    confidence: float,
-    alive: bool,
+    sure: float,
+    **facts: object,
 ) -> Finding:
+    """A finding about ranks that did not come to a function, with the stacks of all that were seen."""
     seen = [context.seen[rank] for rank in absent if rank in context.seen]
     shown = [*seen, *(context.seen[rank] for rank in waiting if rank in context.seen)]
     stacks = tuple(((now.rank,), now.stack) for now in shown if now.stack)
     located = next((now for now in seen if now.where), None)
-    ask = f"where {ranks_text(absent)} is now: run `allranks stacks` on its node"
-    advice = f"call {function} on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
+    facts |= {"function": function, "waiters": ranks_text(waiting)}
+    facts["now_evidence"] = "\n".join(now.evidence for now in seen if now.evidence)
     if located is not None:
-        sentence += f"; rank {located.rank} is at {located.where}{doing(located.cause)}"
-        advice = f"look at {located.where}: rank {located.rank} is there now"
-    return Finding(
-        _cause(function, seen),
-        absent,
-        sentence,
-        "root",
-        confidence=confidence,
+        facts |= {"now_rank": str(located.rank), "now_at": located.where, "doing": doing(located.cause)}
+    gone = bool(seen) and all(now.cause == "gone" for now in seen)
+    cause = "rank_died" if gone else "not_started" if function == "init_process_group" else "missing_rank"
+    return replace(
+        context.root(kind, absent, None, sure, cause, **facts),
         where=next((now.where for now in shown if now.where), ""),
         waiting=waiting,
         stacks=stacks,
-        evidence=(
-            f"{ranks_text(waiting)} entered {function} and did not leave it",
-            *(now.evidence for now in seen if now.evidence),
-        ),
-        missing_evidence=(ask,) if located is None and alive else (),
-        advice=(advice,),
         stack_labels=tuple("live" for _ in stacks),
     )
-
-
-def _cause(function: str, seen: list[RankNow]) -> str:
-    if seen and all(now.cause == "gone" for now in seen):
-        return "rank_died"
-    return "not_started" if function == "init_process_group" else "missing_rank"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from allranks.diagnose.absent import explain_ranks
+from allranks.diagnose.absent import explain_ranks, unread_ranks
 from allranks.diagnose.align import align, forget_past_quorums
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
@@ -23,10 +23,10 @@ from allranks.diagnose.false_completions import (
 )
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView
-from allranks.diagnose.lacking import unread_ranks
+from allranks.diagnose.kinds import say
 from allranks.diagnose.match import find_mismatches
 from allranks.diagnose.p2p import match_p2p
-from allranks.diagnose.phrasing import count, ranks_text, ranks_wait
+from allranks.diagnose.phrasing import count, ranks_text
 from allranks.diagnose.waits import Blocked, find_blocked, is_hung, is_paused, usual_pause
 from allranks.diagnose.weak_findings import find_warnings
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
@@ -85,7 +85,7 @@ def diagnose(
         window = [t if len(t.calls) <= newest else replace(t, calls=t.calls[-newest:]) for t in every]
         result = _diagnose(window, files, seen, options)
         if result.verdict is not None and result.verdict.confidence >= SETTLED:
-            examined = f"the newest {newest} calls of every rank were examined"
+            examined = say("examined", number=newest)
             return replace(result, summary=(*result.summary, examined))
     if older and options.whole is not None:
         every = forget_past_quorums(list(options.whole()))
@@ -242,7 +242,7 @@ def _circles(context: Context) -> list[Weighed]:
         messages = any(context.blocked[-1 - node].p2p is not None for node in circle if node < 0)
         finding = _of_calls(context, circle) if not messages else None
         if finding is not None:
-            asked = (*finding.missing_evidence, f"the file of {ranks_text(context.job.missing_ranks)}")
+            asked = (*finding.missing_evidence, say("file_of", ranks=ranks_text(context.job.missing_ranks)))
             sure = min(LACKING_FILE, finding.confidence)
             finding = replace(finding, confidence=sure, missing_evidence=asked)
             found.append((context.graph.weight(circle), 0, finding))
@@ -279,9 +279,9 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
         return blocked.seq >= mismatch.seq
     if context.group(blocked).backend.startswith("nccl") and not (blocked.missing or blocked.absent):
         return True  # NCCL does not notice: what does not fit stays in its buffers, and a later call hangs
-    from allranks.diagnose.culprit import judge
+    from allranks.diagnose.odd_rank import judge
 
-    return judge(context.job, mismatch).divergence is not None
+    return judge(context.job, mismatch).kind != "changed"
 
 
 def _misfits(context: Context, blocked: Blocked) -> bool:
@@ -314,8 +314,7 @@ def _at_the_end(root: Finding) -> Finding:
     """What was found in the last moment of a job, less sure if nobody knows how long that moment lasted."""
     if root.waited_s is not None or root.cause not in WAITING:
         return root
-    when = "when the processes ended: had the job run until it was killed, its ranks were merely a few calls apart"
-    sure, asked = round(root.confidence * UNTIMED, 2), (*root.missing_evidence, when)
+    sure, asked = round(root.confidence * UNTIMED, 2), (*root.missing_evidence, say("at_the_end"))
     return replace(root, confidence=sure, missing_evidence=asked)
 
 
@@ -323,10 +322,7 @@ def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Findin
     """Tells why a call that the dumps call completed is taken as unfinished."""
     for doubt in doubts:
         if doubt.proven and (context.job.groups[doubt.group].label, doubt.seq) == (root.group, root.sequence):
-            text = (
-                f"it is marked completed on {ranks_text(doubt.rows)}, but {ranks_text(doubt.late)} had not entered it even "
-                f"later: NCCL marks coalesced calls completed too early"
-            )
+            text = say("false_completion", done=ranks_text(doubt.rows), late=ranks_text(doubt.late))
             return replace(root, evidence=(*root.evidence, text))
     return root
 
@@ -345,19 +341,18 @@ def _compose(
     verdict = roots[0] if roots else None
     folded = _consequences(context, roots)
     calls = sum(len(view.trace.calls) for view in job.ranks.values())
-    warnings = [*_unsafe(files), *warnings]
+    unsafe = [note for note in files if note.status == "damaged" and REFUSED in note.note]
+    warnings = [*(_unsafe(context, note) for note in unsafe), *warnings]
     lost = bad > 0 and not calls
-    status: Status = "ok" if job.ranks and not lost and not _unsafe(files) else "unclear"
+    status: Status = "ok" if job.ranks and not lost and not unsafe else "unclear"
     if lost:
-        warnings.insert(
-            0, Finding("damaged_file", (), "nothing to judge: no call could be read from the dumps")
-        )
+        warnings.insert(0, context.warning("nothing_read"))
     if verdict is not None:
         status = "fault" if verdict.confidence >= SURE_ENOUGH else "unclear"
     listed = folded[: options.consequences]
     if len(folded) > len(listed):
-        more = f"{len(folded) - len(listed)} more blocked calls follow from the above"
-        listed.append(Finding("folded", (), more, "consequence"))
+        folded_up = context.root("folded", (), number=len(folded) - len(listed))
+        listed.append(replace(folded_up, severity="consequence"))
     ranks = f"{len(job.ranks):,} of {job.world_size or len(job.ranks):,} ranks"
     return Diagnosis(
         status,
@@ -372,18 +367,9 @@ def _compose(
     )
 
 
-def _unsafe(files: Sequence[FileNote]) -> list[Finding]:
-    """Dumps that would run code where another tool unpickles them: torch's never hold a global."""
-    notes = [note for note in files if note.status == "damaged" and REFUSED in note.note]
-    return [
-        Finding(
-            "unsafe_pickle",
-            (),
-            f"{note.path} is not safe to open: it {note.note.partition(REFUSED)[0]}{REFUSED} here",
-            advice=("do not open it with pickle, torch.load or torchfrtrace; find out who wrote it",),
-        )
-        for note in notes
-    ]
+def _unsafe(context: Context, note: FileNote) -> Finding:
+    """A dump that would run code where another tool unpickles it: torch's never hold a global."""
+    return context.warning("unsafe_pickle", path=note.path, what=note.note.partition(REFUSED)[0] + REFUSED)
 
 
 def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:
@@ -398,11 +384,9 @@ def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:
         chained = sequence is None and not lacks and bool(context.graph.edges[-1 - blocked.index])
         if not roots or ((group.label, sequence) in told and not chained):
             continue
-        tail = f" for {ranks_text(lacks)}" if lacks else ""
-        sentence = f"{ranks_wait(blocked.waiters)} in {context.call(blocked)}{tail}"
-        cause = "missing_rank" if lacks else "none_finished"
-        finding = Finding(cause, lacks, sentence, "consequence", group.label, sequence)
-        found.append(replace(finding, waiting=blocked.waiters, where=context.place(blocked)))
+        cause, lacking = ("missing_rank", ranks_text(lacks)) if lacks else ("none_finished", "")
+        finding = context.root("follows", lacks, blocked, 0.0, cause, lacks=lacking)
+        found.append(replace(finding, severity="consequence", waiting=blocked.waiters, waited_s=None))
     return found
 
 

@@ -10,18 +10,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnose.absent import explain_ranks
+from allranks.diagnose.absent import UNREAD, explain_ranks, lacking
 from allranks.diagnose.align import is_box, is_hook
+from allranks.diagnose.alignment import find_shift
 from allranks.diagnose.context import Context
-from allranks.diagnose.culprit import find_stack_shift
-from allranks.diagnose.divergence import left_program
 from allranks.diagnose.false_completions import Doubt
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView, Job, Lane, Now
-from allranks.diagnose.lacking import UNREAD
+from allranks.diagnose.mismatches import left_program
 from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.p2p import newest_ns
-from allranks.diagnose.phrasing import is_secondary, line_in, one_line, place, ranks_text, seconds, who
+from allranks.diagnose.phrasing import is_secondary, line_in, one_line, place, ranks_text, seconds
 from allranks.diagnose.waits import Blocked, is_hung, is_paused
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import State
@@ -35,7 +34,7 @@ MIN_IDLE_S = 10.0
 def quiet_roots(context: Context, doubts: list[Doubt], allow_incomplete_ranks: bool) -> list[Finding]:
     """Nothing hangs and nothing misfits: a silent extra call, or a rank that is gone?"""
     for group in context.job.groups:
-        shift = find_stack_shift(context.job, group)
+        shift = find_shift(context.job, group)
         if shift is not None and shift.agreeing >= 2:
             return [left_program(context, group, shift)]
     found = ended_badly(context) or (None if allow_incomplete_ranks else _gone_unnoticed(context))
@@ -61,28 +60,25 @@ def ended_badly(context: Context, primary: bool = False) -> Finding | None:
     accused, most = votes.most_common(1)[0] if votes else (-1, 0)
     first = min(own, key=lambda rank: (context.job.ranks[rank].trace.header.written_ns, rank))
     ranks = (accused,) if most * 2 > len(ends) else tuple(sorted(own))
+    named = ranks == (accused,) and len(ends) > 1
     text = ends.get(ranks[0], ends[first])
-    sentence = f"{who(context.job, ranks)} ended with {text}"
-    if ranks == (accused,) and len(ends) > 1:
-        sentence = f"{ranks_text(ends)} ended with an error that names rank {accused}: {ends[first]}"
-    return _ended(ranks, sentence, 0.85 if len(ranks) == 1 else 0.6, line_in(text), ends)
+    facts = {"accused": str(accused) if named else "", "how": ends[first] if named else text}
+    found = context.root(
+        "ended_badly", ranks, None, 0.85 if len(ranks) == 1 else 0.6, **_ended(ends), **facts
+    )
+    return replace(found, where=line_in(text))
 
 
 def _lost_partner(context: Context, ends: dict[int, str]) -> Finding:
     """All errors say that a partner was gone: a rank without a file, or nobody knows which."""
-    absent, first = context.job.missing_ranks, min(ends)
-    sentence = f"{ranks_text(ends)} ended with errors that say a partner was gone: {ends[first]}"
-    sentence += f"; there is no file of {ranks_text(absent)}" if absent else ""
-    return _ended(absent, sentence, 0.5 if absent else 0.35, "", ends)
+    absent = context.job.missing_ranks
+    facts = {"how": ends[min(ends)], "absent": ranks_text(absent) if absent else ""}
+    return context.root("lost_partner", absent, None, 0.5 if absent else 0.35, **_ended(ends), **facts)
 
 
-def _ended(
-    ranks: tuple[int, ...], sentence: str, confidence: float, at: str, ends: dict[int, str]
-) -> Finding:
-    evidence = tuple(f"rank {rank} ended with {text}" for rank, text in list(ends.items())[:6])
-    advice = (f"read the traceback in the log of {ranks_text(ranks or ends)}",)
-    finding = Finding("rank_died", ranks, sentence, "root", confidence=confidence, where=at)
-    return replace(finding, evidence=evidence, advice=advice)
+def _ended(ends: dict[int, str]) -> dict[str, object]:
+    listed = "\n".join(f"rank {rank} ended with {text}" for rank, text in list(ends.items())[:6])
+    return {"ended": ranks_text(ends), "ends": listed}
 
 
 def _no_progress(context: Context) -> Finding | None:
@@ -97,14 +93,8 @@ def _no_progress(context: Context) -> Finding | None:
     paused = any(is_paused(job, rank) for rank in job.ranks)
     if paused or idle < max(MIN_IDLE_S, 5 * context.patience.limit_s):
         return None
-    sentence = (
-        f"no rank is in a collective, and none has made a call for {seconds(idle)} ({context.patience.reason}): all of them "
-        "compute, or they wait for something else, such as a store, a file or a lock"
-    )
-    asked = "where the ranks are: run `allranks stacks` on every node"
-    return Finding(
-        "no_progress", (), sentence, "root", confidence=0.35, waited_s=idle, missing_evidence=(asked,)
-    )
+    found = context.root("no_progress", (), idle=seconds(idle), reason=context.patience.reason)
+    return replace(found, waited_s=idle)
 
 
 def _doubtful(context: Context, doubt: Doubt) -> Finding:
@@ -112,14 +102,16 @@ def _doubtful(context: Context, doubt: Doubt) -> Finding:
     blocked = Blocked(0, doubt.group, doubt.seq, doubt.rows, missing=doubt.late)
     alone = _of_one_call(context, blocked)
     finding = explain_ranks(alone, blocked, doubt.late)
-    sentence = (
-        f"{ranks_text(doubt.late)} is not seen in {alone.call(blocked)}, in which {ranks_text(doubt.rows)} stand; NCCL marks "
-        f"coalesced calls completed too early: either it never entered, or its dump is older than the others"
+    doubtful = alone.root("doubtful", doubt.late, blocked)
+    return replace(
+        finding,
+        cause=doubtful.cause,
+        ranks=doubt.late,
+        sentence=doubtful.sentence,
+        confidence=doubtful.confidence,
+        waited_s=None,
+        missing_evidence=(*doubtful.missing_evidence, *finding.missing_evidence),
     )
-    again = "a second dump of all ranks: where nothing has moved, the job hangs"
-    asked = (again, *finding.missing_evidence)
-    unsure = replace(finding, confidence=0.35, waited_s=None, missing_evidence=asked)
-    return replace(unsure, cause="missing_rank", ranks=doubt.late, sentence=sentence)
 
 
 def _of_one_call(context: Context, blocked: Blocked) -> Context:
@@ -155,13 +147,10 @@ def _left_no_dump(context: Context, blocked: Blocked, told: bool) -> Finding:
     finding, gone = explain_ranks(alone, blocked, blocked.absent), blocked.absent
     if finding.cause != "rank_died":
         return replace(finding, confidence=round(finding.confidence * 0.9, 2))
-    over = "are over"
-    if told:
-        over = f"were put away ({alone.call(blocked)} last), whether finished or failed is not recorded"
     known = next((context.seen[rank].evidence for rank in gone if rank in context.seen), "")
-    sentence = f"{ranks_text(gone)} left no dump, and the calls of all other ranks {over}: {known or 'it may have died'}"
     sure = 0.85 if known else 0.5 if told else 0.35
-    return replace(finding, confidence=sure, sentence=sentence, waiting=(), waited_s=None)
+    finding = lacking(alone, "left_no_dump", blocked, gone, sure, put_away=told, how=known)
+    return replace(finding, where="", waiting=(), waited_s=None)
 
 
 WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS, EXAMINED_RANKS = 256, 10, 16, 128
@@ -177,27 +166,24 @@ def find_warnings(
     """All warnings. `every`: the unfinished calls, hung or not; `incomplete`: missing files are expected."""
     found = []
     if damaged:
-        text = f"the file of {ranks_text(damaged)} is damaged: what could be read was used, and its end is not held against it"
-        found.append(Finding("damaged_file", (), text))
+        found.append(context.warning("damaged_file", ranks=ranks_text(damaged)))
     blamed = {rank for root in roots for rank in root.ranks}
     absent = [rank for rank in context.job.missing_ranks if rank not in blamed]
     if absent and not incomplete:
-        found.append(Finding("missing_dump", (), f"no file of {ranks_text(absent)}"))
-    slow = find_straggler(context.job) if not roots and not context.blocked else None
+        found.append(context.warning("missing_dump", ranks=ranks_text(absent)))
+    slow = find_straggler(context) if not roots and not context.blocked else None
     young = [b for b in every if b.missing and not is_hung(context.job, b, context.patience)]
     skew = _skew(context, young) if young and not roots else None
     pause = _pause(context) if context.blocked else None
-    return found + [one for one in (slow, find_tight_timeout(context.job), skew, pause) if one is not None]
+    return found + [one for one in (slow, find_tight_timeout(context), skew, pause) if one is not None]
 
 
 def _skew(context: Context, young: list[Blocked]) -> Finding:
     """Ranks that are a few calls apart, as those of a running job are."""
     wait = max(filter(None, (context.waited(b) for b in young)), default=0.0)
-    text = (
-        f"ranks are a few calls apart ({len(young)} unfinished, oldest {seconds(wait)}), within this job's usual pauses: "
-        f"{context.patience.reason}; run again in {seconds(context.patience.limit_s)} to be sure"
-    )
-    return Finding("skew", (), text)
+    limit = context.patience
+    facts = {"oldest": seconds(wait), "reason": limit.reason, "again": seconds(limit.limit_s)}
+    return context.warning("skew", number=len(young), **facts)
 
 
 def _pause(context: Context) -> Finding | None:
@@ -206,19 +192,19 @@ def _pause(context: Context) -> Finding | None:
     if not paused:
         return None
     phase = context.job.ranks[paused[0]].trace.progress.phase
-    named = f" ({phase})" if phase else ""
-    text = f"{ranks_text(paused)} declared a pause{named} that has not ended: waiting for it is no hang"
-    return Finding("pause", (), text)
+    return context.warning("pause", ranks=ranks_text(paused), phase=phase)
 
 
-def find_straggler(job: Job) -> Finding | None:
+def find_straggler(context: Context) -> Finding | None:
     """The rank that keeps the others waiting, over the collectives that all ranks of a group have in their rings."""
+    job = context.job
     groups = sorted(job.groups, key=lambda g: (-len(g.lanes), -g.last, g.index))[:EXAMINED_GROUPS]
-    found = [finding for group in groups if (finding := _late_in(job, group)) is not None]
+    found = [finding for group in groups if (finding := _late_in(context, group)) is not None]
     return max(found, key=lambda finding: finding.waited_s or 0.0, default=None)
 
 
-def _late_in(job: Job, group: GroupView) -> Finding | None:
+def _late_in(context: Context, group: GroupView) -> Finding | None:
+    job = context.job
     lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
     if len(lanes) < 2 or len(lanes) < len(group.lanes):
         return None
@@ -237,25 +223,27 @@ def _late_in(job: Job, group: GroupView) -> Finding | None:
     behind = float(typical[slowest] - np.median(np.delete(typical, slowest)))
     if behind < max(MIN_LATE_S, LATE_SHARE * period) or share < LAST_SHARE:
         return None
-    rank, count = lanes[slowest].rank, late.shape[1]
-    sentence = (
-        f"{who(job, (rank,))} is slow, not stuck: in {share:.0%} of the last {count} collectives of group {group.label} it "
-        f"came last, {seconds(behind)} behind the others ({behind / max(period, 1e-9):.0%} of a round)"
-    )
-    advice = f"compare the node of rank {rank} with the others: data loading, clocks, temperature, other jobs"
-    return Finding(
+    rank = lanes[slowest].rank
+    found = context.root(
         "straggler",
         (rank,),
-        sentence,
+        None,
+        round(min(0.95, 0.5 + share / 2), 2),
+        share=f"{share:.0%}",
+        number=late.shape[1],
+        label=group.label,
+        behind=seconds(behind),
+        round=f"{behind / max(period, 1e-9):.0%}",
+        table=_table(lanes, typical),
+    )
+    return replace(
+        found,
+        severity="warning",
         group=group.label,
         sequence=high,
-        confidence=round(min(0.95, 0.5 + share / 2), 2),
         where=place(job.frames(rank, group.lanes[rank].row(high))),
         waiting=tuple(lane.rank for lane in lanes if lane.rank != rank),
         waited_s=behind,
-        evidence=(f"lateness per rank: {_table(lanes, typical)}",),
-        missing_evidence=(f"what rank {rank} does meanwhile: run `allranks stacks` twice on its node",),
-        advice=(advice,),
     )
 
 
@@ -296,11 +284,11 @@ def _table(lanes: list[Lane], typical: np.ndarray) -> str:
     return ", ".join(f"rank {lanes[i].rank} {seconds(max(0.0, float(typical[i])))}" for i in order.tolist())
 
 
-def find_tight_timeout(job: Job) -> Finding | None:
+def find_tight_timeout(context: Context) -> Finding | None:
     """A timeout that calls which did finish came close to, or that struck."""
     longest, limit, rank = TIGHT, 0.0, -1
     struck = 0
-    for view in list(job.ranks.values())[:EXAMINED_RANKS]:
+    for view in list(context.job.ranks.values())[:EXAMINED_RANKS]:
         calls = view.trace.calls
         states = calls["state"]
         struck += int(np.count_nonzero(states == _TIMED_OUT))
@@ -317,9 +305,11 @@ def find_tight_timeout(job: Job) -> Finding | None:
                 limit = float(calls["timeout_ms"][done][at]) / 1e3
     if rank < 0:
         return None
-    sentence = (
-        f"the timeout of {seconds(limit)} leaves no room: a call on rank {rank} that did finish took {seconds(longest * limit)}"
-        + (f", and {struck} calls timed out" if struck else "")
-    )
-    advice = f"init_process_group(timeout=timedelta(seconds={max(60, int(longest * limit * 4))}))"
-    return Finding("timeout_too_short", (), sentence, confidence=0.8, advice=(advice,))
+    better = max(60, int(longest * limit * 4))
+    facts = {
+        "limit": seconds(limit),
+        "rank": str(rank),
+        "took": seconds(longest * limit),
+        "struck": struck or "",
+    }
+    return context.warning("timeout_too_short", better=better, **facts)
