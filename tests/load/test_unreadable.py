@@ -165,7 +165,7 @@ def test_one_file_behind_a_web_address_is_read(web: str, tmp_path: Path) -> None
     (tmp_path / "web" / "trace_3").write_bytes(WHOLE)
     (trace,) = load_paths([f"{web}/trace_3"]).traces
     assert trace.header.rank == 3
-    with pytest.raises(allranks.AllranksError, match="(?i)not found"):
+    with pytest.raises(allranks.AllranksError, match=r"(?i)not found"):
         load_paths([f"{web}/trace_4"])
 
 
