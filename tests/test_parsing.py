@@ -85,3 +85,12 @@ def test_typed_values_are_read_through_one_module() -> None:
 def test_a_command_line_goes_into_evidence_without_its_secrets(line: str, kept: str) -> None:
     """Users of the machine see them in ps, but evidence leaves the machine."""
     assert without_secrets(line) == kept
+
+
+def test_times_in_names_are_no_ranks() -> None:
+    """As torch's debug server names its dumps."""
+    from allranks.model.parsing import ranks_of_names
+
+    assert ranks_of_names(["stacks_20261118_004611.txt", "stacks_20261118_004711.txt"]) == {}
+    names = ["dump_20261118_004611_0", "dump_20261118_004612_1", "2026-11-18T00:46:11/trace_7"]
+    assert ranks_of_names(names) == dict(zip(names, (0, 1, 7), strict=True))

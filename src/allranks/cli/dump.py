@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from allranks.api.debug_server import is_address
 from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
 from allranks.model.parsing import printable
@@ -21,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         nargs="?",
         metavar="JOB",
-        help="name of a job, folder with black boxes, or one box (default: the job that runs on this machine)",
+        help="name of a job, folder with black boxes, one box, or the address of torch's debug server, http://HOST:25999 "
+        "(default: the job that runs on this machine)",
     )
     add("--job", metavar="ID", help="of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)")
     add("--pid", type=int, action="append", metavar="P", help="only this process; repeatable")
@@ -54,12 +56,30 @@ def main(args: argparse.Namespace) -> int:
     """Writes one file per rank; 2 when there is nothing to take."""
     import tempfile
 
+    if is_address(args.path or ""):
+        return _fetch_from_server(args)
     if not args.all_nodes:
         return _dump(args)
     with tempfile.TemporaryDirectory(prefix="allranks-dump-") as folder:
         args.path = _fetch(args, folder)
         args.output = args.output or f"allranks-dump-{args.job or 'all-nodes'}"
         return _dump(args)
+
+
+def _fetch_from_server(args: argparse.Namespace) -> int:
+    """What torch's debug server of a job tells."""
+    from pathlib import Path
+
+    from allranks.api.debug_server import fetch
+
+    folder = Path(args.output or "allranks-dump-debug-server")
+    if folder.is_dir() and any(folder.iterdir()) and not args.force:
+        raise InputError(f"{folder} is not empty", hint="choose another folder with -o, or --force")
+    for line in fetch(args.path, folder):
+        note(f"allranks dump: {line}")
+    paths = sorted(str(path) for path in folder.iterdir())
+    answer(args.json, {"schema": 1, "written": paths}, (f"Wrote {path}" for path in paths))
+    return 0
 
 
 def _fetch(args: argparse.Namespace, folder: str) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from allranks.api.debug_server import fetch, is_address
 from allranks.cli.parser import add_flags, read_flags
 from allranks.cli.terminal import check_target, note, write_whole
 from allranks.errors import InputError
@@ -95,16 +96,28 @@ def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
     options = read_flags(StacksFlags, args)
     check_target(options.html, options.force)
-    if args.of_job or options.job:
+    captures: dict[str, Capture] = {}
+    if is_address(args.of_job or ""):
+        captures = {"": _from_server(args.of_job)}
+        args.of_job = ""
+    elif args.of_job or options.job:
         options = replace(options, job=_known_name(args.of_job or options.job, bool(args.of_job)))
     if options.folder:
         captures = {"": read_capture(options.folder)}
-    else:
+    elif not captures:
         captures = {"": _sample_all_nodes(options, args)} if options.all_nodes else _sample(options, args)
     stillness = Stillness() if options.still is None else Stillness(still_s=options.still)
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
     _show(options, captures, reports)
     return 0 if all(report.hung is False for report in reports.values()) else 1
+
+
+def _from_server(address: str) -> Capture:
+    """The stacks that torch's debug server of a job gives."""
+    with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
+        for line in fetch(address, Path(folder)):
+            _say(line)
+        return read_capture(folder)
 
 
 def _known_name(given: str, must: bool) -> str:

@@ -16,6 +16,8 @@ import numpy as np
 from allranks.blackbox.tables import MAX_FRAMES, MAX_MEMBERS, MAX_TEXT, Tables
 from allranks.model.trace import CALL, Flag, Group, Shapes, State
 
+#: Of one rank; each group costs time when ranks are compared. Large jobs have some dozens.
+MAX_GROUPS = 2_000
 #: The name and description that torch gives the group of all ranks.
 DEFAULT_NAME, DEFAULT_DESC = "0", "default_pg"
 
@@ -47,11 +49,15 @@ class GroupTable:
     member_cache: dict[str, tuple[int, ...]]
     groups: list[Group] = field(default_factory=lambda: [Group("")])
     _ids: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    left_out: bool = False  # there are more than MAX_GROUPS
 
     def index(self, name: str, desc: str, backend: str) -> int:
         """The index of the group that an entry names."""
         key = (name, desc, backend)
         found = self._ids.get(key)
+        if found is None and len(self.groups) > MAX_GROUPS:
+            self.left_out = True
+            return 0
         if found is None:
             group = Group(name[:MAX_TEXT], desc[:MAX_TEXT], self._members(name, desc), backend)
             found = self._ids[key] = len(self.groups)
@@ -171,13 +177,14 @@ class Interner:
         """The index of a list of frame dictionaries. Torch shares equal frames, so identity is asked first."""
         if not isinstance(frames, list) or not frames:
             return 0
+        frames = frames[:MAX_FRAMES]
         key = tuple(map(id, frames))
         found = self._stacks.get(key)
         if found is None:
-            for frame in frames[:MAX_FRAMES]:
+            for frame in frames:
                 if id(frame) not in self._frames:
                     self._frames[id(frame)] = read_frame(self.tables, frame)
-            numbers = (self._frames[id(frame)] for frame in frames[:MAX_FRAMES])
+            numbers = (self._frames[id(frame)] for frame in frames)
             found = self._stacks[key] = self.tables.stack(tuple(n for n in numbers if n >= 0))
         return found
 

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from allranks.blackbox.tables import Tables
-from allranks.load.calls import GroupTable, Interner, default_group, numbers, read_calls
+from allranks.load.calls import MAX_GROUPS, GroupTable, Interner, default_group, numbers, read_calls
 from allranks.load.layout import Irregular
 from allranks.load.regular import MIN_BYTES, LayoutCache, shrink
 from allranks.load.sources import Raw, Unreadable
-from allranks.load.unpickle import read_pickle
+from allranks.load.unpickle import MAX_CONTAINERS, read_pickle
 from allranks.model.trace import CALL, Flag, State, TraceHeader
 
 KNOWN_MAJOR, KNOWN_MINOR = 2, 10
@@ -77,6 +77,9 @@ def read_dump(
     comms, more = settle_calls(content, calls, groups, version)
     hook = not comms and any(group.backend not in OWN_RECORDER for group in groups.groups)
     source = "torchcomms" if comms else "torch hook" if hook else "torch"
+    more += (
+        [f"more than {MAX_GROUPS:,} groups: the calls of the others are left out"] if groups.left_out else []
+    )
     kind = f"{source} {form}{' ' + version if version else ''}"
     raw = Raw(read_header(content, calls, groups), calls, tuple(groups.groups), kind, notes=(*notes, *more))
     raw.last_completed, raw.damaged = completed, damaged
@@ -366,6 +369,8 @@ class DumpReader:
 
     def read_json(self, data: bytes) -> Raw:
         """A JSON dump, also one that is cut short. Raises Unreadable for captures of stacks too."""
+        if sum(map(data.count, (b"{", b"["))) > MAX_CONTAINERS:
+            raise Unreadable(f"more than {MAX_CONTAINERS:,} lists and objects: refused", kind="json")
         try:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -22,9 +22,16 @@ BROKEN = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, OverflowError, struct.error),
     *(LookupError, AttributeError, NameError, MemoryError, RecursionError, NotImplementedError),
 )
-MAX_STEPS = 50_000_000
+#: Opcodes that Python's unpickler takes, and marks inside one another; a dump of 50,000 calls has 2.7 million, 10 deep.
+MAX_STEPS, MAX_MARKS = 3_000_000, 1_000
+#: Lists and dictionaries: one byte of a pickle, or three of JSON, make an object of 64.
+MAX_CONTAINERS = 4_000_000
 #: TUPLE1 to TUPLE3, and how many bytes may look like them; C crashes at some 150,000 inside one another.
 _TUPLES, MAX_TUPLES = (b"\x85", b"\x86", b"\x87"), 50_000
+
+
+#: EMPTY_DICT, EMPTY_LIST, and so many marks in a row that no dump has.
+_CONTAINERS, _MARKS = (b"}", b"]"), b"(" * 64
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def read_pickle(data: bytes) -> Unpickled:
     """The plain data in a pickle. Never raises for any content."""
+    if sum(map(data.count, _CONTAINERS)) > MAX_CONTAINERS:
+        return Unpickled(None, f"more than {MAX_CONTAINERS:,} lists and dictionaries: refused", whole=False)
     if is_plain(data):
         try:
             # Without a buffered reader C's unpickler would ask for every opcode by itself.
@@ -164,6 +173,11 @@ class _Salvager(_PythonUnpickler):
         self.append({})
         self._set_items(items)
 
+    def _mark(self) -> None:
+        if len(self.metastack) > MAX_MARKS:
+            raise ValueError("too many marks")
+        self.load_mark()
+
     def _small_int(self) -> None:
         line = self.readline()[:-1]
         if len(line) > 20:
@@ -180,6 +194,7 @@ class _Salvager(_PythonUnpickler):
         pickle.SETITEMS[0]: lambda self: self._set_items(self.pop_mark()),
         pickle.DICT[0]: _make_dict,
         pickle.INT[0]: _small_int,
+        pickle.MARK[0]: _mark,
         pickle.FRAME[0]: lambda self: self.read(8),  # a hint for readers that buffer
     }
     # These take memory or time before they look at what they have, or hash what a file has nested a million times.
@@ -217,7 +232,7 @@ def is_plain(data: bytes) -> bool:
     A memo number is an allocation in C's unpickler: one opcode with a large number would take gigabytes. Tuples that
     are nested deeply enough overflow the stack when they are used as a key: dumps have few, and short ones.
     """
-    if sum(map(data.count, _TUPLES)) > MAX_TUPLES:
+    if sum(map(data.count, _TUPLES)) > MAX_TUPLES or _MARKS in data:
         return False
     skip = _skipper(len(data)).match
     position, end = 0, len(data)

@@ -156,6 +156,7 @@ _EXPLICIT = re.compile(r"(?<![A-Za-z])(local[_\-. ]?)?rank[_\-. =]*(\d+)", re.I)
 _TRACE = re.compile(r"(?:trace|dump|fr|box|stacks?)[_\-. ]?(\d+)(?!\d)", re.I)
 _SHORT = re.compile(r"(?<![A-Za-z0-9])r[_\-]?(\d+)(?![A-Za-z0-9])", re.I)
 _NUMBER = re.compile(r"\d+")
+_TIME = re.compile(r"(?<!\d)20\d\d-?[01]\d-?[0-3]\d[-_T ]?[0-2]\d[-:_.]?[0-5]\d[-:_.]?[0-5]\d(?!\d)")
 _NO_RANK = re.compile(r"(?:pid|host|node|ip|local[_\-. ]?rank)[_\-. =]*$", re.I)
 _ATTEMPT = re.compile(
     r"(?:attempt|restart|retry|try|gen|generation)[_\-. =]*(\d+)|(?<![A-Za-z0-9])a(\d+)(?=[._\-/]|$)", re.I
@@ -170,9 +171,14 @@ def rank_by_prefix(name: str, prefix: str) -> int | None:
     return _plausible(match.group(1)) if match else None
 
 
+def without_time(path: str) -> str:
+    """The path without times as "20261118_004611" or "2026-11-18T00:46:11", whose numbers are no ranks."""
+    return _TIME.sub("", path)
+
+
 def rank_of_name(path: str) -> int | None:
     """The rank that one path tells by itself, without looking at its neighbours; None when it does not."""
-    parts = path.replace("\\", "/").split("/")
+    parts = without_time(path).replace("\\", "/").split("/")
     name = parts[-1]
     box = _BOX.search(name)
     if box:
@@ -208,7 +214,7 @@ def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
         if rank is not None:
             found[path] = rank
         else:
-            name = path.rpartition("/")[2]
+            name = without_time(path.rpartition("/")[2])
             stem = _EXTENSIONS.sub("", name)
             families[_NUMBER.sub("#", stem)].append(path)
     for skeleton, members in families.items():
@@ -234,7 +240,7 @@ def _not_of_folder(found: dict[str, int]) -> dict[str, int]:
 
 def _family_ranks(skeleton: str, members: list[str]) -> dict[str, int]:
     """Of names that differ in numbers only: the numbers that are different everywhere, else node and GPU together."""
-    rows = [_NUMBER.findall(_EXTENSIONS.sub("", path.rpartition("/")[2])) for path in members]
+    rows = [_NUMBER.findall(_EXTENSIONS.sub("", without_time(path.rpartition("/")[2]))) for path in members]
     columns = {
         place: [int(digits) for digits in column]
         for place, column in enumerate(zip(*rows, strict=True))
@@ -279,6 +285,7 @@ _CAPTURES = (
                 "faulthandler.txt",
                 rb"(?:Current thread|Thread) 0x[0-9a-f]+[^\n]{0,80} \(most recent call first\):",
             ),
+            ("debug_server.txt", rb"=== Rank \d+: http[^\n]*/(?:dump_traceback|pyspy_dump)[^\n]* ===\r?\n"),
             ("gdb.txt", rb"\[New LWP \d+\]|\[Thread debugging using |Thread \d+ \(Thread 0x"),
         )
     ),

@@ -34,6 +34,7 @@ MAX_FILE_BYTES = 256 << 20
 _NAME = re.compile(r"^rank(\d{1,7})(?:\.child(\d{1,6}))?\.([a-z].*)$")
 #: One file per process, as `allranks stacks` and serving stacks write them: the rank is not in the name.
 _BY_PID = re.compile(r"^(pyspy|cudagdb)_(.+)_(\d{1,10})\.txt$")
+_SERVER_RANK = re.compile(r"^=== Rank (\d{1,7}): [^\n]* ===\r?\n", re.MULTILINE)
 _CHILD = re.compile(r"child[_.-]?(\d{1,6})")
 _PARSERS = {
     "pystack.txt": debuggers.parse_pystack,
@@ -108,6 +109,7 @@ class _Look:
     stacks: tuple[ThreadStack, ...]
     pid: int | None = None
     title: str = ""
+    rank: int | None = None  # where the file tells it
 
     @property
     def is_child(self) -> bool:
@@ -134,16 +136,19 @@ def read_by_content(files: Iterable[tuple[str, Path]]) -> Capture:
 def _ranks_of_looks(looks: list[_Look], notes: list[str]) -> list[int]:
     """By the names of files with one process; others are counted, and children go with the process before them."""
     mains = Counter(look.name for look in looks if not look.is_child)
-    named = ranks_of_names(name for name in dict.fromkeys(look.name for look in looks) if mains[name] < 2)
-    named |= _ranks_of_titles([look for look in looks if not look.is_child], mains)
+    names = dict.fromkeys(look.name for look in looks if look.rank is None)
+    named = ranks_of_names(name for name in names if mains[name] < 2)
+    named |= _ranks_of_titles([look for look in looks if not look.is_child and look.rank is None], mains)
     free = (number for number in range(len(looks) + len(named)) if number not in named.values())
     ranks: list[int] = []
     for look in looks:
-        if look.name in named:
+        if look.rank is not None:
+            ranks.append(look.rank)
+        elif look.name in named:
             ranks.append(named[look.name])
         else:
             ranks.append(ranks[-1] if look.is_child and ranks else next(free))
-    counted = sum(look.name not in named and not look.is_child for look in looks)
+    counted = sum(look.rank is None and look.name not in named and not look.is_child for look in looks)
     if counted:
         notes.append(
             f"the rank of {counted} processes is not known: they are counted in the order of the files"
@@ -174,24 +179,30 @@ def _add_look(process: _Process, look: _Look) -> None:
 def _looks(name: str, path: Path, notes: list[str]) -> Iterator[_Look]:
     """The processes in one file, each with its stacks; nothing when it is no capture."""
     try:
-        data = read_regular(path, MAX_FILE_BYTES)
-        kind, text = kind_of_capture(data[:4096]), data.decode("utf-8", "replace")
-        if kind == "pyspy.json":
-            pids = [row.get("pid") for row in json.loads(text) if isinstance(row, dict)]
-            yield _Look(
-                name, kind, debuggers.parse_json(text), next((p for p in pids if isinstance(p, int)), None)
-            )
-        elif kind == "pyspy.txt":
-            for part in re.split(r"^(?=Process \d+: )", text, flags=re.MULTILINE):
-                if stacks := debuggers.parse_text(part):
-                    pid = re.match(r"Process (\d{1,10}):", part)
-                    yield _Look(
-                        name, kind, stacks, int(pid[1]) if pid else None, debuggers.process_title(part)
-                    )
-        elif kind:
-            yield _Look(name, kind, _PARSERS[kind](text))
+        text = read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace")
+        parts = _SERVER_RANK.split(text)  # what the debug server of torch writes: all ranks in one file
+        for rank, part in zip(parts[1::2], parts[2::2], strict=True):
+            yield from (replace(look, rank=int(rank)) for look in _looks_in(name, part))
+        yield from _looks_in(name, text) if len(parts) == 1 else ()
     except (OSError, ValueError, TypeError, RecursionError) as error:
         notes.append(f"{name}: damaged ({str(error)[:120]})")
+
+
+def _looks_in(name: str, text: str) -> Iterator[_Look]:
+    """The processes in a text that one tool wrote."""
+    kind = kind_of_capture(text[:4096].encode())
+    if kind == "pyspy.json":
+        pids = [row.get("pid") for row in json.loads(text) if isinstance(row, dict)]
+        yield _Look(
+            name, kind, debuggers.parse_json(text), next((p for p in pids if isinstance(p, int)), None)
+        )
+    elif kind == "pyspy.txt":
+        for part in re.split(r"^(?=Process \d+: )", text, flags=re.MULTILINE):
+            if stacks := debuggers.parse_text(part):
+                pid = re.match(r"Process (\d{1,10}):", part)
+                yield _Look(name, kind, stacks, int(pid[1]) if pid else None, debuggers.process_title(part))
+    elif kind:
+        yield _Look(name, kind, _PARSERS[kind](text))
 
 
 def _ranks_of_pids(folder: Path, notes: list[str]) -> dict[tuple[str, int], int]:
