@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from allranks.model.files import replacing, write_atomically
+from allranks.model.formatting import byte_size, duration, rank_list, ranks_text
 from allranks.model.parsing import without_secrets
 
 SOURCE = Path(__file__).parents[1] / "src" / "allranks"
@@ -94,3 +96,34 @@ def test_times_in_names_are_no_ranks() -> None:
     assert ranks_of_names(["stacks_20261118_004611.txt", "stacks_20261118_004711.txt"]) == {}
     names = ["dump_20261118_004611_0", "dump_20261118_004612_1", "2026-11-18T00:46:11/trace_7"]
     assert ranks_of_names(names) == dict(zip(names, (0, 1, 7), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 ms"), (8e-5, "80 µs"), (0.0123, "12.3 ms"), (0.34, "340 ms"), (0.9996, "1.0 s"), (5.44, "5.4 s"),
+        (9.96, "10 s"), (119.4, "119 s"), (120.0, "2 min"), (312.0, "5 min 12 s"), (11400.0, "3 h 10 min"),
+    ],
+)  # fmt: skip
+def test_durations_read_as_people_write_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_ranks_and_sizes_read_as_people_write_them() -> None:
+    assert [ranks_text(ranks) for ranks in ((), (5,), (2, 0), (9, *range(8)))] == [
+        "no rank", "rank 5", "ranks 0, 2", "ranks 0-7, 9",
+    ]  # fmt: skip
+    assert rank_list(range(0, 100, 2), limit=2) == "0, 2, … (50 in all)"
+    assert [byte_size(size) for size in (0, 999, 1500, 25e9, 3e15)] == [
+        "0 B", "999 B", "1.5 kB", "25.0 GB", "3000.0 TB",
+    ]  # fmt: skip
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "token"
+    write_atomically(path, "first")
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    with pytest.raises(RuntimeError, match="half"), replacing(path) as draft:
+        draft.write_text("sec")
+        raise RuntimeError("half")
+    assert path.read_text() == "first" and list(path.parent.iterdir()) == [path]

@@ -194,7 +194,7 @@ def test_a_file_that_somebody_laid_into_the_incidents_removes_nothing_elsewhere(
 
 def test_an_incident_is_written_in_any_locale(tmp_path: Path) -> None:
     """Its page has signs that ASCII lacks, and names of files may hold bytes that are no text."""
-    script = "import sys; from pathlib import Path; from allranks.incidents.folder import write_atomically; "
+    script = "import sys; from pathlib import Path; from allranks.model.files import write_atomically; "
     script += "write_atomically(Path(sys.argv[1]), '5 \\xb5s in \\udcff')"
     plain = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", script, tmp_path / "page"], env=plain, timeout=300, check=True)

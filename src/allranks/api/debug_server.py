@@ -116,7 +116,7 @@ class VerdictHandler:
 
     def page(self) -> str:
         """The verdict as a whole page."""
-        return self._judge().to_html()
+        return str(self._judge().to_html())
 
     def dump(self) -> str | None:
         """The verdict as text; it is written where the server's `enabled_dumps` names it."""

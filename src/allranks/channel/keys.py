@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.errors import ConfigurationError
+from allranks.model.files import write_atomically
 
 log = logging.getLogger("allranks.channel")
 
@@ -113,17 +114,8 @@ def read_token(path: Path, own: bool = False) -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """A new file, readable by this user only; never through a link or into a file that somebody else laid there.
-
-    Agents that share a folder may write it at the same moment: each makes a file of its own, and the last one stays.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mine = path.with_name(f".{path.name}-{os.getpid()}")
-    mine.unlink(missing_ok=True)
-    handle = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(handle, "w") as out:
-        out.write(token + "\n")
-    mine.replace(path)
+    """A new file, readable by this user only. Agents that share a folder may write it at the same moment."""
+    write_atomically(path, token + "\n")
 
 
 MAGIC = b"allranks-auth-2\n"

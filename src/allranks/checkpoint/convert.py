@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store, s
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.listing import has_manifest
 from allranks.errors import InputError
+from allranks.model.files import replacing
 
 
 def export_checkpoint(
@@ -45,13 +45,8 @@ def export_checkpoint(
         opened(store, name, progress) as checkpoint,
     ):
         state = read_state(checkpoint, 0)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        _write(state, temporary, target.suffix)
-        temporary.replace(target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+    with replacing(target) as draft:
+        _write(state, draft, target.suffix)
     return list(state.model_state_dict)
 
 

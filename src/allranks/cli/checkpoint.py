@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from allranks.checkpoint.stores import Store, StoreSpec, open_store, reason_of, split_address
 from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError, require
+from allranks.model.formatting import byte_size
 
 if TYPE_CHECKING:
     from allranks.checkpoint.stores.listing import Listed
@@ -113,7 +114,7 @@ def _table(address: str, found: list[Listed]) -> Iterator[str]:
             yield f"{'-':>10} {'-':>9} {'-':>5} {'damaged':<19} {one.name}: {one.problem}"
         else:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.timestamp))
-            yield f"{one.step:>10} {_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}"
+            yield f"{one.step:>10} {byte_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}"
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -130,11 +131,11 @@ def _show(args: argparse.Namespace) -> int:
     facts |= {"metrics": dict(manifest.metrics), "ranks": list(manifest.ranks), "bytes": total}
     facts |= {"checksum": algorithm, "tensor_count": len(tensors), "tensors": tensors}
     lines = [path, f"step {manifest.step}, epoch {manifest.epoch}, saved by {manifest.world_size} ranks"]
-    lines += [f"{len(tensors)} tensors, {_size(total)}, checksums {algorithm}"]
+    lines += [f"{len(tensors)} tensors, {byte_size(total)}, checksums {algorithm}"]
     lines += [f"  {key} = {value}" for key, value in manifest.metrics.items()]
     for name, entry in tensors.items() if args.tensors else ():
         shards = f", {entry['shards']} shards" if entry["shards"] != 1 else ""
-        lines.append(f"  {name}  {entry['dtype']} {entry['shape']} {_size(int(entry['bytes']))}{shards}")
+        lines.append(f"  {name}  {entry['dtype']} {entry['shape']} {byte_size(int(entry['bytes']))}{shards}")
     return _answer(args, facts, lines)
 
 
@@ -159,7 +160,7 @@ def _verify(args: argparse.Namespace) -> int:
             lines += [f"DAMAGED {result.path}", *(f"  {problem}" for problem in result.problems)]
             lines += [f"  moved to {moved[result.path]}"] if result.path in moved else []
         else:
-            lines.append(f"ok      {result.path}: {result.tensors} tensors, {_size(result.bytes)}")
+            lines.append(f"ok      {result.path}: {result.tensors} tensors, {byte_size(result.bytes)}")
     _answer(args, {"ok": good, "checkpoints": entries}, lines)
     return 0 if good else 1
 
@@ -181,7 +182,7 @@ def _copy(args: argparse.Namespace) -> int:
                 manifest = copy_checkpoint(source, name, target, new_name, progress)
             path = target.path_of(new_name)
     facts = {"path": path, "step": manifest.step, "bytes": manifest.data_bytes}
-    return _answer(args, facts, f"Wrote {path} (step {manifest.step}, {_size(manifest.data_bytes)})")
+    return _answer(args, facts, f"Wrote {path} (step {manifest.step}, {byte_size(manifest.data_bytes)})")
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -223,7 +224,7 @@ def _export(args: argparse.Namespace) -> int:
     ):
         names = export_checkpoint(store.path_of(name), args.file, _options(args.option), args.force, progress)
     facts = {"file": args.file, "tensors": len(names), "bytes": Path(args.file).stat().st_size}
-    size = _size(facts["bytes"])
+    size = byte_size(facts["bytes"])
     return _answer(args, facts, f"Wrote {args.file} ({len(names)} tensors of the model, {size})")
 
 
@@ -334,21 +335,12 @@ def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]
     def progress(more: int) -> None:
         nonlocal done
         done += more
-        bar.show(done, total, f"{_size(int(bar.per_second(done)))}/s")
+        bar.show(done, total, f"{byte_size(int(bar.per_second(done)))}/s")
 
     try:
         yield progress
     finally:
         bar.clear()
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def _positive(text: str) -> int:

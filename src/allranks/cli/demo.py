@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from allranks.cli.terminal import use_color
 from allranks.errors import require
+from allranks.model.formatting import duration
 
 if TYPE_CHECKING:
     from allranks.drill.demo import DemoResult
@@ -65,12 +66,12 @@ def _proved(result: DemoResult) -> Iterator[tuple[bool, str]]:
     hang, kill = result.drill.faults
     sentence = (hang.verdict or {}).get("sentence", "none")
     yield bool(hang.verdict_right), f"hang of rank {hang.rank}: {sentence}"
-    recovered = f"the others continued training {_s(hang.recovered_s)} after the fault"
-    yield True, f"noticed after {_s(hang.noticed_s)}, {recovered}"
-    next_step = f"next step {_s(kill.recovered_s)} after the fault"
+    recovered = f"the others continued training {_after(hang.recovered_s)} after the fault"
+    yield True, f"noticed after {_after(hang.noticed_s)}, {recovered}"
+    next_step = f"next step {_after(kill.recovered_s)} after the fault"
     yield (
         bool(kill.verdict_right),
-        f"kill -9 of rank {kill.rank}: noticed after {_s(kill.noticed_s)}, {next_step}",
+        f"kill -9 of rank {kill.rank}: noticed after {_after(kill.noticed_s)}, {next_step}",
     )
     same = "all replicas held bit-identical parameters at every step"
     yield result.identical, same if result.identical else "replicas differ"
@@ -82,7 +83,5 @@ def _proved(result: DemoResult) -> Iterator[tuple[bool, str]]:
         yield difference < 1e-3, f"loss curve against the undisturbed run: {text}"
 
 
-def _s(value: float | None) -> str:
-    if value is None:
-        return "never"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+def _after(seconds: float | None) -> str:
+    return "never" if seconds is None else duration(seconds)

@@ -215,7 +215,8 @@ def _state(header: Header) -> str:
 def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, object]]:
     from pathlib import Path
 
-    from allranks.record.dump import Content, dump_bytes, write_file
+    from allranks.model.files import write_atomically
+    from allranks.record.dump import Content, dump_bytes
 
     folder = Path(args.output) if args.output else Path(f"allranks-dump-{headers[0].path.parent.name}")
     many = len({header.rank for header in headers}) < len(headers)
@@ -228,7 +229,7 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
         if target.exists() and not args.force:
             raise InputError(f"{target} exists", hint="choose another folder with -o, or --force")
         data = dump_bytes(header.path, args.format, Content(completed=not args.active))
-        write_file(target, data)
+        write_atomically(target, data)
         facts = {"path": str(target), "rank": header.rank, "pid": header.pid, "attempt": header.attempt}
         facts |= {"calls": header.calls_started, "state": _state(header), "box": str(header.path)}
         written.append(facts)

@@ -7,7 +7,6 @@ command for people, with exit codes that tell.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -60,10 +59,10 @@ def _lines(args: argparse.Namespace, details: Details) -> Iterator[str]:
 def _write(path: str, database: object) -> None:
     """Replaces the file in one step, as a pickle of (types, database)."""
     import pickle
+    from pathlib import Path
 
     from allranks.frtrace.types import types
+    from allranks.model.files import replacing
 
-    partial = f"{path}.{os.getpid()}.partial"
-    with open(partial, "wb") as file:
+    with replacing(Path(path)) as draft, draft.open("wb") as file:
         pickle.dump((types, database), file)
-    os.replace(partial, path)

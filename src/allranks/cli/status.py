@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from allranks.cli.terminal import full_screen, key_within, use_color
 from allranks.model.cluster import JobView, RankRow
+from allranks.model.formatting import rank_list
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:  # numpy comes with it
@@ -140,7 +141,7 @@ def _doing(row: RankRow, waiters: int, narrow: bool) -> str:
     """What it does, and who waits for whom; on a narrow screen that comes first."""
     phase = f" [{row.phase}]" if row.phase else ""
     held = f"<- {waiters} {'rank waits' if waiters == 1 else 'ranks wait'} for it" if waiters else ""
-    waits = _ranks(row.waits_for)
+    waits = rank_list(row.waits_for, limit=8)
     if narrow:
         first = held or (f"waits for {waits}" if waits else "")
         return f"{first}: {row.doing}{phase}" if first else f"{row.doing}{phase}"
@@ -151,7 +152,3 @@ def _cut(text: str, width: int) -> str:
     """Fits one line of the screen, and does not steer it: names and reasons are words of others."""
     text = printable(text, len(text))
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -3,7 +3,6 @@ whole."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -11,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
 from allranks.errors import InputError
+from allranks.model.files import replacing
 from allranks.model.parsing import printable
 
 LONG_S = 1.0  # what takes longer shows that it is at work
@@ -159,20 +159,14 @@ def write_whole(name: str, parts: Iterable[str | bytes]) -> None:
 
     target = Path(name)
     special = target.exists() and not target.is_file()  # /dev/stdout
-    draft = target if special else target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with (
             at_work(f"writing {name}"),
+            nullcontext(target) if special else replacing(target) as draft,
             gzip.open(draft, "wb", 5) if name.endswith(".gz") else draft.open("wb") as file,
         ):
             for part in parts:
                 file.write(part if isinstance(part, bytes) else part.encode("utf-8", "replace"))
-        if not special:
-            draft.replace(target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            None if special else draft.unlink()
-        if isinstance(error, OSError):
-            raise InputError(f"cannot write {name}: {error.strerror}") from error
-        raise
+    except OSError as error:
+        raise InputError(f"cannot write {name}: {error.strerror}") from error
     print(f"Wrote {name}", file=sys.stderr)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from allranks.diagnose.job import Job
-from allranks.model.parsing import rank_runs
+from allranks.model.formatting import count as count
+from allranks.model.formatting import duration
+from allranks.model.formatting import ranks_text as ranks_text
 from allranks.model.trace import Frame
 
 #: Files of torch and of the machinery around a call; not a project of the user's in a folder called torch or accelerate.
@@ -51,14 +53,7 @@ def place(frames: Sequence[Frame]) -> str:
     return text if frame.name in ("", "<module>") else f"{text} in {frame.name}"
 
 
-def ranks_text(ranks: Iterable[int], *, limit: int = 12) -> str:
-    """ "rank 5", "ranks 0, 2", "ranks 0-7, 9": runs of three and more are drawn together."""
-    named = set(ranks)
-    if not named:
-        return "no rank"
-    parts = rank_runs(named)
-    shown = ", ".join(parts[:limit]) + (f", … ({len(named)} in all)" if len(parts) > limit else "")
-    return f"rank{'s' if len(named) > 1 else ''} {shown}"
+seconds = duration
 
 
 def ranks_wait(ranks: Iterable[int]) -> str:
@@ -75,27 +70,8 @@ def who(job: Job, ranks: Iterable[int]) -> str:
     return f"{text} ({hosts.pop()})" if len(hosts) == 1 and len(ordered) <= 8 else text
 
 
-def count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'s' if number != 1 else ''}"
-
-
 def count_ranks(number: int) -> str:
     return count(number, "rank")
-
-
-def seconds(value: float) -> str:
-    """ "350 ms", "31 s", "5 min 12 s", "3 h 10 min"."""
-    if value < 0.0995:
-        return f"{value * 1000:.3g} ms"
-    if value < 10:
-        return f"{value:.1f} s"
-    if value < 120:
-        return f"{value:.0f} s"
-    minutes, rest = divmod(round(value), 60)
-    if minutes < 120:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
 
 
 def call_text(job: Job, rank: int, row: int, seq: int, label: str) -> str:

@@ -19,7 +19,8 @@ from typing import BinaryIO, Literal, cast
 
 import yaml
 
-from allranks.model.parsing import rank_runs, without_secrets
+from allranks.model.formatting import ranks_text
+from allranks.model.parsing import without_secrets
 
 Level = Literal["root", "symptom", "warning"]
 MAX_LINE = 4000
@@ -179,16 +180,12 @@ class _Watchdogs:
 
 def _behind(call: str, behind: list[int], waiting: list[int]) -> tuple[str, str]:
     """(cause, cure) of a call that some ranks never entered."""
-    late, those = _ranks(behind), _ranks(waiting)
+    late, those = ranks_text(behind), ranks_text(waiting)
     if len(behind) < len(waiting):
         cause = f"{late.capitalize()} never entered {call}, in which {those} timed out: {late} is behind."
         return cause, _BEHIND_CURE.format(ranks=late)
     cause = f"Only {those} entered {call} and timed out in it; {late} never did: an extra call, or they are stuck before it."
     return cause, _BEHIND_CURE.format(ranks=those)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(rank_runs(ranks))}"
 
 
 def _long_before(ordered: list[Match]) -> Match | None:

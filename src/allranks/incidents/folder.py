@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import stat
 import tempfile
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from allranks.blackbox.files import folder_bytes
 from allranks.model.diagnosis import Finding
+from allranks.model.files import write_atomically
 from allranks.model.incident import Action, Incident, Kind, Moment
 from allranks.report import as_json
 
@@ -163,14 +163,3 @@ def _stories(folder: Path) -> Iterator[tuple[Path, Story]]:
                     yield path.parent, story
         except (OSError, ValueError, RecursionError):
             continue
-
-
-def write_atomically(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as out:
-            out.write(text)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -18,10 +18,10 @@ import msgspec
 
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.errors import AllranksError
-from allranks.incidents.folder import write_atomically
 from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
+from allranks.model.files import write_atomically
 from allranks.model.parsing import from_json
 from allranks.model.stacks import RankState, StacksReport
 from allranks.model.trace import Frame

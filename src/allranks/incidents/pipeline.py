@@ -19,20 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from allranks.incidents.folder import (
-    Changes,
-    IncidentFolder,
-    copy_boxes,
-    keep_newest,
-    open_incident,
-    write_atomically,
-)
+from allranks.incidents.folder import Changes, IncidentFolder, copy_boxes, keep_newest, open_incident
 from allranks.incidents.judge import Observed, attempt, judge_folder
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.policy import Mode, PolicyOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.model.cluster import FOLLOW_S, Gathering
 from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.files import write_atomically
 from allranks.model.incident import Kind, Moment
 from allranks.model.stacks import StacksReport
 from allranks.report import as_json, text

@@ -28,8 +28,9 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from allranks.channel.worker import Worker
 from allranks.errors import ConfigurationError, InputError, require
-from allranks.incidents.folder import IncidentFolder, keep_newest, write_atomically
+from allranks.incidents.folder import IncidentFolder, keep_newest
 from allranks.load import LoadOptions, load_paths
+from allranks.model.files import write_atomically
 from allranks.model.incident import Incident
 from allranks.model.parsing import only_host, printable
 from allranks.model.trace import RankTrace

@@ -11,7 +11,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -81,18 +81,6 @@ def printable(text: str, limit: int = 2000) -> str:
     """Without control characters, which would steer a terminal, and not longer than `limit`."""
     text = text if len(text) <= limit else f"{text[:limit]} …"
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
-
-
-def rank_runs(ranks: Iterable[int]) -> list[str]:
-    """["0-7", "9"]: runs of three and more ranks are drawn together."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    each = ([f"{low}-{high}"] if high - low > 1 else map(str, range(low, high + 1)) for low, high in runs)
-    return list(chain.from_iterable(each))
 
 
 def read_yaml(text: str) -> object:

@@ -20,7 +20,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.model.parsing import rank_runs, without_secrets
+from allranks.model.formatting import duration, rank_list
+from allranks.model.parsing import without_secrets
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -86,21 +87,6 @@ def stamp(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at)) if at else ""
 
 
-def seconds(value: float) -> str:
-    """ "80 µs", "340 ms", "5.4 s", "12 min"."""
-    if 0 < value < 0.001:
-        return f"{value * 1e6:.0f} µs"
-    if value < 1:
-        return f"{value * 1000:.0f} ms"
-    return (
-        f"{value:.1f} s"
-        if value < 120
-        else f"{value / 60:.0f} min"
-        if value < 7200
-        else f"{value / 3600:.1f} h"
-    )
-
-
 def upper(text: str) -> str:
     """A sentence that begins with a capital letter."""
     return text[:1].upper() + text[1:]
@@ -118,7 +104,7 @@ def _environment() -> Environment:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        _made.filters.update(breaks=breaks, data=data, seconds=seconds, sentence=_sentence)
+        _made.filters.update(breaks=breaks, data=data, duration=duration, sentence=_sentence)
     return _made
 
 
@@ -215,18 +201,12 @@ class Row:
 
 def stack_card(ranks: tuple[int, ...], lines: tuple[FrameLine, ...], label: str, guilty: bool) -> StackCard:
     """The card of ranks that share a stack; a guilty rank's shows its code too."""
-    title = f"Rank{'s' if len(ranks) > 1 else ''} {short(ranks)}"
+    title = f"Rank{'s' if len(ranks) > 1 else ''} {rank_list(ranks)}"
     if not guilty:
         return StackCard(title, "waiting", "warn", lines)
     note = NOTES.get(label, "")
     shown = f"{label} stack" if label == "live" else label or "stack"
     return StackCard(title, shown, "warn" if note else "bad", lines, True, note, read_source(lines))
-
-
-def short(ranks: tuple[int, ...]) -> str:
-    """ "0-7, 9" with at most a dozen runs."""
-    parts = rank_runs(ranks)
-    return ", ".join(parts[:12]) + (f", … ({len(ranks)} in all)" if len(parts) > 12 else "")
 
 
 def frame_lines(frames: Iterable[tuple[str, str, int]]) -> tuple[FrameLine, ...]:

@@ -32,10 +32,10 @@ from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import job_folder
 from allranks.blackbox.layout import Item, packed_ranks
 from allranks.blackbox.reader import read_trace
+from allranks.model.files import write_atomically
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.model.trace import REDUCE_OPS, RankTrace
 from allranks.record.calls import dtype_name
-from allranks.record.dump import write_file
 from allranks.record.groups import GroupState
 from allranks.record.options import from_environment, is_true
 from allranks.record.writer import CallWriter, fill_header, warn_once
@@ -127,7 +127,7 @@ class FlightRecorderHook:
     def dump_file(self, rank: int, include_completed: bool = True) -> Path:
         """Writes the records as PyTorch 2.10 pickle where TORCHCOMM_FR_DUMP_TEMP_FILE says; returns the path."""
         path = dump_path(rank, os.environ)
-        write_file(path, to_torch_pickle(self._trace(), include_completed=include_completed))
+        write_atomically(path, to_torch_pickle(self._trace(), include_completed=include_completed))
         return path
 
     def close(self) -> None:

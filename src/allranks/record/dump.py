@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from allranks.blackbox.header import Header, find_header, is_alive, read_header
 from allranks.blackbox.reader import copy_box, read_trace
 from allranks.errors import InputError
+from allranks.model.files import write_atomically
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.record.options import TORCH_ERRORS, RecorderOptions, from_environment
 
@@ -73,7 +73,7 @@ def dump_file(
         target = _by_prefix(options, read_header(box).rank)
     else:
         target = _own_name(box, reason, format)
-    write_file(target, data)
+    write_atomically(target, data)
     return target
 
 
@@ -100,23 +100,9 @@ def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path
             continue
         if target.exists() and target.stat().st_mtime_ns >= header.start_ns:
             continue
-        write_file(target, dump_bytes(header.path, "pickle", Content()))
+        write_atomically(target, dump_bytes(header.path, "pickle", Content()))
         written.append(target)
     return written
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Puts a file of mode 0600 in place in one go; parents are made, private, when missing."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _by_prefix(options: RecorderOptions, rank: int) -> Path:

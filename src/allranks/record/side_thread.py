@@ -24,8 +24,9 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from allranks.blackbox.layout import wakeup_address
+from allranks.model.files import write_atomically
 from allranks.model.parsing import without_secrets
-from allranks.record.dump import native_dumps, write_file
+from allranks.record.dump import native_dumps
 from allranks.record.guard import Guard
 from allranks.record.writer import warn_once
 
@@ -249,7 +250,7 @@ def write_native(dump: Path, rank: int) -> None:
     """Puts torch's own rings beside a dump of ours, each in a folder of its own: NAME.nccl/rank_R, NAME.fr/rank_R."""
     for source, data in native_dumps().items():
         kind = "nccl" if "nccl" in source else "fr"
-        write_file(dump.parent.with_name(f"{dump.parent.name}.{kind}") / f"rank_{max(rank, 0)}", data)
+        write_atomically(dump.parent.with_name(f"{dump.parent.name}.{kind}") / f"rank_{max(rank, 0)}", data)
 
 
 _fork_handler = False

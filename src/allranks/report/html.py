@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from allranks import pages
 from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.formatting import duration, rank_list
 from allranks.model.trace import RankTrace
-from allranks.pages import Row, StackCard, frame_lines, short, stack_card, without_stale
+from allranks.pages import Row, StackCard, frame_lines, stack_card, without_stale
 from allranks.report.text import clean, headline_text
 from allranks.report.timeline import MISSING, Timeline, build_timeline, pack
 
@@ -73,11 +74,11 @@ def _facts(verdict: Finding | None) -> list[tuple[str, str]]:
         return []
     call = f"{verdict.group}{'' if verdict.sequence is None else f' #{verdict.sequence}'}"
     waiting = f"{len(verdict.waiting):,}" + (
-        f", {pages.seconds(verdict.waited_s)}" if verdict.waited_s is not None else ""
+        f", {duration(verdict.waited_s)}" if verdict.waited_s is not None else ""
     )
     facts = [
         ("Cause", verdict.cause.replace("_", " ")),
-        ("Guilty rank" + ("s" if len(verdict.ranks) > 1 else ""), short(verdict.ranks)),
+        ("Guilty rank" + ("s" if len(verdict.ranks) > 1 else ""), rank_list(verdict.ranks)),
         ("Ranks waiting", waiting if verdict.waiting else ""),
         ("Group and call", call),
         ("Where", verdict.where),
@@ -105,7 +106,8 @@ def _finding(finding: Finding) -> Row:
     number = "" if finding.sequence is None else f" #{finding.sequence}"
     sure = f" ({finding.confidence:.0%})" if finding.severity == "root" else ""
     return Row(
-        (name, clean(finding.sentence + sure), short(finding.ranks), clean(f"{finding.group}{number}")), mood
+        (name, clean(finding.sentence + sure), rank_list(finding.ranks), clean(f"{finding.group}{number}")),
+        mood,
     )
 
 
@@ -113,8 +115,14 @@ def _groups(diagnosis: Diagnosis) -> dict[str, object]:
     rows = []
     for group in sorted(diagnosis.groups, key=lambda g: (not g.behind, g.label))[:MAX_LISTED]:
         calls = "" if group.first_sequence is None else f"#{group.first_sequence} to #{group.last_sequence}"
-        members = f"{short(group.members)}{'' if group.members_known else ' (as seen in calls)'}"
-        cells = (clean(group.label), clean(group.backend or "unknown"), members, calls, short(group.behind))
+        members = f"{rank_list(group.members)}{'' if group.members_known else ' (as seen in calls)'}"
+        cells = (
+            clean(group.label),
+            clean(group.backend or "unknown"),
+            members,
+            calls,
+            rank_list(group.behind),
+        )
         rows.append(Row(cells, "bad" if group.behind else ""))
     return {"groups": rows, "group_count": f"{len(diagnosis.groups):,}"}
 

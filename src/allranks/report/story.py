@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 
 from allranks import pages
 from allranks.model.diagnosis import Finding
+from allranks.model.formatting import duration, rank_list
 from allranks.model.incident import Action, Incident, Moment
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.pages import StackCard, frame_lines, is_library, seconds, short, stack_card, without_stale
+from allranks.pages import StackCard, frame_lines, is_library, stack_card, without_stale
 from allranks.report.text import clean
 
 _GOOD = frozenset({"last good step", "recovered", "healed", "back to speed"})
@@ -80,12 +81,12 @@ def _facts(incident: Incident, verdict: Finding) -> list[tuple[str, str]]:
         "recovered": "Recovered in",
     }
     facts = [
-        ("Guilty rank" + ("s" if len(incident.ranks) > 1 else ""), short(incident.ranks)),
+        ("Guilty rank" + ("s" if len(incident.ranks) > 1 else ""), rank_list(incident.ranks)),
         ("Cause", verdict.cause.replace("_", " ")),
         ("Where", verdict.where),
         ("Confidence", f"{verdict.confidence:.0%}" if incident.verdict is not None else ""),
         *(
-            (text, pages.seconds(incident.durations_s[key]))
+            (text, duration(incident.durations_s[key]))
             for key, text in names.items()
             if key in incident.durations_s
         ),
@@ -164,7 +165,7 @@ def rank_evidence(incident: Incident, traces: Sequence[RankTrace] = ()) -> list[
     found = []
     for (guilty, cause, where, evidence, stack), ranks in _groups(incident)[:MAX_GROUPS]:
         recent = next((calls[rank] for rank in ranks if rank in calls), ())
-        title = f"Rank{'s' if len(ranks) > 1 else ''} {short(tuple(ranks))}"
+        title = f"Rank{'s' if len(ranks) > 1 else ''} {rank_list(tuple(ranks))}"
         found.append(
             RankEvidence(tuple(ranks), title, guilty, cause, where, evidence, stack[:MAX_FRAMES], recent)
         )
@@ -189,12 +190,12 @@ def _call(trace: RankTrace, index: int) -> str:
     group = trace.groups[int(call["group"])]
     created, completed = int(call["created_ns"]), int(call["completed_ns"])
     if completed > created:
-        state = f"finished in {seconds((completed - created) / 1e9)}"
+        state = f"finished in {duration((completed - created) / 1e9)}"
     elif int(call["state"]) == State.COMPLETED or int(call["flags"]) & Flag.RETIRED:
         state = "finished"
     else:
         open_s = max(0, trace.header.written_ns - created) / 1e9
-        state = f"not finished after {seconds(open_s)}" if open_s else "not finished"
+        state = f"not finished after {duration(open_s)}" if open_s else "not finished"
     frames = trace.stacks[int(call["stack"])]
     line = next((frame for frame in frames if not is_library(frame.file)), None)
     at = f", at {line.file.rpartition('/')[2]}:{line.line}" if line else ""

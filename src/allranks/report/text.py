@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.formatting import rank_list, ranks_text
 from allranks.model.trace import Frame, RankTrace, State
-from allranks.pages import is_library, short
+from allranks.pages import is_library
 
 MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
 #: Puts text in a style, or leaves it as it is.
@@ -110,7 +111,7 @@ def _stacks(paint: Painter, verdict: Finding, options: TextOptions) -> Iterator[
     labels = (*verdict.stack_labels, *("" for _ in shown))
     for (ranks, frames), label in zip(shown, labels, strict=False):
         role = ("guilty" if guilty & set(ranks) else "waiting") + (f", {label}" if label else "")
-        yield clean(f"  rank{'s' if len(ranks) > 1 else ''} {short(ranks)} ({role})")
+        yield clean(f"  {ranks_text(ranks)} ({role})")
         visible = frames if options.full_stacks else visible_frames(frames)
         for frame in visible:
             yield f"    {frame_text(frame)}"
@@ -143,8 +144,8 @@ def _files(paint: Painter, diagnosis: Diagnosis, options: TextOptions) -> Iterat
 def _groups(paint: Painter, diagnosis: Diagnosis) -> Iterator[str]:
     lines = []
     for group in diagnosis.groups:
-        members = f"ranks {short(group.members)}" + ("" if group.members_known else " (as seen in calls)")
-        behind = f", behind: {short(group.behind)}" if group.behind else ""
+        members = f"ranks {rank_list(group.members)}" + ("" if group.members_known else " (as seen in calls)")
+        behind = f", behind: {rank_list(group.behind)}" if group.behind else ""
         lines.append(
             f"{group.label} ({group.backend or 'library unknown'}, name {group.name!r}): {members}; "
             f"calls #{group.first_sequence} to #{group.last_sequence}{behind}"

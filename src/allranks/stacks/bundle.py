@@ -8,7 +8,6 @@ files beside it are read instead.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
@@ -19,6 +18,7 @@ import msgspec
 
 from allranks.blackbox.header import read_regular
 from allranks.errors import InputError
+from allranks.model.files import replacing
 from allranks.model.parsing import convert
 from allranks.model.stacks import (
     Capture,
@@ -135,9 +135,8 @@ def write_bundle(capture: Capture, folder: Path) -> Path:
     """Writes `bundle.json` so that a reader never sees half of it; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / BUNDLE
-    partial = folder / f".{BUNDLE}.{os.getpid()}"
-    partial.write_text(json.dumps(encode(capture), separators=(",", ":")), encoding="utf-8")
-    os.replace(partial, final)
+    with replacing(final) as draft:
+        draft.write_text(json.dumps(encode(capture), separators=(",", ":")), encoding="utf-8")
     return final
 
 

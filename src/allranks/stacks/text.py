@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from allranks.model.parsing import rank_runs
+from allranks.model.formatting import rank_runs
 from allranks.model.stacks import Capture, ProcessCapture, RankState, StackFrame, StacksReport, ThreadStack
 from allranks.stacks.views import cut_fork, is_user_file, place, short_name
 

@@ -1,0 +1,61 @@
+"""Ranks, durations and sizes as people read them: in every message, report and page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+
+def rank_runs(ranks: Iterable[int]) -> list[str]:
+    """["0-7", "9"]: three and more consecutive ranks are one run."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    each = ([f"{low}-{high}"] if high - low > 1 else map(str, range(low, high + 1)) for low, high in runs)
+    return list(chain.from_iterable(each))
+
+
+def rank_list(ranks: Iterable[int], limit: int = 12) -> str:
+    """ "0-7, 9", with at most `limit` runs."""
+    named = set(ranks)
+    parts = rank_runs(named)
+    return ", ".join(parts[:limit]) + (f", … ({len(named)} in all)" if len(parts) > limit else "")
+
+
+def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:
+    """ "rank 5", "ranks 0, 2", "ranks 0-7, 9", "no rank"."""
+    named = set(ranks)
+    return f"rank{'s' if len(named) > 1 else ''} {rank_list(named, limit)}" if named else "no rank"
+
+
+def count(number: int, word: str) -> str:
+    """ "1 rank", "1,024 ranks"."""
+    return f"{number:,} {word}{'s' if number != 1 else ''}"
+
+
+def duration(seconds: float) -> str:
+    """ "80 µs", "350 ms", "5.4 s", "31 s", "5 min 12 s", "3 h 10 min"."""
+    if 0 < seconds < 0.0009995:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def byte_size(count: int | float) -> str:
+    """ "512 B", "1.5 MB": powers of 1000."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
