@@ -344,11 +344,12 @@ def _typed(kind: Any, value: Any) -> Any:
         return None
     if kind is int and isinstance(value, str):
         return int(value) if re.fullmatch(r"\s*[-+]?\d{1,4000}\s*", value) else None
-    if kind is float or not math.isfinite(value):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if kind is float or (isinstance(value, float) and not math.isfinite(number)):
+        return number
     return int(value) if value == int(value) else None
 
 
