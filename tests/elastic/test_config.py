@@ -365,18 +365,6 @@ def test_missing_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "No such file" in capsys.readouterr().err
 
 
-def test_without_pydantic_one_sentence_names_the_extra() -> None:
-    """The base install says what to type."""
-    code = (
-        "import sys; sys.modules['pydantic'] = None\n"
-        "from allranks.cli import main; sys.exit(main(['config', 'schema']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert "pip install 'allranks[config]'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_checking_a_file_does_not_import_torch(tmp_path: Path) -> None:
     """`allranks config` is for login nodes."""
     code = "import sys; from allranks.elastic.config import validate_config; validate_config({}); assert 'torch' not in sys.modules"

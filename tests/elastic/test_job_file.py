@@ -41,8 +41,7 @@ def _taken(settings: dict[str, Any], script: list[str], *words: str) -> tuple[Ru
 
 
 def _settings(**sections: Any) -> dict[str, Any]:
-    found: dict[str, Any] = load_config(sections).model_dump()
-    return found
+    return load_config(sections).to_dict()
 
 
 def test_every_key_of_debug_recovery_and_lighthouse_has_a_reader() -> None:
@@ -153,7 +152,7 @@ def test_one_file_serves_run_and_watch(tmp_path: Path) -> None:
         "  triggers: {at_seconds: [5], rank_lost: true}\n"
     )
     (tmp_path / "job.yaml").write_text(text)
-    debug = load_config(tmp_path / "job.yaml").model_dump()["debug"]
+    debug = load_config(tmp_path / "job.yaml").to_dict()["debug"]
     watch = read_debug_options(tmp_path / "job.yaml")
     assert (watch.rounds, watch.native, watch.patterns, watch.output_dir) == (3, "never", ("^mine",), "there")
     section = collection(debug)

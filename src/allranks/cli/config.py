@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     if args.verb == "schema":
         print(json.dumps(config.json_schema(), indent=2))
         return 0
-    values = hide_secrets(config.load_config(args.file).model_dump(mode="json"))
+    values = hide_secrets(config.load_config(args.file).to_dict())
     if args.json:
         print(json.dumps(values, indent=2))
         return 0

@@ -122,9 +122,9 @@ FLAGS = {
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The job file as plain data, checked as a whole; what of it is not read is said."""
-    from allranks.elastic.config import check, read_config
+    from allranks.elastic.config import check, load_config
 
-    found: dict[str, Any] = read_config(path).model_dump()
+    found = load_config(path).to_dict()
     for warning in check(path).warnings:
         note(f"[allranks] {path}: {warning}")
     return found
@@ -132,9 +132,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def chosen_flags(path: Path) -> set[str]:
     """The flags of torchrun that the file itself sets, defaults aside."""
-    from allranks.elastic.config import read_config
+    from allranks.elastic.config import load_config
 
-    keys = read_config(path).elastic.model_fields_set
+    written = load_config(path).written
+    keys = {key.removeprefix("elastic.") for key in written if key.startswith("elastic.")}
     return {FLAGS[key] for key in keys & set(FLAGS)} | ({"--nnodes"} if "max_nodes" in keys else set())
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def make_checkpoint_config(config: JobConfig) -> CheckpointConfig:
-    return CheckpointConfig(**config.checkpoint.model_dump(exclude={"fresh"}))
+    return CheckpointConfig(
+        **{key: value for key, value in vars(config.checkpoint).items() if key != "fresh"}
+    )
 
 
 def make_limits(config: JobConfig, ranks_per_node: int = 1) -> Limits:

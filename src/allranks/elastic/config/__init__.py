@@ -11,16 +11,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from allranks.checkpoint.stores import StoreSpec, reason_of
 from allranks.checkpoint.stores.object_store import ObjectBlobs
+from allranks.elastic.config.schema import JobConfig, json_schema
+from allranks.elastic.config.validate import Checked, ConfigCheck
 from allranks.elastic.config.yaml_tree import ConfigProblem, Tree, read_tree
-from allranks.errors import ConfigurationError, InputError, MissingExtra, require
-
-if TYPE_CHECKING:  # pydantic is an extra
-    from allranks.elastic.config.schema import JobConfig as JobConfig
-    from allranks.elastic.config.validate import Checked
+from allranks.errors import ConfigurationError, InputError, MissingExtra
 
 __all__ = [
     "ConfigProblem",
@@ -29,25 +26,11 @@ __all__ = [
     "check",
     "json_schema",
     "load_config",
-    "read_config",
     "validate_config",
     "validate_elastic_config",
     "validate_s3_access",
 ]
 _CREDENTIALS = "Configure credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach an IAM role"
-
-
-def __getattr__(name: str) -> Any:
-    if name not in {"JobConfig", "json_schema"}:
-        raise AttributeError(f"module 'allranks.elastic.config' has no attribute {name!r}")
-    _need_pydantic()
-    from allranks.elastic.config import schema
-
-    return getattr(schema, name)
-
-
-def _need_pydantic() -> None:
-    require("pydantic", feature="A job configuration", extra="config")
 
 
 @dataclass
@@ -64,9 +47,6 @@ def check(source: object) -> Checked:
 
     Raises only when a file cannot be read.
     """
-    _need_pydantic()
-    from allranks.elastic.config.validate import ConfigCheck
-
     return ConfigCheck(_tree(source)).run()
 
 
@@ -95,9 +75,6 @@ def load_config(source: object) -> JobConfig:
         lines = "\n".join(f"  {problem}" for problem in checked.errors)
         raise ConfigurationError(f"{count} problem{'s' * (count > 1)} in {name}:\n{lines}")
     return checked.config
-
-
-read_config = load_config
 
 
 def _tree(source: object) -> Tree:

@@ -1,245 +1,257 @@
-"""The typed shape of a job's configuration. The only module that imports pydantic.
+"""The sections and keys of a job's file: frozen dataclasses of options, most of them made from the options of the parts.
 
-Each default is written once: here, or in the options class that a section is made from. A field's `title` is the word used for it in messages; relations between
-fields are checked in `validate.py`, so that one wrong field does not hide them.
+Each default is written once: here, or in the options class that a section is made from. An option's `title` is the word used
+for it in messages; relations between keys are checked in `validate.py`, so that one wrong value does not hide them.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
-
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    create_model,
-    field_validator,
-)
-from pydantic_core import PydanticCustomError
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from allranks.checkpoint.config import CheckpointConfig
 from allranks.elastic.scaling import ScalingConfig
 from allranks.elastic.world import ElasticTrainingConfig
 from allranks.incidents.policy import PolicyOptions
 from allranks.lighthouse.options import Options
-from allranks.model.options import default_of, key_of, meanings
+from allranks.model.options import Meaning, default_of, key_of, meanings, option
 from allranks.stacks.debug_config import DebugOptions
 from allranks.watch.silence import NoticeOptions
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+
+@dataclass(frozen=True)
+class GradientClipping:
+    enabled: bool = option(True, "")
+    max_norm: float = option(1.0, "", above=0, title="gradient_clipping.max_norm")
+    norm_type: float = option(2.0, "", above=0)
+    log_clipping: bool = option(False, "")
 
 
-def _switch(value: object) -> object:
-    """YAML 1.1 readers turn `mode: on` into True: take it back."""
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-
-
-def _listed(value: object) -> object:
-    """One path is a list of one."""
-    return [value] if isinstance(value, str) else value
-
-
-class Section(BaseModel):
-    """A section: unknown keys are refused, values may be converted ("4" → 4) but not guessed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")  # type: ignore[untyped-decorator]
-    @classmethod
-    def _no_flags_for_numbers(cls, value: object, info: ValidationInfo) -> object:
-        """`true` is not 1."""
-        known = cls.model_fields.get(info.field_name or "")
-        annotation = known.annotation if known is not None else None
-        if isinstance(value, bool) and annotation in {int, float}:
-            kind = "int_type" if annotation is int else "float_type"
-            raise PydanticCustomError(kind, "a number is wanted")
-        return value
-
-
-class GradientClipping(Section):
-    enabled: bool = True
-    max_norm: float = Field(1.0, gt=0, title="gradient_clipping.max_norm")
-    norm_type: float = Field(2.0, gt=0)
-    log_clipping: bool = False
-
-
-class TrainingSection(Section):
+@dataclass(frozen=True)
+class Training:
     """Read by your script; keys that allranks does not know are kept, with a warning."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    script: str | None = option(None, "what `allranks run --config` starts when no script is named")
+    args: list[str] = option(list, "arguments of the script")
+    lr: float = option(1e-4, "", above=0, title="Learning rate")
+    weight_decay: float = option(0.01, "", at_least=0)
+    batch_size: int = option(8, "samples per rank and micro-batch", above=0, title="Batch size")
+    max_steps: int = option(100_000, "", above=0)
+    log_interval: int = option(10, "", above=0)
+    seed: int = option(0, "")
+    gradient_clipping: GradientClipping = option(GradientClipping, "")
+    own: Mapping[str, object] = field(default_factory=dict)  # keys of the user's
 
-    script: str | None = Field(
-        None, description="what `allranks run --config` starts when no script is named"
-    )
-    args: list[str] = Field(default_factory=list, description="arguments of the script")
-    lr: float = Field(1e-4, gt=0, title="Learning rate")
-    weight_decay: float = Field(0.01, ge=0)
-    batch_size: Positive = Field(8, title="Batch size", description="samples per rank and micro-batch")
-    max_steps: Positive = 100_000
-    log_interval: Positive = 10
-    seed: int = 0
-    gradient_clipping: GradientClipping = GradientClipping()
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("own", {})
+        if name not in own:
+            raise AttributeError(name)
+        return own[name]
 
 
-def fields_of(
+@dataclass(frozen=True)
+class Data:
+    enabled: bool = option(True, "")
+    files: list[str] = option(list, "")
+    text_key: str = option("text", "")
+    seq_length: int = option(1024, "", above=0)
+    tokenizer: str = option("bytes", "a tokenizer.json, a Hugging Face name, or 'bytes'")
+    index: str | None = option(None, "the token index; built by `allranks index build`")
+    num_workers: int = option(4, "", at_least=0)
+    seed: int = option(0, "")
+    shuffle: bool = option(True, "")
+
+
+def _plain(value: object) -> Any:
+    """A default as a file says it."""
+    value = value.value if isinstance(value, enum.Enum) else value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _of(
     options: type, only: Collection[str] = (), left_out: Collection[str] = (), unset: bool = False
 ) -> dict[str, Any]:
-    """Fields with the keys, defaults, bounds and meanings of an options class; `unset`: None where the file is silent."""
-    kinds = get_type_hints(options)
-    found: dict[str, Any] = {}
-    for one, meaning in meanings(options):
+    """The options of a class as keys of a section; `unset`: None where the file is silent."""
+    kinds, found = get_type_hints(options), {}
+    for one, _ in meanings(options):
         if one.name in left_out or (only and one.name not in only):
             continue
-        default = None if unset else default_of(one)
-        kind = (
-            Literal[meaning.choices] if meaning.choices else _YAML_KINDS.get(kinds[one.name], kinds[one.name])
+        default = None if unset else _plain(default_of(one))
+        made = field(
+            metadata=one.metadata,
+            **(
+                {"default_factory": default.copy}
+                if isinstance(default, (list, dict))
+                else {"default": default}
+            ),
         )
-        value = default.value if isinstance(default, enum.Enum) else default
-        bounds = {"gt": meaning.above, "ge": meaning.at_least, "le": meaning.at_most}
-        if get_origin(kind) is list:
-            bounds = {}
-        field = Field(value, title=meaning.title or None, description=meaning.help, **bounds)
-        found[key_of(one).rpartition(".")[2]] = (kind if value is not None else kind | None, field)
+        found[key_of(one).rpartition(".")[2]] = (kinds[one.name], made)
     return found
 
 
-def _made(name: str, fields: dict[str, Any]) -> Any:
-    return create_model(f"{name}Section", __base__=Section, **fields)
+def _section(name: str, text: str, keys: Mapping[str, Any], **own: tuple[Any, Any]) -> Any:
+    every = [(key, kind, made) for key, (kind, made) in {**keys, **own}.items()]
+    return make_dataclass(name, every, frozen=True, namespace={"__doc__": text, "__module__": __name__})
 
 
-#: What a YAML file can say where a program may give more.
-_YAML_KINDS: dict[Any, Any] = {
-    str | Path | None: str | None,
-    Mapping[str, str]: dict[str, str],
-    tuple[float, ...]: list[Seconds],
-    tuple[str, ...]: list[str],
-}
-
-
-_CHECKPOINT: Any = _made("Checkpoint", fields_of(CheckpointConfig, (), ("peers", "peer_token", "node_rank")))
-
-
-class Checkpoint(_CHECKPOINT):
-    """`allranks.checkpoint.CheckpointConfig`, which is made from it."""
-
-    fresh: bool = Field(False, description="as `allranks run --fresh`: set earlier checkpoints aside first")
-
-
-_ELASTIC: Any = _made("Elastic", fields_of(ElasticTrainingConfig))
-_SCALING: Any = _made("Scaling", fields_of(ScalingConfig))
-
-
-class Elastic(_ELASTIC):
-    """`allranks.elastic.ElasticTrainingConfig`, and what only the file says."""
-
-    rdzv_endpoint: str = Field("", description="host:port; empty: this machine, for one node")
-    nproc_per_node: Positive | Literal["auto", "gpu", "cpu"] | None = Field(
-        None, description="None: torchrun's choice"
-    )
-    base_world_size: Positive | None = Field(None, description="ranks for which training.lr was chosen")
-
-
-class Scaling(_SCALING):
-    """`allranks.elastic.ScalingConfig`, and how the batch follows the number of ranks."""
-
-    strategy: Literal["variable_batch", "constant_batch"] = Field("variable_batch", title="scaling strategy")
-    target_global_batch_size: Positive | None = None
-    rounding: Literal["exact", "ceil", "floor", "nearest"] = Field("exact", title="rounding")
-
-
-class Data(Section):
-    enabled: bool = True
-    files: Annotated[list[str], BeforeValidator(_listed)] = Field(default_factory=list)
-    text_key: str = "text"
-    seq_length: Positive = 1024
-    tokenizer: str = Field("bytes", description="a tokenizer.json, a Hugging Face name, or 'bytes'")
-    index: str | None = Field(None, description="the token index; built by `allranks index build`")
-    num_workers: Count = 4
-    seed: int = 0
-    shuffle: bool = True
-
-
+Checkpoint = _section(
+    "Checkpoint",
+    "`allranks.checkpoint.CheckpointConfig`, which is made from it.",
+    _of(CheckpointConfig, (), ("peers", "peer_token", "node_rank")),
+    fresh=(bool, option(False, "as `allranks run --fresh`: set earlier checkpoints aside first")),
+)
+_CONST = ("variable_batch", "constant_batch")
+Elastic = _section(
+    "Elastic",
+    "`allranks.elastic.ElasticTrainingConfig`, and what only the file says.",
+    _of(ElasticTrainingConfig),
+    rdzv_endpoint=(str, option("", "host:port; empty: this machine, for one node")),
+    nproc_per_node=(
+        int | str | None,
+        option(None, "None: torchrun's choice", above=0, choices=("auto", "gpu", "cpu")),
+    ),
+    base_world_size=(int | None, option(None, "ranks for which training.lr was chosen", above=0)),
+)
+Scaling = _section(
+    "Scaling",
+    "`allranks.elastic.ScalingConfig`, and how the batch follows the number of ranks.",
+    _of(ScalingConfig),
+    strategy=(str, option("variable_batch", "", choices=_CONST, title="scaling strategy")),
+    target_global_batch_size=(int | None, option(None, "", above=0)),
+    rounding=(
+        str,
+        option("exact", "", choices=("exact", "ceil", "floor", "nearest"), title="rounding"),
+    ),
+)
 _TRIGGERS = tuple(one.name for one, _ in meanings(DebugOptions) if key_of(one).startswith("triggers."))
-
-
-_WHEN: Any = _made("Triggers", fields_of(DebugOptions, _TRIGGERS, unset=True))
-_DEBUG: Any = _made(
-    "Debug", {**fields_of(DebugOptions, (), _TRIGGERS, unset=True), **fields_of(NoticeOptions)}
+Triggers = _section(
+    "Triggers",
+    "What makes `allranks watch` collect; `allranks run` collects for those that are set. 0: never.",
+    _of(DebugOptions, _TRIGGERS, unset=True),
+)
+Debug = _section(
+    "Debug",
+    "Black box and watch of `allranks run`, and collections of stacks by it or by `allranks watch`.",
+    {**_of(DebugOptions, (), _TRIGGERS, unset=True), **_of(NoticeOptions)},
+    enabled=(bool, option(True, "False: no collections")),
+    triggers=(Triggers, option(Triggers, "")),
+    record=(bool, option(True, "keep the black box of every rank")),
+    watch=(bool, option(True, "detect hangs")),
+    incidents=(str | None, option(None, "folder for incidents; None: ./allranks-incidents")),
+    log_level=(str, option("info", "", choices=("debug", "info"), title="log level")),
+)
+Recovery = _section(
+    "Recovery",
+    "What the closed loop may do by itself, and how often.",
+    _of(PolicyOptions),
+    mode=(
+        str,
+        option(
+            "auto",
+            "auto: dry-run for whole-job restarts, on for replicas",
+            choices=("auto", "off", "dry-run", "on"),
+            title="recovery mode",
+        ),
+    ),
+    notice_s=(
+        float | None,
+        option(None, "shortest silence that is investigated; None: debug.hang_floor_s", above=0),
+    ),
+    webhooks=(list[str], option(list, "", title="webhook")),
+    incident_store=(
+        str | None,
+        option(None, "URL of an object store; incident folders are copied there"),
+    ),
+)
+_OF_LIGHTHOUSE = ("min_replicas", "join_timeout_s", "quorum_tick_s", "heartbeat_s", "heartbeat_timeout_s")
+Lighthouse = _section(
+    "Lighthouse",
+    "The lighthouse that `allranks run` starts or joins.",
+    _of(Options, _OF_LIGHTHOUSE),
+    embedded=(bool, option(True, "start one in this process")),
+    address=(str | None, option(None, "host:port of one that runs already")),
+    bind=(str, option("127.0.0.1:0", "where the embedded one listens; port 0: any free one")),
 )
 
 
-class Triggers(_WHEN):
-    """What makes `allranks watch` collect; `allranks run` collects for those that are set. 0: never."""
+@dataclass(frozen=True)
+class JobConfig:
+    """A whole job. `model` is free-form; `written` are the keys that the file has, as "section.key"."""
+
+    model: dict[str, object] = field(default_factory=dict)
+    training: Training = field(default_factory=Training)
+    checkpoint: Any = field(default_factory=Checkpoint)
+    elastic: Any = field(default_factory=Elastic)
+    scaling: Any = field(default_factory=Scaling)
+    data: Data = field(default_factory=Data)
+    debug: Any = field(default_factory=Debug)
+    recovery: Any = field(default_factory=Recovery)
+    lighthouse: Any = field(default_factory=Lighthouse)
+    written: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole file, defaults filled in."""
+        return {name: _as_dict(value) for name, value in vars(self).items() if name != "written"}
 
 
-class Debug(_DEBUG):
-    """Black box and watch of `allranks run`, and collections of stacks by it or by `allranks watch`."""
-
-    enabled: bool = Field(True, description="False: no collections")
-    triggers: Triggers = Triggers()
-    record: bool = Field(True, description="keep the black box of every rank")
-    watch: bool = Field(True, description="detect hangs")
-    incidents: str | None = Field(None, description="folder for incidents; None: ./allranks-incidents")
-    log_level: Literal["debug", "info"] = Field("info", title="log level")
+def _as_dict(value: Any) -> Any:
+    if not is_dataclass(value):
+        return value
+    inside = dict(vars(value))
+    return {**{name: _as_dict(one) for name, one in inside.items() if name != "own"}, **inside.get("own", {})}
 
 
-Address = Annotated[
-    str, Field(pattern=r"^((slack:)?https?://|otlp:https?://|tensorboard:.|wandb:.)", title="webhook")
-]
+#: Section -> its class; `model` is free-form.
+SECTIONS: dict[str, Any] = {
+    one.name: one.default_factory for one in fields(JobConfig) if one.default_factory not in (MISSING, dict)
+}
 
 
-_RECOVERY: Any = _made("Recovery", fields_of(PolicyOptions))
+@dataclass(frozen=True)
+class Key:
+    """One key of a section. `kind` is int, float, bool, str, a list or dict of them, or a section class; `words` are
+    the texts that it may be (beside a number, where `kind` is int)."""
+
+    kind: Any
+    words: tuple[str, ...]
+    default: Any
+    meaning: Meaning
+
+    @property
+    def section(self) -> bool:
+        return is_dataclass(self.kind)
 
 
-class Recovery(_RECOVERY):
-    """What the closed loop may do by itself, and how often."""
-
-    mode: Annotated[Literal["auto", "off", "dry-run", "on"], BeforeValidator(_switch)] = Field(
-        "auto", title="recovery mode", description="auto: dry-run for whole-job restarts, on for replicas"
-    )
-    notice_s: Seconds | None = Field(
-        None, description="shortest silence that is investigated; None: debug.hang_floor_s"
-    )
-    webhooks: Annotated[list[Address], BeforeValidator(_listed)] = Field(default_factory=list)
-    incident_store: str | None = Field(
-        None, pattern=r"^\w+://", description="URL of an object store; incident folders are copied there"
-    )
+@cache
+def keys_of(section: type) -> dict[str, Key]:
+    """The keys of a section, in order."""
+    hints = get_type_hints(section)
+    return {
+        one.name: Key(*_kind(hints[one.name], meaning), default_of(one), meaning)
+        for one, meaning in meanings(section)
+    }
 
 
-_OF_LIGHTHOUSE = ("min_replicas", "join_timeout_s", "quorum_tick_s", "heartbeat_s", "heartbeat_timeout_s")
-_LIGHTHOUSE: Any = _made("Lighthouse", fields_of(Options, _OF_LIGHTHOUSE))
+def _kind(hint: Any, meaning: Meaning) -> tuple[Any, tuple[str, ...]]:
+    """What a YAML file can say where a program may give more."""
+    union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [kind for kind in union if kind is not NoneType]
+    words = meaning.choices or tuple(get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ())
+    if words:
+        return (int if int in kinds else str), words
+    kind, inner = get_origin(kinds[0]), get_args(kinds[0])
+    if kind in (list, tuple):
+        return list[float] if float in inner else list[str], ()
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return dict[str, str], ()
+    return kinds[0], ()
 
 
-class LighthouseSection(_LIGHTHOUSE):
-    """The lighthouse that `allranks run` starts or joins."""
-
-    embedded: bool = Field(True, description="start one in this process")
-    address: str | None = Field(None, description="host:port of one that runs already")
-    bind: str = Field("127.0.0.1:0", description="where the embedded one listens; port 0: any free one")
-
-
-class JobConfig(Section):
-    """A whole job. `model` is free-form."""
-
-    model: dict[str, object] = Field(default_factory=dict)
-    training: TrainingSection = TrainingSection()
-    checkpoint: Checkpoint = Checkpoint()
-    elastic: Elastic = Elastic()
-    scaling: Scaling = Scaling()
-    data: Data = Data()
-    debug: Debug = Debug()
-    recovery: Recovery = Recovery()
-    lighthouse: LighthouseSection = LighthouseSection()
-
-
-#: Older spellings of keys, taken as the new ones.
+#: Other spellings of keys, of elastic_harness's own files.
 ALIASES = {("scaling", "rule"): "scaling_rule", ("data", "index_path"): "index"}
 
 #: Sections of other tools: accepted and not read, with a word on what to use.
@@ -247,9 +259,49 @@ FOREIGN = {"chaos": "use a fault plan with `allranks drill --plan FILE`"} | dict
     ("name", "resources", "slurm", "frontend", "backend", "benchmark", "health_check", "output", "profiling"),
     "it belongs to a serving recipe, of which only `debug` is used here",
 )
+_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 def json_schema() -> dict[str, object]:
     """JSON Schema (2020-12) of the file, for editors."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "allranks job"}
-    return {**head, **JobConfig.model_json_schema()}
+    sections = {name: _schema_of(section) for name, section in SECTIONS.items()}
+    return {
+        **head,
+        "description": JobConfig.__doc__,
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"model": {"type": "object"}, **sections},
+    }
+
+
+def _schema_of(section: Any) -> dict[str, object]:
+    text = (section.__doc__ or "").strip()
+    return {
+        **({} if text.startswith(f"{section.__name__}(") else {"description": text}),
+        "type": "object",
+        "additionalProperties": section is Training,
+        "properties": {name: _schema_of_key(key) for name, key in keys_of(section).items()},
+    }
+
+
+def _schema_of_key(key: Key) -> dict[str, object]:
+    if key.section:
+        return _schema_of(key.kind)
+    bounds = {
+        "exclusiveMinimum": key.meaning.above,
+        "minimum": key.meaning.at_least,
+        "maximum": key.meaning.at_most,
+    }
+    limits = {name: bound for name, bound in bounds.items() if bound is not None}
+    if get_origin(key.kind) is list:
+        item = {"type": _TYPES[get_args(key.kind)[0]], **limits}
+        found: list[dict[str, object]] = [{"type": "array", "items": item}]
+    elif get_origin(key.kind) is dict:
+        found = [{"type": "object", "additionalProperties": {"type": "string"}}]
+    else:
+        found = [{"type": _TYPES[key.kind], **limits}] if key.kind is not str or not key.words else []
+    found += [{"type": "string", "enum": list(key.words)}] if key.words else []
+    found += [{"type": "null"}] if key.default is None else []
+    text = {"description": key.meaning.help} if key.meaning.help else {}
+    return {**(found[0] if len(found) == 1 else {"anyOf": found}), "default": key.default, **text}

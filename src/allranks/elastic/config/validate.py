@@ -1,4 +1,4 @@
-"""Checks a whole configuration and reports every problem at once, with its place, in our words. Pure, with pydantic.
+"""Checks a whole configuration and reports every problem at once, with its place, in our words. Pure.
 
 Relations between fields are checked too. Values that are themselves wrong are None there (they have their own problem), and
 a relation with a None is not judged: one mistake gives one message.
@@ -7,16 +7,14 @@ a relation with a None is not judged: one mistake gives one message.
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from typing import Any, get_args, get_origin
 
 from allranks.checkpoint.config import folder_problem
-from allranks.elastic.config.schema import ALIASES, FOREIGN, JobConfig
+from allranks.elastic.config.schema import ALIASES, FOREIGN, SECTIONS, JobConfig, Key, Training, keys_of
 from allranks.elastic.config.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
 from allranks.model.parsing import hide_secrets
 from allranks.stacks.debug_config import bad_patterns
@@ -133,9 +131,6 @@ def _timeouts(get: Get) -> Iterator[Breach]:
         yield Breach("lighthouse.quorum_tick_s", text)
 
 
-Model = type[BaseModel]
-
-
 @dataclass
 class Checked:
     """`config` is the typed configuration, None when there are errors."""
@@ -145,23 +140,35 @@ class Checked:
     warnings: list[ConfigProblem]
 
 
+class Wrong(ValueError):
+    """A value that cannot be what its key wants; `inner` leads to the place inside of it."""
+
+    def __init__(self, message: str, inner: KeyPath = ()) -> None:
+        super().__init__(message)
+        self.inner = inner
+
+
 @dataclass
 class ConfigCheck:
-    """One run over one tree. `sections` collects those that hold by themselves."""
+    """One run over one tree. `values` collects what is right, with defaults for the rest; None stands for what is not."""
 
     tree: Tree
     errors: list[ConfigProblem] = field(default_factory=list)
     warnings: list[ConfigProblem] = field(default_factory=list)
-    sections: dict[str, Any] = field(default_factory=dict)  # a section model each; `model` a plain dict
-    bad: set[str] = field(default_factory=set)  # dotted paths that have a problem of their own
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
 
     def run(self) -> Checked:
         """The configuration, or what is wrong with it in the order of the file."""
         self.errors += self.tree.problems
         if self.tree.values is not None or not self.tree.problems:
             self._top(self.tree.values)
-        config = None if self.errors else JobConfig(**self.sections)
+        config = None if self.errors else self._made()
         return Checked(config, _shortened(self.errors), _shortened(self.warnings))
+
+    def _made(self) -> JobConfig:
+        sections = {name: _filled(kind, self.values[name]) for name, kind in SECTIONS.items()}
+        return JobConfig(model=self.values.get("model", {}), **sections, written=frozenset(self.written))
 
     def _top(self, values: object) -> None:
         if not isinstance(values, Mapping):
@@ -170,18 +177,20 @@ class ConfigCheck:
         for name, value in values.items():
             if name in FOREIGN:
                 self._warn((name,), f"section '{name}' is not read: {FOREIGN[name]}")
-            elif name not in JobConfig.model_fields:
-                self._error((name,), f"Unknown section '{name}'.{_near(name, JobConfig.model_fields)}")
+            elif name not in SECTIONS and name != "model":
+                self._error((name,), f"Unknown section '{name}'.{_near(name, ['model', *SECTIONS])}")
             elif value is not None:  # "training:" with nothing below it: the defaults
                 self._section(name, value)
+        for name, kind in SECTIONS.items():
+            self.values.setdefault(name, self._keys(kind, {}, (name,)))
         for breach in find_breaches(self._get):
             path = tuple(breach.path.split("."))
             (self._warn if breach.warning else self._error)(path, breach.message)
 
     def _section(self, name: str, value: object) -> None:
         if not isinstance(value, Mapping):
-            self.bad.add(name)
             self._error((name,), _not_a_mapping(f"section '{name}'", value))
+            self.values[name] = {}
             return
         keys = dict(value)
         for (section, old), new in ALIASES.items():
@@ -189,63 +198,47 @@ class ConfigCheck:
                 keys[new] = keys.pop(old)
                 if mark := self.tree.marks.get((name, old)):
                     self.tree.marks[(name, new)] = mark
-        if name == "model":
-            self.sections[name] = keys
-            return
-        model = _model_of(name)
-        if model.model_config.get("extra") == "allow":
-            self._own_keys(name, keys, model)
-        try:
-            self.sections[name] = model.model_validate(keys)
-        except ValidationError as error:
-            # Of a union's several complaints about one text, the list of valid words says most.
-            found = error.errors(include_url=False)
-            found.sort(key=lambda e: e["type"] != "literal_error" or not isinstance(e["input"], str))
-            for entry in found:
-                path = (name, *_written(model, entry["loc"]))
-                # the second branch of a union says the same thing again
-                if dotted(path) not in self.bad:
-                    self.bad.add(dotted(path))
-                    self._error(path, _sentence(model, path, entry))
+        self.written |= {f"{name}.{key}" for key in keys}
+        self.values[name] = keys if name == "model" else self._keys(SECTIONS[name], keys, (name,))
 
-    def _own_keys(self, name: str, value: Iterable[str], model: Model) -> None:
-        """Keys of a section that may hold the user's own: a typo is an error, anything else a warning."""
-        for key in value:
-            if key in model.model_fields:
+    def _keys(self, kind: Any, given: Mapping[Any, object], path: KeyPath) -> dict[str, Any]:
+        """The values of a section; what is wrong with them becomes problems."""
+        known, own = keys_of(kind), {}
+        for key, value in given.items():
+            if key in known:
                 continue
-            if close := _near(key, model.model_fields):
-                self._error((name, key), f"Unknown key '{key}' in section '{name}'.{close}")
+            near = _near(key, known)
+            if kind is Training and not near:
+                own[str(key)] = value
+                self._warn((*path, key), f"'{key}' is kept for your script; allranks does not read it")
             else:
-                self._warn((name, key), f"'{key}' is kept for your script; allranks does not read it")
+                self._error((*path, key), f"Unknown key '{key}' in section '{dotted(path)}'.{near}")
+        found: dict[str, Any] = {"own": own} if kind is Training else {}
+        for name, key in known.items():
+            found[name] = self._value(name, key, given, (*path, name))
+        return found
+
+    def _value(self, name: str, key: Key, given: Mapping[Any, object], path: KeyPath) -> Any:
+        if key.section:
+            inner = given.get(name, {})
+            if isinstance(inner, Mapping):
+                return self._keys(key.kind, inner, path)
+            self._error(path, _not_a_mapping(f"'{name}'", inner))
+            return None
+        if name not in given:
+            return key.default
+        try:
+            return _converted(name, key, given[name])
+        except Wrong as wrong:
+            self._error((*path, *wrong.inner), str(wrong))
+            return None
 
     def _get(self, where: str) -> Any:
-        """A value for relations; with a trailing "?" whether something was written, however wrong."""
-        names = where.rstrip("?").split(".")
-        if where.endswith("?"):
-            value = self.tree.values
-            for part in names:
-                value = value.get(part) if isinstance(value, Mapping) else None
-            return value
-        if any(".".join(names[: i + 1]) in self.bad for i in range(len(names))):
-            return None
-        section = self.sections.get(names[0]) or self._partial(names[0])
-        for part in names[1:]:
-            section = getattr(section, part, None)
-        return section
-
-    def _partial(self, name: str) -> BaseModel:
-        """The section from those of its values that are right: others still take part in relations."""
-        model = _model_of(name)
-        raw = self.tree.values.get(name) if isinstance(self.tree.values, Mapping) else None
-        good = {
-            key: value
-            for key, value in (raw.items() if isinstance(raw, Mapping) else ())
-            if key in model.model_fields and not any(f"{b}.".startswith(f"{name}.{key}.") for b in self.bad)
-        }
-        try:
-            return model.model_validate(good)
-        except ValidationError:
-            return model()
+        """A value for relations; with a trailing "?" what was written, however wrong."""
+        value: Any = self.tree.values if where.endswith("?") else self.values
+        for part in where.rstrip("?").split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def _error(self, path: KeyPath, message: str) -> None:
         self.errors.append(ConfigProblem(message, dotted(path), self.tree.mark(path)))
@@ -261,90 +254,125 @@ def _shortened(problems: list[ConfigProblem]) -> list[ConfigProblem]:
     return [*problems[:MAX_PROBLEMS], *([ConfigProblem(f"and {more} more")] if more > 0 else [])]
 
 
-def _model_of(section: str) -> Model:
-    model = JobConfig.model_fields[section].annotation
-    assert isinstance(model, type)
-    return model
+def _filled(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A section out of its values."""
+    inner = {name: _filled(key.kind, values[name]) for name, key in keys_of(kind).items() if key.section}
+    return kind(**{**values, **inner})
 
 
 _WANTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text (put it in quotes)",
-    "list": "a list",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text (put it in quotes)",
+    list: "a list",
 }
-_BOUNDS = {
-    "greater_than": "{name} ({value}) must be {word}",
-    "greater_than_equal": "{name} must be >= {ge:g} (got {value})",
-    "less_than_equal": "{name} must be <= {le:g} (got {value})",
-    "finite_number": "{name} ({value}) must be a finite number",
-    "missing": "{name} is required",
-    "string_pattern_mismatch": "{name} must start with {starts} (not shown: it may hold a secret)",
+_SWITCHES = {
+    **dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "n", "f", "0"), False),
 }
-_STARTS = {  # of the keys that hold addresses
-    "webhooks": "http://, https://, slack:https://, otlp:http://, tensorboard: or wandb:",
-    "incident_store": "the kind of the store, as in s3://BUCKET/PREFIX",
+#: Keys that hold addresses: how these begin, as a pattern and in words. One address is a list of one, as one file is.
+_ADDRESSES = {
+    "webhooks": (
+        r"(slack:)?https?://|otlp:https?://|tensorboard:.|wandb:.",
+        "http://, https://, slack:https://, otlp:http://, tensorboard: or wandb:",
+    ),
+    "incident_store": (r"\w+://", "the kind of the store, as in s3://BUCKET/PREFIX"),
 }
+_ONE_OR_MORE = ("files", "webhooks")
 
 
-def _sentence(model: Model, path: KeyPath, entry: ErrorDetails) -> str:
-    """pydantic's finding in our words; the documented messages are made here."""
-    kind, value, context = entry["type"], entry["input"], entry.get("ctx", {})
-    owner, info = _field(model, path[1:])
-    key = next((str(part) for part in reversed(path) if not isinstance(part, int)), "value")
-    name = (info.title if info is not None else None) or key
-    if kind == "extra_forbidden":
-        near = _near(path[-1], owner.model_fields)
-        return f"Unknown key '{path[-1]}' in section '{dotted(path[:-1])}'.{near}"
-    if kind == "literal_error" and info is not None:
-        options: list[str] = []
-        inner: list[object] = [info.annotation]
-        while inner:
-            for argument in getattr(inner.pop(0), "__args__", ()):
-                (options if isinstance(argument, str) else inner).append(argument)
-        return f"Unknown {name} {value!r}. Valid options: {options}{_near(value, options)}"
-    if kind in _BOUNDS:
-        word = "positive" if context.get("gt") == 0 else f"greater than {context.get('gt', 0):g}"
-        starts = _STARTS.get(key, "")
-        return _BOUNDS[kind].format(name=name, value=value, word=word, starts=starts, **context)
-    if kind in {"model_type", "model_attributes_type", "dict_type"}:
-        return _not_a_mapping(f"'{name}'", value)
-    wanted = _WANTED.get(kind.split("_")[0])
-    if wanted is None:
-        return f"{name}: {entry['msg']} (got {_shown(value)})"
+def _converted(name: str, key: Key, value: object) -> Any:
+    """A value as its key wants it: "4" may be 4, but nothing is guessed. Raises Wrong."""
+    title = key.meaning.title or name
     if value is None:
-        return f"{name} is empty: give it a value, or leave the line out ('#' starts a comment)"
-    return f"{name} must be {wanted}, not {_shown(value)}"
+        if key.default is None:
+            return None
+        raise Wrong(f"{title} is empty: give it a value, or leave the line out ('#' starts a comment)")
+    if get_origin(key.kind) is dict:
+        return _table(name, key, value)
+    if get_origin(key.kind) is list:
+        items = [value] if isinstance(value, str) and name in _ONE_OR_MORE else value
+        if not isinstance(items, (list, tuple)):
+            raise Wrong(f"{title} must be {_WANTED[list]}, not {_shown(value)}")
+        return [_inside(name, title, key, at, item) for at, item in enumerate(items)]
+    return _scalar(name, title, key, key.kind, value)
 
 
-def _written(model: Model | None, loc: KeyPath) -> KeyPath:
-    """A location without the branches of unions that pydantic adds to it."""
-    path: list[str | int] = []
-    for part in loc:
-        if isinstance(part, int):
-            path.append(part)
-        elif model is not None:
-            path.append(part)
-            model = _model_in(model.model_fields.get(part))
-    return tuple(path)
+def _table(name: str, key: Key, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Wrong(_not_a_mapping(f"'{key.meaning.title or name}'", value))
+    return {str(at): _inside(name, str(at), key, str(at), item) for at, item in value.items()}
 
 
-def _field(model: Model, path: KeyPath) -> tuple[Model, FieldInfo | None]:
-    """The model that owns the last part of a path, and that field (None for an unknown key)."""
-    info = None
-    for i, part in enumerate(path):
-        if isinstance(part, str):
-            info = model.model_fields.get(part)
-            model = (_model_in(info) if i + 1 < len(path) else None) or model
-    return model, info
+def _inside(name: str, title: str, key: Key, at: str | int, value: object) -> Any:
+    try:
+        return _scalar(name, title, key, get_args(key.kind)[-1], value)
+    except Wrong as wrong:
+        raise Wrong(str(wrong), (at,)) from wrong
 
 
-def _model_in(info: FieldInfo | None) -> Model | None:
-    """The section class inside a field such as list[Webhook], or None."""
-    annotation = info.annotation if info is not None else None
-    kinds = (annotation, *getattr(annotation, "__args__", ()))
-    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+def _scalar(name: str, title: str, key: Key, kind: Any, value: object) -> Any:
+    """One bool, number or text."""
+    if key.words:
+        word = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else value
+        if word in key.words:
+            return word
+        if kind is str or (isinstance(value, str) and not _is_number(value)):
+            options = list(key.words)
+            raise Wrong(f"Unknown {title} {value!r}. Valid options: {options}{_near(value, options)}")
+    if kind is str and name in _ADDRESSES and isinstance(value, str):
+        pattern, words = _ADDRESSES[name]
+        if not re.match(pattern, value):
+            raise Wrong(f"{title} must start with {words} (not shown: it may hold a secret)")
+    found = _typed(kind, value)
+    if found is None:
+        raise Wrong(f"{title} must be {_WANTED[kind]}, not {_shown(value)}")
+    if kind in (int, float):
+        _check_bounds(title, key, found, value)
+    return found
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """The value as this kind; None if it is not one."""
+    if kind is str:
+        return value if isinstance(value, str) else None
+    if kind is bool:
+        known = value if not isinstance(value, (int, float, str)) else str(value).lower().removesuffix(".0")
+        return _SWITCHES.get(known) if isinstance(known, str) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not _is_number(value):
+        return None
+    if kind is int and isinstance(value, str):
+        return int(value) if re.fullmatch(r"\s*[-+]?\d{1,4000}\s*", value) else None
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if kind is float or (isinstance(value, float) and not math.isfinite(number)):
+        return number
+    return int(value) if value == int(value) else None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(float(value), float)
+    except OverflowError:
+        return True
+    except ValueError:
+        return False
+
+
+def _check_bounds(title: str, key: Key, number: Any, value: object) -> None:
+    meaning = key.meaning
+    if isinstance(number, float) and not math.isfinite(number):
+        raise Wrong(f"{title} ({_shown(value)}) must be a finite number")
+    if meaning.above is not None and not number > meaning.above:
+        word = "positive" if meaning.above == 0 else f"greater than {meaning.above:g}"
+        raise Wrong(f"{title} ({value}) must be {word}")
+    if meaning.at_least is not None and not number >= meaning.at_least:
+        raise Wrong(f"{title} must be >= {meaning.at_least:g} (got {value})")
+    if meaning.at_most is not None and not number <= meaning.at_most:
+        raise Wrong(f"{title} must be <= {meaning.at_most:g} (got {value})")
 
 
 def _near(word: object, options: Iterable[str]) -> str:
