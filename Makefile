@@ -18,7 +18,8 @@ test: $(STAMP) packages
 	@find src -depth -type d -empty -delete
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# The versions of Python and torch that we promise, each in an environment of its own.
+# Every test, also those that `make test` leaves out, on the versions of Python and torch that we promise, each in an
+# environment of its own.
 test-all:
 	bash scripts/test_all.sh $(ARGS)
 
@@ -50,7 +51,7 @@ site:
 
 # What the tests look at in a browser, kept: 3, 64 and 1,024 ranks, 400, 1,000 and 1,600 px, light and dark.
 screenshots: $(STAMP) packages
-	ALLRANKS_SCREENSHOTS=site/screenshots $(BIN)/python -m pytest -q -p no:randomly tests/pages/test_looks.py
+	ALLRANKS_SCREENSHOTS=site/screenshots $(BIN)/python -m pytest -q -p no:randomly --everything tests/pages/test_looks.py
 	$(BIN)/python scripts/screenshots.py site/screenshots
 
 $(STAMP): pyproject.toml constraints.txt src/allranks/record/_fast.c

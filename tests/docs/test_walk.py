@@ -131,6 +131,7 @@ def _pid(output: str) -> str:
     return found[-1] if found else "PID"
 
 
+@pytest.mark.everything
 @pytest.mark.parametrize(
     ("page", "commands"), [("hang_now.md", 12), ("nccl_dumps.md", 7), ("survive_kill.md", 7)]
 )
@@ -147,6 +148,7 @@ def test_a_new_user_gets_what_the_page_promises(page: str, commands: int, tmp_pa
             assert (tmp_path / name).read_text().endswith("</html>")
 
 
+@pytest.mark.everything
 def test_a_new_user_saves_to_s3(tmp_path: Path, s3: Any) -> None:
     """Against a real server: saved, restored by the next run, listed, verified, copied, exported, pruned."""
     from checkpoint.s3server import KEY, SECRET
@@ -187,6 +189,7 @@ with Manager(state=[model, inner], min_replica_size=1) as manager:
 """
 
 
+@pytest.mark.everything
 @pytest.mark.soak
 @pytest.mark.skipif(not _alone(), reason="needs namespaces of its own")
 def test_every_shown_command_about_a_running_job_runs(tmp_path: Path) -> None:

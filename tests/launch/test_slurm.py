@@ -208,6 +208,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.everything
 @pytest.mark.needs_root
 def test_a_job_over_two_real_slurm_nodes_meets_and_ends_well(slurm: Path, tmp_path: Path) -> None:
     """`allranks slurm submit` → sbatch → wrap → srun → two agents → two ranks in one world."""
@@ -285,6 +286,7 @@ def _said(folder: Path) -> str:
     return "\n".join(path.read_text() for path in folder.glob("slurm-*.out"))
 
 
+@pytest.mark.everything
 @pytest.mark.needs_root
 def test_the_batch_scripts_to_copy_run_on_a_real_slurm(slurm: Path, tmp_path: Path) -> None:
     """Replicas over two nodes train together; a whole job that is asked to end is requeued."""
@@ -302,6 +304,7 @@ def test_the_batch_scripts_to_copy_run_on_a_real_slurm(slurm: Path, tmp_path: Pa
     subprocess.run(["scancel", whole], check=True)
 
 
+@pytest.mark.everything
 @pytest.mark.needs_root
 @pytest.mark.parametrize("slurm", ["Prolog={folder}/prolog.sh\nPrologFlags=Alloc\n"], indirect=True)
 def test_the_prolog_drains_a_node_that_fails_its_health_check(slurm: Path, tmp_path: Path) -> None:
@@ -330,6 +333,7 @@ stuck_in_job_{name}()
 """
 
 
+@pytest.mark.everything
 @pytest.mark.needs_root
 def test_collect_asks_all_nodes_of_the_job_and_no_other_job(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -388,6 +392,7 @@ forward_batch() if sys.argv[2] == "scheduler_TP1" else recv_requests()
 """
 
 
+@pytest.mark.everything
 @pytest.mark.needs_root
 @pytest.mark.parametrize("slurm", [f"FirstJobId={os.getpid()}\n"], indirect=True)
 def test_the_workers_of_a_server_under_srun_are_found_and_all_nodes_are_asked(

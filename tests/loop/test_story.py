@@ -138,6 +138,7 @@ def test_webhooks_are_posted_retried_and_never_raise() -> None:
     assert seen[1]["incident"]["id"] == "20260101-030000-hang"  # type: ignore[index]
 
 
+@pytest.mark.everything
 def test_the_page_opens_in_a_real_browser_without_network_or_errors(tmp_path: Path) -> None:
     """From file://, with no request beside itself and no error in the console."""
     playwright = pytest.importorskip("playwright.sync_api")

@@ -18,6 +18,8 @@ from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Member, PublishedIncident
 from pages.gallery import Visit, gallery, hang_incident, running_browser, story_page
 
+pytestmark = pytest.mark.everything
+
 
 @pytest.fixture(scope="module")
 def browser(keep_child: set[int]) -> Iterator[Any]:
