@@ -429,13 +429,13 @@ class TrainingState:
                 self.changed.wait()
             return False
 
-    def claim(self, address: str, port: int, control_port: int, broken: bool) -> Claim:
+    def claim(self, address: str, port: int, broken: bool) -> Claim:
         """What we say of our state; from here on a vote in doubt is decided by the quorum."""
         with self.changed:
             self.wanted, self.news = "", ""
             self.times.mark("quorum requested")
             self.held, said = self.held.claim()
-            return replace(said, address=address, port=port, control_port=control_port, broken=broken)
+            return replace(said, address=address, port=port, broken=broken)
 
     def form(self, number: int) -> str:
         """From here on a loss in quorum `number` interrupts its making; returns a loss that came before."""
