@@ -16,7 +16,6 @@ from torch import nn
 from allranks.drill.ranks import Ranks
 from allranks.errors import ConfigurationError, GroupAborted, StateDiffers
 from allranks.lighthouse.options import Options
-from allranks.manager import regroup
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.diloco import DiLoCo
 from allranks.manager.drift import (
@@ -307,11 +306,9 @@ def _flip(tensor: torch.Tensor) -> None:
 
 
 def _compare_every_step(
-    rank: int, world: int, address: str, flip_at: tuple[int, ...], by_allreduce: bool
+    rank: int, world: int, address: str, flip_at: tuple[int, ...]
 ) -> tuple[dict[int, float], list[str]]:
     """Losses of 12 steps and the errors logged; the last replica's memory loses bits at the given steps."""
-    if by_allreduce:  # as more than 32 ranks vote
-        generation.MAX_VOTERS = regroup.MAX_VOTERS = 0
     torch.set_num_threads(1)
     torch.manual_seed(11)
     lines = Lines()
@@ -340,14 +337,13 @@ def _compare_every_step(
     return losses, lines.lines
 
 
-@pytest.mark.parametrize("by_allreduce", [False, True])
 def test_a_flipped_bit_leaves_no_trace_in_the_losses_when_every_step_is_compared(
-    three: LighthouseProcess, by_allreduce: bool
+    three: LighthouseProcess,
 ) -> None:
-    """Found in the vote of the same step: no damaged gradient is ever applied. Also with votes by allreduce."""
+    """Found in the vote of the same step: no damaged gradient is ever applied."""
     curves = []
     for flip_at in ((), (5,)):
-        args = (three.address, flip_at, by_allreduce)
+        args = (three.address, flip_at)
         with Ranks(_compare_every_step, 3, args=args, backend=None) as ranks:
             curves.append(ranks.values(LIMIT_S))
     undisturbed, disturbed = curves
@@ -360,7 +356,7 @@ def test_a_flipped_bit_leaves_no_trace_in_the_losses_when_every_step_is_compared
 
 def test_a_replica_whose_state_is_damaged_twice_is_evicted(three: LighthouseProcess) -> None:
     """Its machine is not to be trusted; the other two train to the end."""
-    args = (three.address, (3, 6), False)
+    args = (three.address, (3, 6))
     with Ranks(_compare_every_step, 3, args=args, backend=None) as ranks:
         first, second, evicted = ranks.join(LIMIT_S).values()
     assert first.exit_code == second.exit_code == 0, (first.error, second.error)

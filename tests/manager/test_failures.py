@@ -12,7 +12,6 @@ from allranks.drill.faults import Fault
 from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options
 from allranks.manager.regroup import Regrouper
-from allranks.manager.vote_mesh import VoteMesh
 from allranks.model.cluster import Quorum
 
 from .cluster import Cluster, Job, LighthouseProcess, Result, undisturbed
@@ -132,20 +131,3 @@ def test_members_that_wait_for_one_that_gave_the_group_up_ask_again_with_it(
         cluster.wait_for("gave up", "b")
         results = cluster.results()
     assert_equal_states(results)
-
-
-@pytest.mark.parametrize("place", ["inside allreduce", "before vote", "before apply"])
-def test_quorums_too_large_for_the_vote_mesh_vote_by_allreduce(
-    lighthouse: LighthouseProcess, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More voters than MAX_VOTERS (one, here): the same faults, the same equal states."""
-    for module in ("groups.generation", "regroup"):
-        monkeypatch.setattr(f"allranks.manager.{module}.MAX_VOTERS", 1)
-    meet = VoteMesh.meet
-
-    def meet_nobody(box: VoteMesh, name: str, number: int, place: int, others: Any, *rest: Any) -> None:
-        assert not others, "the vote mesh is used"
-        meet(box, name, number, place, others, *rest)
-
-    monkeypatch.setattr(VoteMesh, "meet", meet_nobody)
-    lose_one_of_three(lighthouse, place)

@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,7 +20,8 @@ from allranks.manager.heal.fetch import Fetch, HealSource
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState, Offer, make_offer, stripes
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
-from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh
+from allranks.manager.vote_mesh import VoteMesh, Voter
+from allranks.manager.votes import Tally, Vote
 
 KEYS = Keyring("known to members only")
 MEMBER = KEYS.for_quorum(1, 2)
@@ -296,28 +298,28 @@ def test_a_voter_of_another_quorum_is_not_handed_over(server: HealServer) -> Non
 
 def test_callers_with_an_old_key_cannot_take_all_descriptors() -> None:
     """Whoever comes early is kept: one per place, and there are only so many places."""
-    mesh, others = VoteMesh(), []
+    mesh, others, last = VoteMesh(places=32), [], 32
     try:
-        for place in (-1, *range(MAX_VOTERS + 1), 10**9):
+        for place in (-1, *range(last + 1), 10**9):
             ours, other = socket.socketpair()
             others.append(other)
             mesh.arrive("1.2", place, ours)
         closed = [other.recv(1, socket.MSG_DONTWAIT) for other in (others[0], *others[-2:])]
         assert closed == [b"", b"", b""]
         with pytest.raises(BlockingIOError):
-            others[MAX_VOTERS].recv(1, socket.MSG_DONTWAIT)
+            others[last].recv(1, socket.MSG_DONTWAIT)
     finally:
         mesh.shutdown()
         for other in others:
             other.close()
 
 
-def test_a_replica_may_have_more_ranks_than_a_quorum_has_voters_that_call_each_other() -> None:
+def test_a_replica_has_as_many_places_as_ranks() -> None:
     """Its ranks connect with each other under a name of their own."""
-    mesh = ReplicaRendezvous(rank=0, world_size=2 * MAX_VOTERS).mesh
+    mesh = ReplicaRendezvous(rank=0, world_size=64).mesh
     pairs = [socket.socketpair() for _ in range(2)]
     try:
-        for place, (ours, _) in zip((2 * MAX_VOTERS - 1, 2 * MAX_VOTERS), pairs, strict=True):
+        for place, (ours, _) in zip((63, 64), pairs, strict=True):
             mesh.arrive("replica-x", place, ours)
         with pytest.raises(BlockingIOError):
             pairs[0][1].recv(1, socket.MSG_DONTWAIT)
@@ -371,3 +373,26 @@ def test_stripes_cover_every_byte_once() -> None:
                 assert part.offset == seen[part.tensor]
                 seen[part.tensor] += part.length
         assert list(seen.values()) == [note.nbytes for note in layout.notes]
+
+
+def test_sixty_four_voters_of_one_quorum_connect_and_vote() -> None:
+    """All-to-all: 2,016 connections through the voters' servers, then one vote of each."""
+    keys = KEYS
+    meshes = [VoteMesh(60.0) for _ in range(64)]
+    servers = [HealServer(keys=keys, on_ballot=mesh.arrive).start() for mesh in meshes]
+    credential = keys.for_quorum(1, 2)
+    everybody = [Voter(place, server.address, credential) for place, server in enumerate(servers)]
+
+    def take_part(place: int) -> Tally:
+        meshes[place].meet("1.2", 2, place, [one for one in everybody if one.place != place], 60.0)
+        return meshes[place].cast(Vote(good=place != 9, news=place == 5, step=3, small=place))
+
+    try:
+        with ThreadPoolExecutor(len(meshes)) as pool:
+            tallies = set(pool.map(take_part, range(len(meshes))))
+    finally:
+        for mesh in meshes:
+            mesh.shutdown()
+        for server in servers:
+            server.close()
+    assert tallies == {Tally(64, 63, 1, tuple(range(64)), (0,) * 64)}

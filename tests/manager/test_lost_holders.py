@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,90 @@ def test_a_holder_that_returns_too_late_names_both_states(lighthouse: Lighthouse
         said = logged(cluster, "a")
     assert_equal_states(results)
     assert re.search(r"a drops its \d+ steps after step 0 \(it holds step \d+\): b holds step \d+", said)
+
+
+@dataclass
+class Sequence:
+    """Random freezes, deaths and returns of three replicas, and what must never get lost."""
+
+    cluster: Cluster
+    random: random.Random
+    began: dict[str, int] = field(
+        default_factory=dict
+    )  # name -> lines of its progress before its process started
+    frozen: set[str] = field(default_factory=set)
+    events: list[str] = field(default_factory=list)
+
+    def start(self, name: str) -> None:
+        path = Path(self.cluster.folder.name) / name
+        self.began[name] = len(path.read_text().split()) if path.exists() else 0
+        self.cluster.start(name)
+
+    def steps(self, name: str) -> list[int]:
+        """The steps that the running process has committed."""
+        path = Path(self.cluster.folder.name) / name
+        return committed(self.cluster, name)[self.began[name] :] if path.exists() else []
+
+    def floor(self) -> int:
+        """The most steps of a complete state in a process that is there, frozen or not."""
+        return max([0, *(self.steps(name)[-1] for name in self.cluster.replicas if self.steps(name))])
+
+    def act(self) -> None:
+        name = self.random.choice("abc")
+        if name not in self.cluster.replicas:
+            kind = "start"
+            self.start(name)
+        elif name in self.frozen:
+            kind = self.random.choice(["thaw", "thaw", "kill"])
+            self.frozen.discard(name)
+            os.kill(self.cluster.pid(name), signal.SIGCONT if kind == "thaw" else signal.SIGKILL)
+        else:
+            kind = self.random.choice(["freeze", "kill"])
+            os.kill(self.cluster.pid(name), signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
+            self.frozen |= {name} if kind == "freeze" else set()
+        if kind == "kill":
+            self.cluster.end(name)
+        self.events.append(f"{kind} {name}")
+        self.wait_for_step()
+
+    def wait_for_step(self) -> None:
+        """Until the processes that can run have committed a few steps more, or fewer at random: the next event comes in between."""
+        running = [name for name in self.cluster.replicas if name not in self.frozen]
+        if running:
+            before = {
+                name: len(committed(self.cluster, name)) if self.steps(name) else self.began[name]
+                for name in running
+            }
+            wanted, deadline = self.random.choice([0, 1, 5, 20]), time.monotonic() + 60
+            while all(len(self.steps(n)) + self.began[n] < before[n] + wanted for n in running):
+                assert time.monotonic() < deadline, f"no progress after {self.events}"
+                time.sleep(0.01)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_no_state_is_lost_in_a_random_sequence_of_freezes_deaths_and_returns(
+    lighthouse: LighthouseProcess, seed: int
+) -> None:
+    """While one process holds a complete state, frozen or not, the training never goes back behind it."""
+    with Cluster(lighthouse, JOB) as cluster:
+        sequence = Sequence(cluster, random.Random(seed))
+        for name in "abc":
+            sequence.start(name)
+        for name in "abc":
+            cluster.wait_for_progress(name, 3)
+        for _ in range(8):
+            sequence.act()
+        for name in list(sequence.frozen):
+            os.kill(cluster.pid(name), signal.SIGCONT)
+        if not cluster.replicas:
+            sequence.start("a")
+        floor = sequence.floor()
+        for name in cluster.replicas:
+            cluster.wait_for_progress(name, floor + 3)
+        told = {name: sequence.steps(name) for name in cluster.replicas}
+        cluster.tell_to_stop()
+        results = cluster.results()
+    assert_equal_states(results)
+    for name, steps in told.items():
+        assert steps == sorted(set(steps)), f"{name} went back: {steps} after {sequence.events}"

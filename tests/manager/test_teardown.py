@@ -11,8 +11,11 @@ import weakref
 import pytest
 
 from allranks.drill.ranks import Ranks
+from allranks.errors import GroupAborted, HealingFailed
 from allranks.manager.groups import teardown
+from allranks.manager.groups.native_calls import MAX_LEFT_RUNNING, AbandonableCall
 from allranks.manager.groups.teardown import end_compile_workers
+from allranks.manager.training import TrainingState
 
 from .cluster import LIMIT_S
 
@@ -125,3 +128,51 @@ def test_the_end_of_a_process_does_not_wait_for_the_workers_of_torch_compile() -
     """torch would wait for them up to 300 s."""
     with Ranks(_end_with_frozen_workers, 1, backend=None) as ranks:
         assert ranks.values(LIMIT_S) == [True]
+
+
+def test_calls_that_were_abandoned_do_not_pile_up() -> None:
+    """Each leaves a thread until it returns: with too many of them left no other is begun."""
+    back, begun = threading.Event(), threading.Semaphore(0)
+
+    def stuck() -> int:
+        begun.release()
+        back.wait(60)
+        return 1
+
+    def abandon_one() -> None:
+        call = AbandonableCall(stuck)
+        later = threading.Thread(target=lambda: (begun.acquire(), call.abandon(GroupAborted("lost"))))
+        later.start()
+        with pytest.raises(GroupAborted, match="lost"):
+            call.result()
+        later.join()
+
+    for _ in range(MAX_LEFT_RUNNING):
+        abandon_one()
+    with pytest.raises(GroupAborted, match=f"{MAX_LEFT_RUNNING} earlier calls"):
+        AbandonableCall(lambda: 2).result()
+    back.set()
+    for thread in threading.enumerate():
+        if thread.name == "allranks-making":
+            thread.join()
+    assert AbandonableCall(lambda: 2).result() == 2
+
+
+def test_a_reader_of_the_state_that_does_not_end_is_not_waited_for_without_limit() -> None:
+    """A state_dict function that blocks would stop the training for good."""
+    training = TrainingState(eager=False, read_limit_s=0.1)
+    reading, done = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with training.reading(60):
+            reading.set()
+            done.wait(60)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with pytest.raises(HealingFailed, match="another thread has read the state"), training.parking():
+        assert reading.wait(60)
+    done.set()
+    reader.join()
+    with training.parking():
+        pass

@@ -64,7 +64,7 @@ class Manager:
     ) -> None:
         self.options: ManagerOptions = from_environment(from_settings(settings))
         self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
-        self.training = TrainingState()
+        self.training = TrainingState(read_limit_s=self.options.timeout_s)
         self.registered = RegisteredState()
         self._starts = 0
         self._before_vote: list[Callable[[], None]] = []

@@ -43,7 +43,6 @@ class Claim:
     start_step: int = 0
     address: str = ""  # host:port of its healing server
     port: int = 0  # of its gloo listener for gradients
-    control_port: int = 0  # of its gloo listener for votes
     broken: bool = False  # its group does not work: a new one is needed even if nobody came or went
     global_rank: int = -1  # in the whole job, as its black box says; -1: not known
 

@@ -54,7 +54,7 @@ from allranks.manager.plan import (
 from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open_store
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
-from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh, Voter
+from allranks.manager.vote_mesh import VoteMesh, Voter
 from allranks.model.cluster import Member, Quorum
 
 log = logging.getLogger("allranks.manager")
@@ -73,7 +73,6 @@ class Regrouper:
     client: Client
     inside: ReplicaRendezvous
     group: ReconfigurableGroup
-    control: ReconfigurableGroup
     box: VoteMesh
     server: HealServer
     store_address: str  # of the store hosted by rank 0 of this replica; the primary's is the meeting place
@@ -144,7 +143,6 @@ class Regrouper:
                 if self.training.forming != number:
                     return
                 self.box.abort(reason)
-                self.control.abort(reason)
                 self.group.abort(reason)
                 if self._reaching is not None:
                     self._reaching.abandon(GroupAborted(reason))
@@ -198,8 +196,7 @@ class Regrouper:
 
     def _ask(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())
-        ports = _port(self.group), _port(self.control)
-        claim = self.training.claim(self.server.address, *ports, broken)
+        claim = self.training.claim(self.server.address, _port(self.group), broken)
         claim = replace(claim, global_rank=self.options.global_rank)
         claims = self.inside.gather(claim, left)
         member = self._member(claims) if self.inside.speaks else None
@@ -264,7 +261,7 @@ class Regrouper:
             raise GroupAborted(lost)
         self._let_go(old, "the members changed")
         self.training.times.mark("old group left")
-        generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box, self.control)
+        generation = Generation(quorum, plan, index, self.options.rank, self.group, self.box)
         rolls = (index, self.options.rank) in plan.rolls_forward
         generation.drops = self._report_conflicts(said, plan, quorum.names, index)
         if index in plan.sources and plan.healing:
@@ -339,9 +336,7 @@ class Regrouper:
                 old.over = True
                 self.client.release(old.number)
         self.box.abort(reason)
-        self.control.abort(reason)
-        if self.group is not self.control:
-            (self.group.retire if healthy else self.group.abort)(reason)
+        (self.group.retire if healthy else self.group.abort)(reason)
 
     def _connect(self, quorum: Quorum, plan: QuorumPlan, said: Sequence[ReplicaClaim], index: int) -> None:
         rank, times = self.options.rank, self.training.times
@@ -363,15 +358,8 @@ class Regrouper:
         other_voters = [
             Voter(place, claim.address, credential) for place, claim in enumerate(voters) if place != first
         ]
-        if len(voters) <= MAX_VOTERS:
-            name = f"{quorum.epoch}.{quorum.number}"
-            self.box.meet(name, quorum.number, first, other_voters, limit_s, self.group.peer_gone)
-        elif self.control is not self.group:
-            ports = tuple(claim.control_port for place, claim in enumerate(voters) if place != first)
-            control_store = dist.PrefixStore(f"{prefix}/control", store)
-            self.control.meet(
-                GroupSpec(control_store, first, len(voters), quorum.number, ports, limit_s=limit_s)
-            )
+        name = f"{quorum.epoch}.{quorum.number}"
+        self.box.meet(name, quorum.number, first, other_voters, limit_s, self.group.peer_gone)
         times.mark("voters connected")
 
     def _reach_store(self, address: str) -> dist.Store:

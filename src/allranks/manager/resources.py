@@ -68,6 +68,7 @@ class ManagerResources:
         self.server = HealServer(options.host, Keyring(options.token or find_token()), options.timeout_s)
         self.server.on_fetched = self.training.transferred
         box = self._box(inside)
+        self._attach_group()
         self.server.start()
         inside.connect(session, self.server.address, self.server.keys, options.connect_timeout_s)
         self.regrouper = Regrouper(
@@ -76,7 +77,6 @@ class ManagerResources:
             client=self.client,
             inside=inside,
             group=self.group,
-            control=self._control(),
             box=box,
             server=self.server,
             store_address=self._host_store() if inside.speaks else "",
@@ -117,7 +117,6 @@ class ManagerResources:
             generation.over = True
         self.regrouper.box.shutdown()
         self.regrouper.inside.mesh.shutdown()
-        self.regrouper.control.shutdown()
         self.group.shutdown()
         self.regrouper.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -143,15 +142,12 @@ class ManagerResources:
             )
         ).start(options.connect_timeout_s)
 
-    def _control(self) -> ReconfigurableGroup:
-        """The group for votes: the gradients' own where that is gloo among single-rank replicas."""
-        for group in (self.group, control := ProcessGroupGloo(self.options.timeout_s)):
-            if isinstance(group, ProcessGroupGloo):
-                group.mesh.host = group.mesh.host or self.options.host
-                if self.options.proactive:
-                    group.on_connected = self.client.hold
-        shared = isinstance(self.group, ProcessGroupGloo) and self.options.world_size == 1
-        return self.group if shared else control
+    def _attach_group(self) -> None:
+        """Its sockets are found, and cut by the liveness proxy when a member is gone."""
+        if isinstance(self.group, ProcessGroupGloo):
+            self.group.mesh.host = self.group.mesh.host or self.options.host
+            if self.options.proactive:
+                self.group.on_connected = self.client.hold
 
     def _box(self, inside: ReplicaRendezvous) -> VoteMesh:
         box = VoteMesh(self.options.timeout_s)

@@ -74,6 +74,7 @@ class TrainingState:
     eager: bool = True
     parked: bool = False  # the training thread waits in start_quorum
     readers: int = 0  # threads that read the state meanwhile
+    read_limit_s: float = 60.0  # of one read: the training thread changes the state only when it is done
     thread: int = 0  # the training thread
     times: RegroupTimes = field(default_factory=RegroupTimes)  # since the last commit
     closing: bool = False
@@ -234,8 +235,10 @@ class TrainingState:
         finally:
             with self.changed:
                 self.parked = False
-                while self.readers:
-                    self.changed.wait()
+                if not self.changed.wait_for(lambda: not self.readers, self.read_limit_s):
+                    raise HealingFailed(
+                        f"another thread has read the state for {self.read_limit_s:.1f} s: is a state_dict function blocked?"
+                    )
 
     @contextlib.contextmanager
     def reading(self, limit_s: float) -> Iterator[None]:
@@ -429,13 +432,13 @@ class TrainingState:
                 self.changed.wait()
             return False
 
-    def claim(self, address: str, port: int, control_port: int, broken: bool) -> Claim:
+    def claim(self, address: str, port: int, broken: bool) -> Claim:
         """What we say of our state; from here on a vote in doubt is decided by the quorum."""
         with self.changed:
             self.wanted, self.news = "", ""
             self.times.mark("quorum requested")
             self.held, said = self.held.claim()
-            return replace(said, address=address, port=port, control_port=control_port, broken=broken)
+            return replace(said, address=address, port=port, broken=broken)
 
     def form(self, number: int) -> str:
         """From here on a loss in quorum `number` interrupts its making; returns a loss that came before."""

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.plan import QuorumPlan
-from allranks.manager.vote_mesh import MAX_VOTERS, VoteMesh
-from allranks.manager.votes import Tally, Vote, cast, exchange_sums
+from allranks.manager.vote_mesh import VoteMesh
+from allranks.manager.votes import Tally, Vote
 from allranks.manager.work import ManagedWork
 from allranks.model.cluster import Quorum
 
@@ -27,8 +27,7 @@ class Generation:
     index: int  # our replica's place in the quorum
     rank: int  # inside the replica
     group: ReconfigurableGroup  # gradients: the ranks of equal place in each replica
-    box: VoteMesh  # votes, up to its number of voters
-    control: ReconfigurableGroup  # votes of larger quorums: all ranks; may be the same object as `group`
+    box: VoteMesh  # votes of all ranks
     broken: str = ""  # why, in the words of who noticed
     over: bool = False  # replaced by a later one: its end is no accident
     loaded: bool = True  # the state to train on is in place; False while healing
@@ -101,17 +100,13 @@ class Generation:
         return not self.broken and not self.over
 
     def vote(self, vote: Vote) -> Tally:
-        """One vote of all ranks; raises RuntimeError or GroupAborted when one is gone."""
-        if self.voters <= MAX_VOTERS:
-            return self.box.cast(vote)
-        return cast(self.control, self.voters, self.place, vote, lambda: self.usable)
+        """One vote of all ranks; raises GroupAborted when one is gone."""
+        return self.box.cast(vote)
 
     def exchange_sums(self, sums: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
         """After a vote whose digests differ, by all voters: the sums of the wanted ones."""
-        if self.voters <= MAX_VOTERS:
-            everybody = self.box.exchange_sums(sums)
-            return [everybody[place] for place in wanted]
-        return exchange_sums(self.control, self.place, sums, wanted, lambda: self.usable)
+        everybody = self.box.exchange_sums(sums)
+        return [everybody[place] for place in wanted]
 
     def break_off(self, reason: str) -> bool:
         """Ends everything that is blocked in it; False when that has happened before."""
@@ -124,9 +119,7 @@ class Generation:
     def take_down(self, reason: str) -> None:
         """Aborts the groups, here and (by the closed sockets) at the peers."""
         self.box.abort(reason)
-        self.control.abort(reason)
-        if self.group is not self.control:
-            self.group.abort(reason)
+        self.group.abort(reason)
 
 
 @dataclass(eq=False)

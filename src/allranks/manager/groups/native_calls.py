@@ -18,11 +18,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from allranks.errors import GroupAborted
+
 T = TypeVar("T")
+MAX_LEFT_RUNNING = 16  # each is a thread, and what torch holds for the call, until the call's own limit
+_left_running: set[AbandonableCall[Any]] = (
+    set()
+)  # abandoned, and not returned yet; changed under the calls' locks
 
 
 def _forget(made: object) -> None:
@@ -44,6 +50,7 @@ class AbandonableCall(Generic[T]):
     _made: list[T] = field(default_factory=list)
     _failure: list[BaseException] = field(default_factory=list)
     _abandoned: bool = False
+    _running: bool = False
 
     def result(self) -> T:
         """What was made; raises what the call raised, or what it was abandoned with. Limits are the call's own.
@@ -51,6 +58,9 @@ class AbandonableCall(Generic[T]):
         An error is kept by nobody then: its traceback leads to us, and what the call has made would wait, unfinished,
         for a garbage collection to destroy it, on any thread.
         """
+        if len(_left_running) >= MAX_LEFT_RUNNING:
+            raise GroupAborted(f"{len(_left_running)} earlier calls into torch have not returned yet")
+        self._running = True
         threading.Thread(target=self._run, name="allranks-making", daemon=True).start()
         with self._changed:
             while not (self._made or self._failure):
@@ -65,6 +75,8 @@ class AbandonableCall(Generic[T]):
             if not self._abandoned:
                 self._abandoned = True
                 self._failure.append(error)
+                if self._running:
+                    _left_running.add(self)
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -78,7 +90,8 @@ class AbandonableCall(Generic[T]):
             frames = error.__traceback__
         self.make = _forgotten
         with self._changed:
-            late = self._abandoned
+            late, self._running = self._abandoned, False
+            _left_running.discard(self)
             if not late:
                 self._made, self._failure = made, failure
             self._changed.notify_all()
