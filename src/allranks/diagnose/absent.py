@@ -12,10 +12,8 @@ from allranks.diagnose.align import is_box, is_hook
 from allranks.diagnose.alignment import (
     MAX_CALLS,
     Difference,
-    find_difference,
     find_shift,
     find_skip_over_groups,
-    odd_one,
     step_keys,
 )
 from allranks.diagnose.cells import sizes_text
@@ -45,8 +43,6 @@ def explain_ranks(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
         return _without_file(context, blocked, ranks)
     ranks = tuple(rank for rank in ranks if rank in context.job.ranks)
     if blocked.p2p is None:
-        if (difference := _by_steps(context, blocked, ranks)) is not None:
-            return left_program(context, group, difference, blocked)
         shift = find_shift(context.job, group)
         if shift is not None and shift.seq <= blocked.seq:
             return left_program(context, group, shift, blocked)
@@ -76,17 +72,6 @@ def lacking(
         stacks=(*(((rank,), frames) for rank, frames, _ in known), *waiters),
         stack_labels=(*(label for _, _, label in known), *("in this call" for _ in waiters)),
     )
-
-
-def _by_steps(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Difference | None:
-    """Where the step marks of a rank that lacks and of one that waits part, if they do."""
-    group = context.group(blocked)
-    waiter, rank = min(blocked.rows), ranks[0]
-    if len(ranks) > 1 or rank not in group.lanes or not len(group.lanes[rank].seqs):
-        return None
-    if len(group.lanes) == 2:
-        return odd_one(context.job, group, rank, waiter)
-    return find_difference(context.job, group, rank, waiter)
 
 
 def _over_groups(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Difference | None:

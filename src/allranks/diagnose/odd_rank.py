@@ -182,27 +182,6 @@ def _left_round(case: _Case) -> Difference | None:
     return replace(known, ranks=first[rank]) if known is not None else found
 
 
-def _other_groups(case: _Case) -> Difference | None:
-    """What ranks outside the group did at the same line decides between the classes."""
-    job, group, mismatch = case.job, case.group, case.mismatch
-    outside = [rank for rank in job.ranks if rank not in group.lanes][:ASKED_RANKS]
-    votes = [0] * len(mismatch.classes)
-    for index, (_, ranks) in enumerate(mismatch.classes):
-        view, row = job.ranks[ranks[0]], group.lanes[ranks[0]].row(mismatch.seq)
-        if view.stack[row] == 0:
-            return None
-        for rank in outside:
-            other = job.ranks[rank]
-            at = np.flatnonzero(other.stack == view.stack[row])
-            votes[index] += bool(len(at) and other.sig[at[-1]] == view.sig[row])
-    best = max(votes)
-    if best == 0 or votes.count(best) > 1:
-        return None
-    others = [ranks for vote, (_, ranks) in zip(votes, mismatch.classes, strict=True) if vote != best]
-    guilty = tuple(sorted(rank for ranks in others for rank in ranks))
-    return case.changed(guilty, 0.8, say("other_groups", number=best))
-
-
 def _aborted(case: _Case) -> Difference | None:
     """gloo aborts the rank whose buffer is too small, so a member without a dump speaks for the smaller size."""
     job, group, mismatch = case.job, case.group, case.mismatch
@@ -216,4 +195,4 @@ def _aborted(case: _Case) -> Difference | None:
     return case.changed(mismatch.classes[sizes.index(max(sizes))][1], 0.7, say("gloo_aborts"))
 
 
-_RULES = (_diverged, _moved, _exchanged, _outvoted, _own_history, _left_round, _other_groups, _aborted)
+_RULES = (_diverged, _moved, _exchanged, _outvoted, _own_history, _left_round, _aborted)
