@@ -290,6 +290,8 @@ def find_why_out(now: float, state: QuorumState, name: str, here: dict[str, str]
         others = listed(here[session] for session in entries if session in here)
         next_s = max(entry.until for entry in entries.values()) - now
         return f"cannot connect with {others}; next try in {next_s:.0f} s"
+    if replica.session in state.reach.unserved:
+        return "the state that it claims could not be fetched"
     if any(member.replica == name for member in find_unproved(state)):
         return f"not proved reachable yet by {listed(state.continuing)}"
     mixed = len(_dialects(state)) > 1 or _other_dialect(state, replica.asking)
@@ -344,6 +346,7 @@ def find_joining(now: float, state: QuorumState) -> list[Member]:
         if replica.asking is not None
         and name not in state.continuing
         and name not in unproved
+        and replica.session not in state.reach.unserved
         and not state.reach.apart_from(now, replica.session, members)
         and not _other_dialect(state, replica.asking)
     ]
