@@ -42,7 +42,9 @@ class Timers:
     """The part of an asyncio loop that the service uses."""
 
     now: float = 0.0
-    _heap: list[tuple[float, int, Handle, Callable[..., object], tuple[object, ...]]] = field(default_factory=list)
+    _heap: list[tuple[float, int, Handle, Callable[..., object], tuple[object, ...]]] = field(
+        default_factory=list
+    )
     _order: Any = field(default_factory=itertools.count)
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: object) -> Any:
@@ -202,7 +204,9 @@ class Process:
     def take_quorum(self, quorum: Quorum) -> None:
         if quorum.rank_of(self.name) is None or self.asked is None:
             return
-        same = self.quorum is not None and self.quorum.order == quorum.order and not self.asked.commit_failures
+        same = (
+            self.quorum is not None and self.quorum.order == quorum.order and not self.asked.commit_failures
+        )
         self.asked, self.quorum = None, quorum
         self.phase, self.since = ("training" if same else "forming"), self.job.now
 
@@ -319,8 +323,7 @@ class Job:
         self.most_per_s = max(self.most_per_s, len(self.formed))
 
     def _group(self, number: int) -> list[Process]:
-        inside = [p for p in self.processes if p.quorum is not None and p.quorum.number == number and p.alive]
-        return inside
+        return [p for p in self.processes if p.quorum is not None and p.quorum.number == number and p.alive]
 
     def _run_group(self, number: int) -> None:
         inside = {p.session: p for p in self._group(number)}
@@ -334,7 +337,9 @@ class Job:
                 self._look_for_cuts(process, sessions)
         if all(member is not None and member.runs for member in members):
             whole = [member for member in members if member is not None]
-            if any(not self.linked(one.session, other.session) for one, other in itertools.combinations(whole, 2)):
+            if any(
+                not self.linked(one.session, other.session) for one, other in itertools.combinations(whole, 2)
+            ):
                 return
             if all(member.phase == "forming" for member in whole):
                 self._make(whole)
@@ -370,7 +375,9 @@ class Job:
                 continue
             older = source.step < healer.step and source.term <= healer.term
             if older and not healer.liar:
-                self.violations.append(f"{healer.session} at {healer.step} took the state of {source.session} at {source.step}")
+                self.violations.append(
+                    f"{healer.session} at {healer.step} took the state of {source.session} at {source.step}"
+                )
             healer.step, healer.term, healer.history = source.step, source.term, source.history
         if any(member.phase != "forming" for member in members):
             return
@@ -399,6 +406,8 @@ class Job:
                 self.violations.append(f"{member.session} holds a step that nobody has made: {member.step}")
             owners = self.committed_by.setdefault(member.name, [])
             if member.session in owners[:-1]:
-                self.violations.append(f"{member.session} commits after {owners[-1]} has: two processes of one name")
+                self.violations.append(
+                    f"{member.session} commits after {owners[-1]} has: two processes of one name"
+                )
             elif member.session not in owners:
                 owners.append(member.session)

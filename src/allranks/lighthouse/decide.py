@@ -147,9 +147,11 @@ def _minority(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     if present >= len(absent):
         return None
     if by_last and present == 0 and not state.silent:
+        unusual = state.reach.apart or state.reach.probing or state.reach.unserved
+        outside = _apart(now, state, state.asking) if unusual else ""
         reason = (
             f"the members of quorum {state.number} are training: "
-            f"{listed(state.asking)} can join when {listed(absent)} ask again{_apart(now, state, state.asking)}"
+            f"{listed(state.asking)} can join when {listed(absent)} ask again{outside}"
         )
     else:
         what = f"members of quorum {state.number}" if by_last else "connected replicas"
@@ -266,7 +268,7 @@ def _connected(now: float, members: list[Member], state: QuorumState) -> list[Me
 
 def _apart(now: float, state: QuorumState, names: Collection[str]) -> str:
     """Why these are not members: "; left out: b (cannot connect with a; next try in 2 s)"."""
-    if not names or not (state.reach.apart or state.reach.probing or len(_dialects(state)) > 1):
+    if not names:
         return ""
     here = {replica.session: name for name, replica in state.replicas.items()}
     parts = []

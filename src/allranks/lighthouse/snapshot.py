@@ -101,7 +101,13 @@ def _standing(
             if state.last
             else ()
         )
-        return "spare" if name in spares else "unreachable" if apart or replica.session in state.reach.unserved else "asking"
+        return (
+            "spare"
+            if name in spares
+            else "unreachable"
+            if apart or replica.session in state.reach.unserved
+            else "asking"
+        )
     return "member" if name in members else "connected"
 
 
