@@ -74,6 +74,7 @@ class Process:
     session: str
     liar: bool = False
     garbage: bool = False
+    hasty: bool = False  # gives every group up at once and asks again
     alive: bool = True
     frozen: bool = False
     cut: bool = False  # from the lighthouse
@@ -181,6 +182,8 @@ class Process:
         self.send(join)
 
     def receive(self, message: object) -> None:
+        if self.alive and self.frozen:
+            self.inbox.append(message)
         if not self.runs:
             return
         if isinstance(message, Quorum):
@@ -209,6 +212,8 @@ class Process:
         )
         self.asked, self.quorum = None, quorum
         self.phase, self.since = ("training" if same else "forming"), self.job.now
+        if self.hasty:
+            self.ask(broken=True)
 
     def probe(self, probe: Probe) -> None:
         found = {session: self.job.linked(self.session, session) for session in probe.addresses}
@@ -235,7 +240,7 @@ class Job:
     violations: list[str] = field(default_factory=list)
     commits: int = 0
     last_commit: float = 0.0
-    formed: deque[float] = field(default_factory=deque)
+    formed: deque[tuple[float, int]] = field(default_factory=deque)
     committed_by: dict[str, list[str]] = field(default_factory=dict)  # name -> sessions, in order
     most_per_s: int = 0
     _number: int = 0
@@ -259,9 +264,9 @@ class Job:
 
     # ---- what happens to it
 
-    def start(self, name: str, liar: bool = False, garbage: bool = False) -> Process:
+    def start(self, name: str, liar: bool = False, garbage: bool = False, hasty: bool = False) -> Process:
         session = f"{name}.{sum(process.name == name for process in self.processes)}"
-        process = Process(self, name, session, liar, garbage)
+        process = Process(self, name, session, liar, garbage, hasty)
         self.processes.append(process)
         process.connect()
         return process
@@ -315,12 +320,11 @@ class Job:
         self.timers.call_later(TICK_S, self._tick)
 
     def _count_quorums(self) -> None:
-        while self.formed and self.formed[0] < self.now - 1.0:
+        """How many new numbers came within a second."""
+        self.formed.append((self.now, self.service.state.number))
+        while self.formed[0][0] < self.now - 1.0:
             self.formed.popleft()
-        for at in self.service.state.formed:
-            if at > (self.formed[-1] if self.formed else self.now - 1.0):
-                self.formed.append(at)
-        self.most_per_s = max(self.most_per_s, len(self.formed))
+        self.most_per_s = max(self.most_per_s, self.formed[-1][1] - self.formed[0][1])
 
     def _group(self, number: int) -> list[Process]:
         return [p for p in self.processes if p.quorum is not None and p.quorum.number == number and p.alive]

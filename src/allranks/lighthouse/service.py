@@ -306,6 +306,9 @@ class Service:
         if dialect == DIALECT and (fault := find_fault(member.data)):
             text = f"the claim of {name} ({session.node or '?'}) is malformed: {fault}"
             self.event_log.event("refused", text, name)
+            session.asking = None
+            self.state.refuse(name)
+            self.former.soon()
             return Refused("claim", text)
         if (
             last is not None

@@ -28,6 +28,7 @@ class Replica:
     session: str
     node: str = ""
     observer: bool = False  # never a member
+    unfit: bool = False  # its last claim was refused: nobody waits for it
     probes: bool = False  # it can be asked to prove that others are reachable
     connected: bool = True  # False: known from an earlier lighthouse, expected to come back
     since: float = 0.0
@@ -132,7 +133,7 @@ class QuorumState:
         if known is not None and known.session == session:
             known.connected, known.node, known.probes = True, node, probes
         else:
-            self.replicas[name] = Replica(name, session, node, observer, probes, since=now)
+            self.replicas[name] = Replica(name, session, node, observer, probes=probes, since=now)
             self._cool(now, name)
             self._wait_for_lease(name, session, node)
         self._settle_gone(name, session)
@@ -144,7 +145,7 @@ class QuorumState:
         replica = self.replicas[name]
         if replica.asking is None:
             replica.asked_at = now
-        replica.asking = member
+        replica.asking, replica.unfit = member, False
         if member.unreached or member.unserved:
             since = {each.session: each.since for each in self.replicas.values()}
             self.reach.report(now, replica.session, since.keys() & {*member.unreached, *member.unserved})
@@ -152,6 +153,12 @@ class QuorumState:
             unserved = (session for session in member.unserved if since.get(session, 0.0) > replica.since)
             self.reach.discredit(unserved)
         self._index(name)
+
+    def refuse(self, name: str) -> None:
+        """Its claim was refused: until it asks with another, it is not there."""
+        if replica := self.replicas.get(name):
+            replica.asking, replica.unfit = None, True
+            self._index(name)
 
     def withdraw(self, name: str) -> None:
         if replica := self.replicas.get(name):
@@ -425,7 +432,7 @@ class QuorumState:
     def _index(self, name: str) -> None:
         """Makes the indexes true for one name."""
         replica = self.replicas.get(name)
-        if replica is not None and (replica.observer or name in self.evicted):
+        if replica is not None and (replica.observer or replica.unfit or name in self.evicted):
             replica = None
         if replica is not None and replica.cooling_until:
             self.cooling[name], replica = replica.cooling_until, None
