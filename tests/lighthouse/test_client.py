@@ -41,6 +41,7 @@ from allranks.model.cluster import (
     Quorum,
     QuorumFormed,
     QuorumWanted,
+    Superseded,
 )
 
 from .processes import Proxy
@@ -230,6 +231,7 @@ def test_an_evicted_replica_stays_out_until_it_is_let_in(embedded: Embedded, con
         assert notices.wait(Evicted) == Evicted("b", "bad GPU", number)
     with pytest.raises(ReplicaEvicted, match="bad GPU"):
         pending.result(30)
+    b.close()
     reborn = connect(address, "b")
     with pytest.raises(ReplicaEvicted, match="bad GPU") as caught:
         reborn.join(Member("b"), 30)
@@ -243,25 +245,55 @@ def test_an_evicted_replica_stays_out_until_it_is_let_in(embedded: Embedded, con
     assert ticket.result(30).names == ("a", "b")
 
 
-def test_a_second_process_of_the_same_name_takes_the_place_of_the_first(
+def test_a_second_process_of_the_same_name_is_refused_while_the_first_lives(
     embedded: Embedded, connect: Connect
 ) -> None:
-    """The old one learns it and stops; the others hear of a loss; a new number is given."""
+    """It learns at its start who has the name and which flag gives it another; the first trains on, undisturbed."""
+    address = embedded().address
+    a, first = connect(address, "a"), connect(address, "b", node="node-1")
+    notices = Notices(a)
+    number = form(a, first).number
+    with pytest.raises(LighthouseRefused, match="b is the name of another process on node-1") as caught:
+        connect(address, "b", node="node-2")
+    assert caught.value.code == "taken" and "--first-replica" in caught.value.hint
+    assert form(a, first, step=1).number == number and first.may_commit()
+    assert not any(isinstance(notice, MemberLost) for notice in notices)
+
+
+def test_a_name_is_free_as_soon_as_its_process_is_gone(embedded: Embedded, connect: Connect) -> None:
+    """A restart takes the place of the process that has left, and gets a new number."""
     address = embedded().address
     a, old = connect(address, "a"), connect(address, "b")
     notices = Notices(a)
     number = form(a, old).number
+    old._reactor.call(lambda: old._line.close())  # type: ignore[union-attr]  # as when its process is killed
     new = connect(address, "b")
-    lost = notices.wait(MemberLost)
-    assert lost.reason == "restarted under the same name"  # type: ignore[attr-defined]
-    eventually(lambda: not old.connected)
-    with pytest.raises(LighthouseRefused, match="took this one's place"):
-        old.join(Member("b"), 5)
+    notices.wait(MemberLost)
     ticket = new.request_quorum(Member("b"))
     notices.wait(QuorumWanted)
     quorum = a.join(Member("a", step=1), 30)
     assert ticket.result(30) == quorum
     assert quorum.names == ("a", "b") and quorum.number == number + 1
+
+
+def test_a_process_whose_name_was_given_away_learns_it_when_it_is_back(
+    embedded: Embedded, connect: Connect, proxy: Callable[[str], Proxy]
+) -> None:
+    """Cut off for longer than its lease, it may not commit; another process gets the name; back, it is told to stop."""
+    address = embedded(heartbeat_timeout_s=0.5, presume_dead_s=1.0).address
+    between = proxy(address)
+    old = connect(between.address, "b")
+    notices = Notices(old)
+    assert old.join(Member("b"), 30).names == ("b",) and old.may_commit()
+    between.drop.update(up=True, down=True)
+    new = connect(address, "b")
+    assert new.join(Member("b"), 30).names == ("b",) and new.may_commit()
+    assert not old.may_commit(), "two processes of one name could commit"
+    assert between.dropped_bytes
+    between.drop.update(up=False, down=False)
+    notices.wait(Superseded)
+    with pytest.raises(LighthouseRefused, match="took this one's place"):
+        old.join(Member("b"), 5)
 
 
 def test_evidence_is_asked_of_agents_and_of_the_replicas_concerned(

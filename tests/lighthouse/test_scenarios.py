@@ -115,7 +115,7 @@ class Play:
         return [f"took over quorum {last.number}, expecting {' '.join(expected)}"]
 
     def do_wanted(self) -> list[str]:
-        return [find_wanted(self.state, self.state.options) or "no"]
+        return [find_wanted(self.now, self.state, self.state.options) or "no"]
 
     def do_decide(self) -> list[str]:
         self.state.advance(self.now)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 from allranks.channel.frames import HeldPort
 from allranks.lighthouse import state, training
+from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.connection import Listener
 from allranks.lighthouse.grpc_server import (
     CALL_BYTES,
@@ -45,6 +48,8 @@ from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
 from allranks.model.cluster import Member, Quorum
+
+from .waiting import eventually
 
 members = st.builds(
     Member,
@@ -164,11 +169,70 @@ def test_a_torchft_client_may_call_without_end() -> None:
     with ExitStack() as stack:
         where: list[str] = []
         door = grpc_door("127.0.0.1", 0, where.append)
-        stack.enter_context(Lighthouse(Options(), ServerOptions(token="t"), doors=(door,)))
+        stack.enter_context(Lighthouse(Options(), ServerOptions(), doors=(door,)))
         channel = stack.enter_context(grpc.insecure_channel(where[0].removeprefix("http://")))
         beat = channel.unary_unary("/torchft.LighthouseService/Heartbeat")
         for _ in range(2 * CALL_BYTES // 240):
             beat(_heartbeat("n" * 240), timeout=20)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_without_the_token_a_torchft_client_is_never_a_member(opened: bool) -> None:
+    """A call that claims a step reaches nobody; with --grpc-open a heartbeat is an observer's; with the token both work."""
+    grpc = pytest.importorskip("grpc")
+    with ExitStack() as stack:
+        where: list[str] = []
+        door = grpc_door("127.0.0.1", 0, where.append, open_to_observers=opened)
+        lighthouse = stack.enter_context(Lighthouse(Options(), ServerOptions(token="t"), doors=(door,)))
+        member = stack.enter_context(
+            Client(ClientOptions(addresses=(lighthouse.address,), token="t", replica="a"))
+        )
+        assert member.join(Member("a", step=5), 30).names == ("a",)
+        channel = stack.enter_context(grpc.insecure_channel(where[0].removeprefix("http://")))
+        quorum = channel.unary_unary("/torchft.LighthouseService/Quorum")
+        beat = channel.unary_unary("/torchft.LighthouseService/Heartbeat")
+        request = encode_quorum_request(Member("x", step=1_000_000))
+        with pytest.raises(grpc.RpcError, match="--no-token") as caught:
+            quorum(request, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        if opened:
+            beat(_heartbeat("x"), timeout=20)
+            assert [r["state"] for r in member.status()["replicas"] if r["replica"] == "x"] == ["observer"]
+        else:
+            with pytest.raises(grpc.RpcError, match="--grpc-open"):
+                beat(_heartbeat("x"), timeout=20)
+        token = (("authorization", "Bearer t"),)
+        beat(_heartbeat("y"), timeout=20, metadata=token)
+        assert [r["state"] for r in member.status()["replicas"] if r["replica"] == "y"] == ["connected"]
+    del caught
+    gc.collect()  # gRPC's poller ends with the last call that it knows
+
+
+def test_torchfts_clients_and_managers_never_share_a_quorum() -> None:
+    """Without a token: a member whose text is no claim stays out, whatever step it says; who trains continues."""
+    grpc = pytest.importorskip("grpc")
+    claim = '{"ranks": [{"step": 5}]}'
+    with ExitStack() as stack:
+        where: list[str] = []
+        door = grpc_door("127.0.0.1", 0, where.append)
+        lighthouse = stack.enter_context(Lighthouse(Options(), ServerOptions(), doors=(door,)))
+        member = stack.enter_context(Client(ClientOptions((lighthouse.address,), replica="a")))
+        own = Member("a", step=5, data=claim, dialect="manager")
+        assert member.join(own, 30).names == ("a",)
+        channel = stack.enter_context(grpc.insecure_channel(where[0].removeprefix("http://")))
+        quorum = channel.unary_unary("/torchft.LighthouseService/Quorum")
+        request = encode_quorum_request(Member("x", step=1_000_000, data="not JSON"))
+
+        def wait_for_a_quorum() -> None:
+            with pytest.raises(grpc.RpcError, match="Deadline"):
+                quorum(request, timeout=3)
+
+        waiting = threading.Thread(target=wait_for_a_quorum)
+        waiting.start()
+        eventually(lambda: "x" in member.status()["waiting"])
+        assert member.join(own, 30).names == ("a",)
+        assert member.status()["number"] == 1
+        waiting.join(30)
 
 
 @dataclass

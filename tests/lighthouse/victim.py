@@ -2,7 +2,7 @@
 
     python victim.py '{"replica": "r1", "addresses": ["127.0.0.1:29510"], ...}'
 
-join STEP | leave | fork | hold_gil SECONDS | hold PORT NUMBER
+join STEP [FAILURES] | leave | fork | hold_gil SECONDS | hold PORT NUMBER
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def on_notice(notice: Notice) -> None:
     tell(notice=type(notice).__name__, at=time.monotonic(), **asdict(notice))
 
 
-def join(client: Client, step: int) -> None:
+def join(client: Client, step: int, failures: int = 0) -> None:
     try:
-        quorum = client.join(Member(client.options.replica, step=step), timeout_s=60)
+        member = Member(client.options.replica, step=step, commit_failures=failures)
+        quorum = client.join(member, timeout_s=60)
         tell(quorum=quorum.number, epoch=quorum.epoch, members=list(quorum.names), reason=quorum.reason)
     except LighthouseError as error:
         tell(error=str(error), kind=type(error).__name__)
@@ -51,7 +52,7 @@ def main() -> None:
     for line in sys.stdin:
         word, *rest = line.split()
         if word == "join":
-            threading.Thread(target=join, args=(client, int(rest[0])), daemon=True).start()
+            threading.Thread(target=join, args=(client, *map(int, rest)), daemon=True).start()
         elif word == "leave":
             client.leave("asked to")
             break

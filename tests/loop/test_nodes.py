@@ -129,3 +129,41 @@ def wait_until(true: Callable[[], bool], limit_s: float) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_second_node_with_the_same_numbers_is_refused_and_the_first_trains_on(tmp_path: Path) -> None:
+    """The same command on two nodes: the second ends at its start, names the flag, and starts no rank."""
+    port = held_port()
+    (tmp_path / "out").mkdir()
+
+    def command(name: str) -> subprocess.Popen[str]:
+        where = ["--bind" if name == "a" else "--lighthouse", f"127.0.0.1:{port}"]
+        words = [
+            sys.executable, "-m", "allranks", "run", *where, "--replicas", "1", "--incidents", str(tmp_path / f"incidents-{name}"),
+            demo_train.__file__, "--steps", "100000", "--pace-s", "0.05", "--out", str(tmp_path / "out"),
+        ]  # fmt: skip
+        environment = {**os.environ, "ALLRANKS_TOKEN": "t", "ALLRANKS_DIR": str(tmp_path / name)}
+        log = open(tmp_path / f"{name}.log", "w")  # noqa: SIM115
+        with log:
+            return subprocess.Popen(words, env=environment, stdout=log, stderr=log, text=True)
+
+    def steps() -> int:
+        return max((sample.step for sample in read_samples(tmp_path / "a")), default=-1)
+
+    first = command("a")
+    try:
+        wait_until(lambda: steps() > 5, 120)
+        second = command("b")
+        try:
+            assert second.wait(120) == 2
+        finally:
+            second.kill()
+            second.wait()
+        text = (tmp_path / "b.log").read_text()
+        assert "replica-0 of this job already run" in text and "--first-replica 1" in text, text
+        assert not read_samples(tmp_path / "b"), "a rank of the second node was started"
+        before = steps()
+        wait_until(lambda: steps() > before + 5, 60)
+    finally:
+        first.terminate()
+        first.wait(60)

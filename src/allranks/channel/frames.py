@@ -190,6 +190,37 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def watch_connection(sock: socket.socket, limit_s: float) -> None:
+    """Lets the kernel end a connection whose other side acknowledges nothing for `limit_s`, also while nothing is sent.
+
+    Only for small messages: one that the other side does not read for so long, with full buffers, is ended too.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", max(1, int(limit_s))),
+        ("TCP_USER_TIMEOUT", int(limit_s * 1000)),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+_LAST_ACK = struct.Struct("=I")
+_LAST_ACK_AT = 56  # tcpi_last_ack_recv of Linux's tcp_info
+
+
+def is_silent(sock: socket.socket, limit_s: float) -> bool:
+    """Whether a watched connection has had no answer of the other side's kernel for so long; False when it cannot be told."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+    except (OSError, AttributeError):
+        return False
+    if len(info) < _LAST_ACK_AT + _LAST_ACK.size:
+        return False
+    return bool(_LAST_ACK.unpack_from(info, _LAST_ACK_AT)[0] >= limit_s * 1000)
+
+
 def split_address(address: str, default_port: int = 29510) -> tuple[str, int]:
     """("host", port) of "host:port", "[::1]:port", "http://host:port" or "host". Raises ValueError."""
     text = address.strip().removeprefix("http://").removeprefix("https://").removeprefix("tcp://").rstrip("/")

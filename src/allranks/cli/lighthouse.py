@@ -37,8 +37,12 @@ class LighthouseFlags:
     bind: str = _server("127.0.0.1:29510", "where to listen; port 0: any free one", metavar="HOST:PORT")
     grpc_bind: str = _server(
         "",
-        "also speak torchft's gRPC protocol there, without a token; may be the same as --bind",
+        "also speak torchft's gRPC protocol there; may be the same as --bind. torchft's clients send no job token: "
+        "see --no-token and --grpc-open",
         metavar="HOST:PORT",
+    )
+    grpc_open: bool = _server(
+        False, "torchft's clients without the job token may report that they live; they never become members"
     )
     allow_host: tuple[str, ...] = _server(
         (),

@@ -99,7 +99,7 @@ def make_lighthouse(
 
         same = options.grpc_bind == options.bind and port
         where = ("", 0) if same else _split(options.grpc_bind)
-        protocols.append(grpc_door(*where, on_grpc))
+        protocols.append(grpc_door(*where, on_grpc, options.grpc_open))
     return Lighthouse(read_flags(Options, args, **grace), server, etcd=etcd, http=page, doors=protocols)
 
 

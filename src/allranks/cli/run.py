@@ -29,6 +29,7 @@ from allranks.cli.run_job import (
     embed_lighthouse,
     heartbeats,
     read_settings,
+    refuse_taken_numbers,
     start_agent,
     start_snapshot_server,
     start_watch,
@@ -271,7 +272,10 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
             quiet=options.quiet,
         )
     )
-    start_agent(job, start_watch(job, "replica"), supervisor)
+    agent = start_agent(job, start_watch(job, "replica"), supervisor)
+    if agent.client is not None and options.lighthouse:
+        first = options.first_replica or 0
+        refuse_taken_numbers(agent.client, range(first, first + (options.replicas or 1)))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         previous = signal.signal(number, supervisor.note_signal)
         job.stack.callback(signal.signal, number, previous)

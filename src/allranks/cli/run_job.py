@@ -8,6 +8,7 @@ import argparse
 import logging
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 
 Settings = Mapping[str, Any]  # the job file as plain data; {} without one
+_HEARD_S = 0.3  # a process that was heard so long after we came lives
+_TAKEN_S = 10.0  # a dead one is forgotten by then
 
 
 @dataclass(frozen=True)
@@ -358,6 +361,33 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Client | None:
         return None
     stack.callback(client.close)
     return client
+
+
+def refuse_taken_numbers(client: Client, numbers: range) -> None:
+    """An error when processes of another `allranks run` have these replicas' names and live: before any rank is started.
+
+    One that was killed a moment ago is gone soon; one that lives is heard again.
+    """
+    from allranks.launch.node_agent import replica_name, replica_number
+
+    wanted, began = {replica_name(number) for number in numbers}, time.monotonic()
+    first = None
+    while True:
+        rows = {row["replica"]: row for row in client.status()["replicas"] if row["ranks"]}
+        taken = {name: rows[name]["session"] for name in sorted(wanted & rows.keys())}
+        first = taken if first is None else {n: s for n, s in taken.items() if first.get(n) == s}
+        if not first:
+            return
+        alive = [name for name in first if rows[name]["heard_s"] < time.monotonic() - began - _HEARD_S]
+        if alive or time.monotonic() - began > _TAKEN_S:
+            known = [replica_number(name) for name in rows]
+            free = 1 + max(number for number in known if number is not None)
+            nodes = ", ".join(sorted({rows[name]["node"] for name in first}))
+            raise InputError(
+                f"{', '.join(first)} of this job already run on {nodes}",
+                hint=f"Every node starts other replicas: add --first-replica {free} here.",
+            )
+        time.sleep(0.2)
 
 
 def start_snapshot_server(token: str, torchrun: list[str], stack: ExitStack) -> str:

@@ -2,7 +2,7 @@
 
 The first bytes tell frames of ours (PREAMBLE) from HTTP, which is handed to the web server; anything else is
 closed with a line in the log. A client has one chance to send a right hello; everything is bounded: open files of the
-process, unauthenticated connections, what is logged of them (`Throttle`). An action that a client asks for (`Command`) is
+process, unauthenticated connections, what is logged of them (`FoldedLog`). An action that a client asks for (`Command`) is
 looked up by name and answered with a `Result`.
 """
 
@@ -14,7 +14,6 @@ import gc
 import logging
 import os
 import resource
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -23,6 +22,7 @@ import msgspec
 
 from allranks.channel.frames import HEAD, BadFrame, check_length, listen, take_frames, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
+from allranks.channel.limits import FoldedLog
 from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
 from allranks.lighthouse.messages import ACK, BEAT, PREAMBLE, QUORUM, Command, Result, decode, encode, load
@@ -54,25 +54,6 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
-
-
-@dataclass
-class Throttle:
-    """Log lines that an attacker must not be able to multiply: one per kind and second, with a count of the rest."""
-
-    every_s: float = 1.0
-    _last: dict[str, float] = field(default_factory=dict)
-    _skipped: dict[str, int] = field(default_factory=dict)
-
-    def warn(self, kind: str, text: str, *args: object) -> None:
-        """Logs a warning, unless one of its kind was logged a moment ago."""
-        now = time.monotonic()
-        if now - self._last.get(kind, -self.every_s) < self.every_s:
-            self._skipped[kind] = self._skipped.get(kind, 0) + 1
-            return
-        more = self._skipped.pop(kind, 0)
-        self._last[kind] = now
-        log.warning(text + (f" (and {more} more like it)" if more else ""), *args)
 
 
 def carry_out(service: Service, command: Command, reply: Callable[[Result], None]) -> None:
@@ -190,7 +171,7 @@ class Listener:
     frames: bool = True  # whether our own protocol is spoken here
     strangers: dict[Stranger, float] = field(default_factory=dict)  # no hello yet; oldest first
     open: set[Connection] = field(default_factory=set)
-    throttle: Throttle = field(default_factory=Throttle)
+    throttle: FoldedLog = field(default_factory=lambda: FoldedLog(log, 1.0))
     credential: Credential = field(init=False)
     max_strangers: int = field(init=False)
 
@@ -432,6 +413,8 @@ class Connection(asyncio.Protocol):
             service.accuse(session.replica, printable(message.reason))
         elif isinstance(message, Quorum):
             service.recalled(message)
+        elif isinstance(message, messages.Probed):
+            service.probed(session, message)
         elif isinstance(message, messages.Command):
             carry_out(service, message, self._send)
         else:

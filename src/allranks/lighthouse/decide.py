@@ -18,22 +18,28 @@ The rules, in order; the first that speaks decides:
               trains on. Members known to be dead do not count; silent ones do until presumed dead
   too_few     fewer than min_replicas ask
   size        no allowed number of members (multiple_of, divides, max_replicas) can be made of them
+  pace        a new quorum came a moment ago: never more than 10 in 2.5 s, and a growing pause when the same members
+              make no step
   form        all members of the last quorum are there (fast), or nobody is left to wait for, or the join
-              timeout is over. Whoever asked by then comes in, unless one of them wants to shrink only
+              timeout is over. Whoever asked by then comes in, unless one of them wants to shrink only, it is not
+              proved reachable by members that can continue without it, or it cannot talk to the others: the largest
+              set that can is formed (reach.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from allranks.lighthouse.options import Options
+from allranks.lighthouse.reach import largest_set
 from allranks.lighthouse.state import QuorumState
 from allranks.model.cluster import Member
 
 LATE_S = (
     5.0  # so long one that comes after the end is kept waiting for others that begin a new training with it
 )
+_PROVERS = 64  # members with which a newcomer is proved reachable; more would be too many connections
 _NAMED = 8  # reasons name at most so many replicas
 
 
@@ -44,6 +50,7 @@ class Form:
     members: tuple[Member, ...]  # sorted by replica
     spares: tuple[str, ...] = ()
     rule: str = "form"
+    left_out: tuple[str, ...] = ()  # they ask too, and cannot talk to the members, or that is not proved yet
 
 
 @dataclass(frozen=True)
@@ -64,21 +71,21 @@ def decide(now: float, state: QuorumState, options: Options) -> tuple[Decision, 
     for rule in _RULES:
         if (found := rule(now, state, options)) is not None:
             return found
-    return _choose(state, options)
+    return _choose(now, state, options)
 
 
 def _nobody(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
     if state.asking:
         return None
     pausing = f", {_pausing(state)}" if state.cooling else ""
-    return Wait("nobody", until=state.next_change()), f"no replica requests a quorum{pausing}"
+    return Wait("nobody", until=state.next_change(now)), f"no replica requests a quorum{pausing}"
 
 
 def _starting(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
     if now >= state.settling_until or _all_expected(state, options):
         return None
     joined = _count(len(state.asking), "replica", "replicas")
-    return Wait("starting", until=_earliest(state.settling_until, state)), (
+    return Wait("starting", until=_earliest(state.settling_until, now, state)), (
         f"{joined} joined, but this lighthouse is new: members of an earlier quorum come first, if there are any"
     )
 
@@ -98,7 +105,7 @@ def _finished(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     done = max(state.gone[name].step for name in state.finishers)
     at = f" at step {done}" if done >= 0 else ""
     enough = listed(state.finishers) if done >= 0 else f"more than half of {state.largest}"
-    return Wait("finished", until=_earliest(until, state), refused=refused), (
+    return Wait("finished", until=_earliest(until, now, state), refused=refused), (
         f"the training is over ({listed(state.finishers)} finished{at} in quorum {state.number}): "
         f"{listed(state.asking)} {'is' if len(state.asking) == 1 else 'are'} too late; "
         f"a new one begins when {enough} ask, or one is readmitted (`allranks lighthouse readmit`)"
@@ -117,7 +124,7 @@ def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait,
     not_yet = _count(len(idle), f"{what}{number} does", f"{what}s{number} do")
     joined = _count(len(state.asking), "replica", "replicas")
     reason = f"{joined} joined, {not_yet} not yet: waiting for {listed(idle)}"
-    return Wait("stragglers", _some(idle), _earliest(deadline, state)), reason
+    return Wait("stragglers", _some(idle), _earliest(deadline, now, state)), reason
 
 
 def _expected(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
@@ -126,7 +133,7 @@ def _expected(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     deadline = next(iter(state.asking.values())).asked_at + options.join_timeout_s
     if now >= deadline:
         return None
-    return Wait("expected", until=_earliest(deadline, state)), (
+    return Wait("expected", until=_earliest(deadline, now, state)), (
         f"{_count(len(state.asking), 'replica', 'replicas')} joined, the first quorum waits for {options.expect_replicas}"
     )
 
@@ -140,9 +147,11 @@ def _minority(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
     if present >= len(absent):
         return None
     if by_last and present == 0 and not state.silent:
+        unusual = state.reach.apart or state.reach.probing or state.reach.unserved
+        outside = _apart(now, state, state.asking) if unusual else ""
         reason = (
             f"the members of quorum {state.number} are training: "
-            f"{listed(state.asking)} can join when {listed(absent)} ask again"
+            f"{listed(state.asking)} can join when {listed(absent)} ask again{outside}"
         )
     else:
         what = f"members of quorum {state.number}" if by_last else "connected replicas"
@@ -150,7 +159,7 @@ def _minority(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
             f"only {present} of {present + len(absent)} {what} ask: a minority does not continue training, "
             f"waiting for {listed(absent)}"
         )
-    return Wait("minority", _some(absent), state.next_change()), reason
+    return Wait("minority", _some(absent), state.next_change(now)), reason
 
 
 _RULES = (_nobody, _starting, _finished, _stragglers, _expected, _minority)
@@ -166,25 +175,133 @@ def _idle(state: QuorumState) -> set[str]:
     return state.continuing_not_asking if _by_last(state) else state.idle
 
 
-def _choose(state: QuorumState, options: Options) -> tuple[Decision, str]:
-    """Of those who ask: who comes in, who is spare."""
+def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision, str]:
+    """Of those who ask: who comes in, who is spare, who is left out."""
     idle = _idle(state)
     before = {m.replica: m.session for m in state.last.members} if state.last else {}
     asking = [replica.asking for replica in state.asking.values() if replica.asking]
     shrink = bool(before) and any(member.shrink_only for member in asking)
-    candidates = [member for member in asking if not shrink or member.replica in before]
+    able = [member for member in asking if not shrink or member.replica in before]
     note = " (nobody new: shrink only)" if shrink else ""
+    candidates = _connected(now, _proved(able, state, options), state)
     size = options.largest_size(len(candidates))
     if size == 0:
         rule, reason = _why_not(len(candidates), note, state, options)
-        return Wait(rule, _some(idle), state.next_change()), reason
+        outside = {member.replica for member in able} - {member.replica for member in candidates}
+        return Wait(rule, _some(idle), state.next_change(now)), reason + _apart(now, state, outside)
     candidates.sort(key=lambda m: (before.get(m.replica) != m.session, -m.step, m.replica))
     members = sorted(candidates[:size], key=lambda member: member.replica)
+    if now < (until := state.not_before(members)):
+        return Wait("pace", until=_earliest(until, now, state)), (
+            f"quorum {state.number} was formed a moment ago: the next one in {until - now:.2f} s"
+        )
     spares = tuple(sorted(member.replica for member in candidates[size:]))
-    rule, reason = _why(state, idle, before, frozenset(spares))
+    left_out = tuple(sorted({m.replica for m in able} - {m.replica for m in candidates}))
+    rule, reason = _why(state, idle, before, frozenset((*spares, *left_out)))
     if spares:
         reason += f"; {_sizes(options)}: {listed(spares)} {'stays' if len(spares) == 1 else 'stay'} spare"
-    return Form(tuple(members), spares, rule), reason + note
+    return Form(tuple(members), spares, rule, left_out), reason + _apart(now, state, left_out) + note
+
+
+def find_unproved(state: QuorumState) -> list[Member]:
+    """Who asks and may not join the members that train before they and it have reached each other."""
+    veterans = find_provers(state)
+    return [
+        replica.asking
+        for name, replica in state.asking.items()
+        if name not in state.continuing
+        and replica.asking is not None
+        and replica.probes
+        and (replica.asking.address or replica.asking.store)
+        and not state.reach.is_proved(replica.session, veterans)
+    ]
+
+
+def find_provers(state: QuorumState) -> list[str]:
+    """Sessions of the members that a newcomer must reach, and that must reach it: the first few of very many."""
+    found: list[str] = []
+    for member in state.last.members if state.last else ():
+        if member.replica in state.continuing and state.replicas[member.replica].probes:
+            found.append(member.session)
+            if len(found) == _PROVERS:
+                break
+    return found
+
+
+def _proved(members: list[Member], state: QuorumState, options: Options) -> list[Member]:
+    """Without those that are not proved reachable, where the members of the last quorum can continue without them."""
+    if not state.continuing:
+        return members
+    unproved = {member.replica for member in find_unproved(state)}
+    ready = [member for member in members if member.replica not in unproved]
+    return ready if options.largest_size(len(ready)) else members
+
+
+def _connected(now: float, members: list[Member], state: QuorumState) -> list[Member]:
+    """The largest set that can talk to each other; of equal ones that with the newest state, then with more members of
+    the last quorum, then the first by name. One whose claim could not be served has lost its place."""
+    members = [m for m in members if m.session not in state.reach.unserved] or members
+    apart = state.reach.pairs(now, {member.session for member in members}) if state.reach.apart else {}
+    dialects = {member.dialect for member in members}
+    if not apart and len(dialects) < 2:
+        return members
+    order = {m.session: place for place, m in enumerate(sorted(members, key=lambda m: m.replica))}
+    by_session = {member.session: member for member in members}
+
+    def worth(sessions: Collection[str]) -> tuple[int, int, tuple[int, ...]]:
+        inside = [by_session[session] for session in sessions]
+        older = sum(member.replica in state.continuing for member in inside)
+        return (
+            max(m.step for m in inside),
+            older,
+            tuple(-place for place in sorted(order[s] for s in sessions)),
+        )
+
+    sets = []
+    for dialect in dialects:
+        sessions = [member.session for member in members if member.dialect == dialect]
+        inside = {one: others & set(sessions) for one, others in apart.items() if one in sessions}
+        sets.append(largest_set(sessions, {one: found for one, found in inside.items() if found}, worth))
+    best = max(sets, key=lambda found: (worth(found)[1] > 0, len(found), worth(found)))
+    return [member for member in members if member.session in best]
+
+
+def _apart(now: float, state: QuorumState, names: Collection[str]) -> str:
+    """Why these are not members: "; left out: b (cannot connect with a; next try in 2 s)"."""
+    if not names:
+        return ""
+    here = {replica.session: name for name, replica in state.replicas.items()}
+    parts = []
+    for name in sorted(names)[:_NAMED]:
+        if why := find_why_out(now, state, name, here):
+            parts.append(f"{name} ({why})")
+    return f"; left out: {', '.join(parts)}" if parts else ""
+
+
+def find_why_out(now: float, state: QuorumState, name: str, here: dict[str, str]) -> str:
+    """Why a replica that asks is no member, if that is for connectivity; `here`: session -> name."""
+    replica = state.replicas.get(name)
+    if replica is None or replica.asking is None:
+        return ""
+    entries = {
+        next(iter({*pair} - {replica.session})): entry
+        for pair, entry in state.reach.apart.items()
+        if replica.session in pair and entry.until > now
+    }
+    if entries:
+        others = listed(here[session] for session in entries if session in here)
+        next_s = max(entry.until for entry in entries.values()) - now
+        return f"cannot connect with {others}; next try in {next_s:.0f} s"
+    if replica.session in state.reach.unserved:
+        return "the state that it claims could not be fetched"
+    if any(member.replica == name for member in find_unproved(state)):
+        return f"not proved reachable yet by {listed(state.continuing)}"
+    mixed = len(_dialects(state)) > 1 or _other_dialect(state, replica.asking)
+    return "it speaks another protocol than the members" if mixed else ""
+
+
+def _dialects(state: QuorumState) -> set[str]:
+    return {replica.asking.dialect for replica in state.asking.values() if replica.asking}
 
 
 def _why_not(count: int, note: str, state: QuorumState, options: Options) -> tuple[str, str]:
@@ -198,10 +315,10 @@ def _why_not(count: int, note: str, state: QuorumState, options: Options) -> tup
 
 
 def _why(
-    state: QuorumState, idle: set[str], before: dict[str, str], spares: frozenset[str]
+    state: QuorumState, idle: set[str], before: dict[str, str], outside: frozenset[str]
 ) -> tuple[str, str]:
     if before and all(name in state.asking for name in before):
-        new = [name for name in state.asking if name not in before and name not in spares]
+        new = [name for name in state.asking if name not in before and name not in outside]
         joined = f", and {listed(new)} joined" if new else ""
         again = [name for name, session in before.items() if state.asking[name].session != session]
         reborn = f", {listed(again)} restarted" if again else ""
@@ -221,17 +338,38 @@ def _why(
     return "join_timeout", f"join timeout is over: {asking}, without {listed(idle)}"
 
 
-def find_wanted(state: QuorumState, options: Options) -> str:
+def find_joining(now: float, state: QuorumState) -> list[Member]:
+    """Who asks, is no member yet, and could be one as soon as the members ask too."""
+    members = [state.replicas[name].session for name in state.continuing] if state.reach.apart else []
+    unproved = {member.replica for member in find_unproved(state)}
+    return [
+        replica.asking
+        for name, replica in state.asking.items()
+        if replica.asking is not None
+        and name not in state.continuing
+        and name not in unproved
+        and replica.session not in state.reach.unserved
+        and not state.reach.apart_from(now, replica.session, members)
+        and not _other_dialect(state, replica.asking)
+    ]
+
+
+def find_wanted(now: float, state: QuorumState, options: Options) -> str:
     """Why members that are training should ask again at their next step; "" when they need not."""
     if not state.continuing_not_asking or state.last is None:
         return ""
-    waiting = [name for name in state.asking if name not in state.continuing]
+    waiting = [member.replica for member in find_joining(now, state)]
     if not waiting:
         return ""
     now_possible = options.largest_size(len(state.continuing))
     if options.largest_size(len(state.continuing) + len(waiting)) <= now_possible:
         return ""
     return f"{listed(waiting)} wait{'s' if len(waiting) == 1 else ''} to join"
+
+
+def _other_dialect(state: QuorumState, member: Member | None) -> bool:
+    members = state.last.members if state.last is not None else ()
+    return member is not None and bool(members) and members[0].dialect != member.dialect
 
 
 def find_broken(state: QuorumState) -> str:
@@ -263,14 +401,20 @@ def _some(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(names)) if len(names) <= _NAMED * 4 else ()
 
 
-def _earliest(time: float, state: QuorumState) -> float:
+def _earliest(time: float, now: float, state: QuorumState) -> float:
     """This time, or when time alone changes the state, whichever comes first."""
-    other = state.next_change()
+    other = state.next_change(now)
     return time if other is None else min(time, other)
 
 
 def _pausing(state: QuorumState) -> str:
-    return f"{listed(state.cooling)} must back off after repeated losses"
+    leased = {name for name in state.cooling if name in state.silent}
+    parts = []
+    if leased:
+        parts.append(f"{listed(leased)} must wait: an earlier process of the name may still train")
+    if flapping := state.cooling.keys() - leased:
+        parts.append(f"{listed(flapping)} must back off after repeated losses")
+    return ", ".join(parts)
 
 
 def _count(number: int, one: str, more: str) -> str:

@@ -2,7 +2,8 @@
 
 Runs in the lighthouse, on its loop; needs the extra [grpc]. A torchft replica is a session like any other: its
 heartbeats are signs of life, its closed connection is a death notice at once (torchft's own lighthouse waits
-for 5 s of silence). torchft knows no token, so this port lets in whoever reaches it: bind it with care.
+for 5 s of silence). torchft's clients know no token: where the lighthouse has one, a call needs it in its metadata
+("authorization: Bearer TOKEN"), or with `open_to_observers` may only say that a replica lives.
 
 gRPC tells a server nothing of a client that is gone between two calls. So a `Relay` takes connections that begin like
 HTTP/2, passes their bytes to the real server on loopback, and reports which local port belonged to one that closed.
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -155,13 +157,14 @@ _OPTIONS = (
     ("grpc.absolute_max_metadata_size", 4 << 10),
 )
 MAX_CONNECTIONS_EACH = 4  # of a replica: torchft has two, its manager's and its heartbeats'
-MAX_REPLICAS = 2048  # torchft's protocol has no token: whoever comes may say any number of names
+MAX_REPLICAS = 2048  # clients without a token could say any number of names
 
 
 class CallContext(Protocol):
     """The part of gRPC's context that is used here."""
 
     def peer(self) -> str: ...
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
     async def abort(self, code: object, details: str) -> NoReturn: ...
 
 
@@ -202,6 +205,8 @@ class TorchftServer:
     """The two calls of torchft's LighthouseService."""
 
     service: Service
+    token: str = ""  # "": none is needed
+    open_to_observers: bool = False  # calls without the token may report that a replica lives
     peers: dict[str, GrpcPeer] = field(default_factory=dict)
     relay: Relay | None = None
 
@@ -209,6 +214,8 @@ class TorchftServer:
         """Long poll: answers when a quorum with this member is formed."""
         import grpc
 
+        if not self._knows_token(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
         member = await _decode(grpc_wire.decode_quorum_request, request, context)
         peer = self._peer(member.replica, context)
         if isinstance(peer, Refused):
@@ -239,11 +246,24 @@ class TorchftServer:
         return call.result()
 
     async def heartbeat(self, request: bytes, context: CallContext) -> bytes:
+        import grpc
+
+        known = self._knows_token(context)
+        if not known and not self.open_to_observers:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
         name = await _decode(grpc_wire.decode_heartbeat_request, request, context)
-        peer = self._peer(name, context)
+        peer = self._peer(name, context, observer=not known)
         if isinstance(peer, GrpcPeer) and peer.session is not None:
             self.service.heard(peer.session)
         return b""
+
+    def _knows_token(self, context: CallContext) -> bool:
+        if not self.token:
+            return True
+        said = (value for key, value in context.invocation_metadata() if key == "authorization")
+        given = next(said, "")
+        given = given if isinstance(given, bytes) else given.encode(errors="replace")
+        return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
     def closed(self, port: int) -> None:
         """A connection ended: replicas that were seen on no other one are gone."""
@@ -257,7 +277,7 @@ class TorchftServer:
                 if peer.session is not None:
                     self.service.disconnected(peer.session, peer, clean=True)
 
-    def _peer(self, name: str, context: CallContext) -> GrpcPeer | Refused:
+    def _peer(self, name: str, context: CallContext, observer: bool = False) -> GrpcPeer | Refused:
         """The replica's peer; says hello to the service when it is new or was declared lost."""
         port = int(context.peer().rsplit(":", 1)[1])
         address = "?"
@@ -273,9 +293,11 @@ class TorchftServer:
         known = self.service.sessions.get(name, 0)
         if peer.session is None or known is not peer.session:
             node = address.rsplit(":", 1)[0]
-            answer = self.service.hello(peer, Hello(replica=name, session=name, node=node))
+            role = "observer" if observer else "replica"
+            answer = self.service.hello(peer, Hello(replica=name, session=name, node=node, role=role))
             if isinstance(answer, Refused):
                 return answer
+            answer.dialect = "torchft"
             peer.session = answer
         self.peers[name] = peer
         if len(peer.ports) < MAX_CONNECTIONS_EACH:
@@ -283,6 +305,12 @@ class TorchftServer:
             if self.relay is not None:
                 self.relay.keep(port)
         return peer
+
+
+NO_TOKEN = (
+    "this lighthouse has a job token, which torchft's clients cannot send: start it with --no-token for a job of torchft, "
+    "or with --grpc-open to take heartbeats only"
+)
 
 
 async def _decode(read: Callable[[bytes], T], request: bytes, context: CallContext) -> T:
@@ -295,7 +323,10 @@ async def _decode(read: Callable[[bytes], T], request: bytes, context: CallConte
 
 
 def grpc_door(
-    host: str, port: int, listening: Callable[[str], None] = lambda address: None
+    host: str,
+    port: int,
+    listening: Callable[[str], None] = lambda address: None,
+    open_to_observers: bool = False,
 ) -> Callable[[Listener], contextlib.AbstractAsyncContextManager[None]]:
     """What `Lighthouse(doors=…)` takes; `listening` is called with the address, "http://host:port". Host "" means the
     lighthouse's own port. Another port serves the page too, but none of our own frames."""
@@ -303,7 +334,7 @@ def grpc_door(
 
     @asynccontextmanager
     async def open_door(listener: Listener) -> AsyncIterator[None]:
-        torchft = TorchftServer(listener.service)
+        torchft = TorchftServer(listener.service, listener.options.token, open_to_observers)
         server, inner = _grpc_server(torchft)
         await server.start()
         torchft.relay = Relay((loopback(), inner), torchft.closed, listener.max_strangers // 2)

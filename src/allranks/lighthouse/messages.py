@@ -50,6 +50,7 @@ class Hello:
     round: int = 0
     pid: int = 0
     proxy: bool = False  # a liveness proxy speaks, which says so (Died) when its rank is dead
+    probes: bool = False  # answers a Probe
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,22 @@ class Ack:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """Answer to a Probe: sessions that were reached, and those that were not."""
+
+    reached: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Liveness proxy to client only: until then (CLOCK_MONOTONIC, of the machine that both run on) no other process can
+    have this replica's name."""
+
+    until: float
+
+
+@dataclass(frozen=True)
 class Command:
     """An action: status, evict, let_in, finish, collect, gather, accuse, incident, present, presence. Answered by
     Result."""
@@ -139,11 +156,13 @@ class Welcome:
     number: int
     recall: bool = False
     version: int = PROTOCOL_VERSION
+    lease_s: float = 0.0  # for this long after its last sign of life the name is nobody else's; 0: not known
 
 
 @dataclass(frozen=True)
 class Refused:
-    """No. code: token | version | moved | evicted | superseded | full | draining | garbage | finished."""
+    """No. code: token | version | moved | evicted | superseded | taken | waiting | claim | full | draining | garbage |
+    finished. "waiting": another process has the name and may be dead; asked again, the answer is known."""
 
     code: str
     message: str
@@ -219,7 +238,7 @@ KINDS: dict[int, type] = dict(
             Hello, Beat, Join, Withdraw, Leave, Died,
             Ack, Command, Welcome, Refused, NoQuorumYet,
             Pong, Result, cluster.Quorum, Hold, Release, Report,
-            Start, Challenge, Proof,
+            Start, Challenge, Proof, Probed, Lease,
         ),
         start=1,
     )
@@ -229,7 +248,7 @@ KINDS.update(
         (
             cluster.MemberLost, cluster.MemberLeft, cluster.QuorumWanted, cluster.QuorumFormed,
             cluster.Evicted, cluster.LetIn, cluster.CollectEvidence, cluster.LeaderMoved,
-            cluster.ConnectionLost,
+            cluster.ConnectionLost, cluster.Probe, cluster.Superseded,
         ),
         start=FIRST_NOTICE,
     )
@@ -242,6 +261,8 @@ REFUSED = _KIND_OF[Refused]
 START, HOLD, RELEASE, REPORT = (_KIND_OF[kind] for kind in (Start, Hold, Release, Report))
 LEAVE = _KIND_OF[Leave]
 QUORUM = _KIND_OF[cluster.Quorum]
+PONG = _KIND_OF[Pong]
+PROBE, LEASE = _KIND_OF[cluster.Probe], _KIND_OF[Lease]
 #: a member is gone: whoever holds sockets of its quorum shuts them
 DEPARTURES = frozenset(_KIND_OF[kind] for kind in (cluster.MemberLost, cluster.MemberLeft, cluster.Evicted))
 EMPTY_BEAT = HEAD.pack(0, BEAT)

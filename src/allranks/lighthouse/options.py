@@ -96,6 +96,12 @@ class Options:
         pauses between attempts."""
         return 1.5 * self.heartbeat_timeout_s + 2 * self.beat_s + 2.0
 
+    @property
+    def lease_s(self) -> float:
+        """How long after its last contact a member may still commit: less than presume_dead_s, after which another process
+        can have its name, by the time that a broken connection may look alive."""
+        return max(self.presume_dead_s - self.heartbeat_timeout_s, self.heartbeat_timeout_s)
+
     def allows(self, size: int) -> bool:
         """Whether a quorum may have `size` members."""
         return (

@@ -12,13 +12,23 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from allranks.errors import AllranksError
-from allranks.lighthouse.decide import Form, Wait, decide, find_broken, find_wanted
+from allranks.lighthouse.decide import (
+    Form,
+    Wait,
+    decide,
+    find_broken,
+    find_joining,
+    find_provers,
+    find_unproved,
+    find_wanted,
+)
 from allranks.lighthouse.messages import Refused, encode
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.sessions import EventLog, Sessions
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState
-from allranks.model.cluster import Member, Quorum, QuorumFormed, QuorumWanted
+from allranks.model.claims import addresses_of
+from allranks.model.cluster import Member, Probe, Quorum, QuorumFormed, QuorumWanted
 
 log = logging.getLogger("allranks.lighthouse")
 
@@ -63,6 +73,7 @@ class QuorumCoordinator:
     _planned: bool = False
     _timer: asyncio.TimerHandle | None = None
     _saving: asyncio.Task[None] | None = None
+    _left_out: tuple[str, ...] = ()  # of the quorum that is being formed
     _kept: PersistedState = field(default_factory=PersistedState)
     _after: list[Callable[[], None]] = field(default_factory=list)
 
@@ -118,6 +129,7 @@ class QuorumCoordinator:
         if isinstance(decision, Form):
             self._rule, self.waiting = decision.rule, ""
             quorum = self.state.next_quorum(decision.members, decision.spares, reason)
+            self._left_out = decision.left_out
             if self.keep is None or quorum.number == self.state.number:
                 self._announce(quorum)
             else:
@@ -163,7 +175,7 @@ class QuorumCoordinator:
         new = last is None or quorum.number != last.number
         if new and self.on_new is not None:
             quorum = self.on_new(quorum)
-        self.state.form(quorum)
+        self.state.form(quorum, self.now())
         self.reason = quorum.reason
         frame = encode(quorum)
         for member in quorum.members:
@@ -178,7 +190,10 @@ class QuorumCoordinator:
                 QuorumFormed(quorum.number, quorum.epoch, quorum.names, quorum.reason), others
             )
         self.event_log.flush()
-        self._plan(self.state.next_change() if self.state.asking else None)
+        if self._left_out:
+            self.soon()  # they are to be proved reachable
+        now = self.now()
+        self._plan(self.state.next_change(now) if self.state.asking else None, now)
 
     def _wait(self, decision: Wait, reason: str, now: float) -> None:
         self.waiting = "" if decision.rule == "nobody" else reason
@@ -186,7 +201,8 @@ class QuorumCoordinator:
             self.timers.call_later(_LASTING_S, self._tell_waiting, decision.rule, self.state.round)
         self._rule = decision.rule
         self._turn_away(decision.refused, reason)
-        self._call_members()
+        self._probe_newcomers(now)
+        self._call_members(now)
         self._plan(decision.until, now)
 
     def _turn_away(self, names: tuple[str, ...], reason: str) -> None:
@@ -205,25 +221,43 @@ class QuorumCoordinator:
             self._told = (rule, round_)
             self.event_log.event("waiting", f"no quorum yet: {self.waiting}")
 
-    def _call_members(self) -> None:
+    def _probe_newcomers(self, now: float) -> None:
+        """Lets members and newcomers reach each other, beside the training, before anybody stops for a newcomer."""
+        state, reach = self.state, self.state.reach
+        members = find_provers(state) if state.asking else []
+        if not members:
+            return
+        by_session = {m.session: m for m in state.last.members} if state.last else {}
+        wanted: dict[str, dict[str, tuple[str, ...]]] = {}
+        for newcomer in find_unproved(state):
+            ready = [member for member in members if not reach.are_apart(now, member, newcomer.session)]
+            for member in reach.begin_probe(newcomer.session, ready):
+                wanted.setdefault(by_session[member].replica, {})[newcomer.session] = addresses_of(newcomer)
+            for member in ready:
+                if reach.begin_probe(member, [newcomer.session]):
+                    wanted.setdefault(newcomer.replica, {})[member] = addresses_of(by_session[member])
+        for name, addresses in wanted.items():
+            self.event_log.notify(Probe(addresses), [name])
+        self.event_log.flush()
+
+    def _call_members(self, now: float) -> None:
         """Tells training members, once per newcomer, that somebody waits for them."""
-        reason = find_wanted(self.state, self.options)
+        reason = find_wanted(now, self.state, self.options)
         if not reason:
             self._wanted = (-1, "")  # who comes next, perhaps under the same name, is another newcomer
         elif (self.state.round, reason) != self._wanted:
             self._wanted = (self.state.round, reason)
-            wanted = QuorumWanted(reason, self.state.number, waiting=self._waiting_members())
+            wanted = QuorumWanted(reason, self.state.number, waiting=self._waiting_members(now))
             self.event_log.notify(wanted, self.state.continuing_not_asking)
             self.event_log.flush()
         if self._hurried != self.state.number and find_broken(self.state):
             self._hurried = self.state.number
             self.timers.call_later(_TOGETHER_S, self._hurry, self.state, self.state.number)
 
-    def _waiting_members(self) -> tuple[Member, ...]:
-        """Who asks and is no member yet; () for so many that nobody would prepare anything for them."""
-        state = self.state
-        asking = [replica.asking for name, replica in state.asking.items() if name not in state.continuing]
-        return tuple(filter(None, asking)) if len(asking) <= _NAMED else ()
+    def _waiting_members(self, now: float) -> tuple[Member, ...]:
+        """Who may join; () for so many that nobody would prepare anything for them."""
+        joining = find_joining(now, self.state)
+        return tuple(joining) if len(joining) <= _NAMED else ()
 
     def _hurry(self, state: QuorumState, number: int) -> None:
         """Tells members that still wait in a group, or for one, that another has given it up."""

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from allranks.lighthouse.agents import CUT_BACK_S, SILENT_BACK_S, Agents
 from allranks.lighthouse.detect import AwakeClock, find_silent
-from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Refused, Welcome, encode
+from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Probed, Refused, Welcome, encode
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.quorum_coordinator import Keep, QuorumCoordinator, Timers
 from allranks.lighthouse.sessions import EventLog, Peer, Session, Sessions, deliver, merged, signed
@@ -26,6 +26,7 @@ from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState, Status, StatusEvent
 from allranks.lighthouse.training import TrainingView, describe_lost_steps
+from allranks.model.claims import DIALECT, find_fault
 from allranks.model.cluster import Evicted, LetIn, Member, MemberLeft, MemberLost, Quorum, QuorumWanted
 
 log = logging.getLogger("allranks.lighthouse")
@@ -60,6 +61,9 @@ class Service:
     training: TrainingView = field(init=False)
     _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
+    _applied: dict[str, float] = field(
+        default_factory=dict
+    )  # sessions that want a name that is taken, since when
     _sweep_timer: asyncio.TimerHandle | None = None
     _next_sweep: float = 0.0
     _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
@@ -171,6 +175,8 @@ class Service:
         key = hello.session or uuid.uuid4().hex
         if key in self._retired:
             return Refused("superseded", f"{name}: another process of the same name took this one's place")
+        if refused := self._refuse_second(name, key, observer):
+            return refused
         here = self.state.replicas.get(name)
         stranger = key not in self._lost and (here is None or here.session != key)
         session = self._enter(peer, hello, name, key, observer)
@@ -178,7 +184,13 @@ class Service:
         recall = self.state.hear_of(self.now(), last, stranger)
         state, options = self.state, self.options
         welcome = Welcome(
-            self.address, options.beat_s, options.heartbeat_timeout_s, state.epoch, state.number, recall
+            self.address,
+            options.beat_s,
+            options.heartbeat_timeout_s,
+            state.epoch,
+            state.number,
+            recall,
+            lease_s=options.lease_s,
         )
         peer.deliver(welcome, encode(welcome))
         deliver(session, session.pending)
@@ -191,8 +203,9 @@ class Service:
     def _enter(self, peer: Peer, hello: Hello, name: str, key: str, observer: bool) -> Session:
         now = self.now()
         here = self.sessions.of(name)
-        if here and here[0].session != key:
+        if here and here[0].session != key:  # an observer: replicas were refused
             self._supersede(name)
+        self._retire_earlier(name, key)
         known = self.state.replicas.get(name)
         session = self.sessions.get(name, hello.rank)
         returned = known is not None or key in self._lost
@@ -207,7 +220,7 @@ class Service:
             self.sessions.add(session)
         if known is not None or len(self.sessions.of(name)) >= hello.connections:
             # a replica lives when all its ranks are here
-            self.state.connect(now, name, key, hello.node, observer)
+            self.state.connect(now, name, key, hello.node, observer, hello.probes)
         if observer:
             log.debug("observer %s connected from %s", name, peer.address)
         elif hello.rank == 0:
@@ -216,14 +229,39 @@ class Service:
         self._plan_sweep(now + self.options.heartbeat_timeout_s)
         return session
 
+    def _refuse_second(self, name: str, key: str, observer: bool) -> Refused | None:
+        """One process per name: another is refused while the first lives, and waits until that is known.
+
+        The first lives when it is heard again after the second has come.
+        """
+        first = next((each for each in self.sessions.of(name) if each.session != key), None)
+        if first is None or observer or first.observer:
+            self._applied.pop(key, None)
+            return None
+        now = self.now()
+        since = self._applied.get(key, now)
+        _note(self._applied, key, since)
+        age = f"{name} is the name of another process on {first.node or '?'}, heard {max(0.0, now - first.heard):.1f} s ago"
+        if first.peer is None or first.heard - since < self.options.beat_s / 2:
+            return Refused("waiting", f"{age}: waiting until it is known whether that process lives")
+        self.event_log.event("refused", f"a second {name} was refused: {age}", name)
+        return Refused("taken", age)
+
     def _supersede(self, name: str) -> None:
-        """The same name starts another life: the old one is over."""
+        """Another observer of the same name: the old one is over."""
         refused = Refused("superseded", f"{name}: another process of the same name took this one's place")
         frame = encode(refused)
         for session in self.sessions.of(name):
             _note(self._retired, session.session, name)
             session.tell(refused, frame)
         self._lose(name, "restarted under the same name", certain=True)
+
+    def _retire_earlier(self, name: str, key: str) -> None:
+        """Processes of this name that were lost never come back: its name is another's."""
+        for session, lost in list(self._lost.items()):
+            if lost.replica == name and session != key:
+                _note(self._retired, session, name)
+                del self._lost[session]
 
     def recalled(self, quorum: Quorum) -> None:
         """A client answers a recall: the quorum that an earlier lighthouse formed."""
@@ -281,6 +319,14 @@ class Service:
             return Refused("observer", f"{name} is an observer and cannot be a member")
         if name in self.state.evicted:
             return Refused("evicted", f"{name} is evicted: {self.state.evicted[name]}")
+        dialect = session.dialect or member.dialect
+        if dialect == DIALECT and (fault := find_fault(member.data)):
+            text = f"the claim of {name} ({session.node or '?'}) is malformed: {fault}"
+            self.event_log.event("refused", text, name)
+            session.asking = None
+            self.state.refuse(name)
+            self.former.soon()
+            return Refused("claim", text)
         if (
             last is not None
             and 0 <= known < last.round
@@ -289,7 +335,7 @@ class Service:
         ):
             session.peer.deliver(last, encode(last))
             return None
-        session.asking = signed(member, session)
+        session.asking = signed(replace(member, dialect=dialect), session)
         session.step = max(session.step, member.step)
         self.training.note_step(name, session.step, self.now())
         ranks = self.sessions.of(name)
@@ -315,6 +361,22 @@ class Service:
         }
         heard = ", ".join(f"{who} last heard {age:.1f} s ago" for who, age in ages.items())
         return NoQuorumYet(reason + (f" ({heard})" if heard else ""), missing)
+
+    def probed(self, session: Session, probed: Probed) -> None:
+        """A client has tried to reach others. Rank 0 speaks for its replica."""
+        if session.rank == 0 and not session.observer:
+            reach, now = self.state.reach, self.now()
+            known = {each.session: name for name, each in self.state.replicas.items()}
+            for other in known.keys() & set(probed.reached):
+                reach.prove(session.session, other)
+            failed = known.keys() & set(probed.unreached)
+            reach.report(now, session.session, failed)
+            for other in failed:
+                text = f"{session.replica} cannot connect to {known[other]}, which waits to join"
+                if session.replica not in self.state.members:
+                    text = f"{session.replica} waits to join and cannot connect to {known[other]}"
+                self.event_log.event("unreachable", text, known[other])
+            self.former.soon()
 
     def acknowledge(self, session: Session, notice_id: int) -> None:
         session.pending.pop(notice_id, None)

@@ -56,6 +56,7 @@ class Session:
     health: str = ""
     deaf: bool = False  # acknowledges nothing; said once
     cut: bool = False  # the last connection ended by an error, not by an orderly close
+    dialect: str = ""  # of another protocol than ours
     proxy: bool = False  # held by a liveness proxy: when that is killed the rank lives, and starts another
     pending: dict[int, tuple[Notice, bytes]] = field(default_factory=dict)
 
@@ -146,6 +147,8 @@ def merged(ranks: list[Session]) -> Member:
         members[0],
         shrink_only=any(member.shrink_only for member in members),
         commit_failures=max(member.commit_failures for member in members),
+        unreached=tuple({session for member in members for session in member.unreached}),
+        unserved=tuple({session for member in members for session in member.unserved}),
         step=min(member.step for member in members),
     )
 

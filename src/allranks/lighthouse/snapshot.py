@@ -71,7 +71,7 @@ def replica_rows(state: QuorumState, sessions: Sessions, now: float) -> tuple[Re
     spares = frozenset(state.last.spares) if state.last else frozenset()
     rows = []
     for name, replica in state.replicas.items():
-        standing = _standing(replica, state, members, spares)
+        standing = _standing(replica, state, members, spares, now)
         rows.append(_row(replica, sessions.of(name), standing, now))
     for name, gone in state.gone.items():
         if name not in state.replicas:
@@ -83,7 +83,9 @@ def replica_rows(state: QuorumState, sessions: Sessions, now: float) -> tuple[Re
     return tuple(sorted(rows, key=lambda row: row.replica))
 
 
-def _standing(replica: Replica, state: QuorumState, members: frozenset[str], spares: frozenset[str]) -> str:
+def _standing(
+    replica: Replica, state: QuorumState, members: frozenset[str], spares: frozenset[str], now: float
+) -> str:
     name = replica.name
     if replica.observer:
         return "observer"
@@ -94,7 +96,18 @@ def _standing(replica: Replica, state: QuorumState, members: frozenset[str], spa
     if not replica.connected:
         return "expected"
     if replica.asking is not None:
-        return "spare" if name in spares else "asking"
+        apart = (
+            state.reach.apart_from(now, replica.session, [m.session for m in state.last.members])
+            if state.last
+            else ()
+        )
+        return (
+            "spare"
+            if name in spares
+            else "unreachable"
+            if apart or replica.session in state.reach.unserved
+            else "asking"
+        )
     return "member" if name in members else "connected"
 
 

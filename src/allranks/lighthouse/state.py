@@ -11,10 +11,12 @@ Besides the facts the state keeps small indexes, so that a decision costs nothin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.lighthouse.options import Options
+from allranks.lighthouse.reach import Reach
 from allranks.model.cluster import Member, Quorum
 
 
@@ -26,6 +28,8 @@ class Replica:
     session: str
     node: str = ""
     observer: bool = False  # never a member
+    unfit: bool = False  # its last claim was refused: nobody waits for it
+    probes: bool = False  # it can be asked to prove that others are reachable
     connected: bool = True  # False: known from an earlier lighthouse, expected to come back
     since: float = 0.0
     asking: Member | None = None
@@ -44,6 +48,8 @@ class Gone:
     left: bool = False  # said good-bye
     finished: bool = False  # its training is over
     step: int = -1  # steps that its state had; -1: not known
+    node: str = ""
+    closed: bool = False  # its connection was closed: by its end, or that of its liveness proxy
 
 
 def assign_healing(members: Sequence[Member]) -> tuple[int, dict[str, str]]:
@@ -66,6 +72,9 @@ def assign_healing(members: Sequence[Member]) -> tuple[int, dict[str, str]]:
 
 MAX_LOSERS = 20_000  # names whose losses are remembered, beyond the largest job
 _MORE_LOSSES = 64  # beyond the limit; the back-off is longest long before
+PACE, PACE_S = 10, 2.5  # at most so many new quorums in so many seconds
+_FREE_TRIES = 3  # quorums of the same members without a step between them that cost no pause
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 5.0  # before the next; doubles with each
 _WORD_S = 1.0  # how long the word of a client that was in a later quorum is waited for
 
 
@@ -89,6 +98,11 @@ class QuorumState:
     settling_until: float = 0.0  # until then members of an earlier lighthouse's quorum may still turn up
     largest: int = 0  # members of the largest quorum of this training
     finished_at: float = 0.0
+    reach: Reach = field(default_factory=Reach)
+    formed: deque[float] = field(
+        default_factory=lambda: deque(maxlen=PACE)
+    )  # when the last new ones were formed
+    fruitless: int = 0  # new quorums of the same members in a row, without a step between them
     # indexes
     asking: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
     cooling: dict[str, float] = field(default_factory=dict)
@@ -102,17 +116,26 @@ class QuorumState:
 
     # ---- coming and going -------------------------------------------------------------------------------
 
-    def connect(self, now: float, name: str, session: str, node: str = "", observer: bool = False) -> Replica:
+    def connect(
+        self,
+        now: float,
+        name: str,
+        session: str,
+        node: str = "",
+        observer: bool = False,
+        probes: bool = False,
+    ) -> Replica:
         """A replica says hello: new, back after a blip (same session), or restarted (another session).
 
         The caller has told the loss of the old session first (`lose`) when one lives under this name.
         """
         known = self.replicas.get(name)
         if known is not None and known.session == session:
-            known.connected, known.node = True, node
+            known.connected, known.node, known.probes = True, node, probes
         else:
-            self.replicas[name] = Replica(name, session, node, observer, since=now)
+            self.replicas[name] = Replica(name, session, node, observer, probes=probes, since=now)
             self._cool(now, name)
+            self._wait_for_lease(name, session, node)
         self._settle_gone(name, session)
         self._index(name)
         return self.replicas[name]
@@ -122,8 +145,20 @@ class QuorumState:
         replica = self.replicas[name]
         if replica.asking is None:
             replica.asked_at = now
-        replica.asking = member
+        replica.asking, replica.unfit = member, False
+        if member.unreached or member.unserved:
+            since = {each.session: each.since for each in self.replicas.values()}
+            self.reach.report(now, replica.session, since.keys() & {*member.unreached, *member.unserved})
+            # what one that came later says of an older one does not cost that its place
+            unserved = (session for session in member.unserved if since.get(session, 0.0) > replica.since)
+            self.reach.discredit(unserved)
         self._index(name)
+
+    def refuse(self, name: str) -> None:
+        """Its claim was refused: until it asks with another, it is not there."""
+        if replica := self.replicas.get(name):
+            replica.asking, replica.unfit = None, True
+            self._index(name)
 
     def withdraw(self, name: str) -> None:
         if replica := self.replicas.get(name):
@@ -134,16 +169,19 @@ class QuorumState:
         """It died, froze or was cut off. If that is not certain it may train on, and come back: within `back_s`, or
         else presume_dead_s."""
         replica = self.replicas.pop(name)
+        self.reach.forget(replica.session)
         recent = self._recent_losses(now, name)[-self.options.flap_limit - _MORE_LOSSES :]
         self.losses[name] = (*recent, now)
         if len(self.losses) > MAX_LOSERS:
             del self.losses[next(iter(self.losses))]
         early = 0.0 if back_s is None else max(0.0, self.options.presume_dead_s - back_s)
-        self._depart(now - early, replica, reason, certain)
+        self._depart(now - early, replica, reason, certain, closed=back_s is not None)
 
     def leave(self, now: float, name: str, reason: str, step: int = -1) -> None:
         """It left in good order, with a state of `step` steps."""
-        self._depart(now, self.replicas.pop(name), reason, certain=True, left=True)
+        replica = self.replicas.pop(name)
+        self.reach.forget(replica.session)
+        self._depart(now, replica, reason, certain=True, left=True)
         if name in self.gone:
             self.gone[name] = replace(self.gone[name], step=step)
 
@@ -194,6 +232,7 @@ class QuorumState:
         self.losses.pop(name, None)
         if replica := self.replicas.get(name):
             replica.cooling_until = 0.0
+            self._settle_gone(name, replica.session)
         self._index(name)
         return had
 
@@ -209,10 +248,12 @@ class QuorumState:
         for name in [name for name, times in self.losses.items() if times[-1] < old]:
             del self.losses[name]
 
-    def next_change(self) -> float | None:
+    def next_change(self, now: float) -> float | None:
         """When `advance` will next change something that a decision looks at."""
         times = list(self.cooling.values())
         times += [self.gone[name].at + self.options.presume_dead_s for name in self.silent]
+        if self.asking and self.reach.apart:
+            times += [entry.until for entry in self.reach.apart.values() if entry.until > now]
         return min(times, default=None)
 
     # ---- quorums ----------------------------------------------------------------------------------------
@@ -220,10 +261,7 @@ class QuorumState:
     def next_quorum(self, members: Iterable[Member], spares: Iterable[str], reason: str) -> Quorum:
         """The quorum these members would form. Nothing changes yet: it may have to be kept safe first."""
         chosen = tuple(sorted(members, key=lambda member: member.replica))
-        sessions = [(member.replica, member.session) for member in chosen]
-        before = [(member.replica, member.session) for member in self.last.members] if self.last else None
-        # Whoever heard of a departure has taken its groups down, even if the same members are back by now.
-        changed = sessions != before or bool(self.departed) or any(m.commit_failures > 0 for m in chosen)
+        changed = self.is_new(chosen)
         top, heal = assign_healing(chosen)
         return Quorum(
             number=self.number + 1 if changed else self.number,
@@ -237,9 +275,39 @@ class QuorumState:
             evicted=tuple(sorted(self.evicted)),
         )
 
-    def form(self, quorum: Quorum) -> None:
+    def is_new(self, members: Sequence[Member]) -> bool:
+        """Whether these members, sorted by name, need a new number and with it a new group."""
+        # Whoever heard of a departure has taken its groups down, even if the same members are back by now.
+        broken = bool(self.departed) or any(member.commit_failures > 0 for member in members)
+        return broken or not self._same(members)
+
+    def _same(self, members: Sequence[Member]) -> bool:
+        last = self.last.members if self.last else ()
+        return [(m.replica, m.session) for m in members] == [(m.replica, m.session) for m in last]
+
+    def not_before(self, members: Sequence[Member]) -> float:
+        """When a new quorum of these members, sorted by name, may be formed: never more than PACE in PACE_S, and with a
+        pause that doubles for the same members that have made no step."""
+        if not self.formed or not self.is_new(members):
+            return 0.0
+        until = self.formed[0] + PACE_S if len(self.formed) == PACE else 0.0
+        over = self.fruitless - _FREE_TRIES
+        if over >= 0 and self._same(members) and not self._stepped(members):
+            pause = min(_FIRST_PAUSE_S * 2.0 ** min(over, 16), _LAST_PAUSE_S)
+            until = max(until, self.formed[-1] + pause)
+        return until
+
+    def _stepped(self, members: Sequence[Member]) -> bool:
+        top = max((member.step for member in members), default=0)
+        return self.last is not None and top > self.last.max_step
+
+    def form(self, quorum: Quorum, now: float = 0.0) -> None:
         """Makes it the current quorum; its members ask no more."""
         before = self._sessions
+        if quorum.number > self.number:
+            fruitless = self._same(quorum.members) and not self._stepped(quorum.members)
+            self.fruitless = self.fruitless + 1 if fruitless else 0
+            self.formed.append(now)
         self.largest = max(0 if self.over else self.largest, len(quorum.members))
         self.last = quorum
         self.number, self.round = max(self.number, quorum.number), max(self.round, quorum.round)
@@ -284,7 +352,7 @@ class QuorumState:
         for name in quorum.evicted:
             self.evicted.setdefault(name, "evicted before the lighthouse restarted")
         pending = {name: replica.asking for name, replica in self.replicas.items() if replica.asking}
-        self.form(quorum)
+        self.form(quorum, now)
         expected, finished = [], frozenset(finished)
         for member in quorum.members:
             if member.replica in self.evicted:
@@ -307,10 +375,20 @@ class QuorumState:
 
     # ---- inside -----------------------------------------------------------------------------------------
 
-    def _depart(self, now: float, replica: Replica, reason: str, certain: bool, left: bool = False) -> None:
+    def _depart(
+        self,
+        now: float,
+        replica: Replica,
+        reason: str,
+        certain: bool,
+        left: bool = False,
+        closed: bool = False,
+    ) -> None:
         if self._note_departure(replica):
             certain = certain or replica.name in self.evicted  # nobody waits for one that was thrown out
-            self.gone[replica.name] = Gone(replica.session, now, reason, certain, left)
+            self.gone[replica.name] = Gone(
+                replica.session, now, reason, certain, left, node=replica.node, closed=closed
+            )
         self._index(replica.name)
 
     def _note_departure(self, replica: Replica) -> bool:
@@ -321,12 +399,24 @@ class QuorumState:
         return member
 
     def _settle_gone(self, name: str, session: str) -> None:
-        """A name came back: the same session is alive after all; another one proves that the old is dead."""
+        """A name came back: the same session is alive after all; another one waits until the old one's lease is over."""
         if name in self.gone:
             if self.gone[name].session == session:
                 del self.gone[name]
-            else:
+            elif not self.replicas[name].cooling_until:
                 self.gone[name] = replace(self.gone[name], certain=True)
+
+    def _wait_for_lease(self, name: str, session: str, node: str) -> None:
+        """One process per name: another session may be a member when the old one cannot commit any more.
+
+        A silent one may, for presume_dead_s. One on the same node whose connection was closed is dead: its agent
+        starts the next only then.
+        """
+        gone = self.gone.get(name)
+        if gone is None or gone.certain or gone.session == session or (gone.closed and gone.node == node):
+            return
+        replica = self.replicas[name]
+        replica.cooling_until = max(replica.cooling_until, gone.at + self.options.presume_dead_s)
 
     def _recent_losses(self, now: float, name: str) -> list[float]:
         return [at for at in self.losses.get(name, ()) if now - at < self.options.flap_window_s]
@@ -342,7 +432,7 @@ class QuorumState:
     def _index(self, name: str) -> None:
         """Makes the indexes true for one name."""
         replica = self.replicas.get(name)
-        if replica is not None and (replica.observer or name in self.evicted):
+        if replica is not None and (replica.observer or replica.unfit or name in self.evicted):
             replica = None
         if replica is not None and replica.cooling_until:
             self.cooling[name], replica = replica.cooling_until, None

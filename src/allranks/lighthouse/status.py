@@ -10,7 +10,7 @@ from allranks.model.cluster import PublishedIncident, Quorum
 @dataclass(frozen=True)
 class StatusEvent:
     """One thing that happened. `kind`: connected, returned, lost, left, finished, refused, evicted, let_in, quorum,
-    waiting, incident, collect, leader, stalled."""
+    waiting, incident, collect, leader, stalled, unreachable."""
 
     at: float  # Unix time, for people only
     kind: str
@@ -26,7 +26,7 @@ class ReplicaStatus:
     replica: str
     session: str
     node: str
-    state: str  # member | asking | spare | connected | cooling | evicted | observer | expected | lost | left | finished
+    state: str  # member | asking | spare | unreachable | connected | cooling | evicted | observer | expected | lost | left | finished
     step: int
     progress: int
     idle_s: float

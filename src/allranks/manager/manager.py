@@ -194,7 +194,7 @@ class Manager:
             tensor,
             lambda error: self._group_failed(attempt, generation, error),
             lambda: generation.usable,
-            generation.group.peer_gone,
+            generation.peer_gone,
         )
         attempt.works.append(work)
         return work
@@ -380,6 +380,8 @@ class Manager:
         return not attempt.spoiled and generation.usable
 
     def _vote(self, attempt: StepAttempt) -> bool:
+        if self._opened is not None:
+            self._opened.wait_for_lease(self._patience_s)
         generation = self.training.begin_vote(attempt)
         if generation is None:
             return self._no_vote(attempt)

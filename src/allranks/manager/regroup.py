@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
+from allranks.channel.limits import FoldedLog
 from allranks.checkpoint.manager import saves_checkpoints
 from allranks.errors import (
     AllranksError,
@@ -24,6 +25,7 @@ from allranks.errors import (
     LighthouseError,
     LighthouseRefused,
     ManagerError,
+    QuorumTimeout,
     StateLost,
     TrainingFinished,
 )
@@ -52,9 +54,11 @@ from allranks.manager.plan import (
     misfit,
 )
 from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open_store
+from allranks.manager.reachability import Reachability
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh, Voter
+from allranks.model.claims import DIALECT
 from allranks.model.cluster import Member, Quorum
 
 log = logging.getLogger("allranks.manager")
@@ -62,6 +66,7 @@ log = logging.getLogger("allranks.manager")
 _HEAL_TRIES = 10
 _FRUITLESS_TRIES = 3
 _STORE_S = 10.0  # of reaching the store of the member where all meet
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0  # before another quorum is requested; the first time at once
 
 
 @dataclass(eq=False)
@@ -87,6 +92,8 @@ class Regrouper:
     _reaching: AbandonableCall[dist.Store] | None = None
     _guard: threading.Lock = field(default_factory=threading.Lock)
     next_group: NextGroup = field(init=False)
+    reach: Reachability = field(default_factory=Reachability)
+    _folded: FoldedLog = field(default_factory=lambda: FoldedLog(log))
 
     def __post_init__(self) -> None:
         self.next_group = NextGroup(self.options, self.training, self.group, self.store_address)
@@ -107,6 +114,9 @@ class Regrouper:
                 self._no_quorum(error)
                 continue
             self.training.finish_regrouping()
+            if not generation.heals:
+                self._heal_failures = 0
+                self.reach.served()
             self._take_state(generation)
 
     def _no_quorum(self, error: Exception) -> None:
@@ -161,11 +171,12 @@ class Regrouper:
     def _regroup(self) -> Generation:
         deadline = time.monotonic() + self.options.quorum_timeout_s
         began = time.monotonic()
-        failed = False
+        failures = 0
         while True:
             old = self.training.generation
-            broken = failed or (old is not None and not old.usable)
-            quorum = self._ask(deadline, broken)
+            broken = failures > 0 or (old is not None and not old.usable)
+            self._note_silent(old)
+            quorum = self._ask_until_heard(deadline, broken)
             if self.training.invited:  # the first step was computed meanwhile
                 deadline = max(deadline, time.monotonic() + self.options.connect_timeout_s)
             if old is not None and old.usable and old.quorum.order == quorum.order:
@@ -180,13 +191,12 @@ class Regrouper:
                 ):
                     raise
                 self.training.form(0)
-                log.warning(
-                    "quorum %d could not connect (%s): requesting another quorum",
-                    quorum.number,
-                    _short(error),
-                )
-                self._let_go(old, _short(error))
-                failed = True
+                why = _short(error)
+                text = "quorum %d could not connect (%s): requesting another quorum"
+                self._folded.warn(why, text, quorum.number, why)
+                self._let_go(old, why)
+                self._pause(failures)
+                failures += 1
                 continue
             level = logging.WARNING if broken else logging.INFO
             took_ms = (time.monotonic() - began) * 1e3
@@ -194,13 +204,40 @@ class Regrouper:
             log.log(level, "quorum %d after %.0f ms: %s; %s", quorum.number, took_ms, why, plan)
             return generation
 
+    def _pause(self, failures: int) -> None:
+        """Before another quorum is requested: the first time at once, then longer and longer."""
+        if failures:
+            pause_s = min(_FIRST_PAUSE_S * 2.0 ** (failures - 1), _LAST_PAUSE_S)
+            with self.training.changed:
+                self.training.changed.wait_for(lambda: self.training.closing, pause_s)
+
+    def _note_silent(self, old: Generation | None) -> None:
+        """A member whose connection for votes has carried nothing for seconds was cut off from us."""
+        if old is not None and self.box.silent:
+            silent = {old.seats[place][0] for place in self.box.silent if place < len(old.seats)}
+            self.box.silent = frozenset()
+            self.reach.note([old.quorum.members[index] for index in silent])
+
+    def _ask_until_heard(self, deadline: float, broken: bool) -> Quorum:
+        """As `_ask`. A replica that is left out because others cannot reach it waits: the lighthouse tries it again."""
+        while True:
+            try:
+                return self._ask(deadline, broken)
+            except QuorumTimeout as error:
+                if "left out" not in error.reason or self.training.closing:
+                    raise
+                self._folded.warn("left out", "this replica waits: %s", error.reason)
+                deadline = time.monotonic() + self.options.quorum_timeout_s
+
     def _ask(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())
         claim = self.training.claim(self.server.address, _port(self.group), broken)
         claim = replace(claim, global_rank=self.options.global_rank)
         claims = self.inside.gather(claim, left)
         member = self._member(claims) if self.inside.speaks else None
-        return self._join(self.inside.share(member, left), left)
+        unreached, unserved = self.reach.report()
+        shared = self.inside.share(member, left)
+        return self._join(replace(shared, unreached=unreached, unserved=unserved), left)
 
     def _member(self, claims: Sequence[Claim]) -> Member:
         options = self.options
@@ -225,6 +262,7 @@ class Regrouper:
             commit_failures=int(any(claim.broken for claim in claims)),
             init_sync=options.init_sync,
             data=said.encode(),
+            dialect=DIALECT,
         )
 
     def _join(self, member: Member, timeout_s: float) -> Quorum:
@@ -245,7 +283,7 @@ class Regrouper:
     # ---- its groups ----
 
     def _form(self, quorum: Quorum, old: Generation | None) -> Generation:
-        said = [ReplicaClaim.decode(member.data) for member in quorum.members]
+        said = self._read_claims(quorum)
         plan = decide(said, quorum.number)
         index = quorum.rank_of(self.options.replica_id)
         if index is None:
@@ -255,7 +293,9 @@ class Regrouper:
         self._obey_state_loss(quorum, plan)
         odd, why = misfit(said, [member.replica for member in quorum.members], plan.sources[0])
         if why:
-            raise ConfigurationError(why) if odd == index else GroupAborted(why)
+            if odd == index and not self.training.seen:  # one that trains already is right as it is
+                raise ConfigurationError(why)
+            raise GroupAborted(why)
         lost = self.training.form(quorum.number)
         if lost:
             raise GroupAborted(lost)
@@ -269,7 +309,7 @@ class Regrouper:
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
             self._begin(self._prepare_fetch(plan.top), generation)
         try:
-            with silenced():
+            with self.reach.watching(quorum, index, self._stopper(quorum.number)), silenced():
                 self._connect(quorum, plan, said, index)
         except BaseException:
             self._pause_fetch()
@@ -307,6 +347,20 @@ class Regrouper:
             self.client.collect(text)
         except LighthouseError as error:
             log.warning("the lighthouse was not notified: %s", error)
+
+    def _stopper(self, number: int) -> Callable[[str], None]:
+        return lambda reason: self._stop_forming(number, reason)
+
+    def _read_claims(self, quorum: Quorum) -> list[ReplicaClaim]:
+        """What the members say of their states; one that cannot be read is reported, and left out of the next quorum."""
+        said = []
+        for member in quorum.members:
+            try:
+                said.append(ReplicaClaim.decode(member.data))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                self.reach.note([member])
+                raise GroupAborted(f"the claim of {member.replica} cannot be read: {error}") from error
+        return said
 
     def _offer(self, generation: Generation, later: bool) -> None:
         """Makes our state fetchable once it is whole: in the next step, or when a roll forward has been applied too."""
@@ -425,7 +479,12 @@ class Regrouper:
             self._begin(fetch, generation)
             fetch.finish()
         except HealingFailed as error:
-            self._heal_failures += not fetch.cancelled  # one that was called off proves nothing
+            if not fetch.cancelled:  # one that was called off proves nothing
+                self._heal_failures += 1
+                members = generation.quorum.members
+                self.reach.note_not_served(
+                    [members[place] for place in generation.plan.sources_of(generation.index)]
+                )
             if self.training.break_group(generation, f"healing failed: {error}"):
                 log.warning("%s", error)
             if self._heal_failures >= (_FRUITLESS_TRIES if fetch.fruitless else _HEAL_TRIES):
@@ -433,6 +492,7 @@ class Regrouper:
             return False
         self._heal_failures = 0
         self._arrived(fetch)
+        self.reach.served()
         self.training.times.mark("state fetched")
         took_ms = (time.monotonic() - fetch.began_at) * 1e3
         log.info("healed: %.1f MB in %.0f ms", fetch.total_bytes / 1e6, took_ms)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from allranks import record
 from allranks.channel.frames import loopback
 from allranks.channel.keys import Keyring, find_token
-from allranks.errors import LighthouseError
+from allranks.errors import LighthouseError, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.teardown import start_thread
@@ -38,6 +38,7 @@ _REPORT_EVERY_S = 0.1
 _DEPART_S = 5.0  # of waiting for the other ranks of a replica that has finished
 _DEPART_UNFINISHED_S = 0.5
 _CLOSE_S = 2.0  # of waiting for each thread
+_LEASE_LOOK_S = 0.02
 
 
 @dataclass(eq=False)
@@ -94,6 +95,22 @@ class ManagerResources:
         if now - self._reported >= _REPORT_EVERY_S:
             self._reported = now
             self.client.report(step=step, progress=step, health=self.health)
+
+    def wait_for_lease(self, limit_s: float) -> None:
+        """Before each vote: returns at once while no other process can have our name. Without contact to the lighthouse
+        for long it waits, for it can then not be known; raises when another process has the name."""
+        if self.client.may_commit():
+            return
+        log.warning("no contact with the lighthouse for long: waiting, for another process may have our name")
+        deadline = time.monotonic() + limit_s
+        with self.training.parking():
+            while not self.client.may_commit():
+                self.client.check_name()
+                if time.monotonic() > deadline:
+                    raise LighthouseUnreachable(
+                        f"no contact with the lighthouse for {limit_s:.0f} s more: this replica must not commit"
+                    )
+                time.sleep(_LEASE_LOOK_S)
 
     def evict(self, replica: str, reason: str) -> None:
         """Asks the lighthouse to; in a thread, for the training goes on meanwhile."""
@@ -191,6 +208,10 @@ class ManagerResources:
             self._lost(notice.number, notice.reason, notice.reason)
         elif isinstance(notice, cluster.QuorumWanted):
             self._wanted(notice)
+        elif isinstance(notice, cluster.Superseded):
+            log.error("this process must stop: %s", notice.reason)
+            if (generation := self.training.generation) is not None:
+                self.training.break_group(generation, notice.reason)
         elif isinstance(notice, cluster.ConnectionLost):
             log.warning("no lighthouse can be reached (%s); training continues", notice.reason)
         elif isinstance(notice, cluster.LeaderMoved):

@@ -190,7 +190,7 @@ class TrainingState:
         deadline = time.monotonic() + limit_s
         with self.changed:
             while generation.usable and (healers := generation.holding(attempt)):
-                if generation.group.peer_gone():
+                if generation.peer_gone():
                     break
                 if time.monotonic() >= deadline:
                     members = generation.quorum.members

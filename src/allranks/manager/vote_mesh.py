@@ -15,7 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from allranks.channel.frames import read_exactly, receive_json, send_json, tune_for_bulk
+from allranks.channel.frames import (
+    is_silent,
+    read_exactly,
+    receive_json,
+    send_json,
+    tune_for_bulk,
+    watch_connection,
+)
 from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.errors import GroupAborted, ManagerError
 from allranks.manager.groups.sockets import SocketSet
@@ -25,6 +32,10 @@ MAX_VOTERS = 4096
 _FORM = struct.Struct("!q??qq")  # step, good, news, digests of the small and of the large state
 _NUMBER = struct.Struct("!q")
 _WAITING_S = 0.2
+_CUT_S = (
+    2.5  # a connection whose other end answers nothing for this long is cut; a busy rank's kernel answers
+)
+_SILENT_S = 1.9  # without any answer for this long when it ends: it was cut, not closed
 _LOOK_S = 0.05  # how often we look whether who should call has gone elsewhere
 _GREETED = 100  # a server greets about so many callers at a time: in a larger quorum they call again
 _CALL_AGAIN_S = 0.05
@@ -51,6 +62,8 @@ class VoteMesh:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _sockets: SocketSet | None = None
     _lines: list[socket.socket] = field(default_factory=list)
+    _places: list[int] = field(default_factory=list)  # of the voters at the other ends
+    silent: frozenset[int] = frozenset()  # voters that were cut off from us when the meeting ended
     _place: int = 0  # ours among the voters
     _error: str = ""
 
@@ -66,7 +79,7 @@ class VoteMesh:
         """Connects to every other voter: we call those before us, those after us call, unless one is `gone`."""
         self.abort("the members changed")
         with self._changed:
-            self._error = ""
+            self._error, self.silent = "", frozenset()
             self._sockets = SocketSet()
         deadline = time.monotonic() + limit_s
         again = len(others) // _GREETED
@@ -76,6 +89,7 @@ class VoteMesh:
             if self._error:
                 raise GroupAborted(self._error)
             self._lines, self._place = lines, place
+            self._places = [voter.place for voter in sorted(others, key=lambda voter: voter.place)]
             descriptors = self._sockets.fds()
         if self.on_connected is not None:
             self.on_connected(descriptors, number)
@@ -150,6 +164,9 @@ class VoteMesh:
         with self._changed:
             self._error = self._error or reason
             sockets, self._sockets = self._sockets, None
+            if self._lines:
+                pairs = zip(self._places, self._lines, strict=True)
+                self.silent = frozenset(place for place, line in pairs if is_silent(line, _SILENT_S))
             self._lines = []
             self._changed.notify_all()
         if sockets is not None:
@@ -212,6 +229,7 @@ class VoteMesh:
 
     def _own(self, line: socket.socket) -> None:
         tune_for_bulk(line, self.timeout_s)
+        watch_connection(line, _CUT_S)
         with self._changed:
             if self._sockets is None:
                 line.close()

@@ -36,7 +36,9 @@ def wait_while(work: dist.Work, usable: Callable[[], bool], gone: Callable[[], b
             given_up = not usable() or gone()
 
 
-def wait_on_device(work: dist.Work, usable: Callable[[], bool]) -> None:
+def wait_on_device(
+    work: dist.Work, usable: Callable[[], bool], gone: Callable[[], bool] = lambda: False
+) -> None:
     """The same for a work on a GPU: NCCL takes a wait that ran out of time for a failure, so the stream is asked instead.
 
     Not the work: where works were asked while their communicator was aborted (NCCL takes 0.6 s for that), the next
@@ -45,8 +47,13 @@ def wait_on_device(work: dist.Work, usable: Callable[[], bool]) -> None:
     work.wait()  # orders the streams, at once
     arrived = torch.cuda.Event()
     arrived.record()
-    pause_s = 0.00005
+    pause_s, given_up = 0.00005, False
+    look_at = time.monotonic() + _SLICE.total_seconds()
     while not arrived.query():  # the vote needs to know on the host that the gradients are there
+        if time.monotonic() >= look_at:
+            if given_up:
+                raise GroupAborted("a member was cut off and its pending operation was given up")
+            given_up, look_at = gone(), look_at + _SLICE.total_seconds()
         if not usable():
             raise GroupAborted("the group broke and its pending operation was given up")
         time.sleep(pause_s)
@@ -79,7 +86,7 @@ class ManagedWork:
         if work is not None:
             try:
                 if self._tensor.is_cuda:
-                    wait_on_device(work, self._usable)
+                    wait_on_device(work, self._usable, self._gone)
                 else:
                     wait_while(work, self._usable, self._gone)
             except (RuntimeError, GroupAborted) as error:

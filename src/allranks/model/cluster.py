@@ -33,6 +33,13 @@ class Member:
     commit_failures: int = 0  # > 0 asks for a new quorum number even if nobody came or went
     init_sync: bool = True  # at step 0 take the weights of the primary, so that all start equal
     data: str = ""  # free text of the caller, handed to every member
+    unreached: tuple[str, ...] = ()  # sessions that it could not connect to
+    unserved: tuple[
+        str, ...
+    ] = ()  # sessions whose claimed state it could not fetch, although it reached them
+    dialect: str = (
+        ""  # what `data` is: a manager's claim (model/claims.py), torchft's, or ""; one for all of a quorum
+    )
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,21 @@ class QuorumWanted:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Connect to these addresses and report whether each could be reached. The client's connection does it by itself,
+    beside the training: nobody joins members that train before all have reached each other."""
+
+    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)  # session -> HOST:PORT of its servers
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """Another process owns this replica's name, or may: this one must not commit or save. Made by the client itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class QuorumFormed:
     """A quorum with a new number was formed; members get the whole Quorum as the answer to join()."""
 
@@ -183,6 +205,8 @@ Notice = (
     MemberLost
     | MemberLeft
     | QuorumWanted
+    | Probe
+    | Superseded
     | QuorumFormed
     | Evicted
     | LetIn

@@ -2,8 +2,8 @@
 (function () {
   const $ = (id) => document.getElementById(id);
   const MAX_ROWS = 100, STRIP_ROWS = 24, SHOWN_INCIDENTS = 3, RECENT_S = 5;  // heartbeats come every second: a row that is well does not change
-  const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", expected: "warn" };
-  const NAMES = { asking: "waiting for quorum", cooling: "back-off", expected: "expected back" };
+  const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", unreachable: "warn", expected: "warn" };
+  const NAMES = { asking: "waiting for quorum", unreachable: "cannot be reached", cooling: "back-off", expected: "expected back" };
   const names = new Intl.Collator("en", { numeric: true }), digits = new Intl.NumberFormat("en");  // made once: a thousand rows use them
   const opened = new Set(), fetched = new Map();  // evidence by its address
   let status = null, all = false, skew = 0;
@@ -52,7 +52,7 @@
       return left && ["lost", "left", "evicted"].includes(r.state) ? { ...r, step: Math.max(r.step, left.step), gone: left.at, health: left.reason || r.health } : r.state === "evicted" ? { ...r, health: s.evicted[r.replica] || r.health } : r;
     });
     if (!gone.length && !found.length) return s.replicas.filter((r) => r.replica.startsWith("agent-")).map((r) => ({ ...r, replica: r.node || r.replica, node: "", state: "running", ranks: 0, nodeOnly: true }));
-    const order = { lost: 0, evicted: 0, cooling: 1, expected: 1, asking: 2 };
+    const order = { lost: 0, evicted: 0, cooling: 1, unreachable: 1, expected: 1, asking: 2 };
     return [...gone, ...found].sort((a, b) => (order[a.state] ?? 3) - (order[b.state] ?? 3) || names.compare(a.replica, b.replica));
   }
   function rows(s) {

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
@@ -116,6 +117,19 @@ class Client(Actions):
             self._asking = (ticket, replace(member, session=self.session, node=member.node or self._node))
         self._reactor.call(self._send_join)
         return ticket
+
+    def may_commit(self) -> bool:
+        """Whether no other process can have our replica's name now. Costs nothing: checked before every commit.
+
+        The lighthouse gives the name to nobody else for `lease_s` after it has heard of us (lighthouse/options.py).
+        """
+        line = self._line
+        return self._refused is None and (line is None or time.monotonic() < line.lease_until)
+
+    def check_name(self) -> None:
+        """Raises LighthouseRefused when another process has our replica's name."""
+        if self._refused is not None:
+            raise self._refused
 
     def report(self, step: int = -1, progress: int = -1, health: str = "") -> None:
         """What the next heartbeats say. Costs next to nothing: call it every step."""
@@ -300,6 +314,8 @@ class Client(Actions):
             self.connected = False
             self._first.fail(error)
             self._fail_all(error)
+            if refused.code in ("superseded", "taken"):
+                self._tell(cluster.Superseded(refused.message))
         elif (ticket := self._take_ticket()) is not None:
             ticket.fail(error)
 
@@ -366,8 +382,7 @@ class Client(Actions):
             ticket.fail(error)
 
     def _check_open(self) -> None:
-        if self._refused is not None:
-            raise self._refused
+        self.check_name()
         if self._closed or self._left:
             raise errors.LighthouseError("this client has left the lighthouse")
         if self._thread is None:
@@ -387,8 +402,11 @@ class Client(Actions):
 _alive: weakref.WeakSet[Client] = weakref.WeakSet()
 
 _HINTS = {
-    "token": "Give every process of the job the same ALLRANKS_TOKEN or ALLRANKS_TOKEN_FILE as the lighthouse.",
+    "token": "Give every process of the job the same ALLRANKS_TOKEN or ALLRANKS_TOKEN_FILE as the lighthouse; or start the "
+    "lighthouse with --no-token, where no other user can reach it.",
     "superseded": "Two processes use one replica name, or this one was replaced by a restart.",
+    "taken": "Every node of a job starts other replicas: `allranks run --first-replica N` numbers those of this node from N. "
+    "Without `allranks run`, give each process a replica_id of its own.",
     "finished": "To begin a new training here: allranks lighthouse readmit ADDRESS REPLICA",
     "evicted": "To readmit it: allranks lighthouse readmit ADDRESS REPLICA",
 }

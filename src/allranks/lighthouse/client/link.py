@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,18 +23,20 @@ from typing import Any
 
 from allranks.channel import frames
 from allranks.channel.keys import Keyring, is_proof, prove
+from allranks.channel.probe import find_unreachable
 from allranks.lighthouse import messages
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.reactor import MAX_FRAME, FrameSocket, Reactor, ReactorTimer
-from allranks.model.cluster import ConnectionLost
+from allranks.model.cluster import ConnectionLost, Probe
 
 log = logging.getLogger("allranks.lighthouse")
 
-FATAL = frozenset({"token", "version", "superseded", "garbage"})
+FATAL = frozenset({"token", "version", "superseded", "taken", "garbage"})
 ResolvedAddress = tuple[socket.AddressFamily, Any]
 _MAX_GREETING = 1 << 20  # of a server that has not proved yet that it knows our token
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
 CONNECT_TIMEOUT_S = 3.0
+PROBE_S = 1.5  # within which a replica must accept a connection
 
 
 @dataclass
@@ -94,6 +98,10 @@ class Link:
         self.address = ""
         self.up = False
         self.held = HeldSockets()
+        #: CLOCK_MONOTONIC: until then no other process can have our replica's name
+        self.lease_until = math.inf
+        self.on_lease: Callable[[], None] = lambda: None
+        self._refusing: set[str] = set()  # addresses where no lighthouse listens
         self._reactor = reactor
         self._receive = receive
         self._beat = beat or self._reported  # what the next heartbeat says
@@ -200,6 +208,7 @@ class Link:
     def _connected(self, sock: socket.socket) -> None:
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
+            self._note_refusing(code)
             self._broken(os.strerror(code))
             return
         options = self.options
@@ -223,6 +232,7 @@ class Link:
             round=round_,
             pid=os.getpid(),
             proxy=self._proxy,
+            probes=True,
         )
         frame = messages.encode(hello)
         self._said, self._proved = (frame[frames.HEAD.size :],), False
@@ -245,7 +255,11 @@ class Link:
         if self.up and kind not in (messages.WELCOME, messages.REFUSED):
             if kind & 0x7F in messages.DEPARTURES:  # before anything else: survivors are blocked
                 self.held.shut(getattr(messages.decode(kind, payload)[0], "number", 0))
-            self._receive(kind, payload)
+            self._renew_lease()
+            if kind & 0x7F == messages.PROBE:
+                self._probe(*messages.decode(kind, payload))
+            elif kind != messages.PONG:
+                self._receive(kind, payload)
             return
         message, _ = messages.decode(kind, payload, MAX_FRAME if self._proved else _MAX_GREETING)
         if isinstance(message, messages.Challenge):
@@ -284,9 +298,43 @@ class Link:
     def _welcomed(self, welcome: messages.Welcome) -> None:
         self.up, self._failures, self._welcome = True, 0, welcome
         self._last_error, self._pinged, self._sent_beat = "", 0.0, None
+        self._renew_lease()
         if self._timeout is not None:
             self._timeout.cancel()
         self._send_beat()
+
+    def _renew_lease(self) -> None:
+        """The lighthouse was heard, or does not exist: nobody else has our name for a while."""
+        lease_s = self._welcome.lease_s if self._welcome is not None else 0.0
+        until = time.monotonic() + lease_s
+        if lease_s > 0 and (
+            math.isinf(self.lease_until) or until - self.lease_until >= min(0.5, lease_s / 4)
+        ):
+            self.lease_until = until
+            self.on_lease()
+        self._refusing.clear()
+
+    def _note_refusing(self, code: int) -> None:
+        """Where no lighthouse listens, nobody is given our name: training continues without one."""
+        if code == errno.ECONNREFUSED:
+            self._refusing.add(self.address)
+            if self._refusing.issuperset(self.options.addresses):
+                self._renew_lease()
+
+    def _probe(self, probe: object, notice_id: int) -> None:
+        """Tries to reach others, in a thread; the training does not notice."""
+        self._put(messages.encode(messages.Ack(notice_id)))
+        assert isinstance(probe, Probe)
+        wanted = {session: tuple(addresses) for session, addresses in probe.addresses.items()}
+
+        def ask() -> None:
+            lost = find_unreachable([address for each in wanted.values() for address in each], PROBE_S)
+            failed = tuple(session for session, addresses in wanted.items() if lost.intersection(addresses))
+            reached = tuple(session for session in wanted if session not in failed)
+            frame = messages.encode(messages.Probed(reached, failed))
+            self._reactor.call(lambda: self.send(frame))
+
+        threading.Thread(target=ask, name="allranks-probe", daemon=True).start()
 
     def _refused(self, refused: messages.Refused, payload: bytes) -> None:
         if refused.code in FATAL:

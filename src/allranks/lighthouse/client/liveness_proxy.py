@@ -111,6 +111,7 @@ class LivenessProxy:
         self._pid, self._box = start.pid, start.black_box
         options = messages.load(ClientOptions, start.link.encode())
         self._link = Link(options, self._reactor, self._from_lighthouse, self._beat, proxy=True)
+        self._link.on_lease = self._pass_lease
         try:
             pidfd = os.pidfd_open(self._pid)
             self._reactor.watch(pidfd, lambda events: self._end(f"process {self._pid} died"))
@@ -130,6 +131,10 @@ class LivenessProxy:
             if isinstance(welcome, messages.Welcome):
                 self._timeout_s = welcome.timeout_s
         self._line.send(HEAD.pack(len(payload), kind) + payload)
+
+    def _pass_lease(self) -> None:
+        if self._link is not None:
+            self._line.send(messages.encode(messages.Lease(self._link.lease_until)))
 
     def _beat(self) -> messages.Beat:
         self._check()  # here, since a wake-up of its own costs as much as the beat

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import allranks
 from allranks.channel.frames import HEAD
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.reactor import MAX_FDS, FrameSocket, Reactor
-from allranks.lighthouse.messages import WELCOME, Hold, Release, Report, Start, encode
+from allranks.lighthouse.messages import LEASE, WELCOME, Hold, Lease, Release, Report, Start, decode, encode
 from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")
@@ -38,6 +39,7 @@ class ProxyLink:
         self.options = options
         self.known = (0, 0, 0)
         self.up = False
+        self.lease_until = math.inf
         self.process: subprocess.Popen[bytes] | None = None
         self._reactor = reactor
         self._receive = receive
@@ -119,6 +121,10 @@ class ProxyLink:
         return [sock.fileno()] if sock is not None else []
 
     def _take(self, kind: int, payload: bytes) -> None:
+        if kind == LEASE:
+            lease, _ = decode(kind, payload)
+            self.lease_until = lease.until if isinstance(lease, Lease) else self.lease_until
+            return
         if kind == WELCOME:
             self.up = True
         elif kind == _CONNECTION_LOST:

@@ -99,6 +99,10 @@ class Generation:
     def usable(self) -> bool:
         return not self.broken and not self.over
 
+    def peer_gone(self) -> bool:
+        """Whether a member has left the group, or was cut off from us: its connection for votes tells it."""
+        return self.group.peer_gone() or self.box.peer_gone()
+
     def vote(self, vote: Vote) -> Tally:
         """One vote of all ranks; raises GroupAborted when one is gone."""
         return self.box.cast(vote)
