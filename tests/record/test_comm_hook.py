@@ -363,6 +363,30 @@ def test_hooks_of_every_released_torchcomms_are_understood(folder: Path, signatu
     hook.close()
 
 
+def _call_as_0_3(comm: Calls, op_id: int, name: str, **facts: Any) -> None:
+    """torchcomms 0.3: tensors in `input`, `output` or `tensor`, and a post hook that is given no work."""
+    op = enum.Enum("OpName", "ALL_GATHER_SINGLE ALL_GATHER ALL_REDUCE")[name]
+    comm.hooks["pre"](op, op_id, types.SimpleNamespace(**facts))
+    comm.hooks["post"](op_id, types.SimpleNamespace())
+
+
+def test_an_asynchronous_call_of_torchcomms_0_3_is_under_way_until_a_later_one_is_over(folder: Path) -> None:
+    """And the sizes are there, of a tensor as of a list."""
+    hook = FlightRecorderHook(max_entries=20, isolated=True)
+    comm = Calls("name, op_id, args")
+    hook.register_with_comm(comm)
+    one, two = torch.ones(3), torch.ones(6)
+    _call_as_0_3(comm, 1, "ALL_GATHER_SINGLE", input=one, output=two, async_op=True)
+    assert [(e["input_sizes"], e["output_sizes"], e["state"]) for e in _entries(hook)] == [
+        ([[3]], [[6]], "scheduled")
+    ]
+    _call_as_0_3(comm, 2, "ALL_GATHER", input=one, output=[one, one], async_op=False)
+    _call_as_0_3(comm, 3, "ALL_REDUCE", tensor=two, async_op=True)
+    found = [(e["output_sizes"], e["state"]) for e in _entries(hook)]
+    assert found == [([[6]], "completed"), ([[2, 3]], "completed"), ([[6]], "scheduled")]
+    hook.close()
+
+
 def test_a_hook_called_in_an_unknown_way_never_raises_into_the_call(folder: Path) -> None:
     """A later release may call it as it likes: the user's collective goes on."""
     hook = FlightRecorderHook(max_entries=20, isolated=True)

@@ -312,7 +312,7 @@ import pickle, sys, torch, torch.distributed as dist
 from allranks.record.dump import native_dumps
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
-entries = pickle.loads(native_dumps()["_dump_fr_trace"])["entries"]
+entries = pickle.loads(native_dumps()["fr"])["entries"]
 print(len(entries), bool(entries[0]["frames"]), "torch._inductor" in sys.modules, hasattr(torch, "_inductor"))
 """
 

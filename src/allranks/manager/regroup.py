@@ -293,7 +293,7 @@ class Regrouper:
         self._obey_state_loss(quorum, plan)
         odd, why = misfit(said, [member.replica for member in quorum.members], plan.sources[0])
         if why:
-            if odd == index and not self.training.seen:  # one that trains already is right as it is
+            if odd == index and not self.training.held.seen:  # one that trains already is right as it is
                 raise ConfigurationError(why)
             raise GroupAborted(why)
         lost = self.training.form(quorum.number)

@@ -42,6 +42,7 @@ from allranks.record.writer import CallWriter, fill_header, warn_once
 
 DEFAULT_ENTRIES = 2048
 DEFAULT_TIMEOUT_MS = 600_000  # torchcomms' own
+MAX_UNFOLLOWED = 64
 NOT_RECORDED = frozenset({"finalize"})
 _counter = itertools.count(1)
 _shared: _Store | None = None
@@ -71,7 +72,9 @@ class FlightRecorderHook:
         self.isolated = isolated
         self._store: _Store | None = None
         self._handles: list[Any] = []
-        self._open: dict[tuple[int, int], int] = {}  # (communicator, op id) -> number of its record
+        # (communicator, op id) -> number of its record, and whether the program goes on meanwhile
+        self._open: dict[tuple[int, int], tuple[int, bool]] = {}
+        self._unfollowed: dict[int, list[int]] = {}  # calls of a communicator whose work nobody gave us
         self._forget_until = 0  # records up to this one were reset away
         self._forgotten = 0
         self._rank = 0
@@ -160,7 +163,10 @@ class FlightRecorderHook:
                 sys._getframe(1),
             )
             store.written += 1
-            self._open[(comm, int(getattr(args, "op_id", 0)))] = number
+            self._open[(comm, int(getattr(args, "op_id", 0)))] = (
+                number,
+                getattr(args, "async_op", None) is True,
+            )
         except Exception as error:  # ours, never the user's
             self._fault(error)
 
@@ -168,18 +174,34 @@ class FlightRecorderHook:
         """Post-hook: the call was made; it is over unless its work says otherwise."""
         try:
             args = HookCall(*given)
-            number = self._open.pop((comm, int(getattr(args, "op_id", 0))), None)
-            if number is not None and os.getpid() == store.pid:
+            known = self._open.pop((comm, int(getattr(args, "op_id", 0))), None)
+            if known is not None and os.getpid() == store.pid:
+                number, goes_on = known
                 work = _living(getattr(args, "work", None))
-                if work is None or _is_completed(work):
-                    store.writer.finish(number)
-                else:
+                if work is not None and not _is_completed(work):
                     store.writer.track(work, number, group)
+                elif work is None and goes_on:
+                    self._keep(store, comm, number)
+                else:
+                    self._finish(store, comm, number)
             child = getattr(args, "new_comm", None)
             if child is not None:
                 self.register_with_comm(child)
         except Exception as error:  # ours
             self._fault(error)
+
+    def _keep(self, store: _Store, comm: int, number: int) -> None:
+        """An asynchronous call without a work (torchcomms 0.3): it counts as over when a later call of its communicator
+        was waited for, or when many were made since."""
+        waiting = self._unfollowed.setdefault(comm, [])
+        waiting.append(number)
+        if len(waiting) > MAX_UNFOLLOWED:
+            store.writer.finish(waiting.pop(0))
+
+    def _finish(self, store: _Store, comm: int, number: int) -> None:
+        for earlier in self._unfollowed.pop(comm, []):
+            store.writer.finish(earlier)
+        store.writer.finish(number)
 
     def _aborted(self, *given: object) -> None:
         """Abort hook: the process is about to end; write what is known."""
@@ -302,12 +324,9 @@ def op_name(args: object) -> str:
 
 def _tensors(args: object, side: str) -> list[Any]:
     """The tensors of one side; a communicator gives one or a list, and may give neither."""
-    if found := getattr(args, f"{side}_tensors", None):
-        return list(found)
-    one = getattr(args, f"{side}_tensor", None)
-    if one is None:
-        one = getattr(args, "tensor", None)
-    return [one] if one is not None else []
+    names = (f"{side}_tensors", f"{side}_tensor", side, "tensor")  # the last two: torchcomms 0.3
+    found = next((value for name in names if (value := getattr(args, name, None)) is not None), ())
+    return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
 def _shapes(box: Box, args: object) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from allranks.blackbox.header import Header, find_header, is_alive, read_header
@@ -69,8 +69,10 @@ def dump_file(
     data = dump_bytes(box, format, content)
     if path is not None:
         target = Path(path)
-    elif options.dump_prefix:
-        target = _by_prefix(options, read_header(box).rank)
+    elif (
+        prefix := options.dump_prefix or from_environment().dump_prefix
+    ):  # the script may have set it meanwhile
+        target = _by_prefix(replace(options, dump_prefix=prefix), read_header(box).rank)
     else:
         target = _own_name(box, reason, format)
     write_atomically(target, data)
@@ -129,7 +131,7 @@ def _own_name(box: Path, reason: str, format: str) -> Path:
 
 
 def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str, bytes]:
-    """The pickles of torch's own rings in this process, by source; empty when there are none."""
+    """The pickles of torch's own rings in this process: "nccl", "fr", "fr-NAME"; without those that hold no call."""
     if "torch" not in sys.modules:
         return {}
     from allranks.record.torch_internals import no_inductor, own_rings
@@ -139,7 +141,7 @@ def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str,
         for name, dump in own_rings().items():
             with contextlib.suppress(*TORCH_ERRORS):  # a ring that is off or broken must not cost us the rest
                 data = bytes(dump(True, stacks, only_active))
-                if b"entries" in data:
+                if b"record_id" in data:  # one that is on and has seen a call
                     found[name] = data
     return found
 

@@ -83,7 +83,7 @@ Counters = PyCounters  # or the same in C
 
 
 class GroupState:
-    __slots__ = ("backend", "counters", "mixed", "name", "ranks", "ref")
+    __slots__ = ("backend", "counters", "first_ranks", "mixed", "name", "ranks", "ref")
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class GroupState:
     ) -> None:
         self.name = name
         self.ranks = ranks  # global ranks in group order; () = unknown
+        self.first_ranks = ranks  # those before it was reconfigured
         self.backend = backend
         self.mixed = "," in backend  # "cpu:gloo,cuda:nccl": what wait() means depends on the tensor
         self.counters = make_counters(number, timeout_ms, backend in WAITS_BLOCK, ranks, accelerate)

@@ -93,7 +93,7 @@ class Hook:
         writer.original_wait = dist.Work.wait
         self._part("events on the device", self._use_markers)
         for owner in (dist.ProcessGroup, internals.Backend):
-            for method in (*CALLS, internals.START_BATCH, internals.END_BATCH, "split_group"):
+            for method in (*CALLS, internals.START_BATCH, internals.END_BATCH, "split_group", "reconfigure"):
                 if method in vars(owner):
                     self._part(f"{owner.__name__}.{method}", self._wrap_method, owner, method)
         for kind in internals.work_classes():
@@ -119,8 +119,8 @@ class Hook:
         original = getattr(owner, method)
         if method in CALLS:
             wrapper = self._fast_collective(original, self._wrap(original, *CALLS[method]), method)
-        elif method == "split_group":
-            wrapper = self._wrap_split(original)
+        elif method in ("split_group", "reconfigure"):
+            wrapper = (self._wrap_split if method == "split_group" else self._wrap_reconfigure)(original)
         else:
             wrap = self._wrap_start if method == internals.START_BATCH else self._wrap_end
             wrapper = self._fast_batch(original, wrap(original), method)
@@ -385,6 +385,26 @@ class Hook:
         def after(members: tuple[int, ...], part: dist.ProcessGroup) -> None:
             if part is not None:
                 self._members[part] = members
+
+        return self.guard.around(original, before, after)
+
+    def _wrap_reconfigure(self, original: Function) -> Function:
+        """From here on it is another group, of the same name with the number that all members give it."""
+
+        def before(args: Args, kwargs: Kwargs) -> tuple[Any, GroupState, Any]:
+            return args[0], self.group(args[0]), args[1] if len(args) > 1 else next(iter(kwargs.values()))
+
+        def after(known: tuple[Any, GroupState, Any], work: object) -> None:
+            group, old, options = known
+            box = self._installed.box
+            ranks = internals.members_by_handles(options.handles, old.first_ranks)
+            name = f"{old.name.partition('@')[0]}@{options.uuid}"
+            box.append(Item.DESTROYED, [old.counters.number, time.time_ns()])
+            number = box.append(Item.GROUP, [name, "reconfigured", packed_ranks(ranks), old.backend])
+            limit = old.counters.timeout_ms
+            state = GroupState(number, name, ranks, old.backend, limit, self._installed.accelerate)
+            state.first_ranks = old.first_ranks
+            self.adopt(group, state)
 
         return self.guard.around(original, before, after)
 

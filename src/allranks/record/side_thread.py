@@ -249,8 +249,8 @@ def wake_agent() -> None:
 def write_native(dump: Path, rank: int) -> None:
     """Puts torch's own rings beside a dump of ours, each in a folder of its own: NAME.nccl/rank_R, NAME.fr/rank_R."""
     for source, data in native_dumps().items():
-        kind = "nccl" if "nccl" in source else "fr"
-        write_atomically(dump.parent.with_name(f"{dump.parent.name}.{kind}") / f"rank_{max(rank, 0)}", data)
+        folder = dump.parent.with_name(f"{dump.parent.name}.{source.replace(os.sep, '_')}")
+        write_atomically(folder / f"rank_{max(rank, 0)}", data)
 
 
 _fork_handler = False

@@ -230,9 +230,38 @@ def homes_of(function: str) -> tuple[Any, list[Any]]:
 
 
 def own_rings() -> dict[str, Callable[..., Any]]:
-    """torch's own recorders: NCCL's (CUDA builds), then the one of gloo and others."""
-    names = ("_dump_nccl_trace", "_dump_fr_trace")
-    return {name: getattr(c10d, name) for name in names if hasattr(c10d, name)}
+    """torch's own recorders: "nccl" (CUDA builds), "fr" of gloo, and "fr-NAME" of each other backend (torch 2.15)."""
+    found = {"nccl": c10d._dump_nccl_trace} if hasattr(c10d, "_dump_nccl_trace") else {}
+    dump = getattr(c10d, "_dump_fr_trace", None)
+    if dump is not None:
+        found["fr"] = dump
+        if "backend:" in (dump.__doc__ or ""):
+            found |= {f"fr-{name}": functools.partial(dump, backend=name) for name in _ring_names()}
+    return found
+
+
+def _ring_names() -> list[str]:
+    """Backends other than gloo that may have a ring: those that a program can name, and those of its groups, which may
+    call themselves otherwise."""
+    names = {str(name).lower() for name in getattr(distributed_c10d.Backend, "backend_list", ())}
+    for _, group in named_groups():
+        with contextlib.suppress(*TORCH_ERRORS):  # a group that is half gone
+            names |= {str(backend.name()) for _, backend in backends(group)}
+    return sorted(names - {"gloo", "undefined"})
+
+
+def members_by_handles(handles: Any, first: tuple[int, ...]) -> tuple[int, ...]:
+    """Global ranks of a group that is reconfigured with these handles, in its new order; () unknown. `first` are those
+    that it was made with. gloo's handle is gloo:RANK:UUID:FIRST RANK:…, and only a list says the order."""
+    if not isinstance(handles, list):
+        return ()
+    places = []
+    for handle in handles:
+        words = str(handle).split(":")
+        if words[0] != "gloo" or len(words) < 4 or not words[3].isdecimal():
+            return ()
+        places.append(int(words[3]))
+    return tuple(first[place] if place < len(first) else place for place in places)
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------
