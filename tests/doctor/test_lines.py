@@ -10,7 +10,7 @@ LINES = [
     ('missing_environment', 'ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable WORLD_SIZE expected, but not set'),
     ('nccl_init', '[rank2]: torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5'),
     ('nccl_init', 'node3:812:812 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found'),
-    ('nccl_init', '[1763190000.12] node3:812:950 [3] init.cc:1023 NCCL WARN Duplicate GPU detected : rank 3 and rank 1 both on CUDA device 4a000'),
+    ('nccl_duplicate_gpu', '[1763190000.12] node3:812:950 [3] init.cc:1023 NCCL WARN Duplicate GPU detected : rank 3 and rank 1 both on CUDA device 4a000'),
     ('nccl_init', 'torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1970, internal error - please report this issue to the NCCL developers, NCCL version 2.18.6'),
     ('init_timeout', '[rank3]: torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.5, 29500).'),
     ('init_timeout', 'torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /default_pg/0/0'),

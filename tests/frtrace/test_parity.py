@@ -1,29 +1,17 @@
-"""Where scripts that use torchfrtrace's names meet ours: single entries, all findings of a group, filters."""
+"""What `allranks frtrace` prints beside what torchfrtrace and `diagnose` say."""
 
 from __future__ import annotations
 
 import pickle
-import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allranks.cli import main
-from allranks.errors import InputError
-from allranks.frtrace import (
-    COLLECTIVES,
-    P2P,
-    JobConfig,
-    MatchState,
-    Op,
-    build_db,
-    check_size_alltoall,
-    get_version_detail,
-    match_one_event,
-    read_dir,
-)
-from allranks.frtrace.events import PARTING
+from allranks.frtrace import JobConfig, MatchState, build_db, read_dir
 
 from .test_frtrace import CASES, frtrace
 
@@ -35,7 +23,7 @@ def _event(
         "profiling_name": f"nccl:{name}", "record_id": seq, "pg_id": 0, "process_group": ("0", "default_pg"),
         "collective_seq_id": seq, "p2p_seq_id": 0, "op_id": seq, "time_created_ns": 1_000_000_000 * seq,
         "input_sizes": sizes[0], "output_sizes": sizes[1], "input_dtypes": ["Float"], "output_dtypes": ["Float"],
-        "state": state, "retired": state == "completed", "timeout_ms": 600_000, "is_p2p": name[:4] in P2P,
+        "state": state, "retired": state == "completed", "timeout_ms": 600_000, "is_p2p": name[:4] in ("send", "recv"),
         "time_discovered_started_ns": None, "time_discovered_completed_ns": 1_000_000_000 * seq + 5 if state == "completed" else None,
         "frames": [{"name": "step", "filename": "train.py", "line": 7}], **more,
     }  # fmt: skip
@@ -47,79 +35,6 @@ def _write(folder: Path, entries: dict[int, list[dict[str, Any]]]) -> str:
         dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": events}
         (folder / f"trace_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
     return str(folder)
-
-
-def test_two_entries_are_matched_as_torchfrtrace_matches_them() -> None:
-    """State and words, over random pairs of entries of every operation."""
-    theirs = pytest.importorskip("torch.distributed.flight_recorder.components.utils")
-    types = pytest.importorskip("torch.distributed.flight_recorder.components.types")
-    assert types.COLLECTIVES <= COLLECTIVES and types.P2P == P2P
-    rng = random.Random(7)
-    newest = "allgather_coalesced" in types.COLLECTIVES  # torch 2.15, whose answers we give
-    changed = {
-        "all_to_all_single",
-        "_all_gather_base",
-        "all_gather",
-        "all_gather_into_tensor_coalesced",
-        *PARTING,
-    }
-    names = [
-        *sorted(types.COLLECTIVES if newest else types.COLLECTIVES - changed),
-        "all_reduce",
-        "send 0->1",
-        "recv 1<-0",
-        "send 1->0",
-        "coalesced",
-    ]
-    sizes = [[[4, 4]], [[2, 4]], [[8, 4]], [[4, 4], [1]]]
-    members = {"0": {0, 1}}
-    for _ in range(3000):
-        first = rng.choice(names)
-        second = rng.choice([first, first, rng.choice(names)])
-        pair = [
-            _event(
-                name, sizes=(rng.choice(sizes), rng.choice(sizes)), state=rng.choice(("started", "completed")),
-                input_dtypes=[rng.choice(("Float", "Half"))], output_dtypes=[rng.choice(("Float", "Half"))],
-            )
-            for name in (first, second)
-        ]  # fmt: skip
-        one, two = pair
-        ours, expected = (
-            match_one_event(one, two, members, "0"),
-            theirs.match_one_event(one, two, members, "0"),
-        )
-        assert str(ours) == str(expected)
-        assert ours.state.name == expected.state.name
-        assert repr(Op(pair[0], members, "0")) == repr(types.Op(pair[0], members, "0"))
-        cases = [event for event in pair if event["input_sizes"]]
-        assert check_size_alltoall(cases) == theirs.check_size_alltoall(cases)
-
-
-def test_entries_that_are_none_are_named() -> None:
-    """An operation, its ends and a version that make no sense are errors with the value in them."""
-    for name, value in (("lunch", "nccl:lunch"), ("send 0=>1", "0=>1"), ("send 0->?", "->")):
-        with pytest.raises(InputError, match=value):
-            Op(_event(name), {"0": {0, 1}}, "0")
-    assert get_version_detail("2.10") == (2, 10)
-    with pytest.raises(InputError, match="two"):
-        get_version_detail("two")
-
-
-def test_a_list_of_parts_and_a_receive_from_anybody_are_matched() -> None:
-    """As torch 2.15 writes and reads them."""
-    members = {"0": {0, 1}}
-    whole, parts = [[8, 4]], [[4, 4], [4, 4]]
-    for gathered in (whole, parts):
-        event = _event("_all_gather_base", sizes=([[4, 4]], gathered))
-        assert match_one_event(event, event, members, "0").state is MatchState.FULLY_MATCHED
-    short = _event("all_gather", sizes=([[4, 4]], [[4, 4]]))
-    assert match_one_event(short, short, members, "0").state is MatchState.SIZE_OR_SYNTAX_MISMATCH
-    uneven = [_event("all_to_all_single", sizes=([[n]], [[3]])) for n in (2, 4)]
-    assert match_one_event(uneven[0], uneven[1], members, "0").state is MatchState.UNDECIDED
-    sent, anybody = _event("send 0->1"), _event("recv 1<-?")
-    assert match_one_event(sent, anybody, members, "0").state is MatchState.FULLY_MATCHED
-    assert match_one_event(anybody, sent, members, "0").state is MatchState.FULLY_MATCHED
-    assert repr(Op(anybody, members, "0")).startswith("recv(s=None d=1, ")
 
 
 def test_all_findings_of_a_group_are_printed_in_order(
@@ -187,3 +102,9 @@ def test_a_filter_that_matches_nothing_is_an_error(
         code, lines = frtrace(capsys, str(CASES / "broken_dumps/ring_skew_hang"), *words, *more)
         assert code == 2
         assert any(named in line for line in lines) and any(known in line for line in lines)
+
+
+def test_the_package_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "allranks.frtrace", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "--just_print_entries" in done.stdout

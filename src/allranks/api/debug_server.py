@@ -15,9 +15,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allranks.errors import InputError
+
+if TYPE_CHECKING:
+    from allranks.api.functions import DiagnosisResult
 
 PORT = 25999
 MAX_PAGE_BYTES = 256 << 20
@@ -126,7 +129,7 @@ class VerdictHandler:
         """Its name in `enabled_dumps`."""
         return "allranks"
 
-    def _judge(self) -> Any:
+    def _judge(self) -> DiagnosisResult:
         import tempfile
 
         from allranks.api.functions import diagnose

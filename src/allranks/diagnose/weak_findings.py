@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +57,8 @@ def ended_badly(context: Context, primary: bool = False) -> Finding | None:
     own = {rank: text for rank, text in ends.items() if not is_secondary(text)}
     if not own:
         return None if primary else _lost_partner(context, ends)
+    if len(own) == context.job.world_size and (alike := same_error(own)) is not None:
+        return alike
     votes = Counter(int(rank) for text in ends.values() for rank in _ACCUSED.findall(text))
     accused, most = votes.most_common(1)[0] if votes else (-1, 0)
     first = min(own, key=lambda rank: (context.job.ranks[rank].trace.header.written_ns, rank))
@@ -67,6 +70,24 @@ def ended_badly(context: Context, primary: bool = False) -> Finding | None:
         "ended_badly", ranks, None, 0.85 if len(ranks) == 1 else 0.6, **_ended(ends), **facts
     )
     return replace(found, where=line_in(text))
+
+
+def same_error(ends: Mapping[int, str]) -> Finding | None:
+    """The finding where several ranks, and these are all, ended with one error at one line; None where they differ."""
+    texts = [one_line(text) for _, text in sorted(ends.items())]
+    if (
+        len(texts) < 2
+        or any(map(is_secondary, texts))
+        or len({re.sub(r"\d+", "#", text) for text in texts}) > 1
+    ):
+        return None
+    what = texts[0].removeprefix("exception: ")
+    sentence = f"all {len(texts)} ranks ended with the same error at the same line: {what}"
+    advice = ("it is no fault of one rank: read the traceback in the log of any of them",)
+    finding = Finding(
+        "call_error", tuple(sorted(ends)), sentence, "root", confidence=0.9, where=line_in(texts[0])
+    )
+    return replace(finding, evidence=(f"rank {min(ends)} ended with {texts[0]}",), advice=advice)
 
 
 def _lost_partner(context: Context, ends: dict[int, str]) -> Finding:

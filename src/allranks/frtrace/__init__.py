@@ -9,16 +9,6 @@ for collective in database.collectives:
 """
 
 from allranks.frtrace.api import Details, JobConfig, build_db, read_dir, transform_ft
-from allranks.frtrace.events import (
-    COLLECTIVES,
-    P2P,
-    Op,
-    check_size_alltoall,
-    format_frame,
-    format_frames,
-    get_version_detail,
-    match_one_event,
-)
 from allranks.frtrace.types import (
     Collective,
     Database,
@@ -32,8 +22,6 @@ from allranks.frtrace.types import (
 )
 
 __all__ = [
-    "COLLECTIVES",
-    "P2P",
     "Collective",
     "Database",
     "Details",
@@ -43,14 +31,8 @@ __all__ = [
     "MatchState",
     "Membership",
     "NCCLCall",
-    "Op",
     "Traceback",
     "build_db",
-    "check_size_alltoall",
-    "format_frame",
-    "format_frames",
-    "get_version_detail",
-    "match_one_event",
     "read_dir",
     "transform_ft",
     "types",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.header import process_state
+from allranks.diagnose.weak_findings import same_error
 from allranks.incidents.folder import IncidentFolder, keep_newest
 from allranks.incidents.judge import Observed, read_observed
 from allranks.incidents.pipeline import IncidentPipeline
@@ -195,7 +196,11 @@ class DeathIncidents:
         self.pipeline.keep_boxes(opened, samples)
         sure = 0.9 if death.echo else 1.0
         verdict = Finding("rank_died", (death.rank,), death.sentence, confidence=sure, where=death.where)
-        if death.echo and death.where and death.of_torch:  # it lost a peer, and no peer has died
+        raised = {sample.rank: sample.closed for sample in samples if sample.closed.startswith("exception: ")}
+        alike = same_error(raised) if len(raised) == len(samples) else None
+        if alike is not None:
+            verdict = alike
+        elif death.echo and death.where and death.of_torch:  # it lost a peer, and no peer has died
             sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
             verdict = Finding("none_finished", (), sentence, confidence=0.7, where=death.where)
         Observed(taken_ns=time.time_ns(), told=verdict, reason=death.sentence).write(opened.path)

@@ -204,13 +204,22 @@ def user_line(at: TracebackType | FrameType | None) -> str:
     return _innermost((frame.f_code.co_filename, line) for frame, line in stack)
 
 
+#: torch may lie anywhere on the path.
+_LIBRARIES = (
+    "/site-packages/",
+    "/dist-packages/",
+    "/lib/python3",
+    "/torch/distributed/",
+    "/torch/nn/",
+    "/torch/autograd/",
+)
+
+
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:
     place = ""
     ours = f"{Path(__file__).parents[1]}{os.sep}"
     for file, line in lines:
-        if not file.startswith(ours) and not any(
-            part in file for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
-        ):
+        if not file.startswith(ours) and not any(part in file for part in (*_LIBRARIES, "<frozen")):
             place = f"{os.path.basename(file)}:{line}"
     return place
 
