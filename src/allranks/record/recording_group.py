@@ -34,13 +34,13 @@ class RecordingProxyGroup(dist.ProcessGroup):
     # What C++ asks a group by these names: a reconfigured group has another rank and size than when it was made.
 
     def getRank(self) -> int:
-        return self.original.rank()
+        return int(self.original.rank())
 
     def getSize(self) -> int:
-        return self.original.size()
+        return int(self.original.size())
 
     def getBackendName(self) -> str:
-        return self.original.name()
+        return str(self.original.name())
 
 
 class WaitedWork(dist.Work):
