@@ -236,6 +236,7 @@ class Job:
     options: Options = field(default_factory=Options)
     timers: Timers = field(default_factory=Timers)
     processes: list[Process] = field(default_factory=list)
+    by_session: dict[str, Process] = field(default_factory=dict)
     cuts: set[frozenset[str]] = field(default_factory=set)
     violations: list[str] = field(default_factory=list)
     commits: int = 0
@@ -259,8 +260,11 @@ class Job:
 
     def linked(self, one: str, other: str) -> bool:
         """Whether the kernels of both can talk: a frozen process still accepts connections, a dead one does not."""
-        both = {process.session: process for process in self.processes if process.alive}
-        return one in both and other in both and frozenset((one, other)) not in self.cuts
+        return (
+            self.by_session[one].alive
+            and self.by_session[other].alive
+            and (not self.cuts or frozenset((one, other)) not in self.cuts)
+        )
 
     # ---- what happens to it
 
@@ -268,6 +272,7 @@ class Job:
         session = f"{name}.{sum(process.name == name for process in self.processes)}"
         process = Process(self, name, session, liar, garbage, hasty)
         self.processes.append(process)
+        self.by_session[session] = process
         process.connect()
         return process
 

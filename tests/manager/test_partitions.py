@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -119,14 +120,22 @@ def cut_at_random(found: Networks, choose: random.Random) -> str:
             found.cut(one, other)
         return f"full {sorted(names[:size])} | {sorted(names[size:])}"
     pairs = choose.sample(list(itertools.combinations(names, 2)), choose.randint(1, 2))
-    for _ in range(3 if kind == "flapping" else 1):
-        for one, other in pairs:
-            found.cut(one, other, both=kind != "one-way")
-        if kind == "flapping":
-            time.sleep(choose.choice((0.3, 1.0, 4.0)))
-            found.mend()
-            time.sleep(choose.choice((0.1, 0.5)))
+    if kind == "flapping":
+        threading.Thread(target=flap, args=(found, pairs, choose), name="flap").start()
+        return f"{kind} {pairs}"
+    for one, other in pairs:
+        found.cut(one, other, both=kind != "one-way")
     return f"{kind} {pairs}"
+
+
+def flap(found: Networks, pairs: list[tuple[str, str]], choose: random.Random) -> None:
+    """Cuts and mends for less than 10 s."""
+    for _ in range(3):
+        for one, other in pairs:
+            found.cut(one, other)
+        time.sleep(choose.choice((0.3, 1.0, 2.5)))
+        found.mend()
+        time.sleep(choose.choice((0.1, 0.5)))
 
 
 SEEDS = range(int(os.environ.get("ALLRANKS_FIRST_SEED", "0")), int(os.environ.get("ALLRANKS_SEEDS", "100")))
