@@ -14,6 +14,7 @@ from allranks.errors import TrainingFinished
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options
 from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.held import HeldState
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
 from allranks.manager.training import TrainingState
@@ -128,7 +129,7 @@ def test_the_end_of_the_loop_is_a_finish_and_an_exception_is_none(
 def test_the_last_step_counts_although_the_first_to_finish_has_left_while_the_others_asked() -> None:
     """Its notice says what it committed; the lighthouse has no quorum any more for those who vote a moment later."""
     training = TrainingState(
-        step=11, claimed_pending=True, failure=TrainingFinished("r0 finished at step 12")
+        held=HeldState(step=11, claimed=True), failure=TrainingFinished("r0 finished at step 12")
     )
     training.heard.add((3, 12))
     assert training.passed(SimpleNamespace(plan=SimpleNamespace(term=3)), limit_s=LIMIT_S)  # type: ignore[arg-type]

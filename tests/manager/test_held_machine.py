@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from allranks.manager import plan as plan_module
 from allranks.manager.held import HeldState
-from allranks.manager.plan import NOWHERE, Position, QuorumPlan, ReplicaClaim, decide, find_conflicts
+from allranks.manager.plan import NOWHERE, Lineage, Position, QuorumPlan, ReplicaClaim, decide, find_conflicts
 
 History = tuple[int, ...]
 NAMES = "abc"
@@ -38,6 +38,7 @@ class Rank:
     frozen: bool = False
     ready: bool = False  # may train in the group that it is in
     wants: Position = NOWHERE  # of the state that it fetches
+    lineage: Lineage = ()
 
 
 @dataclass
@@ -126,7 +127,7 @@ class HeldMachine(RuleBasedStateMachine):
             assert rank.history is not None and self.token is not None
             rank.history += (self.token,)
         rank.held = rank.held.open_step()
-        rank.wants = plan.top if index in plan.healing else NOWHERE
+        rank.wants, rank.lineage = plan.top if index in plan.healing else NOWHERE, plan.lineage
         if rank.ready or rank.held.arrived not in (NOWHERE, plan.top):  # not wanted any more
             rank.held, rank.arrived = rank.held.arrive(NOWHERE), None
         if index in plan.healing:
@@ -170,7 +171,7 @@ class HeldMachine(RuleBasedStateMachine):
             return
         if sources := self._sources(name):
             self.first_bytes(name)
-            rank.held, rank.arrived = rank.held.arrive(rank.wants), sources[0].history
+            rank.held, rank.arrived = rank.held.arrive(rank.wants, rank.lineage), sources[0].history
 
     def _sources(self, name: str) -> list[Rank]:
         """The sources that answer: alive, not frozen, in the same group, and with that state in place."""
@@ -187,7 +188,7 @@ class HeldMachine(RuleBasedStateMachine):
         if rank is None or rank.frozen or group is None or name not in group.members or rank.arrived is None:
             return
         if rank.held.arrived == group.plan.top and not rank.ready:
-            rank.held = rank.held.load(rank.held.arrived, group.plan.start)
+            rank.held = rank.held.load()
             rank.history, rank.arrived, rank.wants, rank.ready = rank.arrived, None, NOWHERE, True
 
     # ---- a step ----
@@ -286,7 +287,7 @@ def test_no_state_is_lost_while_a_complete_copy_exists(machine: type[HeldMachine
 @pytest.mark.parametrize("machine", [HeldMachine, NoRoom])
 def test_no_state_is_lost_in_a_hundred_thousand_events(machine: type[HeldMachine]) -> None:
     """The same for long."""
-    run(machine, 1000, 100)
+    run(machine, 2000, 50)
 
 
 def test_the_machine_finds_a_state_that_is_torn_too_early() -> None:

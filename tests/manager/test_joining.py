@@ -22,6 +22,7 @@ from allranks.errors import HealingFailed
 from allranks.lighthouse.options import Options
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo
+from allranks.manager.held import HeldState
 from allranks.manager.plan import Claim, ReplicaClaim, decide
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh
@@ -187,7 +188,7 @@ def made(claim: ReplicaClaim) -> Generation:
     claims = [ReplicaClaim(ranks=(Claim(term=1, step=5, seen=1),)), claim]
     members = tuple(Member(replica=f"r{place}") for place in range(2))
     group = ProcessGroupGloo()
-    return Generation(Quorum(2, 1, members), decide(claims, 2), 1, 0, group, VoteMesh(), group)
+    return Generation(Quorum(2, 1, members), decide(claims, 2), 1, 0, group, VoteMesh())
 
 
 def test_gradients_of_a_state_that_had_to_be_healed_are_never_counted() -> None:
@@ -220,18 +221,20 @@ def test_who_came_late_counts_from_the_second_step_on() -> None:
 def test_a_step_that_was_refused_is_in_doubt_only_for_who_asked_before(asked_before: bool) -> None:
     """States differ: who knows that says so in its claim, or one that lost the group before it knew could commit the step
     alone. A quorum that was asked before decides for both."""
-    training = TrainingState(step=6)
+    training = TrainingState(held=HeldState(step=6))
     generation = training.generation = made(ReplicaClaim(ranks=(Claim(),), beside=True))
     attempt = training.begin()
     assert training.bind(attempt, 1.0) is generation
     assert training.begin_vote(attempt) is generation
     if asked_before:
-        assert training.claim("", 0, 0, broken=True).pending
+        assert training.claim("", 0, broken=True).pending
     training.refuse(generation, "r1 must take the state of the others")
     assert not generation.usable
-    assert bool(training.claim("", 0, 0, broken=True).pending) is asked_before
+    assert bool(training.claim("", 0, broken=True).pending) is asked_before
     if asked_before:
-        training.publish(made(ReplicaClaim(ranks=(Claim(),))), rolls=True)
+        after = made(ReplicaClaim(ranks=(Claim(),)))
+        after.plan = replace(after.plan, healing=(), rolls_forward=frozenset({(1, 0)}))
+        training.publish(after)
     assert training.decided_otherwise(1.0) is asked_before
     assert training.step == (7 if asked_before else 6)
 

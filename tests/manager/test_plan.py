@@ -88,18 +88,19 @@ def test_members_beyond_a_fixed_number_are_spares() -> None:
 
 def test_the_newest_state_is_the_one_with_most_steps() -> None:
     """Its holder was silent while others started over: it wins until they have committed as much; then they do."""
-    held = replica(Claim(term=5, step=12, seen=5, start_term=1))
-    plan = decide([held, replica(Claim(term=6, step=10, seen=6, start_term=6))])
-    assert (plan.top, plan.sources, plan.healing, plan.start) == ((5, 12), (0,), (1,), (1, 0))
-    plan = decide([held, replica(Claim(term=6, step=12, seen=6, start_term=6))])
-    assert (plan.top, plan.sources, plan.healing, plan.start) == ((6, 12), (1,), (0,), (6, 0))
+    held = replica(Claim(term=5, step=12, seen=5, lineage="0:0 5:12"))
+    plan = decide([held, replica(Claim(term=6, step=10, seen=6, lineage="0:0 6:10"))])
+    assert (plan.top, plan.sources, plan.healing, plan.lineage) == ((5, 12), (0,), (1,), ((0, 0), (5, 12)))
+    plan = decide([held, replica(Claim(term=6, step=12, seen=6, lineage="0:0 6:12"))])
+    assert (plan.top, plan.sources, plan.healing, plan.lineage) == ((6, 12), (1,), (0,), ((0, 0), (6, 12)))
 
 
-def test_states_of_two_starts_are_in_conflict_and_both_numbers_are_named() -> None:
-    """The one that is dropped holds steps that the other does not."""
+@pytest.mark.parametrize("lineage", ["6:4 7:30", "0:0 2:4 6:20 7:30", "0:0 5:4 7:30"])
+def test_states_that_trained_separately_are_in_conflict_and_both_numbers_are_named(lineage: str) -> None:
+    """One holds steps that the other does not: since a checkpoint, since an earlier group, since a step of its own group."""
     members = [
-        replica(Claim(term=5, step=12, seen=5, start_term=1)),
-        replica(Claim(term=7, step=30, seen=7, start_term=6, start_step=4)),
+        replica(Claim(term=5, step=12, seen=5, lineage="0:0 2:4 5:12")),
+        replica(Claim(term=7, step=30, seen=7, lineage=lineage)),
     ]
     plan = decide(members)
     found = find_conflicts(members, plan)
@@ -111,22 +112,22 @@ def test_states_of_two_starts_are_in_conflict_and_both_numbers_are_named() -> No
 @pytest.mark.parametrize(
     "behind",
     [
-        Claim(term=4, step=12, seen=5, start_term=1),  # it slept while the others continued
+        Claim(term=4, step=12, seen=5, lineage="0:0 4:12"),  # it slept while the others continued
         Claim(term=4, step=12, seen=4),  # restored from a checkpoint, in no group yet
-        Claim(term=4, step=12, seen=5, start_term=2, torn=True),
+        Claim(term=4, step=12, seen=5, lineage="0:0 3:12", torn=True),
         Claim(),
     ],
 )
 def test_a_state_that_others_continued_or_that_is_stored_is_not_in_conflict(behind: Claim) -> None:
     """Healing drops no step of it, or none that is not in a checkpoint."""
-    members = [replica(Claim(term=5, step=40, seen=5, start_term=1)), replica(behind)]
+    members = [replica(Claim(term=5, step=40, seen=5, lineage="0:0 4:20 5:40")), replica(behind)]
     assert find_conflicts(members, decide(members)) == []
 
 
 def test_a_fetched_state_that_is_not_loaded_yet_counts_if_all_ranks_of_the_replica_have_it() -> None:
     """Its source died a moment later: there is no other copy."""
-    own = Claim(term=3, step=8, seen=4, start_term=1)
-    has = replace(own, arrived_term=4, arrived_step=20)
+    own = Claim(term=3, step=8, seen=4, lineage="0:0 3:8")
+    has = replace(own, arrived_term=4, arrived_step=20, arrived_lineage="0:0 4:20")
     assert decide([replica(has, replace(has, torn=True))]).top == (4, 20)
     assert decide([replica(has, own)]).top == (3, 8)
     assert decide([replica(replace(has, torn=True), own)]).top == NOWHERE

@@ -213,7 +213,7 @@ def next_group() -> Iterator[NextGroup]:
     quorum = Quorum(1, 1, (member("a"),))
     group = ProcessGroupGloo(30.0)
     plan = decide([ReplicaClaim.decode(quorum.members[0].data)], 1)
-    training = TrainingState(generation=Generation(quorum, plan, 0, 0, group, VoteMesh(), group))
+    training = TrainingState(generation=Generation(quorum, plan, 0, 0, group, VoteMesh()))
     found = NextGroup(ManagerOptions("nowhere:1", "a"), training, group, "nowhere:1")
     yield found
     found.cancel()

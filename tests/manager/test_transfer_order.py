@@ -151,7 +151,7 @@ def generation(index: int, sources: int, healing: int, late: int = 0) -> Generat
     claims += [ReplicaClaim(ranks=(Claim(),), beside=place < late) for place in range(healing)]
     members = tuple(Member(replica=f"r{place}") for place in range(sources + healing))
     group = ProcessGroupGloo()
-    return Generation(Quorum(2, 1, members), decide(claims, 2), index, 0, group, VoteMesh(), group)
+    return Generation(Quorum(2, 1, members), decide(claims, 2), index, 0, group, VoteMesh())
 
 
 def test_only_those_whom_a_transfer_needs_hold_their_collectives_back() -> None:

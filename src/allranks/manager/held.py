@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from allranks.manager.plan import FRESH, NOWHERE, Claim, Position, QuorumPlan
+from allranks.manager.plan import FRESH, NOWHERE, Claim, Lineage, Position, QuorumPlan, extend, write_lineage
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class HeldState:
     term: int = 0  # of the group that committed it
     step: int = 0
     seen: int = 0  # highest term this rank was ever in
-    start: Position = FRESH  # of the training that it belongs to, see plan.py
+    lineage: Lineage = ()  # see plan.py; (): in no group yet
     torn: bool = False
     arrived: Position = NOWHERE  # of a fetched state that is complete and not loaded yet
+    arrived_lineage: Lineage = ()
     voted: int = 0  # term of the group in which a vote was given and no result came; 0: none
     claimed: bool = False  # the result is decided by the next quorum
     verdict: bool | None = None  # what it decided
@@ -55,8 +56,8 @@ class HeldState:
             torn=self.torn,
             arrived_term=self.arrived[0],
             arrived_step=self.arrived[1],
-            start_term=self.start[0],
-            start_step=self.start[1],
+            lineage=write_lineage(self.lineage),
+            arrived_lineage=write_lineage(self.arrived_lineage),
         )
         return replace(self, claimed=self.claimed or self.voted > 0), said
 
@@ -72,7 +73,8 @@ class HeldState:
         return replace(self, voted=term)
 
     def commit(self, term: int) -> HeldState:
-        return replace(self, term=term, step=self.step + 1, voted=0)
+        lineage = extend(self.lineage, (term, self.step + 1))
+        return replace(self, term=term, step=self.step + 1, lineage=lineage, voted=0)
 
     def fail(self) -> HeldState:
         """The step is not committed."""
@@ -90,17 +92,18 @@ class HeldState:
             held = replace(held, verdict=rolls)
             held = held.commit(plan.top[0]) if rolls else held
         ready = replica not in plan.healing and (rolls or held.holds(plan.top))
-        return replace(held, start=plan.start) if ready else held, ready
+        return replace(held, lineage=plan.lineage) if ready else held, ready
 
     def change(self) -> HeldState:
         """Bytes of it are about to be replaced, and not by all of another state at once."""
         return replace(self, torn=True)
 
-    def arrive(self, position: Position) -> HeldState:
+    def arrive(self, position: Position, lineage: Lineage = ()) -> HeldState:
         """All of another state is here; NOWHERE: what had arrived is not wanted any more."""
-        return replace(self, arrived=position)
+        return replace(self, arrived=position, arrived_lineage=lineage)
 
-    def load(self, position: Position, start: Position) -> HeldState:
+    def load(self) -> HeldState:
         """What has arrived has become our state."""
-        term, step = position
-        return replace(self, term=term, step=step, start=start, torn=False, arrived=NOWHERE)
+        term, step = self.arrived
+        held = replace(self, term=term, step=step, lineage=self.arrived_lineage, torn=False)
+        return held.arrive(NOWHERE)

@@ -2,9 +2,9 @@
 
 Pure: every member computes the same plan from the same claims, so nothing more has to be agreed. A state's
 position is (term, step): the term of the group that committed it last, and how many steps it has. The state with
-the most steps counts; of two with equal steps the one that the later group committed. A start is where a training
-began without a live holder of its state: from step 0 or from a checkpoint. Two states of one start are never in
-conflict, for the one with fewer steps is an ancestor of the other. Two of different starts are: see `find_conflicts`.
+the most steps counts; of two with equal steps the one that the later group committed. A state's lineage says which
+group committed which of its steps. A state whose position is not in the lineage of the one that counts holds steps
+that will be dropped: see `find_conflicts`.
 
 Invariants that the rest relies on:
 - a rank votes only after all its gradients are reduced, so a *pending* rank (its vote was given, the result
@@ -15,12 +15,17 @@ Invariants that the rest relies on:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 Position = tuple[int, int]  # (term, step)
 NOWHERE: Position = (-1, -1)  # a state that is torn or disagrees with itself
 FRESH: Position = (0, 0)
+Lineage = tuple[
+    Position, ...
+]  # the last step of each group, oldest first; begins where it started, or is cut off
+MAX_LINEAGE = 12
 MAX_SOURCES = 4  # members that one replica takes its state from at once
 
 
@@ -37,10 +42,8 @@ class Claim:
         -1
     )  # with arrived_step: of the complete state that was fetched and is not loaded yet; -1: none
     arrived_step: int = -1
-    start_term: int = (
-        0  # with start_step: where its training began; 0: in no group yet, fresh or from a checkpoint
-    )
-    start_step: int = 0
+    lineage: str = ""  # of the state, see write_lineage; "": in no group yet, fresh or from a checkpoint
+    arrived_lineage: str = ""
     address: str = ""  # host:port of its healing server
     port: int = 0  # of its gloo listener for gradients
     broken: bool = False  # its group does not work: a new one is needed even if nobody came or went
@@ -55,11 +58,6 @@ class Claim:
     def arrived(self) -> Position:
         """Of a fetched state that is complete and not loaded yet; NOWHERE: there is none."""
         return self.arrived_term, self.arrived_step
-
-    @property
-    def start(self) -> Position:
-        """The first group of its training and the step there; FRESH when it was in no group yet."""
-        return self.start_term, self.start_step
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class QuorumPlan:
     participants: tuple[int, ...]  # whose gradients count; the others are spares and give zeros
     late: tuple[int, ...] = ()  # of these: who heals beside the first step, and counts from the second on
     rolls_forward: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (replica, rank)
-    start: Position = FRESH  # of the training that continues
+    lineage: Lineage = ()  # of `top`
     reason: str = ""
 
     def sources_of(self, healer: int) -> tuple[int, ...]:
@@ -142,7 +140,7 @@ def decide(members: Sequence[ReplicaClaim], number: int = 0) -> QuorumPlan:
         participants=tuple(participants),
         late=late,
         rolls_forward=frozenset(rolls),
-        start=_start(members, sources, term, top),
+        lineage=_lineage(members, sources, rolls, top),
         reason=reason,
     )
 
@@ -162,16 +160,41 @@ class Conflict:
 
 
 def find_conflicts(members: Sequence[ReplicaClaim], plan: QuorumPlan) -> list[Conflict]:
-    """The members that heal and hold steps of another start than the one that continues."""
+    """The members that heal and hold steps that are not in the state that counts."""
     found = []
     for index in plan.healing:
         claim = members[index].ranks[0]
-        if any(one.torn for one in members[index].ranks) or claim.start == FRESH or claim.start == plan.start:
+        if any(one.torn for one in members[index].ranks) or not claim.lineage:
             continue
-        since = max(claim.start, plan.start)[1]  # where the later of the two starts began
+        since = count_common(claim.position, plan.lineage)
         if claim.step > since:
             found.append(Conflict(index, claim.step, since))
     return found
+
+
+def count_common(position: Position, lineage: Lineage) -> int:
+    """How many steps of a state are in this lineage: all of them if its group is, up to its step."""
+    term, step = position
+    first = lineage[0]
+    if term < first[0]:  # cut off there, or started there from a checkpoint
+        return min(step, first[1])
+    return max(min(last, step if group == term else step - 1) for group, last in lineage if group <= term)
+
+
+def extend(lineage: Lineage, position: Position) -> Lineage:
+    """The lineage after this step."""
+    before = lineage[:-1] if lineage and lineage[-1][0] == position[0] else lineage
+    return (*before, position)[-MAX_LINEAGE:]
+
+
+def write_lineage(lineage: Lineage) -> str:
+    """As text for a claim: "TERM:STEP TERM:STEP"."""
+    return " ".join(f"{term}:{step}" for term, step in lineage)
+
+
+def read_lineage(text: str) -> Lineage:
+    """The other way round."""
+    return tuple((int(term), int(step)) for term, step in re.findall(r"(\d+):(\d+)", text))
 
 
 def describe_conflict(conflict: Conflict, plan: QuorumPlan, names: Sequence[str]) -> str:
@@ -180,7 +203,7 @@ def describe_conflict(conflict: Conflict, plan: QuorumPlan, names: Sequence[str]
     return (
         f"{names[conflict.replica]} drops its {conflict.step - conflict.since} steps after step {conflict.since}"
         f" (it holds step {conflict.step}): {sources} holds step {plan.top[1]}, and the two have trained"
-        " separately since all holders of the state were gone"
+        f" separately since step {conflict.since}"
     )
 
 
@@ -246,10 +269,16 @@ def _effective(member: ReplicaClaim, index: int, rolls: set[tuple[int, int]]) ->
     return max(set.intersection(*held) or {NOWHERE}, key=by_age)
 
 
-def _start(members: Sequence[ReplicaClaim], sources: Sequence[int], term: int, top: Position) -> Position:
-    """Of the training that continues; a new one where no source was in a group yet."""
-    known = [members[index].ranks[0].start for index in sources if members[index].ranks[0].start != FRESH]
-    return max(known, default=(term, top[1]))
+def _lineage(
+    members: Sequence[ReplicaClaim], sources: Sequence[int], rolls: set[tuple[int, int]], top: Position
+) -> Lineage:
+    """Of the state that counts; a new one where no source was in a group yet."""
+    for index in sources:
+        claim = members[index].ranks[0]
+        text = claim.arrived_lineage if claim.arrived == top else claim.lineage
+        if lineage := read_lineage(text):
+            return extend(lineage, top) if (index, 0) in rolls else lineage
+    return (top,)
 
 
 def _participants(members: Sequence[ReplicaClaim]) -> list[int]:

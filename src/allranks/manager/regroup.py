@@ -45,7 +45,6 @@ from allranks.manager.plan import (
     FRESH,
     NOWHERE,
     Claim,
-    Position,
     QuorumPlan,
     ReplicaClaim,
     decide,
@@ -307,7 +306,7 @@ class Regrouper:
         if index in plan.sources and plan.healing:
             self._offer(generation, later=rolls or not self.training.held.holds(plan.top))
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
-            self._begin(self._prepare_fetch(plan.top), generation)
+            self._begin(self._prepare_fetch(plan), generation)
         try:
             with self.reach.watching(quorum, index, self._stopper(quorum.number)), silenced():
                 self._connect(quorum, plan, said, index)
@@ -433,11 +432,12 @@ class Regrouper:
         fetch, top = self.fetch, generation.plan.top
         return fetch if fetch and fetch.position == top == self.training.held.arrived else None
 
-    def _prepare_fetch(self, top: Position) -> Fetch:
-        if self.fetch is None or self.fetch.position != top:
+    def _prepare_fetch(self, plan: QuorumPlan) -> Fetch:
+        if self.fetch is None or self.fetch.position != plan.top:
             self.training.arrived(NOWHERE)
             keep = self.training.held.precious
-            self.fetch = Fetch(top, self.live, self.options.timeout_s, keep, self.training.tear)
+            limit_s, tear = self.options.timeout_s, self.training.tear
+            self.fetch = Fetch(plan.top, self.live, limit_s, keep, tear, plan.lineage)
         return self.fetch
 
     def _begin(self, fetch: Fetch, generation: Generation) -> None:
@@ -458,13 +458,13 @@ class Regrouper:
         """All of a state is here; the training thread may load it, also in the next group."""
         with self.training.changed:
             if self.fetch is fetch:  # else it is loaded
-                self.training.arrived(fetch.position)
+                self.training.arrived(fetch.position, fetch.lineage)
 
     def _take_state(self, generation: Generation) -> None:
         """Fetches the state if we must heal; the training thread will load it."""
         with self.training.changed:  # it may be loading what came for the group before, and then let go of it
             wanted = generation.usable and not generation.loaded
-            fetch = self._prepare_fetch(generation.plan.top) if wanted else None
+            fetch = self._prepare_fetch(generation.plan) if wanted else None
         if fetch is None:
             self._pause_fetch()
             with self.training.changed:

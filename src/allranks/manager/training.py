@@ -16,7 +16,7 @@ from enum import Enum
 from allranks.errors import HealingFailed
 from allranks.manager.groups.generation import Generation, RegroupTimes, StepAttempt
 from allranks.manager.held import HeldState
-from allranks.manager.plan import Claim, Position
+from allranks.manager.plan import Claim, Lineage, Position
 
 _REMEMBERED_LOSSES = 64
 _REMEMBERED_TRANSFERS = 8  # quorums; only the one that is being made matters
@@ -473,16 +473,16 @@ class TrainingState:
         with self.changed:
             self.held = self.held.change()
 
-    def arrived(self, position: Position) -> None:
+    def arrived(self, position: Position, lineage: Lineage = ()) -> None:
         """All of another state is here; NOWHERE: it is not wanted any more."""
         with self.changed:
-            self.held = self.held.arrive(position)
+            self.held = self.held.arrive(position, lineage)
             self.changed.notify_all()
 
     def healed(self, generation: Generation, position: Position) -> None:
         """The training thread has loaded the fetched state."""
         with self.changed:
-            self.held = self.held.load(position, generation.plan.start)
+            self.held = self.held.load()
             self.times.mark("state loaded")
             for one in (generation, self.generation):  # the next group may want the same state
                 if one is not None and one.plan.top == position:

@@ -24,7 +24,7 @@ from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.heal.state import HealSegment, Landing, LiveState, Staging, StateLayout, stripes
-from allranks.manager.plan import MAX_SOURCES, Position
+from allranks.manager.plan import MAX_SOURCES, Lineage, Position
 
 log = logging.getLogger("allranks.manager")
 
@@ -53,6 +53,7 @@ class Fetch:
     timeout_s: float = 60.0
     keep: bool = False  # our state is worth something: it stays whole for as long as it can
     on_change: Callable[[], None] = lambda: None  # called before the first byte of our own tensors changes
+    lineage: Lineage = ()  # of the wanted state
     received_bytes: int = 0
     failures: list[str] = field(default_factory=list)  # "source: why", in order
     began_at: float = 0.0
