@@ -16,7 +16,7 @@ from allranks.drill.ranks import Ranks
 from allranks.elastic.data import ElasticDataLoader, Order, ResumableDataset
 from allranks.elastic.data.dataset import DatasetState
 from allranks.elastic.index import TokenIndexFile
-from allranks.elastic.scaling import exact_plan
+from allranks.elastic.scaling import batch_plan
 from allranks.errors import DataLoadingError
 
 from .worlds import (
@@ -44,12 +44,12 @@ def test_batches_hold_the_tokens_of_their_samples_and_the_next_as_labels(index: 
 def test_a_state_inside_a_step_resumes_at_its_beginning(index: Path) -> None:
     """Partial gradients are gone with the process, so the whole step is done again."""
     dataset = ResumableDataset(index, LENGTH, seed=1)
-    loader = ElasticDataLoader(dataset, plan=exact_plan(12, 1, 4), rank=0)
+    loader = ElasticDataLoader(dataset, plan=batch_plan(12, 1, 4), rank=0)
     batches = iter(loader)
     first = [next(batches)["input_ids"] for _ in range(4)]  # three of step 0, one of step 1
     state = loader.state_dict()
     assert state["step"] == 1
-    again = ElasticDataLoader(ResumableDataset(index, LENGTH, seed=9), plan=exact_plan(12, 1, 4), rank=0)
+    again = ElasticDataLoader(ResumableDataset(index, LENGTH, seed=9), plan=batch_plan(12, 1, 4), rank=0)
     again.load_state_dict(state)
     assert torch.equal(next(iter(again))["input_ids"], first[3])
     assert again.dataset.seed == 1  # the order is the state's
@@ -129,7 +129,7 @@ def _with_workers(rank: int, world_size: int, index: Path) -> dict[str, Any]:
         same &= torch.equal(batch["input_ids"], dataset.fetch(loader.last_samples)["input_ids"])
         states.append(loader.state_dict()["position"])
         if len(seen) == 5:
-            loader.on_topology_change(world_size=1, rank=0, plan=exact_plan(8, 1, 8))
+            loader.on_topology_change(world_size=1, rank=0, plan=batch_plan(8, 1, 8))
         if len(seen) == 8:
             loader.on_topology_change(world_size=4, rank=3)
         if len(seen) == 11:

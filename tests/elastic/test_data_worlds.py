@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from allranks.elastic.data import ElasticDataLoader, Order, ResumableDataset, WorldHistory
 from allranks.elastic.index import TokenIndexFile
-from allranks.elastic.scaling import exact_plan
+from allranks.elastic.scaling import batch_plan
 
 from .worlds import (
     LENGTH,
@@ -94,7 +94,7 @@ def test_constant_batch_gives_every_world_the_same_global_batches(index: Path) -
     for world in (1, 2, 3, 5):
         ranks = [
             ElasticDataLoader(
-                ResumableDataset(opened, LENGTH, seed=1), plan=exact_plan(16, world, 4), rank=rank
+                ResumableDataset(opened, LENGTH, seed=1), plan=batch_plan(16, world, 4), rank=rank
             )
             for rank in range(world)
         ]
@@ -112,7 +112,7 @@ def test_a_finite_run_sees_every_sample_once_per_epoch_and_then_ends(
     weights: dict[int, float] = {}
     for rank in range(world):
         dataset = ResumableDataset(opened, LENGTH, epochs=2)
-        loader = ElasticDataLoader(dataset, plan=exact_plan(16, world, 4), rank=rank)
+        loader = ElasticDataLoader(dataset, plan=batch_plan(16, world, 4), rank=rank)
         at = 0
         for _ in loader:
             seen += loader.last_samples.tolist()

@@ -18,8 +18,8 @@ from allranks.elastic.scaling import (
     ScalingConfig,
     ScalingRule,
     WarmupScheduler,
+    batch_plan,
     create_lr_scheduler_with_warmup,
-    exact_plan,
 )
 from allranks.errors import ConfigurationError
 
@@ -236,9 +236,9 @@ def test_an_exact_plan_deals_every_sample_once_with_weights_that_sum_to_one(
     """Sizes bounded and positive, sum exact, Σ weight / W = 1, shares differ by at most one."""
     if total < world:
         with pytest.raises(ConfigurationError, match="would have no sample"):
-            exact_plan(total, world, local)
+            batch_plan(total, world, local)
         return
-    plan = exact_plan(total, world, local)
+    plan = batch_plan(total, world, local)
     assert plan.global_batch == total
     sizes = [size for rank in plan.micro for size in rank]
     assert min(sizes) >= 1 and max(sizes) <= local

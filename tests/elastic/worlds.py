@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from allranks.elastic.data import ElasticDataLoader, Order, ResumableDataset
 from allranks.elastic.index import BuildRequest, TokenIndexFile, build_index
-from allranks.elastic.scaling import exact_plan
+from allranks.elastic.scaling import batch_plan
 
 LENGTH = 8
 Worlds = list[tuple[int, int, int, bool, int]]  # (ranks, batch, steps, exact, steps lost) of each world
@@ -27,7 +27,7 @@ def sequence_index(folder: Path, samples: int, name: str = "d") -> Path:
 
 def loaders_of(opened: Any, world: int, batch: int, exact: bool, **options: Any) -> list[ElasticDataLoader]:
     """One loader per rank of a world, all in this process."""
-    plan = exact_plan(max(batch, world), world, 2) if exact else None
+    plan = batch_plan(max(batch, world), world, 2) if exact else None
     return [
         ElasticDataLoader(
             ResumableDataset(opened, LENGTH, **options), batch, plan=plan, rank=rank, world_size=world

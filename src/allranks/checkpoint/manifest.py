@@ -128,7 +128,7 @@ def _header(shards: Sequence[Shard], keys: Sequence[str]) -> bytes:
 
 
 MANIFEST = "manifest.json"
-SCHEMA = 2  # 2 adds `job`; what names none is written as 1, which earlier versions read
+SCHEMA = 1
 _HEAD = b'{"checksum": "sha256:'
 
 
@@ -199,7 +199,7 @@ class Manifest:
     attempt: str
     parts: tuple[Part, ...]
     metrics: Mapping[str, object] = field(default_factory=dict)
-    schema: int = 1
+    schema: int = SCHEMA
     job: str = ""
 
     @property
@@ -219,9 +219,7 @@ def part_name(rank: int, suffix: str, attempt: str = "") -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes: JSON whose first member is the sha256 of the second."""
-    raw = asdict(manifest)
-    job = raw.pop("job")
-    return _seal(_dump({**raw, "schema": 2, "job": job} if job else raw))
+    return _seal(_dump(asdict(manifest)))
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:
@@ -359,8 +357,8 @@ def check_manifest(raw: Mapping[str, Any]) -> None:
     if type(raw["timestamp"]) not in (int, float):
         raise TypeError(f"timestamp is {raw['timestamp']!r:.80}, not a number")
     _kind("attempt", raw["attempt"], str)
-    _kind("metrics", raw.get("metrics", {}), dict)
-    _kind("job", raw.get("job", ""), str)
+    _kind("metrics", raw["metrics"], dict)
+    _kind("job", raw["job"], str)
     _kind("parts", raw["parts"], list)
     for part in raw["parts"]:
         _kind("part", part, dict)

@@ -16,7 +16,7 @@ _MODULES = {
     "data": "DatasetState ElasticDataLoader ResumableDataset",
     "index": "BuildRequest IndexBuilder TokenIndexFile build_index",
     "scaling": "ElasticScalingManager GradAccumulationConfig GradientAccumulationManager LRScalingManager "
-    "RoundingMode ScalingConfig ScalingRule WarmupScheduler create_lr_scheduler_with_warmup exact_plan",
+    "RoundingMode ScalingConfig ScalingRule WarmupScheduler batch_plan create_lr_scheduler_with_warmup",
     "topology": "ElasticJob Limits TopologyEvent decide on_topology_change",
     "metrics": "TrainingMetrics",
     "world": "ElasticTrainingConfig WorldInfo barrier broadcast_object cleanup_distributed get_rank "

@@ -45,21 +45,40 @@ class BatchPlan:
         return self.micro[rank][index] * self.world_size / self.global_batch
 
 
-def exact_plan(global_batch: int, world_size: int, local_batch: int) -> BatchPlan:
-    """Deals exactly `global_batch` samples, in micro-batches of at most `local_batch`, as evenly as possible.
+class RoundingMode(str, Enum):
+    """What to do when the target does not divide: round the number of micro-batches, or be exact."""
 
-    The number of micro-batches is the same for all ranks, except where a rank would be left with an empty one.
+    CEIL = "ceil"
+    FLOOR = "floor"
+    NEAREST = "nearest"
+    EXACT = "exact"  # uneven micro-batches: the global batch is the target, always
+
+
+def batch_plan(
+    global_batch: int, world_size: int, local_batch: int, rounding: RoundingMode = RoundingMode.EXACT
+) -> BatchPlan:
+    """Deals exactly `global_batch` samples, in micro-batches of at most `local_batch`, as evenly as possible: all ranks have
+    as many, except where a rank would be left with an empty one.
+
+    With another rounding every micro-batch has `local_batch` samples, and the global batch is what comes out.
     """
-    _check(global_batch, world_size, local_batch)
+    if world_size < 1 or local_batch < 1:
+        raise ConfigurationError(
+            f"world size ({world_size}) and local batch ({local_batch}) must be positive"
+        )
+    if rounding is not RoundingMode.EXACT:
+        raw = global_batch / (local_batch * world_size) + (0.5 if rounding is RoundingMode.NEAREST else 0.0)
+        rounded = math.ceil(raw) if rounding is RoundingMode.CEIL else math.floor(raw)
+        return BatchPlan(((local_batch,) * max(1, rounded),) * world_size)
+    if global_batch < world_size:
+        raise ConfigurationError(
+            f"target_global_batch_size ({global_batch}) is smaller than the world size ({world_size}): "
+            f"{world_size - global_batch} rank(s) would have no sample",
+            "scaling.target_global_batch_size",
+        )
     shares = even(global_batch, world_size)
     count = -(-max(shares) // local_batch)
     return BatchPlan(tuple(even(share, min(count, share)) for share in shares))
-
-
-def rounded_plan(accumulation_steps: int, world_size: int, local_batch: int) -> BatchPlan:
-    """Every rank has `accumulation_steps` full micro-batches: the global batch is what comes out."""
-    _check(1, 1, local_batch)
-    return BatchPlan(((local_batch,) * accumulation_steps,) * world_size)
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
@@ -68,30 +87,8 @@ def even(total: int, parts: int) -> tuple[int, ...]:
     return tuple(whole + (i < rest) for i in range(parts))
 
 
-def _check(global_batch: int, world_size: int, local_batch: int) -> None:
-    if world_size < 1 or local_batch < 1:
-        raise ConfigurationError(
-            f"world size ({world_size}) and local batch ({local_batch}) must be positive"
-        )
-    if global_batch < world_size:
-        raise ConfigurationError(
-            f"target_global_batch_size ({global_batch}) is smaller than the world size ({world_size}): "
-            f"{world_size - global_batch} rank(s) would have no sample",
-            "scaling.target_global_batch_size",
-        )
-
-
 #: What an object saves of itself: plain values by name, as torch's objects do.
 StateDict: TypeAlias = dict[str, Any]
-
-
-class RoundingMode(str, Enum):
-    """What to do when the target does not divide: round the number of micro-batches, or be exact."""
-
-    CEIL = "ceil"
-    FLOOR = "floor"
-    NEAREST = "nearest"
-    EXACT = "exact"  # uneven micro-batches: the global batch is the target, always
 
 
 @dataclass(frozen=True)
@@ -107,23 +104,18 @@ class GradAccumulationConfig:
         object.__setattr__(self, "rounding_mode", RoundingMode(self.rounding_mode))
         need_positive(self, "target_global_batch_size", "local_batch_size", "base_world_size")
 
+    def plan(self, world_size: int) -> BatchPlan:
+        """How a world deals the target."""
+        return batch_plan(
+            self.target_global_batch_size, world_size, self.local_batch_size, self.rounding_mode
+        )
+
 
 def need_positive(config: object, *names: str) -> None:
     """Raises ConfigurationError for the first of these settings that is not above zero."""
     for name in names:
         if getattr(config, name) <= 0:
             raise ConfigurationError(f"{name} ({getattr(config, name)}) must be positive", f"scaling.{name}")
-
-
-def plan_for(config: GradAccumulationConfig, world_size: int) -> BatchPlan:
-    """The plan of a world. Pure."""
-    if config.rounding_mode is RoundingMode.EXACT:
-        return exact_plan(config.target_global_batch_size, world_size, config.local_batch_size)
-    raw = config.target_global_batch_size / (config.local_batch_size * world_size)
-    if config.rounding_mode is RoundingMode.NEAREST:
-        raw += 0.5
-    rounded = math.ceil(raw) if config.rounding_mode is RoundingMode.CEIL else math.floor(raw)
-    return rounded_plan(max(1, rounded), world_size, config.local_batch_size)
 
 
 class GradientAccumulationManager:
@@ -140,7 +132,7 @@ class GradientAccumulationManager:
     def __init__(self, config: GradAccumulationConfig, rank: int = 0, world_size: int | None = None) -> None:
         self.config = config
         self.rank = rank
-        self.plan = plan_for(config, world_size or config.base_world_size)
+        self.plan = config.plan(world_size or config.base_world_size)
         self._index = 0  # of the micro-batch under way in its window
 
     @property
@@ -181,7 +173,7 @@ class GradientAccumulationManager:
 
     def on_topology_change(self, new_world_size: int, rank: int | None = None) -> int:
         """Plans for the new world and returns this rank's number of micro-batches."""
-        self.plan = plan_for(self.config, new_world_size)
+        self.plan = self.config.plan(new_world_size)
         self.rank = self.rank if rank is None else rank
         self.reset()
         return self.accumulation_steps
@@ -195,7 +187,7 @@ class GradientAccumulationManager:
 
     def load_state_dict(self, state: StateDict) -> None:
         """Takes the world of the state; a following `on_topology_change` sees it as the old one."""
-        self.plan = plan_for(self.config, int(state["world_size"]))
+        self.plan = self.config.plan(int(state["world_size"]))
         self.reset()
 
     @property

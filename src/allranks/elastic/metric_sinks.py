@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from allranks.errors import MissingExtra
+from allranks.model import metrics
 
 log = logging.getLogger("allranks.metrics")
 Summary: TypeAlias = Mapping[str, Any]
@@ -100,17 +101,13 @@ _COUNTERS = (
 
 def prometheus_text(summary: Summary, labels: Mapping[str, str] | None = None) -> str:
     """The summary in Prometheus' text format, names beginning with `allranks_`."""
-    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-    tags = ",".join(f'{key}="{value.translate(escapes)}"' for key, value in sorted((labels or {}).items()))
-    lines, counters = [], tuple(_COUNTERS.split())
+    where, counters = metrics.labels(**dict(sorted((labels or {}).items()))), tuple(_COUNTERS.split())
+    found: list[metrics.Metric] = []
     for name, number in _flat(summary):
         kind = "counter" if name.endswith(counters) else "gauge"
-        full = f"allranks_{name}{'_total' if kind == 'counter' and not name.endswith('_total') else ''}"
-        lines += [
-            f"# TYPE {full} {kind}",
-            f"{full}{{{tags}}} {number:.10g}" if tags else f"{full} {number:.10g}",
-        ]
-    return "\n".join(lines) + "\n"
+        full = f"{name}_total" if kind == "counter" and not name.endswith("_total") else name
+        found.append((full, kind, "", {where: number}))
+    return "\n".join(metrics.render(found)) + "\n"
 
 
 class _ScrapeServer(ThreadingHTTPServer):
@@ -188,7 +185,7 @@ def serve_prometheus(
                 return
             body = prometheus_text(summary(), labels).encode()
             self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Type", metrics.METRICS_KIND)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

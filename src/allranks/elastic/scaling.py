@@ -18,9 +18,8 @@ from allranks.elastic.batches import (
     GradientAccumulationManager,
     RoundingMode,
     StateDict,
-    exact_plan,
+    batch_plan,
     need_positive,
-    rounded_plan,
 )
 from allranks.errors import ConfigurationError
 from allranks.model.options import option
@@ -40,9 +39,8 @@ __all__ = [
     "ScalingConfig",
     "ScalingRule",
     "WarmupScheduler",
+    "batch_plan",
     "create_lr_scheduler_with_warmup",
-    "exact_plan",
-    "rounded_plan",
     "scaled_lr",
 ]
 

@@ -15,7 +15,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from html import escape
@@ -28,30 +28,20 @@ from allranks.lighthouse.http import Answer, EventStream, HttpConnection, HttpRe
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.status import ReplicaStatus, Status, StatusEvent
 from allranks.model.cluster import AGENT
+from allranks.model.metrics import METRICS_KIND, Metric, labels, render
 from allranks.model.parsing import from_json, printable
-
-METRICS_KIND = "text/plain; version=0.0.4; charset=utf-8"
-#: name, type, help, and the samples: one value, or one for each set of labels
-Metric = tuple[str, str, str, float | Mapping[str, float]]
 
 
 def render_metrics(status: Status) -> Iterator[str]:
     """One line per sample, each metric with its help."""
     rows = [row for row in status.replicas if row.state != "observer"]
-    for metrics in (_lighthouse(status), _training(status), _incidents(status), _replicas(status, rows)):
-        for name, kind, help_text, samples in metrics:
-            yield f"# HELP allranks_{name} {help_text}"
-            yield f"# TYPE allranks_{name} {kind}"
-            if isinstance(samples, Mapping):
-                yield from (f"allranks_{name}{{{labels}}} {value}" for labels, value in samples.items())
-            else:
-                yield f"allranks_{name} {samples}"
+    return render([*_lighthouse(status), *_training(status), *_incidents(status), *_replicas(status, rows)])
 
 
 def _lighthouse(status: Status) -> list[Metric]:
     members = len(status.quorum.members) if status.quorum else 0
     agents = sum(row.state == "observer" and row.replica.startswith(AGENT) for row in status.replicas)
-    events = {f'kind="{_text(kind)}"': count for kind, count in sorted(status.events.items())}
+    events = {labels(kind=kind): count for kind, count in sorted(status.events.items())}
     by_kind = "Events since the start, by kind (lost, left, evicted, quorum ...)"
     return [
         ("quorum_number", "gauge", "Number of the current quorum", status.number),
@@ -70,7 +60,7 @@ def _training(status: Status) -> list[Metric]:
     training = status.training
     step = max(status.quorum.max_step if status.quorum else 0, training.step)
     missing = max(0, training.replicas - training.members)
-    moods = {f'mood="{mood}"': float(int(training.mood == mood)) for mood in ("good", "warn", "bad")}
+    moods = {labels(mood=mood): float(int(training.mood == mood)) for mood in ("good", "warn", "bad")}
     unusual = "Seconds without a step when that is unusually long, else 0"
     return [
         ("step_max", "gauge", "Highest step of any replica", step),
@@ -83,7 +73,7 @@ def _training(status: Status) -> list[Metric]:
 
 def _incidents(status: Status) -> list[Metric]:
     causes = Counter((each.kind or "unknown", each.cause or "unknown") for each in status.incidents)
-    by_cause = {f'kind="{_text(k)}",cause="{_text(c)}"': float(n) for (k, c), n in sorted(causes.items())}
+    by_cause = {labels(kind=k, cause=c): float(n) for (k, c), n in sorted(causes.items())}
     still_open = sum(not each.closed for each in status.incidents)
     return [
         ("incidents", "gauge", "Incidents that this lighthouse remembers", len(status.incidents)),
@@ -96,21 +86,17 @@ def _replicas(status: Status, rows: list[ReplicaStatus]) -> list[Metric]:
     here = {row.replica for row in rows}
     states = Counter(row.state for row in rows)
     states.update(one.kind for one in status.departed if one.replica not in here)
-    labels = {f'replica="{_text(row.replica)}"': row for row in rows}
-    by_state = {f'state="{_text(state)}"': count for state, count in sorted(states.items())}
-    steps = {label: float(row.step) for label, row in labels.items()}
-    heard = {label: round(row.heard_s, 3) for label, row in labels.items()}
-    idle = {label: round(row.idle_s, 3) for label, row in labels.items()}
+    named = {labels(replica=row.replica): row for row in rows}
+    by_state = {labels(state=state): count for state, count in sorted(states.items())}
+    steps = {label: float(row.step) for label, row in named.items()}
+    heard = {label: round(row.heard_s, 3) for label, row in named.items()}
+    idle = {label: round(row.idle_s, 3) for label, row in named.items()}
     return [
         ("replicas", "gauge", "Replicas by state, those that are gone included", by_state),
         ("replica_step", "gauge", "Step of a replica", steps),
         ("replica_heard_seconds", "gauge", "Seconds since a replica was last heard", heard),
         ("replica_idle_seconds", "gauge", "Seconds without progress of a replica", idle),
     ]
-
-
-def _text(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 MAX_CONNECTIONS = 256  # of HTTP, beside those of replicas

@@ -96,7 +96,7 @@ class RestoreRules:
     missing_ok: bool = True
 
     def accepts(self, job: str) -> bool:
-        """Whether a checkpoint of that job may be restored; those of earlier versions name none."""
+        """Whether a checkpoint of that job may be restored; one without a name may always."""
         return not job or not self.job or job in (self.job, self.from_job)
 
 

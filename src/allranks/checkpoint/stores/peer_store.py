@@ -371,7 +371,7 @@ class PeerBlobs:
 
         def ask(keeper: KeeperClient) -> None:
             answer = keeper.ask({"do": "list", "prefix": self.prefix + prefix})
-            now = answer.get("now", max((changed for _, changed, _ in answer["keys"]), default=0.0))
+            now = answer["now"]
             for key, changed, _ in answer["keys"]:
                 name = key.removeprefix(self.prefix)
                 found[name] = max(found.get(name, changed - now), changed - now)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from allranks.elastic.batches import BatchPlan, StateDict, even, rounded_plan
+from allranks.elastic.batches import BatchPlan, StateDict, batch_plan, even
 from allranks.elastic.data.dataset import Batch, DatasetState, ResumableDataset
 from allranks.elastic.data.order import Ids, Mixture, Order, Permutation, Segment, WorldHistory
 from allranks.elastic.world import world_of
@@ -98,7 +98,7 @@ class ElasticDataLoader:
         self._generation = 0  # a running iteration starts over when it changes
         self._micro = 0  # micro-batches of the current step given out
         rank, world = world_of(rank, world_size if plan is None else plan.world_size)
-        self._take_plan(plan or rounded_plan(1, world, batch_size), rank)
+        self._take_plan(plan or batch_plan(batch_size * world, world, batch_size), rank)
 
     @property
     def rank(self) -> int:
@@ -120,7 +120,7 @@ class ElasticDataLoader:
         """From the current step (or from `step`, after a rollback) on, the new world shares the data."""
         if step is not None:
             self.dataset.seek(step)
-        self._take_plan(plan or rounded_plan(1, world_size, self.batch_size), rank)
+        self._take_plan(plan or batch_plan(self.batch_size * world_size, world_size, self.batch_size), rank)
         self._restart()
 
     def seek(self, step: int) -> None:
