@@ -226,6 +226,11 @@ def _rounds(
     own, theirs = made(odd, rows[odd]), {made(rank, row + 1) for rank, row in others.items()}
     if own < MIN_ROUNDS or len(theirs) != 1 or own >= min(theirs):
         return {}
+    call = int(context.job.ranks[odd].stack[rows[odd]])
+    if not any(
+        bool((view.stack == call)[: rows.get(rank)].any()) for rank, view in context.job.ranks.items()
+    ):
+        return {"new": True}  # it need not have skipped anything: nobody has made this call before
     missed = count(min(theirs) - own, "call")
     return {"made": own, "elsewhere": elsewhere, "rounds": min(theirs), "missed": missed}
 

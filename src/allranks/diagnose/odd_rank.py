@@ -20,6 +20,7 @@ from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.kinds import say
 from allranks.diagnose.phrasing import count as count_of
+from allranks.diagnose.phrasing import user_frame
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,13 @@ def _difference(
 def _diverged(case: _Case) -> Difference | None:
     """All ranks that left the program of the others at one call and in the same way."""
     found, mismatch, group = case.difference, case.mismatch, case.group
-    if found is None or (found.either and mismatch.cause == "type_mismatch"):
+    if found is None:
+        return None
+    if found.kind == "extra" and _is_within(case, found):
+        found = replace(found, either=False, confidence=max(0.85, found.confidence))
+    if found.kind == "extra" and _has_returned(case, found.rank, found.reference, found.seq):
+        return None
+    if found.either and mismatch.cause == "type_mismatch":
         return None
     if found.kind == "extra":
         # A call at this line that the rank has made before in another group is not one more: it went astray.
@@ -88,6 +95,49 @@ def _diverged(case: _Case) -> Difference | None:
         if rank != found.rank and other is not None and other.kind == found.kind:
             same.append(rank)
     return replace(found, ranks=(found.rank, *same[1:]))
+
+
+def _is_within(case: _Case, found: Difference) -> bool:
+    """Whether the rank made its call inside the very statement in which the others are, a recomputation in backward, say: then
+    it has not left their loop."""
+    mine, theirs = (
+        case.job.frames(rank, case.group.lanes[rank].row(found.seq)) for rank in (found.rank, found.reference)
+    )
+    outer, own = user_frame(theirs), user_frame(mine)
+    return outer is not None and own != outer and outer in mine
+
+
+def _returned(case: _Case) -> Difference | None:
+    """Ranks that left a loop which the others are in, as their lines show."""
+    classes, seq = case.mismatch.classes, case.mismatch.seq
+    if case.mismatch.part or case.mismatch.exchange is not None or (case.odd is None and len(classes) != 2):
+        return None
+    sides = [(case.odd, classes[0][1])] if case.odd else [(c[1], d[1]) for c, d in (classes, classes[::-1])]
+    for ranks, others in sides:
+        if _has_returned(case, ranks[0], others[0], seq):
+            same = tuple(rank for rank in ranks[:ASKED_RANKS] if _has_returned(case, rank, others[0], seq))
+            reason = say("left_loop", rank=ranks[0], returned=True)
+            return Difference(same, "skipped", 0.85 if case.odd else 0.7, reason, others[0], seq)
+    return None
+
+
+def _has_returned(case: _Case, rank: int, reference: int, seq: int) -> bool:
+    """Whether the reference repeats a call inside a function, of a generation, say, that this rank has made too and then
+    returned from: it made fewer rounds of that loop."""
+    lanes, job = case.group.lanes, case.job
+    rows = {each: lanes[each].row(seq) for each in (rank, reference)}
+    before = [lanes[each].row(seq - 1) for each in rows]
+    if min(*rows.values(), *before) < 0:
+        return False
+    theirs = int(job.ranks[reference].stack[rows[reference]])
+    if any(int(job.ranks[each].stack[row]) != theirs for each, row in zip(rows, before, strict=True)):
+        return False  # it was not in that loop
+    mine, inner = (job.frames(each, row) for each, row in rows.items())
+    own, loop = user_frame(mine), user_frame(inner)
+    if own is None or loop is None or (own.file, own.name) == (loop.file, loop.name):
+        return False
+    called_from = [f for f in inner if (f.file, f.name) == (own.file, own.name) and f != own]
+    return bool(called_from) and called_from[0].line < own.line
 
 
 def _moved(case: _Case) -> Difference | None:
@@ -182,6 +232,27 @@ def _left_round(case: _Case) -> Difference | None:
     return replace(known, ranks=first[rank]) if known is not None else found
 
 
+def _other_groups(case: _Case) -> Difference | None:
+    """What ranks outside the group did at the same line decides between the classes."""
+    job, group, mismatch = case.job, case.group, case.mismatch
+    outside = [rank for rank in job.ranks if rank not in group.lanes][:ASKED_RANKS]
+    votes = [0] * len(mismatch.classes)
+    for index, (_, ranks) in enumerate(mismatch.classes):
+        view, row = job.ranks[ranks[0]], group.lanes[ranks[0]].row(mismatch.seq)
+        if view.stack[row] == 0:
+            return None
+        for rank in outside:
+            other = job.ranks[rank]
+            at = np.flatnonzero(other.stack == view.stack[row])
+            votes[index] += bool(len(at) and other.sig[at[-1]] == view.sig[row])
+    best = max(votes)
+    if best == 0 or votes.count(best) > 1:
+        return None
+    others = [ranks for vote, (_, ranks) in zip(votes, mismatch.classes, strict=True) if vote != best]
+    guilty = tuple(sorted(rank for ranks in others for rank in ranks))
+    return case.changed(guilty, 0.8, say("other_groups", number=best))
+
+
 def _aborted(case: _Case) -> Difference | None:
     """gloo aborts the rank whose buffer is too small, so a member without a dump speaks for the smaller size."""
     job, group, mismatch = case.job, case.group, case.mismatch
@@ -195,4 +266,14 @@ def _aborted(case: _Case) -> Difference | None:
     return case.changed(mismatch.classes[sizes.index(max(sizes))][1], 0.7, say("gloo_aborts"))
 
 
-_RULES = (_diverged, _moved, _exchanged, _outvoted, _own_history, _left_round, _aborted)
+_RULES = (
+    _diverged,
+    _returned,
+    _moved,
+    _exchanged,
+    _outvoted,
+    _own_history,
+    _left_round,
+    _other_groups,
+    _aborted,
+)
