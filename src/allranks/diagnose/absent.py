@@ -9,13 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from allranks.diagnose.align import is_box, is_hook
-from allranks.diagnose.alignment import (
-    MAX_CALLS,
-    Difference,
-    find_shift,
-    find_skip_over_groups,
-    step_keys,
-)
+from allranks.diagnose.alignment import MAX_CALLS, Difference, find_shift, find_skip_over_groups, step_keys
 from allranks.diagnose.cells import sizes_text
 from allranks.diagnose.context import Context, Stacks, latest_stack
 from allranks.diagnose.job import GroupView, Lane, Now

@@ -12,7 +12,7 @@ from allranks.diagnose.align import is_box
 from allranks.diagnose.alignment import broken_habit
 from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
-from allranks.diagnose.kinds import KINDS, fill, lines, say
+from allranks.diagnose.kinds import CAUSES, KINDS, fill, lines, say
 from allranks.diagnose.ops import Family
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
 from allranks.diagnose.phrasing import (
@@ -242,8 +242,9 @@ class Context:
         """A root cause in the words of the table, with what is known of the blocked call that shows it."""
         row, known = KINDS[kind], Facts(self, blocked, ranks, facts)
         texts = (lines(row.evidence, known), lines(row.ask, known), lines(row.advice, known))
-        found = Finding(cause or row.cause, ranks, fill(row.sentence, known), "root")
-        found = replace(found, confidence=sure or row.sure)
+        cause = cause or row.cause
+        found = Finding(cause, ranks, fill(row.sentence, known), "root", confidence=sure or row.sure)
+        found = replace(found, wrong_if=CAUSES[cause].wrong_if)
         found = replace(found, evidence=texts[0], missing_evidence=texts[1], advice=texts[2])
         if blocked is None:
             return found

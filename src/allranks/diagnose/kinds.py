@@ -25,88 +25,53 @@ class Cause:
     wrong_if: str
 
 
+# fmt: off
+#: cause: (what it means, the evidence that makes it sure, what would prove it wrong)
 CAUSES = {
     "missing_rank": Cause(
-        "a rank did not enter a call that others wait in",
-        "the calls of the missing rank up to the moment of the wait",
-        "the rank entered the call later, or its record ends before the wait began",
-    ),
+        "a rank did not enter a call that others wait in", "the calls of the missing rank up to the moment of the wait",
+        "the rank entered the call later, or its record ends before the wait began"),
     "stuck_before_collective": Cause(
-        "a rank is stuck somewhere else and does not come to the call",
-        "the stack of the rank while the others wait",
-        "a later stack shows the rank at another line",
-    ),
+        "a rank is stuck somewhere else and does not come to the call", "the stack of the rank while the others wait",
+        "a later stack shows the rank at another line"),
     "rank_died": Cause(
-        "a process ended and the others wait for it",
-        "the exit code, the signal or the end of its log",
-        "the process is still running",
-    ),
+        "a process ended and the others wait for it", "the exit code, the signal or the end of its log",
+        "the process is still running"),
     "type_mismatch": Cause(
-        "ranks made different operations in one collective",
-        "the calls of all members of the group",
-        "an earlier call was skipped or added, so that the numbers of the calls have shifted",
-    ),
+        "ranks made different operations in one collective", "the calls of all members of the group",
+        "an earlier call was skipped or added, so that the numbers of the calls have shifted"),
     "size_mismatch": Cause(
-        "ranks passed different sizes to one collective",
-        "the sizes of all members of the group",
-        "the operation allows different sizes",
-    ),
+        "ranks passed different sizes to one collective", "the sizes of all members of the group",
+        "the operation allows different sizes"),
     "dtype_mismatch": Cause(
-        "ranks passed different dtypes to one collective",
-        "the dtypes of all members of the group",
-        "the record of a rank has the wrong dtype",
-    ),
-    "root_mismatch": Cause(
-        "ranks named different roots",
-        "the roots of all members of the group",
-        "all ranks named the same root",
-    ),
+        "ranks passed different dtypes to one collective", "the dtypes of all members of the group",
+        "the record of a rank has the wrong dtype"),
+    "root_mismatch": Cause("ranks named different roots", "the roots of all members of the group", "all ranks named the same root"),
     "reduce_op_mismatch": Cause(
-        "ranks asked for different reductions",
-        "the reduce operations of all members of the group",
-        "all ranks asked for the same reduction",
-    ),
+        "ranks asked for different reductions", "the reduce operations of all members of the group",
+        "all ranks asked for the same reduction"),
     "extra_collective": Cause(
-        "a rank made a call that the others do not make",
-        "the calls of all members of the group, with their lines",
-        "the other ranks make the call too, later",
-    ),
+        "a rank made a call that the others do not make", "the calls of all members of the group, with their lines",
+        "the other ranks make the call too, later"),
     "order_inversion": Cause(
-        "ranks make the same calls in different order and wait for each other",
-        "the calls of all ranks in the circle",
-        "one of the ranks leaves its call",
-    ),
+        "ranks make the same calls in different order and wait for each other", "the calls of all ranks in the circle",
+        "one of the ranks leaves its call"),
     "p2p_mismatch": Cause(
-        "a send and a receive do not fit together, or one of them was never posted",
-        "the messages of both ranks",
-        "the partner posts the message later",
-    ),
+        "a send and a receive do not fit together, or one of them was never posted", "the messages of both ranks",
+        "the partner posts the message later"),
     "none_finished": Cause(
         "all ranks entered the call and none finished it: network or device",
         "the calls of all ranks; logs of the network and of the devices",
-        "the call finishes, or one rank passed something else",
-    ),
-    "call_error": Cause(
-        "a call failed on some ranks only",
-        "the error of the call",
-        "the call failed on another rank before",
-    ),
+        "the call finishes, or one rank passed something else"),
+    "call_error": Cause("a call failed on some ranks only", "the error of the call", "the call failed on another rank before"),
     "not_started": Cause(
-        "a rank never came to its first collective, or to init_process_group",
-        "the record or the stack of the rank",
-        "the rank made calls that were not recorded",
-    ),
+        "a rank never came to its first collective, or to init_process_group", "the record or the stack of the rank",
+        "the rank made calls that were not recorded"),
     "setup_mismatch": Cause(
-        "ranks called init_process_group with another address or world size",
-        "the arguments of all ranks",
-        "both names mean the same host",
-    ),
-    "no_step": Cause(
-        "ranks finish calls, but no training step", "step marks", "the step is longer than all steps before"
-    ),
-    "no_progress": Cause(
-        "nobody is in a call and nobody makes one", "the stacks of all ranks", "a rank makes its next call"
-    ),
+        "ranks called init_process_group with another address or world size", "the arguments of all ranks",
+        "both names mean the same host"),
+    "no_step": Cause("ranks finish calls, but no training step", "step marks", "the step is longer than all steps before"),
+    "no_progress": Cause("nobody is in a call and nobody makes one", "the stacks of all ranks", "a rank makes its next call"),
     "straggler": Cause("one rank is slow", "the times of the last calls", "another rank is as late"),
     "damaged_file": Cause("a file could not be read to its end", "a whole file", "the file is whole"),
     "unsafe_pickle": Cause("a file would run code when unpickled", "", "the file comes from torch"),
@@ -116,6 +81,7 @@ CAUSES = {
     "pause": Cause("ranks declared a pause", "the mark of the pause", "the pause has ended"),
     "folded": Cause("more of the same", "", ""),
 }
+# fmt: on
 
 
 @dataclass(frozen=True)

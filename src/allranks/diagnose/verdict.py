@@ -15,13 +15,7 @@ from allranks.diagnose.absent import explain_ranks, unread_ranks
 from allranks.diagnose.align import align, forget_past_quorums
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
-from allranks.diagnose.false_completions import (
-    Doubt,
-    find_doubts,
-    finish_known,
-    reopen,
-    reopen_unseen,
-)
+from allranks.diagnose.false_completions import Doubt, find_doubts, finish_known, reopen, reopen_unseen
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.kinds import say
