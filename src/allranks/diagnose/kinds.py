@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Cause:
+class CauseInfo:
     """What a cause means, the evidence that makes it sure, and what would prove it wrong."""
 
     title: str
@@ -28,58 +28,58 @@ class Cause:
 # fmt: off
 #: cause: (what it means, the evidence that makes it sure, what would prove it wrong)
 CAUSES = {
-    "missing_rank": Cause(
+    "missing_rank": CauseInfo(
         "a rank did not enter a call that others wait in", "the calls of the missing rank up to the moment of the wait",
         "the rank entered the call later, or its record ends before the wait began"),
-    "stuck_before_collective": Cause(
+    "stuck_before_collective": CauseInfo(
         "a rank is stuck somewhere else and does not come to the call", "the stack of the rank while the others wait",
         "a later stack shows the rank at another line"),
-    "rank_died": Cause(
+    "rank_died": CauseInfo(
         "a process ended and the others wait for it", "the exit code, the signal or the end of its log",
         "the process is still running"),
-    "type_mismatch": Cause(
+    "type_mismatch": CauseInfo(
         "ranks made different operations in one collective", "the calls of all members of the group",
         "an earlier call was skipped or added, so that the numbers of the calls have shifted"),
-    "size_mismatch": Cause(
+    "size_mismatch": CauseInfo(
         "ranks passed different sizes to one collective", "the sizes of all members of the group",
         "the operation allows different sizes"),
-    "dtype_mismatch": Cause(
+    "dtype_mismatch": CauseInfo(
         "ranks passed different dtypes to one collective", "the dtypes of all members of the group",
         "the record of a rank has the wrong dtype"),
-    "root_mismatch": Cause("ranks named different roots", "the roots of all members of the group", "all ranks named the same root"),
-    "reduce_op_mismatch": Cause(
+    "root_mismatch": CauseInfo("ranks named different roots", "the roots of all members of the group", "all ranks named the same root"),
+    "reduce_op_mismatch": CauseInfo(
         "ranks asked for different reductions", "the reduce operations of all members of the group",
         "all ranks asked for the same reduction"),
-    "extra_collective": Cause(
+    "extra_collective": CauseInfo(
         "a rank made a call that the others do not make", "the calls of all members of the group, with their lines",
         "the other ranks make the call too, later"),
-    "order_inversion": Cause(
+    "order_inversion": CauseInfo(
         "ranks make the same calls in different order and wait for each other", "the calls of all ranks in the circle",
         "one of the ranks leaves its call"),
-    "p2p_mismatch": Cause(
+    "p2p_mismatch": CauseInfo(
         "a send and a receive do not fit together, or one of them was never posted", "the messages of both ranks",
         "the partner posts the message later"),
-    "none_finished": Cause(
+    "none_finished": CauseInfo(
         "all ranks entered the call and none finished it: network or device",
         "the calls of all ranks; logs of the network and of the devices",
         "the call finishes, or one rank passed something else"),
-    "call_error": Cause("a call failed on some ranks only", "the error of the call", "the call failed on another rank before"),
-    "not_started": Cause(
+    "call_error": CauseInfo("a call failed on some ranks only", "the error of the call", "the call failed on another rank before"),
+    "not_started": CauseInfo(
         "a rank never came to its first collective, or to init_process_group", "the record or the stack of the rank",
         "the rank made calls that were not recorded"),
-    "setup_mismatch": Cause(
+    "setup_mismatch": CauseInfo(
         "ranks called init_process_group with another address or world size", "the arguments of all ranks",
         "both names mean the same host"),
-    "no_step": Cause("ranks finish calls, but no training step", "step marks", "the step is longer than all steps before"),
-    "no_progress": Cause("nobody is in a call and nobody makes one", "the stacks of all ranks", "a rank makes its next call"),
-    "straggler": Cause("one rank is slow", "the times of the last calls", "another rank is as late"),
-    "damaged_file": Cause("a file could not be read to its end", "a whole file", "the file is whole"),
-    "unsafe_pickle": Cause("a file would run code when unpickled", "", "the file comes from torch"),
-    "missing_dump": Cause("there is no file of a rank", "the file", "the file is there"),
-    "timeout_too_short": Cause("a timeout leaves no room", "times of calls", "the timeout is longer"),
-    "skew": Cause("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
-    "pause": Cause("ranks declared a pause", "the mark of the pause", "the pause has ended"),
-    "folded": Cause("more of the same", "", ""),
+    "no_step": CauseInfo("ranks finish calls, but no training step", "step marks", "the step is longer than all steps before"),
+    "no_progress": CauseInfo("nobody is in a call and nobody makes one", "the stacks of all ranks", "a rank makes its next call"),
+    "straggler": CauseInfo("one rank is slow", "the times of the last calls", "another rank is as late"),
+    "damaged_file": CauseInfo("a file could not be read to its end", "a whole file", "the file is whole"),
+    "unsafe_pickle": CauseInfo("a file would run code when unpickled", "", "the file comes from torch"),
+    "missing_dump": CauseInfo("there is no file of a rank", "the file", "the file is there"),
+    "timeout_too_short": CauseInfo("a timeout leaves no room", "times of calls", "the timeout is longer"),
+    "skew": CauseInfo("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
+    "pause": CauseInfo("ranks declared a pause", "the mark of the pause", "the pause has ended"),
+    "folded": CauseInfo("more of the same", "", ""),
 }
 # fmt: on
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from allranks.diagnose.alignment import (
     ASKED_RANKS,
-    Difference,
+    CallDifference,
     broken_habit,
     find_difference,
     find_move,
@@ -31,13 +31,13 @@ class _Case:
     group: GroupView
     mismatch: Mismatch
     odd: tuple[int, ...] | None
-    difference: Difference | None
+    difference: CallDifference | None
 
-    def changed(self, ranks: tuple[int, ...], sure: float, reason: str) -> Difference:
-        return Difference(ranks, "changed", sure, reason, seq=self.mismatch.seq)
+    def changed(self, ranks: tuple[int, ...], sure: float, reason: str) -> CallDifference:
+        return CallDifference(ranks, "changed", sure, reason, seq=self.mismatch.seq)
 
 
-def judge(job: Job, mismatch: Mismatch) -> Difference:
+def judge(job: Job, mismatch: Mismatch) -> CallDifference:
     """Names the odd ranks of a mismatch. Ties are broken by shift, own history, other groups, and who was aborted."""
     group, exchange = job.groups[mismatch.group], mismatch.exchange
     odd = (
@@ -57,7 +57,7 @@ def judge(job: Job, mismatch: Mismatch) -> Difference:
 
 def _difference(
     job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] | None
-) -> Difference | None:
+) -> CallDifference | None:
     """Where the odd rank left the program of the majority; of two that differ, where the one that left its own round did."""
     if odd is not None:
         reference = mismatch.classes[0][1][0]
@@ -69,7 +69,7 @@ def _difference(
     return odd_one(job, group, mismatch.classes[0][1][0], mismatch.classes[1][1][0], mismatch.seq)
 
 
-def _diverged(case: _Case) -> Difference | None:
+def _diverged(case: _Case) -> CallDifference | None:
     """All ranks that left the program of the others at one call and in the same way."""
     found, mismatch, group = case.difference, case.mismatch, case.group
     if found is None:
@@ -97,7 +97,7 @@ def _diverged(case: _Case) -> Difference | None:
     return replace(found, ranks=(found.rank, *same[1:]))
 
 
-def _is_within(case: _Case, found: Difference) -> bool:
+def _is_within(case: _Case, found: CallDifference) -> bool:
     """Whether the rank made its call inside the very statement in which the others are, a recomputation in backward, say: then
     it has not left their loop."""
     mine, theirs = (
@@ -107,7 +107,7 @@ def _is_within(case: _Case, found: Difference) -> bool:
     return outer is not None and own != outer and outer in mine
 
 
-def _returned(case: _Case) -> Difference | None:
+def _returned(case: _Case) -> CallDifference | None:
     """Ranks that left a loop which the others are in, as their lines show."""
     classes, seq = case.mismatch.classes, case.mismatch.seq
     if case.mismatch.part or case.mismatch.exchange is not None or (case.odd is None and len(classes) != 2):
@@ -117,7 +117,7 @@ def _returned(case: _Case) -> Difference | None:
         if _has_returned(case, ranks[0], others[0], seq):
             same = tuple(rank for rank in ranks[:ASKED_RANKS] if _has_returned(case, rank, others[0], seq))
             reason = say("left_loop", rank=ranks[0], returned=True)
-            return Difference(same, "skipped", 0.85 if case.odd else 0.7, reason, others[0], seq)
+            return CallDifference(same, "skipped", 0.85 if case.odd else 0.7, reason, others[0], seq)
     return None
 
 
@@ -140,7 +140,7 @@ def _has_returned(case: _Case, rank: int, reference: int, seq: int) -> bool:
     return bool(called_from) and called_from[0].line < own.line
 
 
-def _moved(case: _Case) -> Difference | None:
+def _moved(case: _Case) -> CallDifference | None:
     """A rank whose calls fit those of the others when moved. Inside a batch the group's numbers say nothing of that, and
     splits differ between ranks as they may."""
     classes, seq = case.mismatch.classes, case.mismatch.seq
@@ -162,7 +162,7 @@ def _moved(case: _Case) -> Difference | None:
     return replace(found, ranks=(found.rank, *(rank for rank in ranks if rank != found.rank)))
 
 
-def _exchanged(case: _Case) -> Difference | None:
+def _exchanged(case: _Case) -> CallDifference | None:
     """The ranks whose splits disagree; the one that changed its own, where nothing else tells."""
     exchange = case.mismatch.exchange
     if exchange is None:
@@ -173,7 +173,7 @@ def _exchanged(case: _Case) -> Difference | None:
     return case.changed(exchange.suspects, exchange.confidence, exchange.reason)
 
 
-def _outvoted(case: _Case) -> Difference | None:
+def _outvoted(case: _Case) -> CallDifference | None:
     if case.odd is None:
         return None
     total = sum(len(ranks) for _, ranks in case.mismatch.classes)
@@ -187,7 +187,7 @@ def _outvoted(case: _Case) -> Difference | None:
     return case.changed(case.odd, 0.55 if turned else 0.95 if agree > 2 else 0.9, reason)
 
 
-def _own_history(case: _Case) -> Difference | None:
+def _own_history(case: _Case) -> CallDifference | None:
     """A rank that did something else at this line before is the odd one, if the others stayed the same."""
     changed: list[tuple[int, ...]] = []
     steady = 0
@@ -209,7 +209,7 @@ def _changed_itself(case: _Case, rank: int) -> bool | None:
     return bool(view.sig[same_line[-1]] != view.sig[row]) if len(same_line) else None
 
 
-def _left_round(case: _Case) -> Difference | None:
+def _left_round(case: _Case) -> CallDifference | None:
     """A rank that, at this point of its earlier rounds, always made another call, perhaps in another group."""
     classes, seq, job, lanes = case.mismatch.classes, case.mismatch.seq, case.job, case.group.lanes
     first = {ranks[0]: ranks for _, ranks in classes}
@@ -232,7 +232,7 @@ def _left_round(case: _Case) -> Difference | None:
     return replace(known, ranks=first[rank]) if known is not None else found
 
 
-def _other_groups(case: _Case) -> Difference | None:
+def _other_groups(case: _Case) -> CallDifference | None:
     """What ranks outside the group did at the same line decides between the classes."""
     job, group, mismatch = case.job, case.group, case.mismatch
     outside = [rank for rank in job.ranks if rank not in group.lanes][:ASKED_RANKS]
@@ -253,7 +253,7 @@ def _other_groups(case: _Case) -> Difference | None:
     return case.changed(guilty, 0.8, say("other_groups", number=best))
 
 
-def _aborted(case: _Case) -> Difference | None:
+def _aborted(case: _Case) -> CallDifference | None:
     """gloo aborts the rank whose buffer is too small, so a member without a dump speaks for the smaller size."""
     job, group, mismatch = case.job, case.group, case.mismatch
     absent = [rank for rank in group.members if rank not in group.lanes]
