@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from allranks.diagnose.alignment import CallPair, Difference, usual_next
+from allranks.diagnose.alignment import CallDifference, CallPair, usual_next
 from allranks.diagnose.phrasing import one_line
 
 
@@ -24,7 +24,7 @@ def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> C
     return CallPair(1, 0, 1, *letters, *steps, letters[1], one_line)
 
 
-def _told(found: Difference | None) -> tuple[str, int, int] | None:
+def _told(found: CallDifference | None) -> tuple[str, int, int] | None:
     return None if found is None else (found.kind, found.seq, found.count)
 
 

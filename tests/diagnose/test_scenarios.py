@@ -70,7 +70,8 @@ def test_a_recorded_job_gets_the_right_verdict(name: str, tmp_path: Path) -> Non
     result = _diagnose(CASES / name, tmp_path)
     truth = TRUTH[name]
     if truth is None:
-        assert (result.status, result.verdict) == ("ok", None)
+        unsafe = name == "broken_dumps_unsafe_pickle"  # it would run code: not right, and nobody's fault
+        assert (result.status, result.verdict) == ("unclear" if unsafe else "ok", None)
     else:
         assert result.verdict is not None
         assert result.status == "fault"

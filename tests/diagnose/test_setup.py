@@ -151,3 +151,11 @@ def test_a_wrong_argument_of_one_rank_is_its_own_error() -> None:
     wrong = Progress(setups=0, closed="exception: ValueError (train.py:3): Unknown c10d backend type GLOO2")
     verdict = expect(_joining((here, IN_INIT), (here, wrong), (here, IN_INIT)), "rank_died", 1)
     assert "Unknown c10d backend type GLOO2 in init_process_group; 2 ranks wait in it" in verdict.sentence
+
+
+def test_a_world_larger_than_the_number_of_processes_is_told_with_both_numbers() -> None:
+    """world_size=4 in the script, three processes: nobody else will come."""
+    met = Rendezvous(HERE, 4, "train.py:7")
+    result = _joining(*[(met, IN_INIT)] * 3)
+    sentence = verdict_of(result).sentence
+    assert "world_size is 4 (train.py:7)" in sentence and "3 processes" in sentence, sentence

@@ -50,6 +50,20 @@ def test_a_death_that_was_seen_wins_over_what_the_survivors_say() -> None:
 @pytest.mark.parametrize(
     ("told", "cause"), [(DIED, "extra_collective"), (replace(DIED, where="train.py:9"), "rank_died")]
 )
+def test_a_rank_that_died_of_a_call_in_the_wrong_order_is_named_for_the_call(
+    told: Finding, cause: str
+) -> None:
+    """A prefetch that comes too early meets another gather of the others, and gloo aborts the rank: its death follows."""
+    cause = "missing_rank" if cause == "extra_collective" else cause
+    skipped = Finding("missing_rank", (2,), "rank 2 skipped all_gather #13", "root", confidence=0.85)
+    skipped = replace(skipped, met_another=True, waiting=(0, 1))
+    found = judge(Diagnosis("fault", skipped, (skipped,)), None, Observed(told=told))
+    assert named(found) == (cause, (2,))
+
+
+@pytest.mark.parametrize(
+    ("told", "cause"), [(DIED, "extra_collective"), (replace(DIED, where="train.py:9"), "rank_died")]
+)
 def test_a_rank_that_died_of_its_own_extra_call_is_named_for_the_call(told: Finding, cause: str) -> None:
     """gloo aborts a process that gets a message of another size; one that raised has said itself why it ended."""
     gone = Finding("rank_died", (2,), "rank 2 died with all_reduce #11 unfinished", severity="root")
@@ -78,6 +92,7 @@ def test_a_call_that_others_could_not_make_after_a_death_is_not_its_cause(told: 
             (2,),
         ),
         (Finding("missing_rank", (1,), "", waiting=(0,), met_another=True), DIED, (2,)),
+        (Finding("missing_rank", (2,), "", waiting=(0, 1), met_another=True, confidence=0.85), DIED, (2,)),
     ],
 )
 def test_a_rank_that_died_in_a_call_that_met_another_died_of_that(

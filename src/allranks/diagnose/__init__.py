@@ -11,9 +11,13 @@ What does not fit, and who waits:
 match    calls of one collective compared across ranks, by the rules of cells; p2p: sends and receives paired
 waits    who waits in which call for whom, and whether that is a hang; graph: the wait-for graph and its sinks
 
-Why, as findings (context: what every rule may ask):
-absent, lacking, entered, cycles, setup  what a sink of the graph means
-mismatches, culprit, divergence, call_sequences  who is the odd one where calls differ
+Where calls differ:
+alignment  the calls of a rank against the others' and its own earlier rounds: skipped, extra, swapped or changed
+odd_rank   who is the odd one of a collective that does not fit
+
+Why, as findings (context: what every rule may ask; kinds: every sentence, in one table):
+absent, entered, cycles, setup  what a sink of the graph means
+mismatches  calls that differ
 weak_findings  what is worth saying when nothing hangs, and warnings
 """
 

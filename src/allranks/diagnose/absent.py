@@ -11,7 +11,7 @@ import numpy as np
 from allranks.diagnose.align import is_box, is_hook
 from allranks.diagnose.alignment import (
     MAX_CALLS,
-    Difference,
+    CallDifference,
     find_shift,
     find_skip_over_groups,
     step_keys,
@@ -74,7 +74,7 @@ def lacking(
     )
 
 
-def _over_groups(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> Difference | None:
+def _over_groups(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> CallDifference | None:
     """The call of this group that a lacking rank left out on its way through several groups, if it did."""
     group, waiter = context.group(blocked), min(blocked.rows)
     if len(ranks) > 1 or len(context.job.groups) < 2 or ranks[0] not in group.lanes:

@@ -224,8 +224,21 @@ def resolve_groups(
     drafts: list[_Draft] = []
     numbers = {rank: np.full(len(trace.groups), -1, np.int32) for rank, trace in by_rank.items()}
     for name in sorted(named):
-        _resolve_name(name, named[name], drafts, numbers)
+        _resolve_name(name, _in_one_space(named[name]), drafts, numbers)
     return _label(drafts, numbers, pg_filters)
+
+
+def _in_one_space(
+    entries: list[tuple[Group, list[tuple[int, int]]]],
+) -> list[tuple[Group, list[tuple[int, int]]]]:
+    """The groups of one name, with members by the ranks of the job. A group made by hand, or of another world, counts its ranks
+    for itself: where a rank uses it that it does not list, its members are those who use it."""
+    users = tuple(sorted({rank for _, uses in entries for rank, _ in uses}))
+    sizes = {len(group.ranks) for group, _ in entries}
+    foreign = any(group.ranks and rank not in group.ranks for group, uses in entries for rank, _ in uses)
+    if not foreign or sizes != {len(users)}:
+        return entries
+    return [(replace(group, ranks=users), uses) for group, uses in entries]
 
 
 def _resolve_name(

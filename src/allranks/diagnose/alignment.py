@@ -4,7 +4,7 @@ Sequence numbers count calls, not what a program meant: a rank that skips an all
 the numbers disagree much later. So calls are compared by what they are (operation, sizes, line). Where two ranks differ, four
 things tell what happened, in this order: the training step that each call was made in; what lies behind, which fits again when
 one of the two is moved; what has always come next at this point in earlier rounds; and what most ranks do. The result is a
-`Difference`: calls skipped, added, swapped or changed. All findings about calls that differ are cases of it; `odd_rank` asks
+`CallDifference`: calls skipped, added, swapped or changed. All findings about calls that differ are cases of it; `odd_rank` asks
 for it where the calls of one collective do not fit.
 """
 
@@ -33,7 +33,7 @@ Kind = Literal["skipped", "extra", "swapped", "changed"]
 
 
 @dataclass(frozen=True)
-class Difference:
+class CallDifference:
     """`ranks` differ from `reference` at call `seq` of a group."""
 
     ranks: tuple[int, ...]
@@ -159,14 +159,14 @@ class CallPair:
         reason: str,
         either: bool = False,
         agreeing: int = 0,
-    ) -> Difference:
+    ) -> CallDifference:
         """That the rank left the program of the reference at an index."""
         where = (self.reference, self.low + at, count)
-        return Difference((self.rank,), kind, sure, reason, *where, either, agreeing)
+        return CallDifference((self.rank,), kind, sure, reason, *where, either, agreeing)
 
     # ---- by step marks
 
-    def by_steps(self) -> Difference | None:
+    def by_steps(self) -> CallDifference | None:
         """From some call on the two are in different training steps, and never again in the same."""
         length = min(len(self.mine), len(self.theirs))
         ahead = self.my_steps[:length] - self.their_steps[:length]
@@ -211,7 +211,7 @@ class CallPair:
 
     # ---- by what lies behind
 
-    def swapped(self, at: int) -> Difference | None:
+    def swapped(self, at: int) -> CallDifference | None:
         """Both made both calls, in different order, and what lies behind fits where it is."""
         mine, theirs = self.mine[at : at + MAX_CALLS + 1], self.theirs[at : at + MAX_CALLS + 1]
         later, earlier = np.flatnonzero(mine == theirs[0]), np.flatnonzero(theirs == mine[0])
@@ -225,7 +225,7 @@ class CallPair:
         reason = say("swapped", rank=self.rank, seq=self.low + at, last=last, other=self.reference)
         return self.differs(at, "swapped", int(later[0]), 0.9, reason)
 
-    def moved(self, at: int, weak: bool = False) -> Difference | None:
+    def moved(self, at: int, weak: bool = False) -> CallDifference | None:
         """The two fit again when one is moved from some call before `at` on; in place they have differed since. `weak`: one
         call that fits is enough, if one of the two made as many calls more."""
         kinds: tuple[Kind, ...] = ("skipped", "extra")
@@ -233,7 +233,9 @@ class CallPair:
         found = [move for move in moves if move is not None]
         return max(found, key=lambda move: move[:3])[3] if found else None
 
-    def _move(self, at: int, count: int, kind: Kind, weak: bool) -> tuple[int, bool, int, Difference] | None:
+    def _move(
+        self, at: int, count: int, kind: Kind, weak: bool
+    ) -> tuple[int, bool, int, CallDifference] | None:
         """(how many calls fit better, whether the numbers of calls agree with it, fewest moved first, the difference)."""
         differs, skips = differences(self.mine, self.theirs), kind == "skipped"
         moved = differences(self.mine[0 if skips else count :], self.theirs[count if skips else 0 :])
@@ -260,7 +262,7 @@ class CallPair:
 
     # ---- by what has always come next
 
-    def by_habit(self, at: int, outvoted: bool = False) -> Difference | None:
+    def by_habit(self, at: int, outvoted: bool = False) -> CallDifference | None:
         """What has always come next at this point tells who left the round, and how."""
         known, usual = self.theirs[:at], usual_next(self.theirs, at)
         if not len(usual):
@@ -284,13 +286,13 @@ class CallPair:
             return skipped
         return self._added(at, len(usual), False, made_mine and not again)
 
-    def _added(self, at: int, rounds: int, always: bool, known: bool) -> Difference:
+    def _added(self, at: int, rounds: int, always: bool, known: bool) -> CallDifference:
         """The rank made a call more; `known`: one that it has made before."""
         inserted = at + 1 < len(self.mine) and bool(self.mine[at + 1] == self.theirs[at])
         sure, reason = 0.85 if always and rounds > 1 else 0.7, say("here_before", rank=self.rank, all=always)
         return self.differs(at, "extra", 1, sure, reason, not inserted and not known)
 
-    def _left_out(self, at: int, usual: np.ndarray, always: bool) -> Difference | None:
+    def _left_out(self, at: int, usual: np.ndarray, always: bool) -> CallDifference | None:
         """The rank is in the call that has always come, so many calls later, behind those which the others make now: it left
         these out. Several calls left out before a rare one: rather was the rare one added."""
         known, me = self.theirs[:at], self.mine[at]
@@ -325,7 +327,7 @@ class CallPair:
         alone = line and line != lines[start - 1] and line != lines[start + count]
         return bool(alone) and bool((lines[start : start + count] == line).all())
 
-    def _left_loop(self, at: int) -> Difference | None:
+    def _left_loop(self, at: int) -> CallDifference | None:
         """The others repeat a call; the rank has stopped repeating it and is in one of the program that it made before, more
         often."""
         me, known, them = self.mine[at], self.theirs[:at], self.theirs[at]
@@ -337,7 +339,7 @@ class CallPair:
 
     # ---- together
 
-    def first_difference(self, seq: int | None, outvoted: bool = True) -> Difference | None:
+    def first_difference(self, seq: int | None, outvoted: bool = True) -> CallDifference | None:
         """Where `rank` left the program of `reference`. `seq`: the call whose mismatch is to be explained, if there is one.
         `outvoted`: most ranks do as the reference does."""
         found = self.by_steps()
@@ -366,13 +368,13 @@ def _calls_from(job: Job, lane: Lane, low: int) -> Calls | None:
 
 def find_difference(
     job: Job, group: GroupView, rank: int, reference: int, seq: int | None = None, outvoted: bool = True
-) -> Difference | None:
+) -> CallDifference | None:
     """Where `rank` left the program of `reference` in a group."""
     pair = CallPair.of(job, group, rank, reference)
     return pair.first_difference(seq, outvoted) if pair is not None else None
 
 
-def find_move(job: Job, group: GroupView, rank: int, reference: int, seq: int) -> Difference | None:
+def find_move(job: Job, group: GroupView, rank: int, reference: int, seq: int) -> CallDifference | None:
     """Whether the two, who differ at `seq`, agree from some call on when one is moved. At one and the same line, in a program of
     several, they do not: the call is the right one with the wrong arguments."""
     pair = CallPair.of(job, group, rank, reference)
@@ -381,7 +383,7 @@ def find_move(job: Job, group: GroupView, rank: int, reference: int, seq: int) -
     return pair.moved(seq - pair.low) or pair.moved(seq - pair.low, weak=True)
 
 
-def find_skip_over_groups(job: Job, group: GroupView, rank: int, waiter: int) -> Difference | None:
+def find_skip_over_groups(job: Job, group: GroupView, rank: int, waiter: int) -> CallDifference | None:
     """A call of the group that `rank` left out between calls of other groups: sequence numbers hide it until the end, if all
     calls of the group look alike."""
     pair = CallPair.over_groups(job, group, rank, waiter)
@@ -398,7 +400,7 @@ def find_skip_over_groups(job: Job, group: GroupView, rank: int, waiter: int) ->
     return None
 
 
-def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = None) -> Difference | None:
+def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = None) -> CallDifference | None:
     """Of two ranks that differ, where the one that left its own round left it; None when nothing tells which."""
     pairs = [pair for a, b in ((one, two), (two, one)) if (pair := CallPair.of(job, group, a, b)) is not None]
     if len(pairs) < 2:
@@ -418,7 +420,7 @@ def odd_one(job: Job, group: GroupView, one: int, two: int, seq: int | None = No
     return found[0] if len(found) == 1 and not found[0].either else None
 
 
-def one_of_two(job: Job, group: GroupView, one: int, two: int, seq: int) -> Difference | None:
+def one_of_two(job: Job, group: GroupView, one: int, two: int, seq: int) -> CallDifference | None:
     """Which of two made an extra call or skipped one, if their calls fit when moved. "One made an extra call" and "the other
     skipped one" look the same from two sides: skipped, if the other has made it before, and it was not the first that left its
     own round; else extra, the usual bug."""
@@ -441,7 +443,7 @@ def one_of_two(job: Job, group: GroupView, one: int, two: int, seq: int) -> Diff
     return replace(found, either=not told, confidence=0.8 if told else 0.55)
 
 
-def find_shift(job: Job, group: GroupView) -> Difference | None:
+def find_shift(job: Job, group: GroupView) -> CallDifference | None:
     """The first rank whose calls leave those of the majority without any mismatch: one more or one fewer of the same kind and
     size, visible only in the stacks."""
     lanes = [lane for lane in group.lanes.values() if len(lane.seqs)]
@@ -462,7 +464,9 @@ def find_shift(job: Job, group: GroupView) -> Difference | None:
     return max(shifts, key=lambda shift: (shift.kind == "extra", shift.agreeing, -shift.rank), default=None)
 
 
-def _shift_of(job: Job, group: GroupView, rank: int, usual: int, seq: int, two: bool) -> Difference | None:
+def _shift_of(
+    job: Job, group: GroupView, rank: int, usual: int, seq: int, two: bool
+) -> CallDifference | None:
     """How the rank left the program of the usual one at `seq`; of `two` either may have."""
     if not two:
         return find_move(job, group, rank, usual, seq)

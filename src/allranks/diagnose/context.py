@@ -12,7 +12,7 @@ from allranks.diagnose.align import is_box
 from allranks.diagnose.alignment import broken_habit
 from allranks.diagnose.graph import Graph
 from allranks.diagnose.job import GroupView, Job, Now
-from allranks.diagnose.kinds import KINDS, fill, lines, say
+from allranks.diagnose.kinds import CAUSES, KINDS, fill, lines, say
 from allranks.diagnose.ops import Family
 from allranks.diagnose.p2p import P2PMismatch, P2PWait
 from allranks.diagnose.phrasing import (
@@ -32,7 +32,7 @@ from allranks.model.trace import Frame, State
 
 #: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
 SHORT_RING = 64
-_ENDS = {Now.DONE: "finished", Now.LEFT: "ended", Now.FAILED: "failed", Now.OPEN: "not finished"}
+_ENDS = {Now.DONE: "finished", Now.LEFT: "finished", Now.FAILED: "failed", Now.OPEN: "not finished"}
 Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
 
 
@@ -213,15 +213,21 @@ class Context:
 
     def waiting_text(self, blocked: Blocked, guilty: tuple[int, ...]) -> str:
         """ "7 ranks have waited 31 s": all that wait for the guilty, directly or not, as long as the first of them."""
-        number = len((set(self.waiters_behind(guilty)) | set(blocked.waiters)) - set(guilty))
-        failed = [rank for rank, row in blocked.rows.items() if self.job.ranks[rank].now[row] == Now.FAILED]
-        if blocked.rows and len(failed) == len(blocked.rows):
-            return self.failure(blocked)
-        wait, one = self.waited(blocked), number == 1
-        if wait is None:
-            return say("waits_for_it", number=count(number, "rank"), wait="waits" if one else "wait")
-        has = "has" if one else "have"
-        return say("waited", number=count(number, "rank"), has=has, wait=seconds(wait))
+        failed = {rank for rank, row in blocked.rows.items() if self.job.ranks[rank].now[row] == Now.FAILED}
+        behind = self.alive({*self.waiters_behind(guilty), *blocked.waiters} - set(guilty)) - failed
+        if (blocked.rows and len(failed) == len(blocked.rows)) or not behind:
+            return self.failure(blocked) or say("waits_for_it", number=count(0, "rank"), wait="wait")
+        wait, one, number = self.waited(blocked), len(behind) == 1, count(len(behind), "rank")
+        verbs = {"wait": "waits" if one else "wait", "has": "has" if one else "have"}
+        text = say("waits_for_it", number=number, wait=verbs["wait"])
+        if wait is not None:
+            text = say("waited", number=number, has=verbs["has"], wait=seconds(wait))
+        return f"{text}; {self.failure(blocked)}" if failed else text
+
+    def alive(self, ranks: Iterable[int]) -> set[int]:
+        """These ranks without those whose program is known to have ended, unless all have: the others do not wait any more."""
+        ended = {rank for rank, view in self.job.ranks.items() if view.trace.progress.closed}
+        return set(ranks) - ended if not self.job.ended and len(ended) < len(self.job.ranks) else set(ranks)
 
     def root(
         self,
@@ -236,8 +242,9 @@ class Context:
         """A root cause in the words of the table, with what is known of the blocked call that shows it."""
         row, known = KINDS[kind], Facts(self, blocked, ranks, facts)
         texts = (lines(row.evidence, known), lines(row.ask, known), lines(row.advice, known))
-        found = Finding(cause or row.cause, ranks, fill(row.sentence, known), "root")
-        found = replace(found, confidence=sure or row.sure)
+        cause = cause or row.cause
+        found = Finding(cause, ranks, fill(row.sentence, known), "root", confidence=sure or row.sure)
+        found = replace(found, wrong_if=CAUSES[cause].wrong_if)
         found = replace(found, evidence=texts[0], missing_evidence=texts[1], advice=texts[2])
         if blocked is None:
             return found

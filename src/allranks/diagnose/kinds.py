@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Cause:
+class CauseInfo:
     """What a cause means, the evidence that makes it sure, and what would prove it wrong."""
 
     title: str
@@ -25,96 +25,63 @@ class Cause:
     wrong_if: str
 
 
+# fmt: off
+#: cause: (what it means, the evidence that makes it sure, what would prove it wrong)
 CAUSES = {
-    "missing_rank": Cause(
-        "a rank did not enter a call that others wait in",
-        "the calls of the missing rank up to the moment of the wait",
-        "the rank entered the call later, or its record ends before the wait began",
-    ),
-    "stuck_before_collective": Cause(
-        "a rank is stuck somewhere else and does not come to the call",
-        "the stack of the rank while the others wait",
-        "a later stack shows the rank at another line",
-    ),
-    "rank_died": Cause(
-        "a process ended and the others wait for it",
-        "the exit code, the signal or the end of its log",
-        "the process is still running",
-    ),
-    "type_mismatch": Cause(
-        "ranks made different operations in one collective",
-        "the calls of all members of the group",
-        "an earlier call was skipped or added, so that the numbers of the calls have shifted",
-    ),
-    "size_mismatch": Cause(
-        "ranks passed different sizes to one collective",
-        "the sizes of all members of the group",
-        "the operation allows different sizes",
-    ),
-    "dtype_mismatch": Cause(
-        "ranks passed different dtypes to one collective",
-        "the dtypes of all members of the group",
-        "the record of a rank has the wrong dtype",
-    ),
-    "root_mismatch": Cause(
-        "ranks named different roots",
-        "the roots of all members of the group",
-        "all ranks named the same root",
-    ),
-    "reduce_op_mismatch": Cause(
-        "ranks asked for different reductions",
-        "the reduce operations of all members of the group",
-        "all ranks asked for the same reduction",
-    ),
-    "extra_collective": Cause(
-        "a rank made a call that the others do not make",
-        "the calls of all members of the group, with their lines",
-        "the other ranks make the call too, later",
-    ),
-    "order_inversion": Cause(
-        "ranks make the same calls in different order and wait for each other",
-        "the calls of all ranks in the circle",
-        "one of the ranks leaves its call",
-    ),
-    "p2p_mismatch": Cause(
-        "a send and a receive do not fit together, or one of them was never posted",
-        "the messages of both ranks",
-        "the partner posts the message later",
-    ),
-    "none_finished": Cause(
+    "missing_rank": CauseInfo(
+        "a rank did not enter a call that others wait in", "the calls of the missing rank up to the moment of the wait",
+        "the rank entered the call later, or its record ends before the wait began"),
+    "stuck_before_collective": CauseInfo(
+        "a rank is stuck somewhere else and does not come to the call", "the stack of the rank while the others wait",
+        "a later stack shows the rank at another line"),
+    "rank_died": CauseInfo(
+        "a process ended and the others wait for it", "the exit code, the signal or the end of its log",
+        "the process is still running"),
+    "type_mismatch": CauseInfo(
+        "ranks made different operations in one collective", "the calls of all members of the group",
+        "an earlier call was skipped or added, so that the numbers of the calls have shifted"),
+    "size_mismatch": CauseInfo(
+        "ranks passed different sizes to one collective", "the sizes of all members of the group",
+        "the operation allows different sizes"),
+    "dtype_mismatch": CauseInfo(
+        "ranks passed different dtypes to one collective", "the dtypes of all members of the group",
+        "the record of a rank has the wrong dtype"),
+    "root_mismatch": CauseInfo("ranks named different roots", "the roots of all members of the group", "all ranks named the same root"),
+    "reduce_op_mismatch": CauseInfo(
+        "ranks asked for different reductions", "the reduce operations of all members of the group",
+        "all ranks asked for the same reduction"),
+    "extra_collective": CauseInfo(
+        "a rank made a call that the others do not make", "the calls of all members of the group, with their lines",
+        "the other ranks make the call too, later"),
+    "order_inversion": CauseInfo(
+        "ranks make the same calls in different order and wait for each other", "the calls of all ranks in the circle",
+        "one of the ranks leaves its call"),
+    "p2p_mismatch": CauseInfo(
+        "a send and a receive do not fit together, or one of them was never posted", "the messages of both ranks",
+        "the partner posts the message later"),
+    "none_finished": CauseInfo(
         "all ranks entered the call and none finished it: network or device",
         "the calls of all ranks; logs of the network and of the devices",
-        "the call finishes, or one rank passed something else",
-    ),
-    "call_error": Cause(
-        "a call failed on some ranks only",
-        "the error of the call",
-        "the call failed on another rank before",
-    ),
-    "not_started": Cause(
-        "a rank never came to its first collective, or to init_process_group",
-        "the record or the stack of the rank",
-        "the rank made calls that were not recorded",
-    ),
-    "setup_mismatch": Cause(
-        "ranks called init_process_group with another address or world size",
-        "the arguments of all ranks",
-        "both names mean the same host",
-    ),
-    "no_step": Cause(
-        "ranks finish calls, but no training step", "step marks", "the step is longer than all steps before"
-    ),
-    "no_progress": Cause(
-        "nobody is in a call and nobody makes one", "the stacks of all ranks", "a rank makes its next call"
-    ),
-    "straggler": Cause("one rank is slow", "the times of the last calls", "another rank is as late"),
-    "damaged_file": Cause("a file could not be read to its end", "a whole file", "the file is whole"),
-    "missing_dump": Cause("there is no file of a rank", "the file", "the file is there"),
-    "timeout_too_short": Cause("a timeout leaves no room", "times of calls", "the timeout is longer"),
-    "skew": Cause("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
-    "pause": Cause("ranks declared a pause", "the mark of the pause", "the pause has ended"),
-    "folded": Cause("more of the same", "", ""),
+        "the call finishes, or one rank passed something else"),
+    "call_error": CauseInfo("a call failed on some ranks only", "the error of the call", "the call failed on another rank before"),
+    "not_started": CauseInfo(
+        "a rank never came to its first collective, or to init_process_group", "the record or the stack of the rank",
+        "the rank made calls that were not recorded"),
+    "setup_mismatch": CauseInfo(
+        "ranks called init_process_group with another address or world size", "the arguments of all ranks",
+        "both names mean the same host"),
+    "no_step": CauseInfo("ranks finish calls, but no training step", "step marks", "the step is longer than all steps before"),
+    "no_progress": CauseInfo("nobody is in a call and nobody makes one", "the stacks of all ranks", "a rank makes its next call"),
+    "straggler": CauseInfo("one rank is slow", "the times of the last calls", "another rank is as late"),
+    "damaged_file": CauseInfo("a file could not be read to its end", "a whole file", "the file is whole"),
+    "unsafe_pickle": CauseInfo("a file would run code when unpickled", "", "the file comes from torch"),
+    "missing_dump": CauseInfo("there is no file of a rank", "the file", "the file is there"),
+    "timeout_too_short": CauseInfo("a timeout leaves no room", "times of calls", "the timeout is longer"),
+    "skew": CauseInfo("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
+    "pause": CauseInfo("ranks declared a pause", "the mark of the pause", "the pause has ended"),
+    "folded": CauseInfo("more of the same", "", ""),
 }
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -130,6 +97,7 @@ class Kind:
 
 
 _ENTERED = "{entered_by} entered {call}{lines}[ and {later} later had not left it]\n{failure}\n{lasts}"
+_ENTERED_ONCE = _ENTERED.replace("{lasts}", "[closed?{lasts}|inside?{lasts}|last?|{lasts}]")
 _INSIDE = "{entered_by} entered {call}{lines}\n{failure}"
 _BETWEEN = "look at what {ranks} {does} between {its} last call and [{at}|{call}]"
 _SAME_GROUPS = "make the same groups, with the same members, in the same order on every rank"
@@ -155,7 +123,7 @@ KINDS = {
     "never_entered": Kind("missing_rank", 0.9,
         "{who} never {entered}[ ({at})]; {waiting}"
         "[; it has left the program ({closed})|; it is inside {inside}|; its last call was {last}]",
-        _ENTERED, "{where_now}\n{unrecorded}", f"[in_new_group?{_SAME_GROUPS}|{_BETWEEN}]"),
+        _ENTERED_ONCE, "{where_now}\n{unrecorded}", f"[in_new_group?{_SAME_GROUPS}|{_BETWEEN}]"),
     "not_started": Kind("not_started", 0.85,
         "{who} never came to {its} first collective; {waiting} in {call}",
         _ENTERED, "{where_now}", _BETWEEN),
@@ -226,11 +194,11 @@ KINDS = {
         "{waits} in {call}; {who} [many?are not seen there, but their dumps are|is not seen there, but its dump is] damaged, too old, "
         "or without the calls of this group", _INSIDE),
     "some_left": Kind("none_finished", 0.55,
-        "{call} ended on {passed} but not on {who}, {wait} later: look at the network or device of the latter", _INSIDE),
+        "{call} finished on {passed} but not on {who}, {wait} later: look at the network or device of the latter", _INSIDE),
     "maybe_older": Kind("none_finished", 0.35,
-        "{call} ended on {passed} but not on {who}: it hangs there, or that dump is a moment older", _INSIDE, _SECOND),
+        "{call} finished on {passed} but not on {who}: it hangs there, or that dump is a moment older", _INSIDE, _SECOND),
     "other_root": Kind("root_mismatch", 0.5,
-        "{call} ended on {passed} and hangs on {entered_by}: {who} probably named another root", _INSIDE),
+        "{call} finished on {passed} and hangs on {entered_by}: {who} probably named another root", _INSIDE),
     "none_finished": Kind("none_finished", 0.7,
         "[message?both ends of {call} by {waiters} are posted, and it has not finished[ for {wait}]"
         "|{those} entered {call} and none finished it[ for {wait}]: network or device"
@@ -279,7 +247,7 @@ KINDS = {
     "other_operation": Kind("type_mismatch", 0.9,
         "{who} called {mine} {part}#{seq} of group {label}[ at {at}], where {those} called {theirs}"
         "[; it had made {made} calls at {elsewhere}, where they make call {rounds}: it skipped {missed} there (a backward, say), "
-        "or left its loop early]", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
+        "or left its loop early|new?; no rank has made this call before]", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
     "other_arguments": Kind("size_mismatch", 0.9,
         "{who} called {op} {part}#{seq} of group {label}[ at {at}] with {mine}, where {those} had {theirs}",
         "{sides}", "{dumps}", _OTHER_ARGUMENTS),
@@ -303,7 +271,8 @@ KINDS = {
         "{said}\n[the environment of rank {changed} said {before} when it started]", "", "give every rank the same {variables}"),
     "never_called": Kind("missing_rank", 0.9,
         "{who} [failed?left {function} with an error and did not call it again|never called {function}]; {inside}"
-        "[; the last call of {late} was {last}][" + _THERE + "]",
+        "[; the last call of {late} was {last}]"
+        "[; world_size is {expected}[ ({line})], and there are files of {started} processes][" + _THERE + "]",
         "{waiters} entered {function} and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
         "[look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "never_came_to_init": Kind("not_started", 0.85,
@@ -337,7 +306,7 @@ KINDS = {
         "{ranks} is not seen in {call}, in which {entered_by} stand; NCCL marks coalesced calls completed too early: either it never "
         "entered, or its dump is older than the others", "", _SECOND),
     # ---- consequences and warnings
-    "follows": Kind("", 0.0, "{waits} in {call}[ for {lacks}]"),
+    "follows": Kind("", 0.0, "{waits} in [{op} of {number} {kind} groups|{call}][ for {lacks}]"),
     "folded": Kind("folded", 0.0, "{number} more blocked calls follow from the above"),
     "damaged_file": Kind("damaged_file", 0.0,
         "the file of {ranks} is damaged: what could be read was used, and its end is not held against it"),
@@ -398,6 +367,7 @@ PHRASES = {
         "[; {absent} left no file and might turn the majority]",
     "changed_itself": "at the same line it did what the others did until then",
     "left_round": "in all its rounds before it made another call at this point, the others did not",
+    "other_groups": "{number} ranks of other groups agree with the other side at the same line",
     "gloo_aborts": "gloo aborts the rank that gets more than it expects, and a rank is gone",
     "steps": "step marks: rank {rank} entered #{seq} in step {mine}, rank {other} in step {theirs}; in step {step} rank {rank} made {made} of "
         "the group, rank {other} {other_made}",
@@ -408,7 +378,7 @@ PHRASES = {
     "made_too": "in [all?all ]rounds before, rank {rank} made the call too, and then the one that it went on to",
     "made_more": "in [all?all ]rounds before, rank {rank} made {count} more before the one it is in now",
     "one_line": "in all rounds before, rank {rank} made here {count} of one line and then the one it is in",
-    "left_loop": "rank {rank} made one call fewer of those that the others repeat, and is in one that it made before them",
+    "left_loop": "the others repeat the call, and rank {rank} has stopped: it is in one that [returned?comes behind that loop|it made before them]",
     "all_pairs": "it takes part in [one?the one pair|all {number} pairs] that disagree, and no other rank does",
     "covering": "together these ranks take part in all pairs that disagree",
     "other_totals": "{number} of {total} ranks give and take the same totals, it does not",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from allranks.diagnose.alignment import Difference
+from allranks.diagnose.alignment import CallDifference
 from allranks.diagnose.cells import Exchange, Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import GroupView
@@ -37,7 +37,7 @@ class _Story:
 
     context: Context
     group: GroupView
-    difference: Difference
+    difference: CallDifference
     mismatch: Mismatch | None = None
     blocked: Blocked | None = None
 
@@ -124,7 +124,7 @@ class _Story:
 
 
 def left_program(
-    context: Context, group: GroupView, difference: Difference, blocked: Blocked | None = None
+    context: Context, group: GroupView, difference: CallDifference, blocked: Blocked | None = None
 ) -> Finding:
     """The finding about one rank; `blocked` is the call in which others wait since."""
     return _Story(context, group, difference, None, blocked).finding()
@@ -169,7 +169,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
 
 
 def _facts(
-    context: Context, mismatch: Mismatch, culprit: Difference, rows: dict[int, int]
+    context: Context, mismatch: Mismatch, culprit: CallDifference, rows: dict[int, int]
 ) -> tuple[str, dict[str, object]]:
     """(kind, facts) of a call that does not fit."""
     first = culprit.ranks[0] if culprit.ranks else next(iter(rows))
@@ -186,7 +186,7 @@ def _facts(
     return "other_operation" if mismatch.cause == "type_mismatch" else "other_arguments", facts
 
 
-def _exchange_facts(exchange: Exchange, culprit: Difference) -> dict[str, object]:
+def _exchange_facts(exchange: Exchange, culprit: CallDifference) -> dict[str, object]:
     """The first pair that disagrees, from the side of the guilty rank."""
     involved = (pair for pair in exchange.pairs if {pair.giver, pair.taker} & set(culprit.ranks))
     pair, rest = next(involved, exchange.pairs[0]), len(exchange.pairs) - 1
@@ -209,7 +209,7 @@ def _elsewhere(context: Context, others: list[tuple[int, int]], at: str) -> str:
 
 
 def _rounds(
-    context: Context, group: GroupView, culprit: Difference, rows: dict[int, int], elsewhere: str
+    context: Context, group: GroupView, culprit: CallDifference, rows: dict[int, int], elsewhere: str
 ) -> dict[str, object]:
     """How often a single rank has made the call in which all others wait, where that is less often than they."""
     others = {rank: row for rank, row in rows.items() if rank not in culprit.ranks}
@@ -226,11 +226,16 @@ def _rounds(
     own, theirs = made(odd, rows[odd]), {made(rank, row + 1) for rank, row in others.items()}
     if own < MIN_ROUNDS or len(theirs) != 1 or own >= min(theirs):
         return {}
+    call = int(context.job.ranks[odd].stack[rows[odd]])
+    if not any(
+        bool((view.stack == call)[: rows.get(rank)].any()) for rank, view in context.job.ranks.items()
+    ):
+        return {"new": True}  # it need not have skipped anything: nobody has made this call before
     missed = count(min(theirs) - own, "call")
     return {"made": own, "elsewhere": elsewhere, "rounds": min(theirs), "missed": missed}
 
 
-def _evidence(mismatch: Mismatch, culprit: Difference, at: str, elsewhere: str) -> str:
+def _evidence(mismatch: Mismatch, culprit: CallDifference, at: str, elsewhere: str) -> str:
     """What each side passed, and who is the odd one by which evidence; one line each."""
     found = [f"{ranks_text(ranks)}: {text}" for text, ranks in mismatch.classes[:6]] + [culprit.reason]
     found += [say("called_from", at=at, elsewhere=elsewhere)] if elsewhere else []

@@ -9,7 +9,7 @@ import numpy as np
 
 from allranks.diagnose.alignment import (
     ASKED_RANKS,
-    Difference,
+    CallDifference,
     broken_habit,
     find_difference,
     find_move,
@@ -20,6 +20,7 @@ from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.job import GroupView, Job
 from allranks.diagnose.kinds import say
 from allranks.diagnose.phrasing import count as count_of
+from allranks.diagnose.phrasing import user_frame
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class _Case:
     group: GroupView
     mismatch: Mismatch
     odd: tuple[int, ...] | None
-    difference: Difference | None
+    difference: CallDifference | None
 
-    def changed(self, ranks: tuple[int, ...], sure: float, reason: str) -> Difference:
-        return Difference(ranks, "changed", sure, reason, seq=self.mismatch.seq)
+    def changed(self, ranks: tuple[int, ...], sure: float, reason: str) -> CallDifference:
+        return CallDifference(ranks, "changed", sure, reason, seq=self.mismatch.seq)
 
 
-def judge(job: Job, mismatch: Mismatch) -> Difference:
+def judge(job: Job, mismatch: Mismatch) -> CallDifference:
     """Names the odd ranks of a mismatch. Ties are broken by shift, own history, other groups, and who was aborted."""
     group, exchange = job.groups[mismatch.group], mismatch.exchange
     odd = (
@@ -56,7 +57,7 @@ def judge(job: Job, mismatch: Mismatch) -> Difference:
 
 def _difference(
     job: Job, group: GroupView, mismatch: Mismatch, odd: tuple[int, ...] | None
-) -> Difference | None:
+) -> CallDifference | None:
     """Where the odd rank left the program of the majority; of two that differ, where the one that left its own round did."""
     if odd is not None:
         reference = mismatch.classes[0][1][0]
@@ -68,10 +69,16 @@ def _difference(
     return odd_one(job, group, mismatch.classes[0][1][0], mismatch.classes[1][1][0], mismatch.seq)
 
 
-def _diverged(case: _Case) -> Difference | None:
+def _diverged(case: _Case) -> CallDifference | None:
     """All ranks that left the program of the others at one call and in the same way."""
     found, mismatch, group = case.difference, case.mismatch, case.group
-    if found is None or (found.either and mismatch.cause == "type_mismatch"):
+    if found is None:
+        return None
+    if found.kind == "extra" and _is_within(case, found):
+        found = replace(found, either=False, confidence=max(0.85, found.confidence))
+    if found.kind == "extra" and _has_returned(case, found.rank, found.reference, found.seq):
+        return None
+    if found.either and mismatch.cause == "type_mismatch":
         return None
     if found.kind == "extra":
         # A call at this line that the rank has made before in another group is not one more: it went astray.
@@ -90,7 +97,50 @@ def _diverged(case: _Case) -> Difference | None:
     return replace(found, ranks=(found.rank, *same[1:]))
 
 
-def _moved(case: _Case) -> Difference | None:
+def _is_within(case: _Case, found: CallDifference) -> bool:
+    """Whether the rank made its call inside the very statement in which the others are, a recomputation in backward, say: then
+    it has not left their loop."""
+    mine, theirs = (
+        case.job.frames(rank, case.group.lanes[rank].row(found.seq)) for rank in (found.rank, found.reference)
+    )
+    outer, own = user_frame(theirs), user_frame(mine)
+    return outer is not None and own != outer and outer in mine
+
+
+def _returned(case: _Case) -> CallDifference | None:
+    """Ranks that left a loop which the others are in, as their lines show."""
+    classes, seq = case.mismatch.classes, case.mismatch.seq
+    if case.mismatch.part or case.mismatch.exchange is not None or (case.odd is None and len(classes) != 2):
+        return None
+    sides = [(case.odd, classes[0][1])] if case.odd else [(c[1], d[1]) for c, d in (classes, classes[::-1])]
+    for ranks, others in sides:
+        if _has_returned(case, ranks[0], others[0], seq):
+            same = tuple(rank for rank in ranks[:ASKED_RANKS] if _has_returned(case, rank, others[0], seq))
+            reason = say("left_loop", rank=ranks[0], returned=True)
+            return CallDifference(same, "skipped", 0.85 if case.odd else 0.7, reason, others[0], seq)
+    return None
+
+
+def _has_returned(case: _Case, rank: int, reference: int, seq: int) -> bool:
+    """Whether the reference repeats a call inside a function, of a generation, say, that this rank has made too and then
+    returned from: it made fewer rounds of that loop."""
+    lanes, job = case.group.lanes, case.job
+    rows = {each: lanes[each].row(seq) for each in (rank, reference)}
+    before = [lanes[each].row(seq - 1) for each in rows]
+    if min(*rows.values(), *before) < 0:
+        return False
+    theirs = int(job.ranks[reference].stack[rows[reference]])
+    if any(int(job.ranks[each].stack[row]) != theirs for each, row in zip(rows, before, strict=True)):
+        return False  # it was not in that loop
+    mine, inner = (job.frames(each, row) for each, row in rows.items())
+    own, loop = user_frame(mine), user_frame(inner)
+    if own is None or loop is None or (own.file, own.name) == (loop.file, loop.name):
+        return False
+    called_from = [f for f in inner if (f.file, f.name) == (own.file, own.name) and f != own]
+    return bool(called_from) and called_from[0].line < own.line
+
+
+def _moved(case: _Case) -> CallDifference | None:
     """A rank whose calls fit those of the others when moved. Inside a batch the group's numbers say nothing of that, and
     splits differ between ranks as they may."""
     classes, seq = case.mismatch.classes, case.mismatch.seq
@@ -112,7 +162,7 @@ def _moved(case: _Case) -> Difference | None:
     return replace(found, ranks=(found.rank, *(rank for rank in ranks if rank != found.rank)))
 
 
-def _exchanged(case: _Case) -> Difference | None:
+def _exchanged(case: _Case) -> CallDifference | None:
     """The ranks whose splits disagree; the one that changed its own, where nothing else tells."""
     exchange = case.mismatch.exchange
     if exchange is None:
@@ -123,7 +173,7 @@ def _exchanged(case: _Case) -> Difference | None:
     return case.changed(exchange.suspects, exchange.confidence, exchange.reason)
 
 
-def _outvoted(case: _Case) -> Difference | None:
+def _outvoted(case: _Case) -> CallDifference | None:
     if case.odd is None:
         return None
     total = sum(len(ranks) for _, ranks in case.mismatch.classes)
@@ -137,7 +187,7 @@ def _outvoted(case: _Case) -> Difference | None:
     return case.changed(case.odd, 0.55 if turned else 0.95 if agree > 2 else 0.9, reason)
 
 
-def _own_history(case: _Case) -> Difference | None:
+def _own_history(case: _Case) -> CallDifference | None:
     """A rank that did something else at this line before is the odd one, if the others stayed the same."""
     changed: list[tuple[int, ...]] = []
     steady = 0
@@ -159,7 +209,7 @@ def _changed_itself(case: _Case, rank: int) -> bool | None:
     return bool(view.sig[same_line[-1]] != view.sig[row]) if len(same_line) else None
 
 
-def _left_round(case: _Case) -> Difference | None:
+def _left_round(case: _Case) -> CallDifference | None:
     """A rank that, at this point of its earlier rounds, always made another call, perhaps in another group."""
     classes, seq, job, lanes = case.mismatch.classes, case.mismatch.seq, case.job, case.group.lanes
     first = {ranks[0]: ranks for _, ranks in classes}
@@ -182,7 +232,28 @@ def _left_round(case: _Case) -> Difference | None:
     return replace(known, ranks=first[rank]) if known is not None else found
 
 
-def _aborted(case: _Case) -> Difference | None:
+def _other_groups(case: _Case) -> CallDifference | None:
+    """What ranks outside the group did at the same line decides between the classes."""
+    job, group, mismatch = case.job, case.group, case.mismatch
+    outside = [rank for rank in job.ranks if rank not in group.lanes][:ASKED_RANKS]
+    votes = [0] * len(mismatch.classes)
+    for index, (_, ranks) in enumerate(mismatch.classes):
+        view, row = job.ranks[ranks[0]], group.lanes[ranks[0]].row(mismatch.seq)
+        if view.stack[row] == 0:
+            return None
+        for rank in outside:
+            other = job.ranks[rank]
+            at = np.flatnonzero(other.stack == view.stack[row])
+            votes[index] += bool(len(at) and other.sig[at[-1]] == view.sig[row])
+    best = max(votes)
+    if best == 0 or votes.count(best) > 1:
+        return None
+    others = [ranks for vote, (_, ranks) in zip(votes, mismatch.classes, strict=True) if vote != best]
+    guilty = tuple(sorted(rank for ranks in others for rank in ranks))
+    return case.changed(guilty, 0.8, say("other_groups", number=best))
+
+
+def _aborted(case: _Case) -> CallDifference | None:
     """gloo aborts the rank whose buffer is too small, so a member without a dump speaks for the smaller size."""
     job, group, mismatch = case.job, case.group, case.mismatch
     absent = [rank for rank in group.members if rank not in group.lanes]
@@ -195,4 +266,14 @@ def _aborted(case: _Case) -> Difference | None:
     return case.changed(mismatch.classes[sizes.index(max(sizes))][1], 0.7, say("gloo_aborts"))
 
 
-_RULES = (_diverged, _moved, _exchanged, _outvoted, _own_history, _left_round, _aborted)
+_RULES = (
+    _diverged,
+    _returned,
+    _moved,
+    _exchanged,
+    _outvoted,
+    _own_history,
+    _left_round,
+    _other_groups,
+    _aborted,
+)

@@ -208,7 +208,15 @@ def _never_called(
     called = [context.job.ranks[rank].trace.header.rendezvous.world_size for rank in late]
     failed = function == "init_process_group" and called and all(called)
     last = context.last_call(late[0]) if len(late) == 1 else ""
-    facts = {"failed": failed, "inside": _waiting(waiting) + times, "late": ranks_text(late), "last": last}
+    facts: dict[str, object] = {
+        "failed": failed,
+        "inside": _waiting(waiting) + times,
+        "late": ranks_text(late),
+        "last": last,
+    }
+    if not late and function == "init_process_group":
+        met = context.job.ranks[waiting[0]].trace.header.rendezvous
+        facts |= {"expected": met.world_size or "", "line": met.line, "started": len(context.job.ranks)}
     sure = 0.9 if late else 0.7
     found = _finding(context, "never_called", absent, waiting, function, sure, alive=bool(late), **facts)
     return found if found.where or not last else replace(found, where=_line(context, late[0]))

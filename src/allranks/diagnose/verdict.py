@@ -6,6 +6,7 @@ an eye.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,19 +15,13 @@ from allranks.diagnose.absent import explain_ranks, unread_ranks
 from allranks.diagnose.align import align, forget_past_quorums
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
-from allranks.diagnose.false_completions import (
-    Doubt,
-    find_doubts,
-    finish_known,
-    reopen,
-    reopen_unseen,
-)
+from allranks.diagnose.false_completions import Doubt, find_doubts, finish_known, reopen, reopen_unseen
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView
 from allranks.diagnose.kinds import say
 from allranks.diagnose.match import find_mismatches
 from allranks.diagnose.p2p import match_p2p
-from allranks.diagnose.phrasing import count, ranks_text
+from allranks.diagnose.phrasing import count, ranks_text, ranks_wait
 from allranks.diagnose.waits import Blocked, find_blocked, is_hung, is_paused, usual_pause
 from allranks.diagnose.weak_findings import find_warnings
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
@@ -266,9 +261,12 @@ def _mismatched(context: Context, mismatches: list[Mismatch], weights: dict[int,
         return []
     from allranks.diagnose.mismatches import explain_mismatch, explain_p2p
 
-    stuck = 1 if any(_misfits(context, b) for b in context.blocked) else -1
     found: list[Weighed] = [(weights[m.group], 1, explain_mismatch(context, m)) for m in mismatches]
-    return found + [(stuck, 1, explain_p2p(context, p2p)) for p2p in context.p2p_mismatches]
+    for p2p in context.p2p_mismatches:  # it comes before what follows from it: ranks that wait for either end
+        weight = context.graph.weight((p2p.source, p2p.target)) if context.blocked else -1
+        finding = explain_p2p(context, p2p)
+        found.append((weight, int(len(finding.ranks) == 1), finding))
+    return found
 
 
 def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
@@ -373,21 +371,37 @@ def _unsafe(context: Context, note: FileNote) -> Finding:
 
 
 def _consequences(context: Context, roots: list[Finding]) -> list[Finding]:
-    """Blocked calls that are not themselves a root: each in one sentence, longest wait first."""
+    """Blocked calls that are not themselves a root, in the order of ranks; the calls of one kind of group in one sentence."""
     told = {(root.group, root.sequence) for root in roots}
-    found = []
-    for blocked in sorted(context.blocked, key=context.age):
-        group = context.group(blocked)
-        sequence = blocked.seq if blocked.seq >= 0 else None
-        lacks = blocked.missing + blocked.absent
+    kinds: dict[tuple[object, ...], list[Blocked]] = {}
+    for blocked in context.blocked if roots else ():
+        group, sequence = context.group(blocked), blocked.seq if blocked.seq >= 0 else None
+        lacks = bool(blocked.missing or blocked.absent)
         # Sends and receives have no number to be told by.
         chained = sequence is None and not lacks and bool(context.graph.edges[-1 - blocked.index])
-        if not roots or ((group.label, sequence) in told and not chained):
+        if (group.label, sequence) in told and not chained:
             continue
-        cause, lacking = ("missing_rank", ranks_text(lacks)) if lacks else ("none_finished", "")
-        finding = context.root("follows", lacks, blocked, 0.0, cause, lacks=lacking)
-        found.append(replace(finding, severity="consequence", waiting=blocked.waiters, waited_s=None))
-    return found
+        kind = re.sub(r"[\[\d].*", "", group.label).rstrip("_-")
+        op = context.job.op(*min(blocked.rows.items()))
+        several = sequence is not None and kind not in ("", group.label)
+        kinds.setdefault((kind, op, lacks) if several else (blocked.index,), []).append(blocked)
+    found = [_follows(context, calls, str(kind[0])) for kind, calls in kinds.items()]
+    return sorted(found, key=lambda finding: (finding.waiting, finding.sentence))
+
+
+def _follows(context: Context, calls: list[Blocked], kind: str) -> Finding:
+    """What follows from a root, in one sentence."""
+    first = min(calls, key=context.age)
+    lacks = tuple(sorted({rank for call in calls for rank in call.missing + call.absent}))
+    waiters = tuple(sorted({rank for call in calls for rank in call.rows}))
+    facts = {"lacks": ranks_text(lacks) if lacks else "", "waits": ranks_wait(waiters)}
+    if len(calls) > 1:
+        op = context.job.op(*min(first.rows.items()))
+        facts |= {"op": op, "number": str(len({call.group for call in calls})), "kind": kind}
+    cause = "missing_rank" if lacks else "none_finished"
+    found = context.root("follows", lacks, first, 0.0, cause, **facts)
+    found = replace(found, severity="consequence", waiting=waiters, waited_s=None)
+    return replace(found, group="", sequence=None) if len(calls) > 1 else found
 
 
 def _summarise(group: GroupView) -> GroupSummary:

@@ -145,7 +145,8 @@ def _broke_off(found: Finding, told: Finding, left: tuple[int, ...]) -> bool:
 def _is_own_mistake(found: Finding, told: Finding) -> bool:
     """Whether a rank that ended without a word of its own had made a call that does not match: that was its end."""
     ended = told.cause == "rank_died" and not told.where
-    mistake = found.cause in PROGRAM_FAULT and found.ranks == told.ranks and found.confidence >= TRUSTED
+    differs = found.cause in PROGRAM_FAULT or found.met_another
+    mistake = differs and found.ranks == told.ranks and found.confidence >= TRUSTED
     return ended and mistake
 
 

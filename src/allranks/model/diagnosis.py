@@ -31,6 +31,7 @@ class Finding:
     advice: tuple[str, ...] = ()  # what to do, exact commands
     #: what each of `stacks` is: "live", "last finished call", …; () all unknown
     stack_labels: tuple[str, ...] = ()
+    wrong_if: str = ""  # what would prove it wrong
     met_another: bool = False  # the others' call met another call of the guilty ranks, which does not fit
 
 

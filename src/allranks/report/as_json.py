@@ -64,6 +64,7 @@ def verdict(finding: Finding) -> Json:
     body["evidence"] = list(finding.evidence)
     body["missing_evidence"] = list(finding.missing_evidence)
     body["advice"] = list(finding.advice)
+    body["wrong_if"] = finding.wrong_if
     body["stacks"] = [
         {
             "ranks": list(ranks),

@@ -42,6 +42,9 @@ def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator
         yield from _others(paint, diagnosis)
         yield from _list(paint, "missing evidence", verdict.missing_evidence)
         yield from _list(paint, "what to do", verdict.advice)
+        yield from _list(
+            paint, "wrong if", (verdict.wrong_if,) if options.verbose and verdict.wrong_if else ()
+        )
     warnings = [f.sentence for f in diagnosis.findings if f.severity == "warning" and f not in unsafe]
     yield from _list(paint, "also", [text for text in warnings if text != headline_text(diagnosis)])
     yield from _files(paint, diagnosis, options)

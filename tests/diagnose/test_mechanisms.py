@@ -1,0 +1,136 @@
+"""Hangs by mechanism: calls inside another statement, loops of different length, messages that differ, and who still waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.diagnose.kinds import CAUSES, KINDS, PHRASES, fill
+from allranks.model.diagnosis import Diagnosis
+from allranks.model.trace import Frame, Progress, RankTrace, State
+
+from .histories import STUCK, Do, Layout, Program, expect, run, with_change
+
+TORCH = Frame("all_reduce", "/opt/lib/torch/distributed/c10d.py", 1)
+
+
+def _with_frames(traces: list[RankTrace], frames: dict[int, tuple[Frame, ...]]) -> list[RankTrace]:
+    """The traces with longer stacks, by the line of the user's frame."""
+    return [
+        replace(t, stacks=tuple((TORCH, *frames.get(stack[-1].line, stack[1:])) if stack else () for stack in t.stacks))
+        for t in traces
+    ]  # fmt: skip
+
+
+def _boxes(traces: list[RankTrace]) -> tuple[list[RankTrace], DiagnoseOptions]:
+    """The traces as live black boxes, read 20 s after the last call."""
+    last = max(int(t.calls["created_ns"].max()) for t in traces if len(t.calls))
+    return [replace(t, kind="black box 2") for t in traces], DiagnoseOptions(now_ns=last + 20 * 10**9)
+
+
+def test_a_call_inside_the_statement_of_the_others_is_one_more_and_nothing_was_skipped() -> None:
+    """Activation checkpointing: rank 1 makes a call while it recomputes, inside the same backward in which the others are."""
+    forward, backward = Do("all_gather", line=20, out=24), Do("all_reduce", size=64, line=40)
+    programs: dict[int, Program] = {rank: [forward, backward] * 6 for rank in range(3)}
+    programs = with_change(programs, 1, 11, Do("all_reduce", size=1, line=77), backward)
+    recomputed = (Frame("forward", "/home/me/model.py", 77), Frame("step", "/home/me/train.py", 40))
+    traces = _with_frames(run({"world": (0, 1, 2)}, programs).traces(), {77: recomputed})
+    verdict = expect(diagnose(traces), "extra_collective", 1)
+    assert verdict.where == "model.py:77 in forward"
+    assert "skipped" not in verdict.sentence and "loop" not in verdict.sentence
+
+
+@pytest.mark.parametrize("short", [1, 2])
+def test_loops_of_different_length_are_named_by_the_line_of_the_loop(short: int) -> None:
+    """One rank generates fewer tokens and goes on to the update, where it meets the others' next token."""
+    token, update = Do("all_reduce", size=8, line=20), Do("reduce_scatter", size=64, line=44, out=16)
+    rounds = [[*[token] * length, update] for length in (5, 7, 4, 6, 8)]
+    programs: dict[int, Program] = {rank: [do for each in rounds for do in each] for rank in range(4)}
+    early = [do for each in rounds[:-1] for do in each] + [*[token] * (8 - short), update]
+    generate = (Frame("generate", "/home/me/rollout.py", 20), Frame("step", "/home/me/train.py", 40))
+    traces = run({"world": (0, 1, 2, 3)}, programs | {2: early}).traces()
+    verdict = expect(diagnose(_with_frames(traces, {20: generate})), "missing_rank", 2)
+    assert verdict.where == "rollout.py:20 in generate"
+
+
+def test_a_message_that_does_not_fit_comes_before_what_follows_from_it() -> None:
+    """Evaluation against training in a pipeline: stage 1 expects another size; stages 2 and 3 wait for it."""
+    sizes = {0: 8, 1: 8, 2: 8}
+    programs: dict[int, Program] = {rank: [] for rank in range(4)}
+    for step in range(6):
+        for stage in range(3):
+            sent = sizes[stage] if (step, stage) != (5, 0) else 2
+            programs[stage].append(Do("send", size=sent, peer=stage + 1, line=30))
+            programs[stage + 1].append(Do("recv", size=sizes[stage], peer=stage, line=31))
+    result = diagnose(run({"world": (0, 1, 2, 3)}, programs).traces())
+    verdict = expect(result, "p2p_mismatch", 0)
+    assert "does not fit" in verdict.sentence and verdict.where == "train.py:30 in step"
+
+
+def _lacking_two(state: State, closed: str = "") -> Diagnosis:
+    """Rank 2 never enters a call of three; the call of rank 0 has the given state, and its program may have ended."""
+    work = [Do("all_reduce", size=8, line=10)] * 12
+    boxes, options = _boxes(run({"world": (0, 1, 2)}, {0: work, 1: work, 2: [*work[:9], STUCK]}).traces())
+    calls = boxes[0].calls.copy()
+    calls["state"][-1] = state
+    boxes[0] = replace(boxes[0], calls=calls, progress=Progress(closed=closed))
+    return diagnose(boxes, options=options)
+
+
+def test_a_rank_whose_call_failed_and_one_that_has_finished_do_not_wait() -> None:
+    """Two ranks wait; of two whose one call failed, one; a program that has ended waits for nobody."""
+    assert "; 2 ranks have waited " in expect(_lacking_two(State.SCHEDULED), "missing_rank", 2).sentence
+    failed = expect(_lacking_two(State.FAILED), "missing_rank", 2).sentence
+    assert "; 1 rank has waited " in failed and "the call failed on rank 0" in failed, failed
+    assert "; 1 rank has waited " in expect(_lacking_two(State.SCHEDULED, "exit"), "missing_rank", 2).sentence
+
+
+def test_what_follows_is_told_once_for_each_kind_of_group_in_the_order_of_ranks() -> None:
+    """Sixteen ranks, two kinds of groups: not one line for each group."""
+    layout = Layout(16, 4)
+    result = diagnose(
+        run(layout.members(), with_change(layout.programs(6), 5, 12, STUCK), backend="nccl").traces()
+    )
+    expect(result, "missing_rank", 5)
+    follows = [finding for finding in result.findings if finding.severity == "consequence"]
+    assert len(follows) <= 4, [finding.sentence for finding in follows]
+    assert any("dp groups" in finding.sentence for finding in follows), [f.sentence for f in follows]
+    assert [f.waiting for f in follows] == sorted(f.waiting for f in follows)
+
+
+def test_the_table_of_kinds_is_complete_and_says_what_would_prove_a_cause_wrong() -> None:
+    """Every template can be filled, with all facts known and with none; every kind belongs to a cause of the table."""
+
+    class All(dict[str, object]):
+        def __missing__(self, name: str) -> object:
+            return name
+
+    class Nothing(dict[str, object]):
+        def __missing__(self, name: str) -> object:
+            return ""
+
+    for kind in KINDS.values():
+        assert kind.cause in CAUSES or not kind.cause
+        for template in (kind.sentence, kind.evidence, kind.ask, kind.advice):
+            for facts in (All(), Nothing()):
+                assert "[" not in fill(template, facts) and "{" not in fill(template, facts), template
+    for phrase in PHRASES.values():
+        assert "[" not in fill(phrase, All()) and "[" not in fill(phrase, Nothing()), phrase
+    assert all(cause.title for cause in CAUSES.values())
+
+
+def test_a_group_that_counts_its_ranks_for_itself_is_not_one_of_the_first_ranks_of_the_job() -> None:
+    """Trainers 0 and 1, rollouts 2 and 3; the weights go from 0 to 2 and 3 in a group made by hand, whose ranks are 0, 1, 2."""
+    train, send = Do("all_reduce", "train", line=10), Do("broadcast", "weights", line=20, root=0)
+    programs: dict[int, Program] = {0: [*[train, send] * 3, send], 1: [train] * 3, 2: [send] * 4}
+    programs[3] = [*[send] * 3, STUCK]
+    groups = {"world": (0, 1, 2, 3), "train": (0, 1), "weights": (0, 2, 3)}
+    traces = run(groups, programs).traces()
+    by_hand = [
+        replace(t, groups=tuple(replace(g, ranks=(0, 1, 2)) if g.desc == "weights" else g for g in t.groups))
+        for t in traces
+    ]
+    verdict = expect(diagnose(by_hand), "missing_rank", 3)
+    assert (verdict.group, verdict.waiting) == ("weights", (0, 2))
