@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks.blackbox.layout import wakeup_address
 from allranks.model.parsing import without_secrets
+from allranks.model.stacks import is_user_file
 from allranks.record.dump import native_dumps, write_file
 
 if TYPE_CHECKING:
@@ -192,11 +193,8 @@ def user_line(at: TracebackType | FrameType | None) -> str:
 
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:
     place = ""
-    ours = f"{Path(__file__).parents[1]}{os.sep}"
     for file, line in lines:
-        if not file.startswith(ours) and not any(
-            part in file for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
-        ):
+        if is_user_file(file):
             place = f"{os.path.basename(file)}:{line}"
     return place
 
