@@ -394,7 +394,7 @@ forward_batch() if sys.argv[2] == "scheduler_TP1" else recv_requests()
 
 @pytest.mark.everything
 @pytest.mark.needs_root
-@pytest.mark.parametrize("slurm", [f"FirstJobId={os.getpid()}\n"], indirect=True)
+@pytest.mark.parametrize("slurm", [f"FirstJobId={os.getpid()}\n"], indirect=True, ids=["own numbers"])
 def test_the_workers_of_a_server_under_srun_are_found_and_all_nodes_are_asked(
     slurm: Path, tmp_path: Path
 ) -> None:

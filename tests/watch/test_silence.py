@@ -13,10 +13,10 @@ from allranks.watch.silence import (
     MANAGER_TIMEOUT_S,
     NoticeOptions,
     NoticeState,
-    cure,
-    excuse,
+    extend_deadline,
     left_behind,
     limit_s,
+    mark_resumed,
     not_retrying,
     notice,
     observe,
@@ -118,12 +118,12 @@ def test_each_excuse_adds_half_a_limit_until_progress_returns() -> None:
     """After "slow, not hung" the same silence is not reported again at once; progress resets it."""
     now, state = trained(step_s=0.1)
     stuck = [sample(r, 29) for r in range(3)]
-    state = excuse(observe(now + 11, state, stuck, OPTIONS), now + 11, OPTIONS)
+    state = extend_deadline(observe(now + 11, state, stuck, OPTIONS), now + 11, OPTIONS)
     assert limit_s(state, OPTIONS) == 15
     assert look(now + 14, state, stuck)[0] is False
     assert look(now + 16, state, stuck)[0] is True
     state = observe(now + 25, state, [sample(r, 30) for r in range(3)], OPTIONS)
-    assert state.excused == 0
+    assert state.extended == 0
 
 
 def test_a_restarted_rank_starts_a_new_history() -> None:
@@ -198,7 +198,7 @@ def test_a_rank_that_has_done_its_last_step_is_not_left_behind() -> None:
 def test_a_silence_that_an_action_ended_does_not_make_the_job_look_slow() -> None:
     """The survivors waited 12 s for the culprit; the next hang is noticed as soon as the first."""
     now, state = trained(step_s=0.1)
-    state = cure(state, now + 12)
+    state = mark_resumed(state, now + 12)
     state = observe(now + 12.1, state, [sample(r, 30) for r in range(3)], OPTIONS)
     assert limit_s(state, OPTIONS) == 10
     state = observe(now + 22.1, state, [sample(r, 31) for r in range(3)], OPTIONS)
@@ -263,7 +263,7 @@ def test_a_regroup_without_a_committed_step_is_no_progress() -> None:
 def test_both_looks_at_a_hang_come_before_the_managers_give_up() -> None:
     """The second one waits half a limit more, but not until what it should see is gone."""
     state = observe(0.0, NoticeState(), [sample(0, 0)], REPLICAS)
-    first, second, third = (limit_s(replace(state, excused=times), REPLICAS) for times in range(3))
+    first, second, third = (limit_s(replace(state, extended=times), REPLICAS) for times in range(3))
     assert first < second < MANAGER_TIMEOUT_S < third
 
 

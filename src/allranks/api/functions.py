@@ -64,13 +64,13 @@ class RecordedCalls:
 def _columns(trace: RankTrace) -> dict[str, np.ndarray]:
     import numpy as np
 
-    from allranks.pages import is_library
+    from allranks.model.stacks import is_user_file
     from allranks.report.text import state_name
 
     calls = trace.calls
     groups = np.array([g.desc if g.desc not in ("", "undefined") else g.name for g in trace.groups], object)
     places = [
-        next((f for f in stack if not is_library(f.file)), stack[0] if stack else None)
+        next((f for f in stack if is_user_file(f.file)), stack[0] if stack else None)
         for stack in trace.stacks
     ]
     where = np.array([f"{f.file}:{f.line}" if f else "" for f in places], object)

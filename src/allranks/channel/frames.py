@@ -242,7 +242,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def own_address(toward: str) -> str:
-    """The address of this host as seen by whoever is at HOST:PORT; nothing is sent."""
+    """The address of this host as seen from HOST:PORT; nothing is sent."""
     host, port = split_address(toward)
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

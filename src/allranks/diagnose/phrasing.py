@@ -10,6 +10,7 @@ from allranks.diagnose.job import Job
 from allranks.model.formatting import count as count
 from allranks.model.formatting import duration
 from allranks.model.formatting import ranks_text as ranks_text
+from allranks.model.stacks import is_user_file
 from allranks.model.trace import Frame
 
 #: Files of torch and of the machinery around a call; not a project of the user's in a folder called torch or accelerate.
@@ -39,7 +40,7 @@ def is_internal(frame: Frame) -> bool:
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
     """The innermost frame of the user's own code; of a library when there is none; None without a stack."""
     own = [frame for frame in frames if not is_internal(frame)]
-    outside = [f for f in own if "site-packages" not in f.file and "dist-packages" not in f.file]
+    outside = [frame for frame in own if is_user_file(frame.file.replace("\\", "/"))]
     best = outside or own or list(frames)
     return best[0] if best else None
 

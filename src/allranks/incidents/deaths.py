@@ -237,7 +237,7 @@ class DeathIncidents:
             self.pipeline.publisher.log(opened)  # what was logged at once was a consequence
         self.pipeline.publisher.publish(opened)
 
-    def take_echo(self, at: float) -> IncidentFolder | None:
+    def pop_secondary_incident(self, at: float) -> IncidentFolder | None:
         """The incident that was opened a moment before `at` for broken connections alone: now their cause is known."""
         echo, self._echo = self._echo, None
         return echo if echo is not None and at - echo.current.opened < ECHO_OF_S else None

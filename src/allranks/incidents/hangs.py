@@ -53,7 +53,7 @@ class Actor(Protocol):
 
 @dataclass
 class HangCase:
-    """A suspicion that is being examined, or a hang that was answered and goes on."""
+    """A suspicion that is being examined, or a hang that was answered and continues."""
 
     opened: IncidentFolder
     processes: frozenset[ProcessId]  # of the suspects: a new process is a new case
@@ -164,7 +164,7 @@ class HangInvestigator:
         if hung is None and suspicion.by_step:
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         elif hung is None:
-            self.history.excuse()
+            self.history.extend_deadline()
         elif hung is False:
             self.standstill = None
             self._close(case, reason)
@@ -172,7 +172,7 @@ class HangInvestigator:
         elif self._answer(case, found, reason, samples) and case.opened.current.acted:
             self.standstill = None
             # what the action ends takes its time: a new suspicion needs a whole further limit
-            self.history.excuse(times=4)
+            self.history.extend_deadline(times=4)
 
     def _follow(self, case: HangCase, gathering: Gathering) -> None:
         """Another node noticed the same before us: it explains and acts, and has our part."""
@@ -180,7 +180,7 @@ class HangInvestigator:
         if not case.looks:
             case.opened.discard()
             case.lead = gathering.lead
-        self.history.excuse()
+        self.history.extend_deadline()
 
     # the others continue
 
@@ -343,7 +343,7 @@ class HangInvestigator:
         of = self.options.replica_of
         ending = {of(rank) for rank in action.ranks}  # the ends of these processes need no incident
         self.pipeline.explained.add(s.pid for s in samples if self.options.whole_job or of(s.rank) in ending)
-        self.history.cure()
+        self.history.mark_resumed()
         self.policy = self.policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
         try:
             result, done = self.actor.act(action, opened.current), True

@@ -23,11 +23,10 @@ from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
 from allranks.model.files import write_atomically
 from allranks.model.parsing import from_json
-from allranks.model.stacks import RankState, StacksReport
+from allranks.model.stacks import RankState, StacksReport, is_user_file
 from allranks.model.trace import Frame
 from allranks.stacks import Stillness, classify, read_capture
 from allranks.stacks.causes import WAITS
-from allranks.stacks.views import is_user_file
 
 log = logging.getLogger("allranks.agent")
 

@@ -172,4 +172,4 @@ def _carefully(work: Callable[[], object]) -> None:
     try:
         work()
     except Exception:
-        log.exception("the watch failed once and continues")
+        log.exception("hang check failed; will retry")

@@ -43,7 +43,7 @@ class NodeLosses:
         if loss.told_by not in ("", self.us):
             log.error("%s (told by %s)", sentence, loss.told_by)
             return None
-        echo = self.deaths.take_echo(loss.at)
+        echo = self.deaths.pop_secondary_incident(loss.at)
         opened = echo or self.pipeline.open("death", sentence, samples, node=loss.node.node)
         gathering = self.pipeline.ask(opened, sentence, stacks=False)
         if self.pipeline.follows(gathering):

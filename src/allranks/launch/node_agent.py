@@ -171,7 +171,7 @@ class NodeAgent:
             done = f"{name} was evicted and is started again"
         else:
             done = f"{name} was evicted; the agent of its node starts it again"
-        return done + ("" if told else " (the lighthouse could not be told)")
+        return done + ("" if told else " (lighthouse not notified)")
 
     def _replace(self, replica: int, reason: str) -> None:
         assert self.supervisor is not None
@@ -361,6 +361,10 @@ class NodeAgent:
             return
         self._told[incident.id] = news
         keep_newest(self._told)
+        # soon: a lighthouse that does not answer must not hold up the watch
+        self._calls.put(lambda: self._report_incident(incident, outcome), incident.id)
+
+    def _report_incident(self, incident: Incident, outcome: str) -> None:
         told = PublishedIncident(
             incident=incident.id,
             sentence=headline(incident),
@@ -387,5 +391,5 @@ class NodeAgent:
             question(self.client)  # type: ignore[operator]
             return True
         except (AllranksError, OSError) as error:
-            log.warning("the lighthouse was not told: %s", error)
+            log.warning("lighthouse not notified: %s", error)
             return False

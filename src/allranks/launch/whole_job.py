@@ -1,7 +1,7 @@
 """Whole-job mode: torchrun's own command line and elastic agent, with our defaults and our rank entry.
 
 Runs in the agent; the only part of it that imports torch. A failure anywhere restarts all ranks (that is
-torchrun's way); what we add is recording, restarts that work, prefixed logs and errors that name the cure.
+torchrun's way); what we add is recording, restarts that work, prefixed logs and errors that name the fix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("allranks.agent")
 
 # torch 2.13 keeps one TCPStore over all rounds while workers no longer prefix their keys by attempt:
 # restarts are flaky (6 of 17 clean) and scale-up always fails. Without sharing: 11 of 11 and 4 of 4.
-_CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_FIXES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 # torchrun waits 30 s for late nodes and 15 s for dead ones; both are measured in idle GPUs. With fewer than 5 s for
 # dead ones, nodes of a heavily loaded machine were taken for dead.
@@ -64,7 +64,7 @@ class Launch:
 def launch(job: Launch) -> int:
     """Runs the job under torchrun's agent to its end and returns the exit code."""
     require("torch", feature="allranks run", extra="torch")
-    os.environ.update({**_CURE, **job.environment, "ALLRANKS_AGENT_PID": str(os.getpid())})
+    os.environ.update({**_FIXES, **job.environment, "ALLRANKS_AGENT_PID": str(os.getpid())})
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed import run as torchrun
@@ -104,7 +104,7 @@ def sensible_restarts(
     why_not_again: Callable[[dict[int, int]], str],
     before_reaping: Callable[[list[int]], object] = lambda pids: None,
 ) -> Iterator[None]:
-    """While it is open, a failure that no restart cures uses up the restarts that are left."""
+    """While it is open, a failure that no restart fixes uses up the restarts that are left."""
 
     def judging(ordinary: Monitoring) -> Monitoring:
         def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
@@ -225,13 +225,13 @@ def _own_address(given: str | None, alone: bool) -> str | None:
             hint="Add the line `127.0.0.1 localhost` to /etc/hosts.",
         )
     instead = "localhost" if alone else outward_address()
-    cure = "add the name to /etc/hosts, or pass --local-addr"
-    log.warning("the host name %s does not resolve: ranks use %s instead (%s)", name, instead, cure)
+    fix = "add the name to /etc/hosts, or pass --local-addr"
+    log.warning("the host name %s does not resolve: ranks use %s instead (%s)", name, instead, fix)
     return instead
 
 
 def explain(error: Exception, *, endpoint: str, run_id: str) -> LaunchError:
-    """A launch failure in words, with the cure."""
+    """A launch failure in words, with the fix."""
     name, text = type(error).__name__, str(error)
     endpoint = ",".join(one.rpartition("@")[2] for one in endpoint.split(","))  # user:password@ is not shown
     cause = f"{text} {error.__cause__ or ''}".lower()

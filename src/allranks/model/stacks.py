@@ -6,7 +6,10 @@ Pure data. `stacks` fills a `Capture` from live processes or from files and turn
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 #: What one rank can be stuck on. The names are public (docs/contracts.md).
@@ -178,3 +181,38 @@ class StacksReport:
         if self.hung is None:
             return "unclear"
         return "fault" if self.hung else "ok"
+
+
+INSTALLED = ("/site-packages/", "/dist-packages/")
+_LIBRARY_PARTS = (
+    *(*INSTALLED, "/lib/python3", "/lib64/python3", "<frozen", "/_pytest/", "/src/allranks/"),
+    # of a torch that was built from source
+    *(f"/torch/{part}" for part in ("nn/", "distributed/", "autograd/", "utils/", "optim/", "_")),
+)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# They stand in for a user's script: in a drill or the demo their lines are what a user would want to read.
+_STAND_INS = ("/allranks/drill/demo_train.py", "/allranks/drill/self_faults.py")
+# In py-spy's text only the tail of a path is left: these first words are libraries too.
+PACKAGES_TEXT = (
+    "torch torchvision torchaudio numpy zmq uvloop transformers accelerate datasets deepspeed "
+    "megatron vllm sglang ray lightning pytorch_lightning triton requests urllib3 httpx httpcore "
+    "aiohttp anyio boto3 botocore s3transfer fsspec s3fs grpc filelock huggingface_hub "
+    "safetensors tqdm wandb redis psutil pandas pyarrow scipy PIL cv2 debugpy pydevd ipdb IPython "
+    "tornado uvicorn starlette fastapi gevent trio allranks pydantic torchdata webdataset"
+)
+PACKAGES = frozenset(PACKAGES_TEXT.split())
+
+
+@lru_cache(maxsize=100_000)
+def is_user_file(file: str) -> bool:
+    """Whether a Python file is the user's own and not of the interpreter or an installed package."""
+    if file.endswith(_STAND_INS):
+        return True
+    if not file or file.startswith(_OURS) or any(part in file for part in _LIBRARY_PARTS):
+        return False
+    if file.startswith("/"):
+        return True
+    first = file.split("/")[0]
+    if "/" in file:
+        return first not in PACKAGES and first not in sys.stdlib_module_names
+    return first.removesuffix(".py") not in sys.stdlib_module_names

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from allranks.model.formatting import duration, rank_list
 from allranks.model.parsing import without_secrets
+from allranks.model.stacks import is_user_file
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -211,7 +212,7 @@ def stack_card(ranks: tuple[int, ...], lines: tuple[FrameLine, ...], label: str,
 
 def frame_lines(frames: Iterable[tuple[str, str, int]]) -> tuple[FrameLine, ...]:
     """(name, file, line) of each frame, innermost first; in long stacks frames of libraries are left out."""
-    lines = [FrameLine(name, file, line, is_library(file)) for name, file, line in frames]
+    lines = [FrameLine(name, file, line, not is_user_file(file)) for name, file, line in frames]
     room = MAX_FRAMES - sum(not frame.library for frame in lines)
     kept = []
     for frame in lines:
@@ -219,23 +220,6 @@ def frame_lines(frames: Iterable[tuple[str, str, int]]) -> tuple[FrameLine, ...]
         if not frame.library or room >= 0:
             kept.append(frame)
     return tuple(kept[: 3 * MAX_FRAMES])
-
-
-def is_library(file: str) -> bool:
-    """Whether a frame is of torch, of Python itself, of another installed package or of our own."""
-    return file[:1] in ("", "<") or any(part in file for part in _LIBRARIES)
-
-
-_LIBRARIES = (
-    "/torch/",
-    "site-packages",
-    "dist-packages",
-    "/lib/python3",
-    "frozen ",
-    "/allranks/record/",
-    "/allranks/launch/",
-    "/allranks/manager/",
-)
 
 
 def without_stale(cards: Iterable[StackCard]) -> list[StackCard]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from allranks.blackbox.layout import wakeup_address
 from allranks.model.files import write_atomically
 from allranks.model.parsing import without_secrets
+from allranks.model.stacks import is_user_file
 from allranks.record.dump import native_dumps
 from allranks.record.guard import Guard
 from allranks.record.writer import warn_once
@@ -204,22 +205,10 @@ def user_line(at: TracebackType | FrameType | None) -> str:
     return _innermost((frame.f_code.co_filename, line) for frame, line in stack)
 
 
-#: torch may lie anywhere on the path.
-_LIBRARIES = (
-    "/site-packages/",
-    "/dist-packages/",
-    "/lib/python3",
-    "/torch/distributed/",
-    "/torch/nn/",
-    "/torch/autograd/",
-)
-
-
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:
     place = ""
-    ours = f"{Path(__file__).parents[1]}{os.sep}"
     for file, line in lines:
-        if not file.startswith(ours) and not any(part in file for part in (*_LIBRARIES, "<frozen")):
+        if is_user_file(file):
             place = f"{os.path.basename(file)}:{line}"
     return place
 

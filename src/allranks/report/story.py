@@ -13,8 +13,9 @@ from allranks import pages
 from allranks.model.diagnosis import Finding
 from allranks.model.formatting import duration, rank_list
 from allranks.model.incident import Action, Incident, Moment
+from allranks.model.stacks import is_user_file
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.pages import StackCard, frame_lines, is_library, stack_card, without_stale
+from allranks.pages import StackCard, frame_lines, stack_card, without_stale
 from allranks.report.text import clean
 
 _GOOD = frozenset({"last good step", "recovered", "healed", "back to speed"})
@@ -197,7 +198,7 @@ def _call(trace: RankTrace, index: int) -> str:
         open_s = max(0, trace.header.written_ns - created) / 1e9
         state = f"not finished after {duration(open_s)}" if open_s else "not finished"
     frames = trace.stacks[int(call["stack"])]
-    line = next((frame for frame in frames if not is_library(frame.file)), None)
+    line = next((frame for frame in frames if is_user_file(frame.file)), None)
     at = f", at {line.file.rpartition('/')[2]}:{line.line}" if line else ""
     return clean(f"{name} of {group.desc or group.name or 'a group'}: {state}{at}")
 

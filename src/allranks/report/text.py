@@ -9,8 +9,8 @@ from functools import partial
 
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.formatting import rank_list, ranks_text
+from allranks.model.stacks import is_user_file
 from allranks.model.trace import Frame, RankTrace, State
-from allranks.pages import is_library
 
 MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
 #: Puts text in a style, or leaves it as it is.
@@ -126,7 +126,7 @@ def _stacks(paint: Painter, verdict: Finding, options: TextOptions) -> Iterator[
 
 def visible_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """The frames of the user's own code, a few; the innermost ones when there are none."""
-    own = tuple(frame for frame in frames if not is_library(frame.file))
+    own = tuple(frame for frame in frames if is_user_file(frame.file))
     return (own or frames)[:MAX_FRAMES]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from allranks.model.stacks import ProcessCapture, StackFrame
+from allranks.model.stacks import ProcessCapture, StackFrame, is_user_file
 from allranks.stacks.patterns import PatternMatch, StackPattern, library, match_thread
 from allranks.stacks.views import (
     NO_CHILDREN,
     Children,
     ProcessView,
     ThreadView,
-    is_user_file,
     place,
     short_name,
     user_frame,

@@ -30,6 +30,7 @@ from allranks.model.stacks import (
     StacksReport,
     ThreadFacts,
     ThreadStack,
+    is_user_file,
 )
 from allranks.stacks import debuggers, ras
 from allranks.stacks.boxes import read_marks
@@ -37,7 +38,6 @@ from allranks.stacks.classify import classify
 from allranks.stacks.debuggers import ask_faulthandler, debug_with_gdb, dump_gpu_core
 from allranks.stacks.find import MAX_CHILDREN, Target, make_target
 from allranks.stacks.procfs import descendants, parse_facts, read_entry, read_facts, renumber
-from allranks.stacks.views import is_user_file
 
 
 @dataclass(frozen=True)

@@ -333,8 +333,8 @@ def ptrace_obstacle(pid: int) -> str:
         parts.append("no CAP_SYS_PTRACE")
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
-        cure = f"yama ptrace_scope is {scope}; sysctl kernel.yama.ptrace_scope=0 lets the same user in"
-        parts += [cure] if scope != "0" else []
+        fix = f"yama ptrace_scope is {scope}; sysctl kernel.yama.ptrace_scope=0 lets the same user in"
+        parts += [fix] if scope != "0" else []
     except OSError:
         pass
     return "; ".join(parts) or "a security module refuses ptrace"

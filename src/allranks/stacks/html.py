@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from allranks import pages
-from allranks.model.stacks import RankState, StacksReport
+from allranks.model.stacks import RankState, StacksReport, is_user_file
 from allranks.pages import Row, StackCard, frame_lines, read_source
 from allranks.stacks.text import Node, compress, same_states
-from allranks.stacks.views import is_user_file, short_name
+from allranks.stacks.views import short_name
 
 ROW = 20  # pixels of one level of a flame graph
 MAX_BARS = 6000

@@ -17,8 +17,8 @@ from importlib import resources
 from typing import Any
 
 from allranks.errors import ConfigurationError
-from allranks.model.stacks import StackFrame, ThreadFacts
-from allranks.stacks.views import ProcessView, ThreadView, is_user_file
+from allranks.model.stacks import StackFrame, ThreadFacts, is_user_file
+from allranks.stacks.views import ProcessView, ThreadView
 
 #: (value of the condition, thread, process) -> whether it holds.
 Test = Callable[[Any, ThreadView, ProcessView], bool]

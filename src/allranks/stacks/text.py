@@ -7,8 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from allranks.model.formatting import rank_runs
-from allranks.model.stacks import Capture, ProcessCapture, RankState, StackFrame, StacksReport, ThreadStack
-from allranks.stacks.views import cut_fork, is_user_file, place, short_name
+from allranks.model.stacks import (
+    Capture,
+    ProcessCapture,
+    RankState,
+    StackFrame,
+    StacksReport,
+    ThreadStack,
+    is_user_file,
+)
+from allranks.stacks.views import cut_fork, place, short_name
 
 
 def compress(ranks: Iterable[int]) -> str:

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from allranks.model.stacks import ProcessCapture, StackFrame, ThreadFacts, ThreadStack
-
-_LIBRARY_PARTS = (
-    *("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3"),
-    *("<frozen", "/_pytest/", "/src/allranks/"),
+from allranks.model.stacks import (
+    INSTALLED,
+    PACKAGES,
+    ProcessCapture,
+    StackFrame,
+    ThreadFacts,
+    ThreadStack,
+    is_user_file,
 )
-# They stand in for a user's script: in a drill or the demo their lines are what a user would want to read.
-_STAND_INS = ("/allranks/drill/demo_train.py", "/allranks/drill/self_faults.py")
-# In py-spy's text only the tail of a path is left: these first words are libraries too.
-_PACKAGES_TEXT = (
-    "torch torchvision torchaudio numpy zmq uvloop transformers accelerate datasets deepspeed "
-    "megatron vllm sglang ray lightning pytorch_lightning triton requests urllib3 httpx httpcore "
-    "aiohttp anyio boto3 botocore s3transfer fsspec s3fs grpc filelock huggingface_hub "
-    "safetensors tqdm wandb redis psutil pandas pyarrow scipy PIL cv2 debugpy pydevd ipdb IPython "
-    "tornado uvicorn starlette fastapi gevent trio allranks pydantic torchdata webdataset"
-)
-_PACKAGES = frozenset(_PACKAGES_TEXT.split())
-
-
-@lru_cache(maxsize=100_000)
-def is_user_file(file: str) -> bool:
-    """Whether a Python file is the user's own and not of the interpreter or an installed package."""
-    if file.endswith(_STAND_INS):
-        return True
-    if not file or any(part in file for part in _LIBRARY_PARTS):
-        return False
-    if file.startswith("/"):
-        return True
-    first = file.split("/")[0]
-    if "/" in file:
-        return first not in _PACKAGES and first not in sys.stdlib_module_names
-    return first.removesuffix(".py") not in sys.stdlib_module_names
 
 
 def short_name(name: str) -> str:
@@ -63,11 +39,11 @@ _PLUMBING = frozenset({"torch", "zmq", "uvloop", "numpy", "grpc", "urllib3", "re
 
 def _is_framework(frame: StackFrame) -> bool:
     """Whether a library frame belongs to a framework rather than to its plumbing."""
-    for part in _LIBRARY_PARTS[:2]:
+    for part in INSTALLED:
         if part in frame.file:
             return frame.file.split(part, 1)[1].split("/")[0] not in _PLUMBING
     first = frame.file.split("/")[0]
-    return "/" in frame.file and not frame.file.startswith("/") and first in _PACKAGES - _PLUMBING
+    return "/" in frame.file and not frame.file.startswith("/") and first in PACKAGES - _PLUMBING
 
 
 def where(frames: Sequence[StackFrame]) -> str:

@@ -140,7 +140,7 @@ class ExitWatcher:
         return ending
 
     def peek(self, pids: Iterable[int]) -> None:
-        """For whoever is about to wait for these children: the exit code goes with that wait."""
+        """For the thread that is about to wait for these children: the exit code goes with that wait."""
         for pid in pids:
             code = _exit_code(os.P_PID, pid)
             if code is not None:

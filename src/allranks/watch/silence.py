@@ -92,7 +92,7 @@ class RankHistory:
         """Whether it is in its first call, which makes the connections of NCCL and may take long in a large job."""
         return self.mark[0] < 0 and self.mark[1] > 0 and self.mark[2] == 0
 
-    def after(self, sample: RankSample, now_s: float, cured_s: float, options: NoticeOptions) -> RankHistory:
+    def after(self, sample: RankSample, now_s: float, acted_s: float, options: NoticeOptions) -> RankHistory:
         """With one more change of the mark."""
         mark, steps_s, stepped_s = options.progress(sample), self.steps_s, self.stepped_s
         if mark[0] != self.mark[0]:
@@ -101,7 +101,7 @@ class RankHistory:
         # start-up is slower than anything later: it would make the job look slow for ever
         settled = self.changes >= options.warm_up_marks
         silences = self.silences_s if settled else ()
-        if settled and self.changed_s >= cured_s:
+        if settled and self.changed_s >= acted_s:
             silences = (*silences, now_s - self.changed_s)[-options.memory :]
         changes = self.changes + max(1, mark[0] - self.mark[0], mark[2] - self.mark[2])
         return RankHistory(self.process, mark, now_s, changes, silences, sample.step_ns, stepped_s, steps_s)
@@ -126,10 +126,10 @@ class NoticeState:
     """All that `notice` remembers between two samples."""
 
     ranks: dict[int, RankHistory] = field(default_factory=dict)
-    allowed_until_s: float = 0.0  # silence is excused until then (after "slow, not hung")
-    excused: int = 0  # inspections in a row that did not settle it; each adds half a limit
+    allowed_until_s: float = 0.0  # silence is allowed until then (after "slow, not hung")
+    extended: int = 0  # inspections in a row that did not settle it; each adds half a limit
     # of the last action: a silence that began before it was ended by it and proves nothing
-    cured_s: float = 0.0
+    acted_s: float = 0.0
 
 
 def observe(
@@ -137,15 +137,15 @@ def observe(
 ) -> NoticeState:
     """The state after one more sample of the ranks."""
     ranks: dict[int, RankHistory] = {}
-    excused = state.excused
+    extended = state.extended
     for sample in samples:
         known, mark = state.ranks.get(sample.rank), options.progress(sample)
         if known is None or known.process != sample.process:
             known = RankHistory(sample.process, mark, now_s, marked_ns=sample.step_ns, stepped_s=now_s)
         elif known.mark != mark:
-            known, excused = known.after(sample, now_s, state.cured_s, options), 0
+            known, extended = known.after(sample, now_s, state.acted_s, options), 0
         ranks[sample.rank] = known
-    return replace(state, ranks=ranks, excused=excused)
+    return replace(state, ranks=ranks, extended=extended)
 
 
 def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm] = ()) -> float:
@@ -159,8 +159,8 @@ def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm
         base = _young_limit_s(base, state, options, rhythms)
     if contradict(rhythms):
         base = options.floor_s
-    limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + state.excused / 2)
-    if state.excused == 1:
+    limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + state.extended / 2)
+    if state.extended == 1:
         limit = min(limit, _before_retry_s(SECOND_LOOK, usual, options))
     return min(options.cap_s, limit)
 
@@ -252,7 +252,7 @@ def _silent(
     last = _last_progress_s(state, list(state.ranks.values()))
     quiet_s = now_s - last
     if now_s < state.allowed_until_s:
-        return None, "silence is excused for now"
+        return None, "silence is allowed for now"
     if quiet_s < options.floor_s:
         return None, f"last progress {quiet_s:.1f} s ago"
     limit = limit_s(state, options, [rhythm(s.path) for s in running] if rhythm is not None else ())
@@ -287,7 +287,7 @@ def _last_progress_s(state: NoticeState, histories: list[RankHistory]) -> float:
     moved = [h.changed_s for h in histories if h.changes]
     if not moved:
         return max(h.changed_s for h in histories)
-    return max(*moved, state.cured_s) if state.cured_s else max(moved)
+    return max(*moved, state.acted_s) if state.acted_s else max(moved)
 
 
 def left_behind(
@@ -306,7 +306,7 @@ def left_behind(
     its last step waits for nobody).
     """
     running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
-    general = limit_s(replace(state, excused=0), options)
+    general = limit_s(replace(state, extended=0), options)
     ahead = max((s.step for s in running if now_s - state.ranks[s.rank].changed_s < general), default=-1)
     behind: list[tuple[RankSample, float]] = []
     for sample in running:
@@ -346,14 +346,14 @@ def _own_limit_s(known: RankHistory, options: NoticeOptions) -> float:
     return min(options.cap_s, _allowed_s(known.silences_s, options))
 
 
-def cure(state: NoticeState, now_s: float) -> NoticeState:
+def mark_resumed(state: NoticeState, now_s: float) -> NoticeState:
     """After an action: the silence that it ends does not make the job look slow from now on."""
-    return replace(state, cured_s=now_s)
+    return replace(state, acted_s=now_s)
 
 
-def excuse(state: NoticeState, now_s: float, options: NoticeOptions) -> NoticeState:
+def extend_deadline(state: NoticeState, now_s: float, options: NoticeOptions) -> NoticeState:
     """After a look that did not settle it: be patient for half a limit more, each time."""
-    return replace(state, excused=state.excused + 1, allowed_until_s=now_s)
+    return replace(state, extended=state.extended + 1, allowed_until_s=now_s)
 
 
 @dataclass
@@ -393,18 +393,18 @@ class ProgressHistory:
         """Some have begun the step again, these have not."""
         return not_retrying(self._state, samples)
 
-    def excuse(self, times: int = 1) -> None:
+    def extend_deadline(self, times: int = 1) -> None:
         """An inspection did not settle it: more patience, each time."""
         with self._lock:
             for _ in range(times):
-                self._state = excuse(self._state, time.monotonic(), self.options)
+                self._state = extend_deadline(self._state, time.monotonic(), self.options)
 
-    def cure(self) -> None:
+    def mark_resumed(self) -> None:
         """An action ends this silence: it does not make the job look slow from now on."""
         with self._lock:
-            self._state = cure(self._state, time.monotonic())
+            self._state = mark_resumed(self._state, time.monotonic())
 
     @property
     def moves(self) -> bool:
-        """Whether the job has moved since the last excuse."""
-        return self._state.excused == 0
+        """Whether the job has moved since the deadline was extended."""
+        return self._state.extended == 0
