@@ -15,7 +15,7 @@ from allranks.model.trace import Frame
 
 #: Files of torch and of the machinery around a call; not a project of the user's in a folder called torch or accelerate.
 _INTERNAL = re.compile(
-    r"(?:(?:site|dist)-packages|lib|pytorch)/torch/|(?:^|/)torch/(?:_|(?:distributed|nn|autograd|utils|optim)/)"
+    r"(?:(?:site|dist)-packages|lib|pytorch)/torch/|(?:^|/)torch/(?:_|overrides\.py|(?:distributed|nn|autograd|utils|optim)/)"
     r"|(?:(?:site|dist)-packages|torchft|accelerate/src)/(?:torchft|accelerate)/|/allranks/record/|/deepspeed/comm"
     r"|<frozen|/contextlib\.py|/threading\.py|/multiprocessing/|^<|\.so(?![a-z])|\.cpp$"
 )

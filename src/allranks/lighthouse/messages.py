@@ -125,7 +125,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class Lease:
+class NameLease:
     """Liveness proxy to client only: until then (CLOCK_MONOTONIC, of the machine that both run on) no other process can
     have this replica's name."""
 
@@ -238,7 +238,7 @@ KINDS: dict[int, type] = dict(
             Hello, Beat, Join, Withdraw, Leave, Died,
             Ack, Command, Welcome, Refused, NoQuorumYet,
             Pong, Result, cluster.Quorum, Hold, Release, Report,
-            Start, Challenge, Proof, Probed, Lease,
+            Start, Challenge, Proof, Probed, NameLease,
         ),
         start=1,
     )
@@ -262,7 +262,7 @@ START, HOLD, RELEASE, REPORT = (_KIND_OF[kind] for kind in (Start, Hold, Release
 LEAVE = _KIND_OF[Leave]
 QUORUM = _KIND_OF[cluster.Quorum]
 PONG = _KIND_OF[Pong]
-PROBE, LEASE = _KIND_OF[cluster.Probe], _KIND_OF[Lease]
+PROBE, LEASE = _KIND_OF[cluster.Probe], _KIND_OF[NameLease]
 #: a member is gone: whoever holds sockets of its quorum shuts them
 DEPARTURES = frozenset(_KIND_OF[kind] for kind in (cluster.MemberLost, cluster.MemberLeft, cluster.Evicted))
 EMPTY_BEAT = HEAD.pack(0, BEAT)

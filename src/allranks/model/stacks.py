@@ -186,8 +186,11 @@ class StacksReport:
 INSTALLED = ("/site-packages/", "/dist-packages/")
 _LIBRARY_PARTS = (
     *(*INSTALLED, "/lib/python3", "/lib64/python3", "<frozen", "/_pytest/", "/src/allranks/"),
-    # of a torch that was built from source
-    *(f"/torch/{part}" for part in ("nn/", "distributed/", "autograd/", "utils/", "optim/", "_")),
+    # of a torch that is built from source, or lies in another folder of the path
+    *(
+        f"/torch/{part}"
+        for part in ("nn/", "distributed/", "autograd/", "utils/", "optim/", "overrides.py", "_")
+    ),
 )
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # They stand in for a user's script: in a drill or the demo their lines are what a user would want to read.

@@ -134,7 +134,7 @@ class LivenessProxy:
 
     def _pass_lease(self) -> None:
         if self._link is not None:
-            self._line.send(messages.encode(messages.Lease(self._link.lease_until)))
+            self._line.send(messages.encode(messages.NameLease(self._link.lease_until)))
 
     def _beat(self) -> messages.Beat:
         self._check()  # here, since a wake-up of its own costs as much as the beat

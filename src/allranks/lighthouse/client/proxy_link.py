@@ -21,7 +21,17 @@ import allranks
 from allranks.channel.frames import HEAD
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.reactor import MAX_FDS, FrameSocket, Reactor
-from allranks.lighthouse.messages import LEASE, WELCOME, Hold, Lease, Release, Report, Start, decode, encode
+from allranks.lighthouse.messages import (
+    LEASE,
+    WELCOME,
+    Hold,
+    NameLease,
+    Release,
+    Report,
+    Start,
+    decode,
+    encode,
+)
 from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")
@@ -123,7 +133,7 @@ class ProxyLink:
     def _take(self, kind: int, payload: bytes) -> None:
         if kind == LEASE:
             lease, _ = decode(kind, payload)
-            self.lease_until = lease.until if isinstance(lease, Lease) else self.lease_until
+            self.lease_until = lease.until if isinstance(lease, NameLease) else self.lease_until
             return
         if kind == WELCOME:
             self.up = True
