@@ -69,12 +69,22 @@ def check_python(options: DoctorOptions) -> list[Check]:
     except importlib.metadata.PackageNotFoundError:
         text = f"Python {platform.python_version()}, torch is not installed"
         return [Check("torch", "warning", text, "pip install 'allranks[torch]'")]
-    found = [Check("torch", "ok", f"Python {platform.python_version()}, torch {torch}")]
+    found = [_recorded_torch(torch)]
     if _restarts_mix() and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         text = f"torchrun of torch {torch} may fail restarts and scale-ups: ranks meet addresses of the attempt before"
         cure = "Start with `allranks run`, which cures it, or: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         found.append(Check("torchrun restarts", "warning", text, cure))
     return found
+
+
+def _recorded_torch(version: str) -> Check:
+    """Whether the recorder sees everything with this torch; record/torch_internals.py says why not."""
+    text = f"Python {platform.python_version()}, torch {version}"
+    numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal()]
+    if numbers >= [2, 7]:
+        return Check("torch", "ok", text)
+    lost = "calls that C++ makes (DDP, functional collectives) are not recorded"
+    return Check("torch", "warning", f"{text}: {lost}", "They need torch 2.7 or later; the training runs as it is")
 
 
 def _restarts_mix() -> bool:

@@ -1547,9 +1547,9 @@ typedef struct {
 
 static PyObject *Forward_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
     Py_ssize_t count = PyVectorcall_NARGS(flags);
-    PyObject *passed[8];
-    if (count < 1 || count > 8 || names) {
-        PyErr_SetString(PyExc_TypeError, "C++ calls a proxy with at most 7 arguments");
+    PyObject *passed[32];
+    if (count < 1 || count > 32 || names) {
+        PyErr_SetString(PyExc_TypeError, "C++ calls a proxy with at most 31 arguments");
         return NULL;
     }
     passed[0] = PyObject_GetAttr(args[0], str_original);
@@ -1600,7 +1600,24 @@ static PyObject *add_type(PyObject *made, const char *name, PyType_Spec *spec) {
     return type; /* kept for ever: the checks above compare with it */
 }
 
+#ifndef BUILT_FOR
+#define BUILT_FOR PY_VERSION
+#endif
+
+/* Frames are read in place, so only the Python that this was built for will do: the same 3.x, and exactly the same where
+ * one of the two is no final release. Otherwise the import fails, and the Python engine records. */
+static int is_built_for_this(void) {
+    const char *built = BUILT_FOR, *runs = Py_GetVersion(), *unfinished = "abcr+";
+    size_t length = strcspn(runs, " "), minor = strcspn(built, ".") + 1;
+    minor += strcspn(built + minor, ".") + 1;
+    if (strlen(built) != length || strncmp(built, runs, length))
+        return !strncmp(built, runs, minor) && !strpbrk(built, unfinished) && strcspn(runs, unfinished) >= length;
+    return 1;
+}
+
 PyMODINIT_FUNC PyInit__fast(void) {
+    if (!is_built_for_this())
+        return PyErr_Format(PyExc_ImportError, "built for Python %s", BUILT_FOR);
     PyObject *made = PyModule_Create(&module);
     ring_type = (PyTypeObject *)add_type(made, "Ring", &Ring_spec);
     stacks_type = (PyTypeObject *)add_type(made, "Stacks", &Stacks_spec);

@@ -127,6 +127,8 @@ class Hook:
         self._replace(owner, method, wrapper)
 
     def _install_proxies(self) -> None:
+        if internals.version() < internals.FIRST_WITH_PROXIES:
+            raise LookupError("they need torch 2.7")
         from allranks.record.recording_group import RecordingProxies
 
         self._proxies = RecordingProxies(self)

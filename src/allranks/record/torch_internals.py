@@ -87,12 +87,21 @@ NEEDED: dict[str, tuple[str, tuple[str, ...]]] = {
         "ProcessGroup",
         (
             *("_backend_id", "_device_types", "_get_backend", "_get_backend_name", "_register_backend"),
-            *("_set_default_backend", "_set_group_name", "_set_group_desc"),
+            *("_set_group_name", "_set_group_desc"),
         ),
     ),
     "which calls belong to one batch": ("ProcessGroup", (START_BATCH, END_BATCH)),
     "members and backends of groups": ("world", ("pg_group_ranks", "pg_map", "pg_names")),
 }
+
+
+#: Before 2.7 C++ lets go of the Python half of a Work that a proxy gives it, and then waits for ever.
+FIRST_WITH_PROXIES = (2, 7)
+
+
+def version() -> tuple[int, ...]:
+    """(2, 15) of "2.15.0+cu132"."""
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 def missing(needed: dict[str, tuple[str, tuple[str, ...]]] = NEEDED) -> list[str]:
@@ -173,7 +182,8 @@ def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
     _bind_device(group, proxy)
     for device, backend in backends(group):
         proxy._register_backend(device, _type_in(group, device, backend, default), backend)
-    proxy._set_default_backend(default)
+    if hasattr(proxy, "_set_default_backend"):  # from torch 2.6 on; before, C++ asks `getBackendName`
+        proxy._set_default_backend(default)
     proxy._set_group_name(group.group_name)
     proxy._set_group_desc(group.group_desc)
 
