@@ -372,6 +372,7 @@ PHRASES = {
     "left_round": "in all its rounds before it made another call at this point, the others did not",
     "other_groups": "{number} ranks of other groups agree with the other side at the same line",
     "gloo_aborts": "gloo aborts the rank that gets more than it expects, and a rank is gone",
+    "inserted": "rank {rank} never made this call before, and right behind it the one that has always come here",
     "steps": "step marks: rank {rank} entered #{seq} in step {mine}, rank {other} in step {theirs}; in step {step} rank {rank} made {made} of "
         "the group, rank {other} {other_made}",
     "swapped": "rank {rank} made the calls #{seq} and #{last} in the other order than rank {other}",
