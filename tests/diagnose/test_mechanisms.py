@@ -9,9 +9,9 @@ import pytest
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.diagnose.kinds import CAUSES, KINDS, PHRASES, fill
 from allranks.model.diagnosis import Diagnosis
-from allranks.model.trace import Frame, Progress, RankTrace, State
+from allranks.model.trace import Frame, Progress, RankTrace, Shapes, State
 
-from .histories import STUCK, Do, Layout, Program, expect, run, with_change
+from .histories import STUCK, Do, Layout, Program, edit, expect, run, with_change
 
 TORCH = Frame("all_reduce", "/opt/lib/torch/distributed/c10d.py", 1)
 
@@ -56,17 +56,22 @@ def test_loops_of_different_length_are_named_by_the_line_of_the_loop(short: int)
 
 
 def test_a_message_that_does_not_fit_comes_before_what_follows_from_it() -> None:
-    """Evaluation against training in a pipeline: stage 1 expects another size; stages 2 and 3 wait for it."""
-    sizes = {0: 8, 1: 8, 2: 8}
-    programs: dict[int, Program] = {rank: [] for rank in range(4)}
-    for step in range(6):
-        for stage in range(3):
-            sent = sizes[stage] if (step, stage) != (5, 0) else 2
-            programs[stage].append(Do("send", size=sent, peer=stage + 1, line=30))
-            programs[stage + 1].append(Do("recv", size=sizes[stage], peer=stage, line=31))
-    result = diagnose(run({"world": (0, 1, 2, 3)}, programs).traces())
-    verdict = expect(result, "p2p_mismatch", 0)
-    assert "does not fit" in verdict.sentence and verdict.where == "train.py:30 in step"
+    """Evaluation against training in a pipeline: stage 0 sends another size, which NCCL accepts, and then no more; stage 1 waits
+    for it, and stage 2 for stage 1."""
+    send, receive = Do("send", peer=1, line=30), Do("recv", peer=0, line=31)
+    programs: dict[int, Program] = {
+        0: [send] * 6,
+        1: [receive, edit(send, peer=2)] * 8,
+        2: [edit(receive, peer=1)] * 8,
+    }
+    first, *others = run({"world": (0, 1, 2)}, programs).traces()
+    calls = first.calls.copy()
+    calls["shapes"][-1], calls["in_numel"][-1] = len(first.shapes), 2
+    first = replace(
+        first, calls=calls, shapes=(*first.shapes, Shapes(((2,),), ((2,),), ("Float",), ("Float",)))
+    )
+    verdict = expect(diagnose([first, *others]), "p2p_mismatch", 0)
+    assert "message #6 from rank 0 to rank 1" in verdict.sentence, verdict.sentence
 
 
 def _lacking_two(state: State, closed: str = "") -> Diagnosis:

@@ -89,6 +89,15 @@ def broken_habit(view: RankCalls, row: int) -> int | None:
     return int(usual[-1])
 
 
+def _is_inserted(view: RankCalls, row: int) -> bool:
+    """Whether the call was never made before, and right behind it comes what has always come here."""
+    keys = step_keys(view)
+    usual = usual_next(keys, row, 2)
+    if not len(usual) or row + 1 >= len(keys) or bool((keys[:row] == keys[row]).any()):
+        return False
+    return bool((keys[usual] == keys[row + 1]).any())
+
+
 def differences(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """Per call of the shorter: whether the two differ."""
     length = min(len(mine), len(theirs))
@@ -468,6 +477,8 @@ def _shift_of(
     job: Job, group: GroupView, rank: int, usual: int, seq: int, two: bool
 ) -> CallDifference | None:
     """How the rank left the program of the usual one at `seq`; of `two` either may have."""
+    if _is_inserted(job.ranks[rank], group.lanes[rank].row(seq)):
+        return CallDifference((rank,), "extra", 0.8, say("inserted", rank=rank), usual, seq, agreeing=1)
     if not two:
         return find_move(job, group, rank, usual, seq)
     found = odd_one(job, group, rank, usual, seq) or one_of_two(job, group, rank, usual, seq)

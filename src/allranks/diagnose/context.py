@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -240,12 +240,7 @@ class Context:
         **facts: object,
     ) -> Finding:
         """A root cause in the words of the table, with what is known of the blocked call that shows it."""
-        row, known = KINDS[kind], Facts(self, blocked, ranks, facts)
-        texts = (lines(row.evidence, known), lines(row.ask, known), lines(row.advice, known))
-        cause = cause or row.cause
-        found = Finding(cause, ranks, fill(row.sentence, known), "root", confidence=sure or row.sure)
-        found = replace(found, wrong_if=CAUSES[cause].wrong_if)
-        found = replace(found, evidence=texts[0], missing_evidence=texts[1], advice=texts[2])
+        found = in_words(kind, ranks, sure, cause, Facts(self, blocked, ranks, facts))
         if blocked is None:
             return found
         sequence, label = blocked.seq if blocked.seq >= 0 else None, self.group(blocked).label
@@ -260,6 +255,25 @@ class Context:
         """All ranks that wait for the sink, directly or through others."""
         nodes = set(sink)
         return tuple(sorted(node for node in self.graph.behind(nodes) - nodes if node >= 0))
+
+
+def in_words(
+    kind: str, ranks: tuple[int, ...], sure: float, cause: str, facts: Mapping[str, object]
+) -> Finding:
+    """A root cause in the words of the table, and nothing else."""
+    row = KINDS[kind]
+    cause = cause or row.cause
+    return Finding(
+        cause,
+        ranks,
+        fill(row.sentence, facts),
+        "root",
+        confidence=sure or row.sure,
+        evidence=lines(row.evidence, facts),
+        missing_evidence=lines(row.ask, facts),
+        advice=lines(row.advice, facts),
+        wrong_if=CAUSES[cause].wrong_if,
+    )
 
 
 class Facts(dict[str, object]):

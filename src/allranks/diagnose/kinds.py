@@ -296,6 +296,9 @@ KINDS = {
     "ended_badly": Kind("rank_died", 0.6,
         "[accused?{ended} ended with an error that names rank {accused}: {how}|{who} ended with {how}]",
         "{ends}", "", "read the traceback in the log of {ranks}"),
+    "same_error": Kind("call_error", 0.9,
+        "all {number} ranks ended with the same error at the same line: {what}", "rank {rank} ended with {text}", "",
+        "it is not the fault of one rank: read the traceback in the log of any of them"),
     "lost_partner": Kind("rank_died", 0.35,
         "{ended} ended with errors that say a partner was gone: {how}[; there is no file of {absent}]",
         "{ends}", "", "read the traceback in the log of [{absent}|{ended}]"),
@@ -369,6 +372,7 @@ PHRASES = {
     "left_round": "in all its rounds before it made another call at this point, the others did not",
     "other_groups": "{number} ranks of other groups agree with the other side at the same line",
     "gloo_aborts": "gloo aborts the rank that gets more than it expects, and a rank is gone",
+    "inserted": "rank {rank} never made this call before, and right behind it the one that has always come here",
     "steps": "step marks: rank {rank} entered #{seq} in step {mine}, rank {other} in step {theirs}; in step {step} rank {rank} made {made} of "
         "the group, rank {other} {other_made}",
     "swapped": "rank {rank} made the calls #{seq} and #{last} in the other order than rank {other}",

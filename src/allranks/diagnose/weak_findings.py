@@ -14,7 +14,7 @@ import numpy as np
 from allranks.diagnose.absent import UNREAD, explain_ranks, lacking
 from allranks.diagnose.align import is_box, is_hook
 from allranks.diagnose.alignment import find_shift
-from allranks.diagnose.context import Context
+from allranks.diagnose.context import Context, in_words
 from allranks.diagnose.false_completions import Doubt
 from allranks.diagnose.graph import wait_graph
 from allranks.diagnose.job import GroupView, Job, Lane, Now
@@ -81,13 +81,9 @@ def same_error(ends: Mapping[int, str]) -> Finding | None:
         or len({re.sub(r"\d+", "#", text) for text in texts}) > 1
     ):
         return None
-    what = texts[0].removeprefix("exception: ")
-    sentence = f"all {len(texts)} ranks ended with the same error at the same line: {what}"
-    advice = ("it is no fault of one rank: read the traceback in the log of any of them",)
-    finding = Finding(
-        "call_error", tuple(sorted(ends)), sentence, "root", confidence=0.9, where=line_in(texts[0])
-    )
-    return replace(finding, evidence=(f"rank {min(ends)} ended with {texts[0]}",), advice=advice)
+    facts = {"number": len(texts), "what": texts[0].removeprefix("exception: "), "text": texts[0]}
+    found = in_words("same_error", tuple(sorted(ends)), 0.0, "", {**facts, "rank": min(ends)})
+    return replace(found, where=line_in(texts[0]))
 
 
 def _lost_partner(context: Context, ends: dict[int, str]) -> Finding:
