@@ -189,6 +189,13 @@ def test_a_lighthouse_that_cannot_prove_the_token_is_refused(proof: list[object]
         assert "does not know our job token" in str(refusal(address))
 
 
+def test_a_client_without_a_token_learns_both_ways_to_go_on(guarded: Lighthouse) -> None:
+    """The error names the variable for the client, and the flag for a lighthouse that needs none."""
+    with pytest.raises(LighthouseRefused, match="no job token") as caught:
+        Client(ClientOptions((guarded.address,), replica="a")).start(10)
+    assert "ALLRANKS_TOKEN" in caught.value.hint and "--no-token" in caught.value.hint
+
+
 def test_a_client_with_a_token_refuses_a_lighthouse_without_one(embedded: Embedded) -> None:
     """It says what may be the matter."""
     assert "--no-token" in str(refusal(embedded().address))
