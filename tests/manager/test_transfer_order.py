@@ -168,7 +168,7 @@ def test_collectives_go_on_when_the_last_transfer_has_ended() -> None:
     """Also when its end was told before our own group was there."""
     training = TrainingState()
     training.transferred((1, 2), 1)
-    training.publish(made := generation(0, 1, 2), rolls=False)
+    training.publish(made := generation(0, 1, 2))
     attempt = training.begin()
     assert made.transfers == {2} and not training.may_launch(attempt)
     thread = threading.Thread(target=training.transferred, args=((1, 2), 2))
@@ -189,14 +189,14 @@ def test_who_heals_beside_the_step_holds_nothing_back_before_the_first_backward_
 
 def test_a_transfer_that_does_not_end_is_waited_for_with_a_limit() -> None:
     training = TrainingState()
-    training.publish(made := generation(0, 1, 1), rolls=False)
+    training.publish(made := generation(0, 1, 1))
     assert "r1 did not fetch its state in 0.0 s" in training.wait_for_transfers(StepAttempt(), made, 0.01)
 
 
 def test_a_group_that_breaks_ends_the_wait() -> None:
     """The launch then fails, and the step goes on in the next group."""
     training = TrainingState()
-    training.publish(made := generation(0, 1, 1), rolls=False)
+    training.publish(made := generation(0, 1, 1))
     thread = threading.Thread(target=training.break_group, args=(made, "a member died"))
     thread.start()
     assert training.wait_for_transfers(StepAttempt(), made, 20.0) == ""

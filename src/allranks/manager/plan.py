@@ -164,21 +164,22 @@ def find_conflicts(members: Sequence[ReplicaClaim], plan: QuorumPlan) -> list[Co
     found = []
     for index in plan.healing:
         claim = members[index].ranks[0]
-        if any(one.torn for one in members[index].ranks) or not claim.lineage:
+        if any(one.torn for one in members[index].ranks) or not read_lineage(claim.lineage):
             continue
-        since = count_common(claim.position, plan.lineage)
+        since = count_common(read_lineage(claim.lineage), plan.lineage)
         if claim.step > since:
             found.append(Conflict(index, claim.step, since))
     return found
 
 
-def count_common(position: Position, lineage: Lineage) -> int:
-    """How many steps of a state are in this lineage: all of them if its group is, up to its step."""
-    term, step = position
-    first = lineage[0]
-    if term < first[0]:  # cut off there, or started there from a checkpoint
-        return min(step, first[1])
-    return max(min(last, step if group == term else step - 1) for group, last in lineage if group <= term)
+def count_common(own: Lineage, other: Lineage) -> int:
+    """How many steps two states have in common: up to the last that one group committed for both."""
+    mine, theirs = dict(own), dict(other)
+    if both := mine.keys() & theirs.keys():
+        return max(min(mine[term], theirs[term]) for term in both)
+    # the later one began from a checkpoint, or its lineage is cut off: then what it does not tell is taken for common
+    first = max(own[0], other[0])
+    return min(first[1], own[-1][1])
 
 
 def extend(lineage: Lineage, position: Position) -> Lineage:
