@@ -43,9 +43,9 @@ def _run() -> tuple[TrainingMetrics, _Clock]:
         clock.now += 1.0
         metrics.update_step(step, tokens_processed=1000, loss=3.0 - step / 10)
     clock.now += 1.0
-    metrics.stole("data", 1.0)
+    metrics.add_lost("data", 1.0)
     clock.now += 1.0
-    metrics.stole("checkpoint", 1.0)
+    metrics.add_lost("checkpoint", 1.0)
     metrics.checkpoint.record_save("nvme", duration=1.5, stall=1.0)
     metrics.checkpoint.record_load("nvme", duration=0.8)
     clock.now += 1.0
@@ -60,8 +60,8 @@ def _run() -> tuple[TrainingMetrics, _Clock]:
     return metrics, clock
 
 
-def test_goodput_says_what_stole_the_rest() -> None:
-    """Shares sum to one; a step done again counts once, its first time is stolen."""
+def test_goodput_says_what_took_the_rest() -> None:
+    """Shares sum to one; a step done again counts once, its first time is lost."""
     metrics, clock = _run()
     shares = metrics.goodput.shares(clock.now)
     assert shares == pytest.approx(

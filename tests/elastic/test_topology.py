@@ -16,7 +16,7 @@ from allranks.elastic.data.order import Order
 from allranks.elastic.index import BuildRequest, build_index
 from allranks.elastic.metrics import TrainingMetrics
 from allranks.elastic.scaling import ElasticScalingManager, GradAccumulationConfig, ScalingConfig
-from allranks.elastic.topology import PHASES, ElasticJob, Limits, decide, on_topology_change
+from allranks.elastic.topology import PHASES, ElasticJob, Limits, decide
 from allranks.errors import DataLoadingError, TopologyChangeError
 
 LENGTH = 8
@@ -61,7 +61,7 @@ def test_a_change_without_any_checkpoint_is_refused_but_a_first_start_is_fresh()
     with pytest.raises(
         TopologyChangeError, match=r"\(4 -> 3 workers\) failed: No checkpoint available for recovery"
     ):
-        on_topology_change(4, 3, ElasticJob(), rank=0)
+        ElasticJob().on_topology_change(4, 3, rank=0)
     event = ElasticJob().start(4, 0)
     assert (event.step, event.restored) == (1, "fresh")
 
@@ -325,7 +325,7 @@ def test_saves_and_rate_changes_are_counted(index: Path, tmp_path: Path) -> None
     job = _job(index, None, 0, 3)
     job.checkpoint = Manager()
     assert job.save(5) == ("memory", "nvme")
-    assert job.metrics.checkpoint.total_saves == 2 and "checkpoint" in job.metrics.goodput.stolen_s
+    assert job.metrics.checkpoint.total_saves == 2 and "checkpoint" in job.metrics.goodput.lost_s
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     metrics = TrainingMetrics()
     scaling = ElasticScalingManager(

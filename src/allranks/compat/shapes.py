@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from allranks.checkpoint.stores.backends import MemorySnapshotBackend
 from allranks.elastic.index import IndexBuilder
@@ -33,47 +31,6 @@ class S3Config:
     read_timeout: float = 60.0
     max_retries: int = 3
     retry_mode: str = "adaptive"
-
-
-@dataclass(frozen=True)
-class IndexEntry:
-    """One entry of the old index file."""
-
-    file_index: int
-    byte_offset: int
-    cumulative_tokens: int
-
-    SIZE: ClassVar[int] = 24
-
-    def to_bytes(self) -> bytes:
-        return struct.pack("<QQQ", self.file_index, self.byte_offset, self.cumulative_tokens)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> IndexEntry:
-        return cls(*struct.unpack("<QQQ", data[: cls.SIZE]))
-
-
-@dataclass(frozen=True)
-class HarnessIndexHeader:
-    """The old index file's header."""
-
-    version: int = 1
-    num_entries: int = 0
-    total_tokens: int = 0
-    num_files: int = 0
-    entry_interval: int = 10_000
-
-    MAGIC: ClassVar[bytes] = b"TOKINDEX"
-
-    def to_bytes(self) -> bytes:
-        numbers = (self.version, self.num_entries, self.total_tokens, self.num_files, self.entry_interval)
-        return self.MAGIC + struct.pack("<QQQQQ", *numbers)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> HarnessIndexHeader:
-        if data[:8] != cls.MAGIC:
-            raise ValueError("not an index file: bad magic number")
-        return cls(*struct.unpack("<QQQQQ", data[8:48]))
 
 
 class HarnessIndexBuilder(IndexBuilder):

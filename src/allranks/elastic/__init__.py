@@ -17,7 +17,7 @@ _MODULES = {
     "index": "BuildRequest IndexBuilder TokenIndexFile build_index",
     "scaling": "ElasticScalingManager GradAccumulationConfig GradientAccumulationManager LRScalingManager "
     "RoundingMode ScalingConfig ScalingRule WarmupScheduler batch_plan create_lr_scheduler_with_warmup",
-    "topology": "ElasticJob Limits TopologyEvent decide on_topology_change",
+    "topology": "ElasticJob Limits TopologyEvent decide",
     "metrics": "TrainingMetrics",
     "world": "ElasticTrainingConfig WorldInfo barrier broadcast_object cleanup_distributed get_rank "
     "get_world_info get_world_size is_main_process setup_distributed_environment",

@@ -44,7 +44,7 @@ class Goodput:
 
     started_s: float = 0.0
     useful_s: float = 0.0
-    stolen_s: dict[str, float] = field(default_factory=dict)  # checkpoint, recovery, data, redone, ...
+    lost_s: dict[str, float] = field(default_factory=dict)  # checkpoint, recovery, data, redone, ...
     _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def add_step(self, step: int, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Goodput:
 
     def add_lost(self, what: str, seconds: float) -> None:
         """Time in which nothing was learned."""
-        self.stolen_s[what] = self.stolen_s.get(what, 0.0) + seconds
+        self.lost_s[what] = self.lost_s.get(what, 0.0) + seconds
 
     def redo(self, from_step: int) -> None:
         """Training goes back: steps from `from_step` on will be done again."""
@@ -65,7 +65,7 @@ class Goodput:
     def shares(self, now_s: float) -> dict[str, float]:
         """What part of all time went where; "useful" first, they sum to 1."""
         total = max(now_s - self.started_s, 1e-9)
-        named = {"useful": self.useful_s, **dict(sorted(self.stolen_s.items()))}
+        named = {"useful": self.useful_s, **dict(sorted(self.lost_s.items()))}
         named["other"] = max(0.0, total - sum(named.values()))
         return {what: seconds / total for what, seconds in named.items()}
 
@@ -232,7 +232,7 @@ class TrainingMetrics:
         self.start_time = self.clock()
         self.goodput = Goodput(self.start_time)
         self._mark_s = self.start_time  # up to here time is accounted for
-        self.recovery.on_record = lambda event: self.stole("recovery", event.recovery_time)
+        self.recovery.on_record = lambda event: self.add_lost("recovery", event.recovery_time)
 
     def update_step(self, step: int, tokens_processed: int = 0, loss: float | None = None) -> None:
         """A step is done. A step number that is not larger than before is one that is done again."""
@@ -245,7 +245,7 @@ class TrainingMetrics:
         self.total_tokens += tokens_processed
         self.loss = loss if loss is not None else self.loss
 
-    def stole(self, what: str, seconds: float) -> None:
+    def add_lost(self, what: str, seconds: float) -> None:
         """That part of the time since the last step was no training: "data", "checkpoint", "evaluation" ..."""
         now = self.clock()
         seconds = min(max(0.0, seconds), now - self._mark_s)

@@ -156,15 +156,8 @@ class ElasticJob:
             for i, tier in enumerate(saved):
                 name = str(getattr(tier, "name", tier)).lower()  # a manager of the user may name them as text
                 self.metrics.checkpoint.record_save(name, stall, 0.0 if i else stall)
-            self.metrics.stole("checkpoint", stall)
+            self.metrics.add_lost("checkpoint", stall)
         return saved
-
-
-def on_topology_change(
-    old: int, new: int, job: ElasticJob, *, rank: int | None = None, live_step: int | None = None
-) -> TopologyEvent:
-    """As the method of ElasticJob."""
-    return job.on_topology_change(old, new, rank=rank, live_step=live_step)
 
 
 @dataclass

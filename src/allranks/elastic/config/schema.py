@@ -66,116 +66,110 @@ class Data:
     shuffle: bool = option(True, "")
 
 
-def _plain(value: object) -> Any:
-    """A default as a file says it."""
-    value = value.value if isinstance(value, enum.Enum) else value
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _of(
     options: type, only: Collection[str] = (), left_out: Collection[str] = (), unset: bool = False
-) -> dict[str, Any]:
-    """The options of a class as keys of a section; `unset`: None where the file is silent."""
-    kinds, found = get_type_hints(options), {}
+) -> Any:
+    """A section with the options of a class as its keys; `unset`: None where the file is silent."""
+    kinds, found = get_type_hints(options), []
     for one, _ in meanings(options):
         if one.name in left_out or (only and one.name not in only):
             continue
-        default = None if unset else _plain(default_of(one))
-        made = field(
-            metadata=one.metadata,
-            **(
-                {"default_factory": default.copy}
-                if isinstance(default, (list, dict))
-                else {"default": default}
-            ),
+        value = None if unset else default_of(one)
+        value = (
+            value.value
+            if isinstance(value, enum.Enum)
+            else list(value)
+            if isinstance(value, tuple)
+            else value
         )
-        found[key_of(one).rpartition(".")[2]] = (kinds[one.name], made)
-    return found
+        default = {"default_factory": value.copy} if isinstance(value, (list, dict)) else {"default": value}
+        made: Any = field(metadata=one.metadata, **default)
+        found.append((key_of(one).rpartition(".")[2], kinds[one.name], made))
+    return make_dataclass(options.__name__, found, frozen=True)
 
 
-def _section(name: str, text: str, keys: Mapping[str, Any], **own: tuple[Any, Any]) -> Any:
-    every = [(key, kind, made) for key, (kind, made) in {**keys, **own}.items()]
-    return make_dataclass(name, every, frozen=True, namespace={"__doc__": text, "__module__": __name__})
-
-
-Checkpoint = _section(
-    "Checkpoint",
-    "`allranks.checkpoint.CheckpointConfig`, which is made from it.",
-    _of(CheckpointConfig, (), ("peers", "peer_token", "node_rank")),
-    fresh=(bool, option(False, "as `allranks run --fresh`: set earlier checkpoints aside first")),
-)
-_CONST = ("variable_batch", "constant_batch")
-Elastic = _section(
-    "Elastic",
-    "`allranks.elastic.ElasticTrainingConfig`, and what only the file says.",
-    _of(ElasticTrainingConfig),
-    rdzv_endpoint=(str, option("", "host:port; empty: this machine, for one node")),
-    nproc_per_node=(
-        int | str | None,
-        option(None, "None: torchrun's choice", above=0, choices=("auto", "gpu", "cpu")),
-    ),
-    base_world_size=(int | None, option(None, "ranks for which training.lr was chosen", above=0)),
-)
-Scaling = _section(
-    "Scaling",
-    "`allranks.elastic.ScalingConfig`, and how the batch follows the number of ranks.",
-    _of(ScalingConfig),
-    strategy=(str, option("variable_batch", "", choices=_CONST, title="scaling strategy")),
-    target_global_batch_size=(int | None, option(None, "", above=0)),
-    rounding=(
-        str,
-        option("exact", "", choices=("exact", "ceil", "floor", "nearest"), title="rounding"),
-    ),
-)
+_CHECKPOINT: Any = _of(CheckpointConfig, (), ("peers", "peer_token", "node_rank"))
+_ELASTIC: Any = _of(ElasticTrainingConfig)
+_SCALING: Any = _of(ScalingConfig)
+_NOTICE: Any = _of(NoticeOptions)
+_RECOVERY: Any = _of(PolicyOptions)
 _TRIGGERS = tuple(one.name for one, _ in meanings(DebugOptions) if key_of(one).startswith("triggers."))
-Triggers = _section(
-    "Triggers",
-    "What makes `allranks watch` collect; `allranks run` collects for those that are set. 0: never.",
-    _of(DebugOptions, _TRIGGERS, unset=True),
-)
-Debug = _section(
-    "Debug",
-    "Black box and watch of `allranks run`, and collections of stacks by it or by `allranks watch`.",
-    {**_of(DebugOptions, (), _TRIGGERS, unset=True), **_of(NoticeOptions)},
-    enabled=(bool, option(True, "False: no collections")),
-    triggers=(Triggers, option(Triggers, "")),
-    record=(bool, option(True, "keep the black box of every rank")),
-    watch=(bool, option(True, "detect hangs")),
-    incidents=(str | None, option(None, "folder for incidents; None: ./allranks-incidents")),
-    log_level=(str, option("info", "", choices=("debug", "info"), title="log level")),
-)
-Recovery = _section(
-    "Recovery",
-    "What the closed loop may do by itself, and how often.",
-    _of(PolicyOptions),
-    mode=(
-        str,
-        option(
-            "auto",
-            "auto: dry-run for whole-job restarts, on for replicas",
-            choices=("auto", "off", "dry-run", "on"),
-            title="recovery mode",
-        ),
-    ),
-    notice_s=(
-        float | None,
-        option(None, "shortest silence that is investigated; None: debug.hang_floor_s", above=0),
-    ),
-    webhooks=(list[str], option(list, "", title="webhook")),
-    incident_store=(
-        str | None,
-        option(None, "URL of an object store; incident folders are copied there"),
-    ),
-)
+_WHEN: Any = _of(DebugOptions, _TRIGGERS, unset=True)
+_DEBUG: Any = _of(DebugOptions, (), _TRIGGERS, unset=True)
 _OF_LIGHTHOUSE = ("min_replicas", "join_timeout_s", "quorum_tick_s", "heartbeat_s", "heartbeat_timeout_s")
-Lighthouse = _section(
-    "Lighthouse",
-    "The lighthouse that `allranks run` starts or joins.",
-    _of(Options, _OF_LIGHTHOUSE),
-    embedded=(bool, option(True, "start one in this process")),
-    address=(str | None, option(None, "host:port of one that runs already")),
-    bind=(str, option("127.0.0.1:0", "where the embedded one listens; port 0: any free one")),
-)
+_LIGHTHOUSE: Any = _of(Options, _OF_LIGHTHOUSE)
+
+
+@dataclass(frozen=True)
+class Checkpoint(_CHECKPOINT):
+    """`allranks.checkpoint.CheckpointConfig`, which is made from it."""
+
+    fresh: bool = option(False, "as `allranks run --fresh`: set earlier checkpoints aside first")
+
+
+@dataclass(frozen=True)
+class Elastic(_ELASTIC):
+    """`allranks.elastic.ElasticTrainingConfig`, and what only the file says."""
+
+    rdzv_endpoint: str = option("", "host:port; empty: this machine, for one node")
+    nproc_per_node: int | str | None = option(
+        None, "None: torchrun's choice", above=0, choices=("auto", "gpu", "cpu")
+    )
+    base_world_size: int | None = option(None, "ranks for which training.lr was chosen", above=0)
+
+
+@dataclass(frozen=True)
+class Scaling(_SCALING):
+    """`allranks.elastic.ScalingConfig`, and how the batch follows the number of ranks."""
+
+    strategy: str = option(
+        "variable_batch", "", choices=("variable_batch", "constant_batch"), title="scaling strategy"
+    )
+    target_global_batch_size: int | None = option(None, "", above=0)
+    rounding: str = option("exact", "", choices=("exact", "ceil", "floor", "nearest"))
+
+
+@dataclass(frozen=True)
+class Triggers(_WHEN):
+    """What makes `allranks watch` collect; `allranks run` collects for those that are set. 0: never."""
+
+
+@dataclass(frozen=True)
+class Debug(_NOTICE, _DEBUG):
+    """Black box and watch of `allranks run`, and collections of stacks by it or by `allranks watch`."""
+
+    enabled: bool = option(True, "False: no collections")
+    triggers: Triggers = option(Triggers, "")
+    record: bool = option(True, "keep the black box of every rank")
+    watch: bool = option(True, "detect hangs")
+    incidents: str | None = option(None, "folder for incidents; None: ./allranks-incidents")
+    log_level: str = option("info", "", choices=("debug", "info"), title="log level")
+
+
+@dataclass(frozen=True)
+class Recovery(_RECOVERY):
+    """What the closed loop may do by itself, and how often."""
+
+    mode: str = option(
+        "auto",
+        "auto: dry-run for whole-job restarts, on for replicas",
+        choices=("auto", "off", "dry-run", "on"),
+        title="recovery mode",
+    )
+    notice_s: float | None = option(
+        None, "shortest silence that is investigated; None: debug.hang_floor_s", above=0
+    )
+    webhooks: list[str] = option(list, "", title="webhook")
+    incident_store: str | None = option(None, "URL of an object store; incident folders are copied there")
+
+
+@dataclass(frozen=True)
+class LighthouseSection(_LIGHTHOUSE):
+    """The lighthouse that `allranks run` starts or joins."""
+
+    embedded: bool = option(True, "start one in this process")
+    address: str | None = option(None, "host:port of one that runs already")
+    bind: str = option("127.0.0.1:0", "where the embedded one listens; port 0: any free one")
 
 
 @dataclass(frozen=True)
@@ -184,13 +178,13 @@ class JobConfig:
 
     model: dict[str, object] = field(default_factory=dict)
     training: Training = field(default_factory=Training)
-    checkpoint: Any = field(default_factory=Checkpoint)
-    elastic: Any = field(default_factory=Elastic)
-    scaling: Any = field(default_factory=Scaling)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    elastic: Elastic = field(default_factory=Elastic)
+    scaling: Scaling = field(default_factory=Scaling)
     data: Data = field(default_factory=Data)
-    debug: Any = field(default_factory=Debug)
-    recovery: Any = field(default_factory=Recovery)
-    lighthouse: Any = field(default_factory=Lighthouse)
+    debug: Debug = field(default_factory=Debug)
+    recovery: Recovery = field(default_factory=Recovery)
+    lighthouse: LighthouseSection = field(default_factory=LighthouseSection)
     written: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
