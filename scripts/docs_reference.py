@@ -39,7 +39,7 @@ def troubleshooting_page() -> Iterator[str]:
                 match = match_line(LogLine("", 1, pattern.sample))
                 assert match is not None and match.pattern is pattern, pattern.id
                 yield from ("", f"### {pattern.id.replace('_', ' ')}", "", "```text", pattern.sample, "```")
-                yield from ("", f"**Cause:** {match.cause}", "", f"**What to do:** {match.cure}")
+                yield from ("", f"**Cause:** {match.cause}", "", f"**What to do:** {match.hint}")
 
 
 # ---- Python

@@ -1,6 +1,6 @@
 """The exceptions of allranks. Every one says what happened with the values, and carries a hint.
 
-AllranksError                  anything we raise on purpose; `.hint` holds the cure
+AllranksError                  anything we raise on purpose; `.hint` says what to do
 ├── MissingExtra               an optional dependency is not installed; names the pip command
 ├── InputError                 the user gave something unreadable (file, flag, plan)
 │   └── ConfigurationError     a job configuration does not hold together
@@ -11,7 +11,7 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 │   └── QuorumTimeout          no quorum in time; `.missing` names who we waited for
 ├── EtcdError                  no member of etcd gave a useful answer
 ├── CheckpointError            a checkpoint could not be saved, found or trusted; knows tier and path
-│   ├── CheckpointSaveError    a save failed; training goes on unless the policy is "fail"
+│   ├── CheckpointSaveError    a save failed; training continues unless the policy is "fail"
 │   ├── CheckpointLoadError    no (or not this) checkpoint could be loaded
 │   │   └── CheckpointUnreachable  a store that may hold something newer did not answer
 │   ├── CheckpointValidationError  what was read is not what was wanted; names the keys
@@ -23,7 +23,7 @@ AllranksError                  anything we raise on purpose; `.hint` holds the c
 │   ├── StateDiffers           replicas hold different parameters or optimizer state
 │   ├── HealingFailed          no peer could hand over the live state; knows how much had arrived
 │   └── RetriesExhausted       too many steps in a row were not committed
-│                              (TrainingFinished is no error but a SystemExit with code 0: this replica came too late)
+│                              (TrainingFinished is not an error but a SystemExit with code 0: this replica came too late)
 ├── DistributedSetupError      the process group could not be set up; names the missing variables (RuntimeError)
 ├── TopologyChangeError        a change of the world is refused or failed; knows both sizes
 ├── DataLoadingError           training data or its index cannot be read; knows the file
@@ -39,7 +39,7 @@ from types import ModuleType
 
 
 class AllranksError(Exception):
-    """Base of all errors raised on purpose. `hint` is one or more lines that name the cure."""
+    """Base of all errors raised on purpose. `hint` is one or more lines that say what to do."""
 
     hint: str = ""
 
@@ -178,11 +178,11 @@ class DistributedSetupError(AllranksError, RuntimeError):
 
 
 class TopologyChangeError(AllranksError):
-    """A change of the number of ranks cannot go on."""
+    """A change of the number of ranks cannot continue."""
 
     hint = (
         "Possible solutions:\n"
-        "  - lower elastic.min_nodes if the job may go on with fewer nodes\n"
+        "  - lower elastic.min_nodes if the job may continue with fewer nodes\n"
         "  - bring nodes back or add new ones; the job waits for them at the rendezvous\n"
         "  - look why nodes were lost: allranks diagnose, allranks doctor explain LOG"
     )

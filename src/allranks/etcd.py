@@ -184,7 +184,7 @@ class Etcd:
             return read(answer)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             self._drop()  # there may be more of it
-            raise EtcdError(f"{endpoint} is no etcd: it answered {bytes(raw[:100])!r}") from error
+            raise EtcdError(f"{endpoint} is not an etcd: it answered {bytes(raw[:100])!r}") from error
 
     def _drop(self) -> None:
         connection, self._local.connection = getattr(self._local, "connection", None), None

@@ -66,7 +66,7 @@ def test_a_file_that_holds_something_else_is_no_token(tmp_path: Path, content: b
 def test_a_token_that_others_may_read_is_used_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said once, with the cure. Secrets that a cluster mounts are readable by all of their container."""
+    """Said once, with the fix. Secrets that a cluster mounts are readable by all of their container."""
     path = tmp_path / "token"
     path.write_text("known to all")
     path.chmod(0o644)

@@ -28,7 +28,7 @@ def test_half_set_rank_variables_are_a_problem(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     found = machine.check_environment(DoctorOptions())
     assert status(found, "environment") == "problem"
-    assert "allranks run" in found[0].cure
+    assert "allranks run" in found[0].hint
 
 
 def test_a_rank_outside_the_world_and_an_unknown_master_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_settings_that_lose_evidence_are_named(monkeypatch: pytest.MonkeyPatch) 
     found = evidence.check_torch_settings(DoctorOptions())
     assert status(found, "TORCH_FR_BUFFER_SIZE") == "warning"
     assert status(found, "TORCH_NCCL_ASYNC_ERROR_HANDLING") == "problem"
-    assert "unset TORCH_NCCL_ASYNC_ERROR_HANDLING" in [check.cure for check in found]
+    assert "unset TORCH_NCCL_ASYNC_ERROR_HANDLING" in [check.hint for check in found]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_wrong_address_is_a_problem_and_not_a_failure_of_the_check(
 ) -> None:
     """Nothing is asked of a place that cannot exist, and the answer says what to give."""
     found = [c for c in run_checks(options) if c.name == name and c.status == "problem"]
-    assert len(found) == 1 and found[0].cure and "failed" not in found[0].detail
+    assert len(found) == 1 and found[0].hint and "failed" not in found[0].detail
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_all_checks_run_on_this_machine_and_a_broken_one_hides_no_other(
 def test_the_command_reports_as_json_with_its_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A problem gives exit 1 and its cure is in the object; `--fix` repairs it and tells how it is then."""
+    """A problem gives exit 1 and its hint is in the object; `--fix` repairs it and tells how it is then."""
     config = tmp_path / "job.yaml"
     config.write_text(f"checkpoint:\n  nvme_path: {tmp_path}/ckpt\n")
     assert main(["doctor", "--json", "--config", str(config)]) == 1
     answer = json.loads(capsys.readouterr().out)
     (folder,) = [check for check in answer["checks"] if check["name"] == f"folder {tmp_path}/ckpt"]
-    assert (folder["status"], folder["cure"]) == ("problem", f"mkdir -p {tmp_path}/ckpt")
+    assert (folder["status"], folder["hint"]) == ("problem", f"mkdir -p {tmp_path}/ckpt")
     assert main(["doctor", "--json", "--config", str(config), "--fix"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["fixed"] == [f"made {tmp_path}/ckpt"] and answer["problems"] == 0

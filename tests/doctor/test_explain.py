@@ -21,7 +21,7 @@ def test_each_pattern_knows_its_own_sample(pattern: Pattern) -> None:
     assert match is not None
     assert match.pattern.id == pattern.id
     assert "{" not in match.cause
-    assert match.cure
+    assert match.hint
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_rank_that_never_enqueued_the_call_in_which_the_others_timed_out_is_
     found = explain(read_lines([tmp_path])).first
     assert found is not None and found.line.rank == 4
     assert found.cause.startswith("Rank 4 never entered call #56119 of group 1")
-    assert "ranks 0-3, 5 timed out" in found.cause and "rank 4" in found.cure
+    assert "ranks 0-3, 5 timed out" in found.cause and "rank 4" in found.hint
     assert main(["doctor", "explain", str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith("Rank 4 never entered")
 

@@ -141,4 +141,4 @@ def test_what_to_do_about_an_unhandled_system_error_names_interface_log_and_driv
     line = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9"
     match = match_line(parse_line("log", 1, line))
     assert match is not None
-    assert all(word in match.cure for word in ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG=INFO", "driver"))
+    assert all(word in match.hint for word in ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG=INFO", "driver"))

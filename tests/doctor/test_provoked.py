@@ -28,7 +28,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, ctypes.byref(Program(len(steps), code)), 0, 0) == 0
 from allranks.doctor.evidence import check_stack_tools
 from allranks.doctor import DoctorOptions
-print([(check.status, check.cure) for check in check_stack_tools(DoctorOptions()) if check.name == "ptrace"][0])
+print([(check.status, check.hint) for check in check_stack_tools(DoctorOptions()) if check.name == "ptrace"][0])
 """
 
 
@@ -52,18 +52,18 @@ def test_wrong_credentials_and_missing_permissions_are_told_apart(
     from checkpoint.s3server import KEY, SECRET, Proxy
 
     assert check_store(s3, monkeypatch, KEY, SECRET).status == "ok"
-    assert "access key is not known" in check_store(s3, monkeypatch, "nobody", SECRET).cure
-    assert "secret key is wrong" in check_store(s3, monkeypatch, KEY, "wrong").cure
+    assert "access key is not known" in check_store(s3, monkeypatch, "nobody", SECRET).hint
+    assert "secret key is wrong" in check_store(s3, monkeypatch, KEY, "wrong").hint
     for word, permission, place in (
         ("PUT", "s3:PutObject", "doctor/run*"),
         ("list-type", "s3:ListBucket", "doctor"),
     ):
         with Proxy(s3.ports["s3"], lambda line, word=word: 403 if word in line else None) as proxy:  # type: ignore[misc]
             found = check_store(s3, monkeypatch, KEY, SECRET, proxy.endpoint)
-        assert found.status == "problem" and found.cure.startswith(
+        assert found.status == "problem" and found.hint.startswith(
             f"Allow {permission} on arn:aws:s3:::{place} "
         )
-    assert "does not answer" in check_store(s3, monkeypatch, KEY, SECRET, "http://127.0.0.1:1").cure
+    assert "does not answer" in check_store(s3, monkeypatch, KEY, SECRET, "http://127.0.0.1:1").hint
 
 
 @pytest.mark.skipif(
@@ -80,7 +80,7 @@ def test_a_kernel_that_forbids_reading_other_processes_is_found_by_trying() -> N
 def test_a_full_folder_is_told_from_one_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cure of a full disk is space."""
+    """The hint of a full disk is space."""
 
     def full(path: Path) -> float:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -88,7 +88,7 @@ def test_a_full_folder_is_told_from_one_that_cannot_be_written(
     monkeypatch.setattr(machine, "_write_speed", full)
     (found,) = machine.check_folders(DoctorOptions(checkpoint_folders=(str(tmp_path),)))
     assert (found.status, found.detail) == ("problem", "full: No space left on device")
-    assert f"allranks checkpoint prune {tmp_path}" in found.cure
+    assert f"allranks checkpoint prune {tmp_path}" in found.hint
 
 
 def test_every_word_for_no_loses_evidence_and_a_missing_dump_folder_can_be_made(
@@ -98,7 +98,7 @@ def test_every_word_for_no_loses_evidence_and_a_missing_dump_folder_can_be_made(
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "No")
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "dumps" / "rank_"))
     found = {check.name: check for check in evidence.check_torch_settings(DoctorOptions())}
-    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"].cure == "unset TORCH_NCCL_DUMP_ON_TIMEOUT"
+    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"].hint == "unset TORCH_NCCL_DUMP_ON_TIMEOUT"
     missing = found["TORCH_FR_DUMP_TEMP_FILE"]
     assert missing.status == "problem" and missing.fix is not None
     missing.fix()

@@ -1,4 +1,4 @@
-"""A job file is checked as a whole: every mistake at once, with its place and its cure."""
+"""A job file is checked as a whole: every mistake at once, with its place and its hint."""
 
 from __future__ import annotations
 

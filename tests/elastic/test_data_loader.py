@@ -220,7 +220,7 @@ def _error_of_a_worker() -> str:
 
 
 def test_a_killed_worker_process_costs_no_sample(index: Path) -> None:
-    """The error names the worker and the cure; iterating again loses and repeats nothing."""
+    """The error names the worker and the fix; iterating again loses and repeats nothing."""
     with Ranks(_killed_worker, world_size=1, args=(index,), backend=None) as ranks:
         result = ranks.values(timeout_s=240)[0]  # for hanging only: a thousand batches on a busy machine
     assert "DataLoader worker" in result["said"] and "position is kept" in result["said"]

@@ -198,7 +198,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
     assert not (tmp_path / "i").exists()
 
 
-def test_a_name_without_network_fails_fast_with_the_cure(
+def test_a_name_without_network_fails_fast_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not after half a minute of retries."""

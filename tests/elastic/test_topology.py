@@ -48,7 +48,7 @@ def test_limits_are_enforced_in_nodes(old: int, new: int, limits: Limits, go: bo
 
 
 def test_too_small_a_world_is_refused_in_the_documented_words() -> None:
-    """Message, sizes and cure."""
+    """Message, sizes and hint."""
     with pytest.raises(TopologyChangeError) as caught:
         ElasticJob(limits=Limits(2, 4)).on_topology_change(4, 1, rank=0)
     assert str(caught.value) == "Topology change (4 -> 1 workers) failed: World size below min_nodes"

@@ -1,4 +1,4 @@
-"""What cannot work is said in one sentence with the cure, and `allranks run` ends with 2."""
+"""What cannot work is said in one sentence with the fix, and `allranks run` ends with 2."""
 
 from __future__ import annotations
 

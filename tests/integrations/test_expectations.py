@@ -44,7 +44,7 @@ CLOSED = {
     "the shell lines without a token": "Without either, the error names both ways",
     "log lines at shutdown": "nothing is logged at a clean shutdown",
     "evict of an unknown replica": "tests/lighthouse/test_command.py::test_evicting_a_replica_that_does_not_exist_is_an_error_that_names_the_others",
-    "Manager without an address": "tests/manager/test_wrappers.py::test_a_manager_without_a_lighthouse_names_the_cure",
+    "Manager without an address": "tests/manager/test_wrappers.py::test_a_manager_without_a_lighthouse_says_what_to_do",
     "ProcessGroupBaby*": "tests/torchft/test_names.py::test_every_public_name_of_torchft_can_be_imported",
     # hang backtraces of serving jobs
     "the same YAML": "tests/elastic/test_config.py::test_a_serving_recipe_is_accepted_as_it_is",

@@ -56,7 +56,7 @@ def test_a_dead_endpoint_is_passed_over(etcd: Etcd) -> None:
     both.close()
 
 
-def test_a_dead_etcd_is_an_error_that_names_the_cure() -> None:
+def test_a_dead_etcd_is_an_error_that_says_what_to_do() -> None:
     """Nothing listens there."""
     with pytest.raises(EtcdError, match="no etcd answers") as caught:
         Etcd(parse_endpoints(f"127.0.0.1:{held_port()}")).status()
@@ -77,7 +77,7 @@ def test_start_status_stop_as_a_user_types_them(tmp_path: Path, capsys: pytest.C
     assert main(["etcd", "status", *folder]) == 1
 
 
-def test_a_port_in_use_is_said_with_the_cure(tmp_path: Path, etcd: Etcd) -> None:
+def test_a_port_in_use_is_said_with_a_hint(tmp_path: Path, etcd: Etcd) -> None:
     """Two servers cannot share a port."""
     port = int(etcd.endpoints[0].rsplit(":", 1)[1])
     with pytest.raises(InputError, match="cannot be used") as caught:

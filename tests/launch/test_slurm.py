@@ -43,7 +43,7 @@ def test_node_lists_are_expanded(text: str, names: list[str]) -> None:
     assert list(expand_nodes(text)) == names
 
 
-def test_outside_of_an_allocation_the_error_names_the_cure() -> None:
+def test_outside_of_an_allocation_the_error_says_what_to_do() -> None:
     """Nothing is guessed."""
     with pytest.raises(InputError, match="SLURM_JOB_ID is not set") as caught:
         read_allocation({})

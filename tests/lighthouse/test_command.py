@@ -218,7 +218,9 @@ def test_a_taken_port_is_said(
     assert "already in use" in capsys.readouterr().err
 
 
-def test_a_token_that_cannot_be_left_is_an_error_that_names_folder_and_cure(tmp_path: Path) -> None:
+def test_a_token_that_cannot_be_left_is_an_error_that_names_the_folder_and_says_what_to_do(
+    tmp_path: Path,
+) -> None:
     """A read-only home, a full disk: one sentence instead of a traceback."""
     (tmp_path / "file").write_text("no folder")
     command = [sys.executable, "-m", "allranks", "lighthouse", "--bind", "127.0.0.1:0"]

@@ -229,7 +229,7 @@ def test_a_server_that_is_no_etcd_is_an_error_that_says_so(body: bytes) -> None:
             try:
                 call()
             except EtcdError as error:
-                failed += "is no etcd" in str(error)
+                failed += "is not an etcd" in str(error)
         assert failed >= (1 if body in _NONSENSE else len(calls))
 
 

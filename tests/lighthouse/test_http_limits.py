@@ -246,7 +246,7 @@ def test_half_an_end_of_line_is_refused(mark: str, place: str) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/api/status", "/api/events", "/metrics"])
 def test_a_foreign_host_name_is_refused(path: str) -> None:
-    """A web page whose name was made to point here (DNS rebinding) reads nothing; the cure is in the answer."""
+    """A web page whose name was made to point here (DNS rebinding) reads nothing; the fix is in the answer."""
     with Lighthouse(Options(), ServerOptions(), http=http_protocol()) as lighthouse:
         connection = http.client.HTTPConnection(lighthouse.address, timeout=20)
         connection.request("GET", path, headers={"Host": "attacker.example"})

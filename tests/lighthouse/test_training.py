@@ -42,7 +42,7 @@ def test_steps_that_come_are_green_with_their_speed() -> None:
     """As in "Training: step 1,650, 6.6 steps/s, 3 of 4 replicas"."""
     view, _ = trained()
     found = view.describe(ALL)
-    assert (found.sentence, found.mood) == ("Training: step 20, 2.0 steps/s, 3 of 3 replicas", "good")
+    assert (found.sentence, found.state) == ("Training: step 20, 2.0 steps/s, 3 of 3 replicas", "good")
 
 
 def test_a_stall_of_seconds_is_amber_and_of_a_minute_red() -> None:
@@ -50,12 +50,12 @@ def test_a_stall_of_seconds_is_amber_and_of_a_minute_red() -> None:
     view, clock = trained()
     clock.at += 33
     found = view.describe(ALL)
-    assert (found.sentence, found.mood) == ("Stalled: no step for 33 s, at step 20, 3 of 3 replicas", "warn")
+    assert (found.sentence, found.state) == ("Stalled: no step for 33 s, at step 20, 3 of 3 replicas", "warn")
     assert (found.stalled_s, found.steps_per_s) == (33.0, None)
     clock.at += 60
-    assert view.describe(ALL).mood == "bad"
+    assert view.describe(ALL).state == "bad"
     view.note_step("replica-0", 21, clock.at)
-    assert view.describe(ALL).mood == "good"
+    assert view.describe(ALL).state == "good"
 
 
 WHOLE = Scene(members=0, agents=2)
@@ -72,17 +72,17 @@ def test_a_script_without_step_marks_is_judged_by_its_calls() -> None:
         view.note_calls("agent-a", calls, clock.at)
         view.note_calls("agent-b", calls, clock.at)
     found = view.describe(WHOLE)
-    assert (found.sentence, found.mood) == ("Running: 4,000 calls finished, 2 nodes", "good")
+    assert (found.sentence, found.state) == ("Running: 4,000 calls finished, 2 nodes", "good")
     clock.at += 33
     found = view.describe(replace(WHOLE, waits="rank 0 waits for rank 1 in all_reduce"))
     assert (
         found.sentence == "Stalled: no call finished for 33 s, 2 nodes; rank 0 waits for rank 1 in all_reduce"
     )
-    assert (found.mood, found.stalled_s) == ("warn", 33.0)
+    assert (found.state, found.stalled_s) == ("warn", 33.0)
     clock.at += 60
-    assert view.describe(WHOLE).mood == "bad"
+    assert view.describe(WHOLE).state == "bad"
     view.note_calls("agent-b", 5, clock.at)  # started again
-    assert view.describe(WHOLE).mood == "good"
+    assert view.describe(WHOLE).state == "good"
 
 
 def test_calls_far_apart_are_no_stall() -> None:
@@ -105,7 +105,7 @@ def test_a_job_with_an_open_hang_does_not_look_as_if_it_ran() -> None:
     clock.at += 18
     assert view.describe(WHOLE).sentence == "Running: 80 calls finished, 2 nodes"
     found = view.describe(replace(WHOLE, hung=True))
-    assert (found.sentence, found.mood) == ("Stalled: no call finished for 18 s, 2 nodes", "warn")
+    assert (found.sentence, found.state) == ("Stalled: no call finished for 18 s, 2 nodes", "warn")
     view.note_calls("agent-a", 90, clock.at)
     clock.at += 4  # the incident knows more than the last report of the agent
     assert view.describe(replace(WHOLE, hung=True)).sentence.startswith("Stalled: no call finished for 4 s")
@@ -127,7 +127,7 @@ def test_slow_steps_are_no_stall() -> None:
     view, clock = trained(6, pause_s=30.0)
     clock.at += 45
     found = view.describe(ALL)
-    assert (found.sentence, found.mood) == ("Training: step 6, 30.0 s per step, 3 of 3 replicas", "good")
+    assert (found.sentence, found.state) == ("Training: step 6, 30.0 s per step, 3 of 3 replicas", "good")
 
 
 def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
@@ -137,7 +137,7 @@ def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
     clock.at += 1
     view.note_step("replica-0", 22, clock.at)
     found = view.describe(TWO)
-    assert found.mood == "warn" and found.sentence.endswith("2 of 3 replicas, replica-2 lost 1 s ago")
+    assert found.state == "warn" and found.sentence.endswith("2 of 3 replicas, replica-2 lost 1 s ago")
     assert view.departed["replica-2"].reason == "connection closed"
     clock.at += 19
     view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
@@ -154,10 +154,10 @@ def test_an_evicted_replica_is_missing_until_its_process_is_back() -> None:
     for kind, why in told:
         view.happened(StatusEvent(1.0, kind, f"replica-2 {kind}: {why}", "replica-2"))
     found = view.describe(TWO)
-    assert found.mood == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 lost 1 s ago")
+    assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 lost 1 s ago")
     view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
     found = view.describe(Scene(2, ALL.alive, joining=("replica-2",)))
-    assert found.mood == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 joining")
+    assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 joining")
 
 
 def test_a_replica_that_is_evicted_and_readmitted_while_connected_is_there_at_once() -> None:
@@ -166,7 +166,7 @@ def test_a_replica_that_is_evicted_and_readmitted_while_connected_is_there_at_on
     view.happened(StatusEvent(1.0, "evicted", "replica-2 evicted: by hand", "replica-2"))
     assert view.describe(Scene(2, ALL.alive)).sentence.endswith(", 2 of 3 replicas, replica-2 evicted")
     view.happened(StatusEvent(1.0, "let_in", "replica-2 may rejoin", "replica-2"))
-    assert view.describe(ALL).mood == "good" and view.departed == {}
+    assert view.describe(ALL).state == "good" and view.departed == {}
     clock.at += 100
     view.note_step("replica-0", 21, clock.at)
     view.happened(StatusEvent(2.0, "lost", "replica-2 lost: gone", "replica-2"))
@@ -186,9 +186,9 @@ def test_before_the_first_step_and_after_the_last() -> None:
         Scene(1, ("replica-0",), waiting="waiting for replica-1")
     ).sentence == ("Starting, 1 of 1 replicas: waiting for replica-1")
     view, _ = trained()
-    assert view.describe(Scene(0)).mood == "bad"
+    assert view.describe(Scene(0)).state == "bad"
     found = view.describe(Scene(3, over=True))
-    assert (found.sentence, found.mood) == ("Finished at step 20", "good")
+    assert (found.sentence, found.state) == ("Finished at step 20", "good")
 
 
 def test_a_restart_from_a_checkpoint_counts_from_there() -> None:
@@ -232,7 +232,10 @@ def test_replicas_that_left_do_not_train() -> None:
     view, _ = trained()
     view.happened(StatusEvent(1.0, "left", "replica-0 left: done", "replica-0"))
     found = view.describe(Scene(0, agents=1))
-    assert (found.sentence, found.mood) == ("No replica trains: they have left; the last step was 20", "warn")
+    assert (found.sentence, found.state) == (
+        "No replica trains: they have left; the last step was 20",
+        "warn",
+    )
 
 
 def test_before_the_first_quorum_the_job_starts() -> None:

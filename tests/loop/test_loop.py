@@ -1,4 +1,4 @@
-"""The whole loop in real processes: a hang is noticed, explained, cured and told."""
+"""The whole loop in real processes: a hang is noticed, explained, repaired and reported."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_ctrl_c_ends_everything_and_is_no_incident(tmp_path: Path) -> None:
 def test_mistakes_get_one_clear_sentence(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 2 and the cure."""
+    """Exit 2 and the fix."""
     from allranks.cli import main
 
     assert main(words) == 2

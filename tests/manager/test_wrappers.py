@@ -202,7 +202,7 @@ def test_the_sampler_gives_every_rank_of_every_replica_its_own_part() -> None:
     assert sorted(sample for part in parts for sample in part) == list(range(8))
 
 
-def test_a_manager_without_a_lighthouse_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_without_a_lighthouse_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to start and which variable to set."""
     monkeypatch.delenv("ALLRANKS_LIGHTHOUSE", raising=False)
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)

@@ -315,7 +315,7 @@ def test_the_raw_files_and_the_bundle_of_a_live_look_can_be_read_again(tmp_path:
 
 @pytest.mark.needs_root
 def test_a_refusal_says_what_to_change(tmp_path: Path) -> None:
-    """Without the right to ptrace the note names the obstacle and the cures, not py-spy's own riddle."""
+    """Without the right to ptrace the note names the obstacle and the fixes, not py-spy's own riddle."""
     with v.victim(v.SLEEP, tmp_path) as victim:
         v.settled(victim.pid)
         read_end, write_end = os.pipe()

@@ -79,7 +79,7 @@ class Places:
 
 
 def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> Evidence:
-    """Everything in the files that is no dump. Notes name files as seen from one of the `roots`."""
+    """Everything in the files that is not a dump. Notes name files as seen from one of the `roots`."""
     places = Places(roots)
     with ExitStack() as stack:
         if any(note.status != "ok" and archive_of(note.path) for note in loaded.files):

@@ -109,7 +109,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def find_header(path: str | os.PathLike[str]) -> Header | None:
-    """The header of a box; None when there is none (yet), or the file is no box."""
+    """The header of a box; None when there is none (yet), or the file is not a box."""
     try:
         return read_header(path)
     except InputError:

@@ -32,7 +32,7 @@ log = logging.getLogger("allranks.channel")
 
 _SALT = b"allranks job token"
 MAX_TOKEN_CHARS = 4096
-MOUNTED_CURE = "it is mounted, so chmod cannot help: give the volume of the secret `defaultMode: 0400` (Swarm: `mode: 0400`)"
+MOUNTED_HINT = "it is mounted, so chmod cannot help: give the volume of the secret `defaultMode: 0400` (Swarm: `mode: 0400`)"
 _warned: set[str] = set()  # of token files, each once
 
 
@@ -108,8 +108,8 @@ def read_token(path: Path, own: bool = False) -> str:
         raise ConfigurationError(f"the token file {path} holds no token: more than one line of text")
     if mode & (0o007 if mounted else 0o077) and str(path) not in _warned:  # fsGroup adds the group's right
         _warned.add(str(path))
-        cure = MOUNTED_CURE if mounted else f"chmod 600 {path}"
-        log.warning("other users may read or change the job token in %s: %s", path, cure)
+        hint = MOUNTED_HINT if mounted else f"chmod 600 {path}"
+        log.warning("other users may read or change the job token in %s: %s", path, hint)
     return token
 
 

@@ -284,7 +284,7 @@ def _not_a_store(path: Path) -> InputError:
         return InputError(f"no such folder: '{path}'", hint=f"what is there: ls '{path.absolute().parent}'")
     if path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
         return InputError(
-            f"'{path}' is a file of torch.save: it has no checksums, and is no store",
+            f"'{path}' is a file of torch.save, not a store: it has no checksums",
             hint=f"make a checkpoint of it: allranks checkpoint import '{path}' STORE",
         )
     return InputError(f"'{path}' is a file, not a store of checkpoints", hint="name the folder it is in")

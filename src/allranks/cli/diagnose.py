@@ -135,7 +135,7 @@ def _diagnose(
 
 
 def _without_own_files(paths: list[str], loaded: LoadResult) -> LoadResult:
-    """In the folder of a job, what `allranks run` keeps beside the black boxes is no dump that was passed over."""
+    """In the folder of a job, what `allranks run` keeps beside the black boxes does not count as a skipped dump."""
     from allranks.incidents.job_overview import JOB_FILE
 
     if not all((Path(path) / JOB_FILE).is_file() for path in paths):

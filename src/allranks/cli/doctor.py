@@ -105,7 +105,7 @@ def _report(
     facts: Mapping[str, object] | None = None,
 ) -> int:
     hide = without_secrets
-    found = [replace(one, name=hide(one.name), detail=hide(one.detail), cure=hide(one.cure)) for one in found]
+    found = [replace(one, name=hide(one.name), detail=hide(one.detail), hint=hide(one.hint)) for one in found]
     problems = sum(check.status == "problem" for check in found)
     checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
     more = {} if facts is None else {"fixed": fixed, "facts": facts}
@@ -125,7 +125,7 @@ def _read_sections(path: Path, names: Sequence[str]) -> list[dict[str, object]]:
         raise InputError(f"{path} is not valid YAML: {error}", hint=hint) from error
     sections = [content.get(name) or {} for name in names] if isinstance(content, dict) else []
     if not sections or not all(isinstance(section, dict) for section in sections):
-        raise InputError(f"{path} is no job file: sections of keys and values are needed", hint=hint)
+        raise InputError(f"{path} is not a job file: it needs sections of keys and values", hint=hint)
     return sections
 
 
@@ -152,8 +152,8 @@ def render_checks(found: list[Check], colour: bool) -> Iterator[str]:
         mark, code = _MARKS[check.status]
         shown = f"\x1b[{code}m{mark:>8}\x1b[0m" if colour else f"{mark:>8}"
         yield f"{shown}  {check.name:<{width}}  {check.detail}"
-        if check.cure and check.status in ("warning", "problem"):
-            yield f"{'':>8}  {'':<{width}}  → {check.cure}"
+        if check.hint and check.status in ("warning", "problem"):
+            yield f"{'':>8}  {'':<{width}}  → {check.hint}"
     number = Counter(check.status for check in found)
     yield (
         f"{number['problem']} problem{'s' * (number['problem'] != 1)}, "
@@ -193,7 +193,7 @@ def render_explanation(found: Explanation) -> Iterator[str]:
         yield found.first.cause
         yield f"  first seen: {who}{line.path}:{line.number}"
         yield f"  > {line.text.strip()[:300]}"
-        yield f"  what to do: {found.first.cure}"
+        yield f"  what to do: {found.first.hint}"
     for path, why in found.unreadable:
         yield f"not read to its end: {path}: {why}"
     for match, count in found.others:
@@ -204,7 +204,7 @@ def render_explanation(found: Explanation) -> Iterator[str]:
 def _as_json(found: Explanation) -> dict[str, object]:
     def one(match: Match, count: int | None = None) -> dict[str, object]:
         line, pattern = match.line, match.pattern
-        facts = {"id": pattern.id, "level": pattern.level, "cause": match.cause, "cure": match.cure}
+        facts = {"id": pattern.id, "level": pattern.level, "cause": match.cause, "hint": match.hint}
         place = {"rank": line.rank, "path": line.path, "line": line.number, "text": line.text.strip()[:1000]}
         return {**facts, **place, "count": count}
 

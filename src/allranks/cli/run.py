@@ -289,7 +289,7 @@ def _state_loss(job: NodeJob) -> dict[str, str]:
 
 
 def _start_fresh(options: RunFlags, folder: Path) -> None:
-    """Passes --fresh to the ranks; the first restore of this run obeys it, and later ones do not."""
+    """Passes --fresh to the ranks; only the first restore of this run applies it."""
     if not options.fresh:
         return
     if options.replicas and options.lighthouse:
@@ -346,7 +346,7 @@ def find_job_name(
         or ("" if default else elastic.get("rdzv_id"))
         or f"{Path(script).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
     )
-    # The name goes into JSON, and an umlaut is no text in the C locale.
+    # The name goes into JSON, and the C locale cannot encode an umlaut.
     return str(name).encode(errors="replace").decode()
 
 

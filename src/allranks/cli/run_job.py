@@ -124,7 +124,7 @@ FLAGS = {
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The job file as plain data, checked as a whole; what of it is not read is said."""
+    """The job file as plain data, checked as a whole; keys that are not read are reported."""
     from allranks.elastic.config import check, load_config
 
     found = load_config(path).to_dict()

@@ -244,7 +244,7 @@ def _signal_number(name: str) -> int:
     text = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
     number = int(name) if name.isdigit() else int(getattr(signal, text, 0))
     if not 0 < number < 65:
-        raise InputError(f"{name!r} is no signal", hint="for example --faulthandler SIGUSR1")
+        raise InputError(f"{name!r} is not a signal", hint="for example --faulthandler SIGUSR1")
     return number
 
 

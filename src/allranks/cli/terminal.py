@@ -139,7 +139,7 @@ def key_within(seconds: float) -> str:
 
 
 def check_target(name: str, force: bool) -> None:
-    """Raises when this file cannot be written, before work is done for it; "" is no file."""
+    """Raises when this file cannot be written, before work is done for it; "" means none."""
     path = Path(name)
     if not name:
         return

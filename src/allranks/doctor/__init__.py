@@ -1,6 +1,6 @@
 """Checks before a job, and explanations of its logs after it.
 
-Here: what is looked at before a job: each check returns findings with the exact cure. Runs on one node.
+Here: what is looked at before a job: each check returns findings with the exact hint. Runs on one node.
 
 A check never raises and never waits without limit. `ok` needs no reading, `warning` may cost time later,
 `problem` will stop the job or lose its evidence.
@@ -25,7 +25,7 @@ class Check:
     name: str
     status: Status
     detail: str
-    cure: str = ""
+    hint: str = ""
     fix: Callable[[], str] | None = field(default=None, compare=False)
 
 

@@ -24,8 +24,8 @@ def check_stack_tools(options: DoctorOptions) -> list[Check]:
     found.append(_check_ptrace())
     if shutil.which("nvidia-smi") and not find_cuda_gdb():
         text = "not found: GPU kernels of a hung rank cannot be named"
-        cure = "Install the CUDA toolkit's cuda-gdb on the nodes"
-        found.append(Check("cuda-gdb", "warning", text, cure))
+        hint = "Install the CUDA toolkit's cuda-gdb on the nodes"
+        found.append(Check("cuda-gdb", "warning", text, hint))
     return found
 
 
@@ -52,7 +52,7 @@ def _check_ptrace() -> Check:
 #: torch reads these words as "no"
 _OFF = frozenset({"0", "n", "no", "f", "false", "off"})
 _ON = frozenset({"1", "y", "yes", "t", "true", "on"})
-#: (variable, values that hurt, status, what it costs); the cure is to unset it
+#: (variable, values that hurt, status, what it costs); the hint is to unset it
 _SETTINGS: tuple[tuple[str, frozenset[str], Status, str], ...] = (
     ("TORCH_FR_BUFFER_SIZE", frozenset({"0"}), "warning", "torch's own flight recorder is off (allranks records anyway, torch's ring adds CUDA timing)"),
     ("TORCH_NCCL_TRACE_BUFFER_SIZE", frozenset({"0"}), "warning", "torch's own flight recorder is off (allranks records anyway, torch's ring adds CUDA timing)"),
@@ -87,8 +87,8 @@ def _misread() -> list[Check]:
         value, words = os.environ.get(name, "").strip(), _WORDS.get(name)
         if value and (value.lower() not in words if words else not value.isdigit()):
             cost = "torch refuses it in every rank" if words else "torch refuses it or takes only its digits"
-            cure = f"one of {', '.join(sorted(words))}" if words else "a whole number"
-            found.append(Check(name, "problem", f"is {value!r}: {cost}", f"set it to {cure}"))
+            hint = f"one of {', '.join(sorted(words))}" if words else "a whole number"
+            found.append(Check(name, "problem", f"is {value!r}: {cost}", f"set it to {hint}"))
     return found
 
 
@@ -129,11 +129,11 @@ def check_recorder(options: DoctorOptions) -> list[Check]:
     if fast(True) is not None:
         return [Check("recorder", "ok", "the hot path is in C")]
     text = "pure Python: a recorded call costs ten to thirty microseconds instead of two"
-    cure = (
+    hint = (
         "install a C compiler and Python's headers (apt install gcc python3-dev), then "
         "pip install --force-reinstall --no-deps --no-binary allranks allranks"
     )
-    return [Check("recorder", "warning", text, cure)]
+    return [Check("recorder", "warning", text, hint)]
 
 
 def check_recorder_folder(options: DoctorOptions) -> list[Check]:
@@ -150,6 +150,6 @@ def check_recorder_folder(options: DoctorOptions) -> list[Check]:
     free = shutil.disk_usage(folder).free
     if free < MIN_BOX_BYTES:
         text = f"{folder} is full ({free >> 20} MiB free): ranks cannot keep black boxes"
-        cure = f"Remove left-over files (du -sh {folder}/*), or export ALLRANKS_DIR to a folder with space"
-        return [Check(name, "problem", text, cure)]
+        hint = f"Remove left-over files (du -sh {folder}/*), or export ALLRANKS_DIR to a folder with space"
+        return [Check(name, "problem", text, hint)]
     return [Check(name, "ok", str(folder))]

@@ -36,13 +36,13 @@ class Pattern:
     level: Level
     pattern: str
     cause: str
-    cure: str
+    hint: str
     sample: str
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a log, with what could be told from it."""
+    """One line of a log, with what could be read from it."""
 
     path: str
     number: int
@@ -58,7 +58,7 @@ class Match:
     pattern: Pattern
     line: LogLine
     cause: str
-    cure: str
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def match_line(line: LogLine) -> Match | None:
             shown = without_secrets(line.text[:MAX_LINE])
             facts = (regex.search(shown) or found).groupdict(default="")
             line = replace(line, text=shown)
-            return Match(pattern, line, _fill(pattern.cause, facts), _fill(pattern.cure, facts))
+            return Match(pattern, line, _fill(pattern.cause, facts), _fill(pattern.hint, facts))
     return None
 
 
@@ -173,19 +173,19 @@ class _Watchdogs:
             waiting = [rank for rank in ranks if rank not in behind]
             if behind:
                 few = behind if len(behind) < len(waiting) else waiting
-                cause, cure = _behind(f"call #{stuck} of group {group}", behind, waiting)
-                return replace(first, line=ranks[min(few)].line, cause=cause, cure=cure)
+                cause, hint = _behind(f"call #{stuck} of group {group}", behind, waiting)
+                return replace(first, line=ranks[min(few)].line, cause=cause, hint=hint)
         return first
 
 
 def _behind(call: str, behind: list[int], waiting: list[int]) -> tuple[str, str]:
-    """(cause, cure) of a call that some ranks never entered."""
+    """(cause, hint) of a call that some ranks never entered."""
     late, those = ranks_text(behind), ranks_text(waiting)
     if len(behind) < len(waiting):
         cause = f"{late.capitalize()} never entered {call}, in which {those} timed out: {late} is behind."
-        return cause, _BEHIND_CURE.format(ranks=late)
+        return cause, _BEHIND_HINT.format(ranks=late)
     cause = f"Only {those} entered {call} and timed out in it; {late} never did: an extra call, or they are stuck before it."
-    return cause, _BEHIND_CURE.format(ranks=those)
+    return cause, _BEHIND_HINT.format(ranks=those)
 
 
 def _long_before(ordered: list[Match]) -> Match | None:
@@ -199,7 +199,7 @@ def _long_before(ordered: list[Match]) -> Match | None:
 
 
 def read_lines(paths: Iterable[Path], unreadable: list[tuple[str, str]] | None = None) -> Iterator[LogLine]:
-    """The lines of log files and folders of them (plain or gz), with rank and time where they can be told.
+    """The lines of log files and folders of them (plain or gz), with rank and time where the line has them.
 
     What cannot be read, or not to the end, is added to `unreadable` with the reason; the others are read.
     """
@@ -226,7 +226,7 @@ def parse_line(path: str, number: int, text: str, rank: int | None = None) -> Lo
 _GENERIC = frozenset({"python_exception", "assertion"})
 #: Patterns of lines that a watchdog prints because a collective timed out, on whichever rank.
 _OF_WATCHDOG = frozenset({"watchdog_timeout", "nccl_dump_signal"})
-_BEHIND_CURE = (
+_BEHIND_HINT = (
     "Look at what {ranks} did instead: the end of the log, and the line by `allranks diagnose FOLDER` with black boxes or "
     "Flight Recorder dumps; next time by `allranks stacks` before the job is killed."
 )

@@ -35,9 +35,9 @@ def check_environment(options: DoctorOptions) -> list[Check]:
     found = []
     missing = [n for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in have]
     if missing:
-        cure = "Start through a launcher: allranks run --standalone --nproc-per-node N SCRIPT"
+        hint = "Start through a launcher: allranks run --standalone --nproc-per-node N SCRIPT"
         text = f"{', '.join(missing)} not set, but {', '.join(have)} is"
-        found.append(Check("environment", "problem", text, cure))
+        found.append(Check("environment", "problem", text, hint))
     wrong = [n for n in _INTEGERS if n in have and not have[n].isdigit()]
     for name in wrong:
         text = f"{name}={have[name]!r} is not a whole number from 0 on"
@@ -54,8 +54,8 @@ def _check_master(name: str) -> Check:
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
-        cure = "Use an IP address, or fix DNS or /etc/hosts on this node"
-        return Check("MASTER_ADDR", "problem", f"{name} does not resolve: {error}", cure)
+        hint = "Use an IP address, or fix DNS or /etc/hosts on this node"
+        return Check("MASTER_ADDR", "problem", f"{name} does not resolve: {error}", hint)
     if str(address).startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") not in ("", "1"):
         text = f"{name} is this machine's loopback, other nodes cannot reach it"
         return Check("MASTER_ADDR", "problem", text, "Set MASTER_ADDR to an address that all nodes reach")
@@ -72,8 +72,8 @@ def check_python(options: DoctorOptions) -> list[Check]:
     found = [_recorded_torch(torch)]
     if _restarts_mix() and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         text = f"torchrun of torch {torch} may fail restarts and scale-ups: ranks meet addresses of the attempt before"
-        cure = "Start with `allranks run`, which cures it, or: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        found.append(Check("torchrun restarts", "warning", text, cure))
+        hint = "Start with `allranks run`, which fixes it, or: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        found.append(Check("torchrun restarts", "warning", text, hint))
     return found
 
 
@@ -123,14 +123,14 @@ def check_gpus(options: DoctorOptions) -> list[Check]:
 def _check_gpu(
     number: str, name: str, driver: str, total: str, used: str, errors: str, slowed: str
 ) -> Iterator[Check]:
-    """One row of nvidia-smi; what a card does not tell is no number."""
+    """One row of nvidia-smi; what a card does not report is not a number."""
     if errors.isdigit() and int(errors) > 0:
         text = f"GPU {number} has {errors} uncorrected memory errors"
         yield Check("GPU ECC", "problem", text, "Drain the node; nvidia-smi --gpu-reset, or replace the card")
     if slowed.lower() == "active":
         text = f"GPU {number} is slowed down by hardware (heat or power)"
-        cure = "Check cooling and power of this node: it will be the straggler"
-        yield Check("GPU clocks", "warning", text, cure)
+        hint = "Check cooling and power of this node: it will be the straggler"
+        yield Check("GPU clocks", "warning", text, hint)
     if total.isdigit() and used.isdigit() and int(used) > 0.1 * int(total):
         text = f"GPU {number} already has {used} of {total} MiB in use"
         yield Check("GPU memory", "warning", text, "nvidia-smi lists who; end left-over ranks")
@@ -144,8 +144,8 @@ def check_network(options: DoctorOptions) -> list[Check]:
         value = os.environ.get(variable, "")
         if value and not _names_interface(value, names):
             text = f"{value!r} matches no interface of this node ({', '.join(sorted(names))})"
-            cure = f"export {variable}=NAME with a name from `ip -br addr`"
-            found.append(Check(variable, "problem", text, cure))
+            hint = f"export {variable}=NAME with a name from `ip -br addr`"
+            found.append(Check(variable, "problem", text, hint))
     up = sorted(n for n in names if n != "lo" and _up(n))
     if len(up) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
         text = f"several interfaces are up ({', '.join(up)}); nodes may choose different ones"
@@ -174,8 +174,8 @@ def _check_host_name() -> list[Check]:
     if not own.startswith("127.") and own != "::1":
         return []
     text = f"{host} resolves to {own}: other nodes cannot connect to that"
-    cure = "Fix /etc/hosts, or export GLOO_SOCKET_IFNAME / pass --local-addr"
-    return [Check("host name", "warning", text, cure)]
+    hint = "Fix /etc/hosts, or export GLOO_SOCKET_IFNAME / pass --local-addr"
+    return [Check("host name", "warning", text, hint)]
 
 
 def _up(name: str) -> bool:
@@ -191,20 +191,20 @@ def check_limits(options: DoctorOptions) -> list[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 16384:
         enough = hard == resource.RLIM_INFINITY or hard > soft
-        cure = f"ulimit -n {min(65536, hard) if enough else 65536}"
-        cure += "" if enough else " (the hard limit too: limits.conf)"
+        hint = f"ulimit -n {min(65536, hard) if enough else 65536}"
+        hint += "" if enough else " (the hard limit too: limits.conf)"
         text = f"ulimit -n is {soft}; many ranks and loaders need more"
-        found.append(Check("open files", "warning", text, cure))
+        found.append(Check("open files", "warning", text, hint))
     tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if tasks != resource.RLIM_INFINITY and tasks < 8192:
         text = f"ulimit -u is {tasks}; a rank has dozens of threads and its loaders"
-        cure = "ulimit -u unlimited (limits.conf, or docker --ulimit nproc=-1)"
-        found.append(Check("processes", "warning", text, cure))
+        hint = "ulimit -u unlimited (limits.conf, or docker --ulimit nproc=-1)"
+        found.append(Check("processes", "warning", text, hint))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if Path("/sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
         text = f"ulimit -l is {locked}: RDMA cannot register memory"
-        cure = "ulimit -l unlimited (limits.conf, or docker --ulimit memlock=-1)"
-        found.append(Check("locked memory", "problem", text, cure))
+        hint = "ulimit -l unlimited (limits.conf, or docker --ulimit memlock=-1)"
+        found.append(Check("locked memory", "problem", text, hint))
     quota = _memory_limit()
     if quota is not None:
         found.append(Check("memory limit", "ok", f"this cgroup may use {quota / 2**30:.1f} GiB"))
@@ -232,11 +232,11 @@ def check_shared_memory(options: DoctorOptions) -> list[Check]:
     text = f"/dev/shm has {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.total <= 64 << 20:
         text += ": a container's default; DataLoader workers will die of it"
-        cure = "docker run --shm-size=16g (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
-        return [Check("shared memory", "problem", text, cure)]
+        hint = "docker run --shm-size=16g (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
+        return [Check("shared memory", "problem", text, hint)]
     if usage.free < 512 << 20:
-        cure = "Remove left-over files (ls -la /dev/shm), or make it larger"
-        return [Check("shared memory", "warning", text, cure)]
+        hint = "Remove left-over files (ls -la /dev/shm), or make it larger"
+        return [Check("shared memory", "warning", text, hint)]
     return [Check("shared memory", "ok", text)]
 
 
@@ -253,19 +253,19 @@ def _check_folder(path: Path) -> Check:
     try:
         speed = _write_speed(path)
     except OSError as error:
-        what, cure = "cannot be written", f"Check owner and mount: ls -ld {path}; df -h {path}; df -i {path}"
+        what, hint = "cannot be written", f"Check owner and mount: ls -ld {path}; df -h {path}; df -i {path}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             rest = f"remove what is not needed (du -sh {path}/*; df -h {path})"
-            what, cure = "full", f"allranks checkpoint prune {path} --keep-last N, or {rest}"
-        return Check(name, "problem", f"{what}: {error.strerror}", cure)
+            what, hint = "full", f"allranks checkpoint prune {path} --keep-last N, or {rest}"
+        return Check(name, "problem", f"{what}: {error.strerror}", hint)
     free = shutil.disk_usage(path).free
     text = f"{free / 2**30:.1f} GiB free, {speed:.0f} MB/s with fsync"
     if free < 10 << 30:
-        cure = f"allranks checkpoint prune {path} --keep-last N, or a larger disk"
-        return Check(name, "warning", text, cure)
+        hint = f"allranks checkpoint prune {path} --keep-last N, or a larger disk"
+        return Check(name, "warning", text, hint)
     if speed < SLOW_MB_S:
-        cure = "Use a local NVMe folder, and the object store as the last tier"
-        return Check(name, "warning", f"{text}: saves will take long", cure)
+        hint = "Use a local NVMe folder, and the object store as the last tier"
+        return Check(name, "warning", f"{text}: saves will take long", hint)
     return Check(name, "ok", text)
 
 

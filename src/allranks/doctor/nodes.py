@@ -1,4 +1,4 @@
-"""What must be the same on all nodes of a job: told by each node, compared on one of them.
+"""What must be the same on all nodes of a job: each node reports it, one of them compares.
 
 srun -N 4 allranks doctor --json | allranks doctor compare -
 """
@@ -72,7 +72,7 @@ def compare(nodes: Sequence[Mapping[str, object]]) -> list[Check]:
     return [*found, _clocks(nodes)]
 
 
-def _agree(nodes: Sequence[Mapping[str, object]], fact: str, worst: str, cost: str, cure: str) -> Check:
+def _agree(nodes: Sequence[Mapping[str, object]], fact: str, worst: str, cost: str, hint: str) -> Check:
     values: dict[str, list[str]] = {}
     for node in nodes:
         values.setdefault(str(node.get(fact) or "none"), []).append(str(node.get("host")))
@@ -82,7 +82,7 @@ def _agree(nodes: Sequence[Mapping[str, object]], fact: str, worst: str, cost: s
         return Check(f"{fact} across nodes", status, f"{value} on all {len(nodes)}")  # type: ignore[arg-type]
     groups = sorted(values.items(), key=lambda item: (-len(item[1]), item[0]))
     text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in groups)
-    return Check(f"{fact} across nodes", worst, f"{text}: {cost}", cure)  # type: ignore[arg-type]
+    return Check(f"{fact} across nodes", worst, f"{text}: {cost}", hint)  # type: ignore[arg-type]
 
 
 def _clocks(nodes: Sequence[Mapping[str, object]]) -> Check:

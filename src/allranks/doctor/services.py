@@ -31,14 +31,14 @@ def check_ports(options: DoctorOptions) -> list[Check]:
 def _check_port(port: int) -> Check:
     name = f"port {port}"
     if not 0 < port < 65536:
-        return Check(name, "problem", "is no port number", "choose one between 1 and 65535")
+        return Check(name, "problem", "is not a port number", "choose one between 1 and 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            cure = f"ss -ltnp 'sport = :{port}' shows who holds it; end it or choose another port"
-            return Check(name, "problem", f"cannot be used: {error.strerror}", cure)
+            hint = f"ss -ltnp 'sport = :{port}' shows who holds it; end it or choose another port"
+            return Check(name, "problem", f"cannot be used: {error.strerror}", hint)
     return Check(name, "ok", "free")
 
 
@@ -58,12 +58,12 @@ def check_etcd(options: DoctorOptions) -> list[Check]:
             status = etcd.status()
             took = (time.monotonic() - begin) * 1e3
         except EtcdError as error:
-            cure = "allranks etcd start, or check the address and firewalls"
-            found.append(Check(name, "problem", f"does not answer: {error}", cure))
+            hint = "allranks etcd start, or check the address and firewalls"
+            found.append(Check(name, "problem", f"does not answer: {error}", hint))
             continue
         if status.get("leader", "0") in ("0", ""):
-            cure = "More than half of its members must be up"
-            found.append(Check(name, "problem", "the cluster has no leader", cure))
+            hint = "More than half of its members must be up"
+            found.append(Check(name, "problem", "the cluster has no leader", hint))
             continue
         found.append(Check(name, "ok", f"version {status.get('version')}, {took:.0f} ms"))
         found += _stale_keys(etcd)
@@ -73,7 +73,7 @@ def check_etcd(options: DoctorOptions) -> list[Check]:
 
 
 def _no_address(name: str, text: str, why: str) -> Check:
-    return Check(name, "problem", f"{text!r} is no address: {why}", "give HOST:PORT")
+    return Check(name, "problem", f"{text!r} is not an address: {why}", "give HOST:PORT")
 
 
 def _stale_keys(etcd: Etcd) -> list[Check]:
@@ -95,8 +95,8 @@ def _stale_keys(etcd: Etcd) -> list[Check]:
         "a new job with the same --rdzv-id may join what is over"
     )
     remove = f"etcdctl del --prefix {prefix}{names[0]} (they expire by themselves within a day)"
-    cure = f"Use a new --rdzv-id, or remove it: {remove}"
-    return [*found, Check("rendezvous keys", "warning", text, cure)]
+    hint = f"Use a new --rdzv-id, or remove it: {remove}"
+    return [*found, Check("rendezvous keys", "warning", text, hint)]
 
 
 def check_lighthouse(options: DoctorOptions) -> list[Check]:
@@ -162,8 +162,8 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
     return [Check(f"object store {options.s3}", "ok", "can put, get, list and delete")]
 
 
-#: what an object store's error says -> the cure; {bucket}, {endpoint}
-_STORE_CURES = (
+#: what an object store's error says -> the hint; {bucket}, {endpoint}
+_STORE_HINTS = (
     (r"InvalidAccessKeyId", "The access key is not known there: check AWS_ACCESS_KEY_ID, and that it belongs to {endpoint}"),
     (r"SignatureDoesNotMatch", "The secret key is wrong: check AWS_SECRET_ACCESS_KEY (and the region)"),
     (r"ExpiredToken", "The credentials have expired: log in again, or use a role that renews them"),
@@ -181,14 +181,14 @@ def _store_problem(error: BaseException, permission: str, place: str, options: D
     bucket = place.partition("/")[0]
     path = bucket if permission == "s3:ListBucket" else f"{place}*" if "/" in place else f"{place}/*"
     endpoint = options.s3_endpoint or "the store"
-    found = next((cure for pattern, cure in _STORE_CURES if re.search(pattern, text, re.I)), "{text}")
-    cure = found.format(
+    found = next((hint for pattern, hint in _STORE_HINTS if re.search(pattern, text, re.I)), "{text}")
+    hint = found.format(
         bucket=bucket, endpoint=endpoint, permission=permission, path=path, text="Check the store"
     )
     code = re.search(r"<Code>(\w+)</Code>", text)
     status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
     said = status[1].strip() + (f" ({code[1]})" if code else "") if status else text[:300]
-    return Check(f"object store {options.s3}", "problem", f"{permission} failed: {said}", cure)
+    return Check(f"object store {options.s3}", "problem", f"{permission} failed: {said}", hint)
 
 
 def check_clock(options: DoctorOptions) -> list[Check]:

@@ -1,6 +1,6 @@
 """The demo's training script: a small character-level transformer on a shipped text, in replicas with a Manager.
 
-The global batch of a step is a pure function of the step and is divided over whoever takes part, each share
+The global batch of a step is a pure function of the step and is divided over the participating replicas, each share
 weighted by its size: whatever happens to replicas, every step sees the same samples and the loss curve is the
 undisturbed one (up to the order of floating-point sums).
 """

@@ -1,7 +1,7 @@
 """Preloaded into the ranks of a drill (ALLRANKS_PRELOAD): fires the plan's faults at the progress mark.
 
 Runs in the rank. The plan is `plan.json` in the folder $ALLRANKS_DRILL; a fault fires once in the life of the
-drill, whoever restarts; each mark of each rank is one line of `steps.RANK.PID`. In replicas each step that the managed
+drill, also of restarted processes; each mark of each rank is one line of `steps.RANK.PID`. In replicas each step that the managed
 optimizer applied is reported with a fingerprint of its parameters, so that replicas can be compared.
 """
 

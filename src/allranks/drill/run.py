@@ -53,7 +53,7 @@ Marks = dict[int, list[DrillMark]]  # by rank
 
 @dataclass(frozen=True)
 class FaultResult:
-    """What became of one fault; None = it did not happen or cannot be told."""
+    """What became of one fault; None = it did not happen or is unknown."""
 
     kind: str
     rank: int
@@ -254,7 +254,7 @@ def _recovered(fault: DrillFault, at: float, marks: Marks) -> float | None:
 def find_identical(marks: Marks) -> bool | None:
     """Whether all ranks that reported on a step reported the same; None without two reports.
 
-    The script's own `digest` is compared with its like, and so is the `state` that was told without its help.
+    The script's own `digest` is compared with its like, and so is the `state` that the recorder hashed without its help.
     """
     seen: dict[tuple[str, int, int], list[str]] = {}
     for entry in itertools.chain.from_iterable(marks.values()):

@@ -121,7 +121,7 @@ def run_recorded(
 
 @contextlib.contextmanager
 def _announced_reports(pause_s: float) -> Iterator[None]:
-    """`ray.train.report` with a checkpoint uploads it while the other workers wait: that is no hang."""
+    """`ray.train.report` with a checkpoint uploads it while the other workers wait: this is not a hang."""
     plain = ray.train.report
 
     @functools.wraps(plain)

@@ -181,5 +181,5 @@ class Election:
             return from_json(zlib.decompress(data), PersistedState)
         except (zlib.error, msgspec.MsgspecError) as error:
             key = self._key("state")
-            cure = f"`etcdctl del {key}` begins anew, once no replica of this job runs any more"
-            raise EtcdError(f"what is kept in etcd under {key} is damaged ({error}): {cure}") from error
+            hint = f"`etcdctl del {key}` begins anew, once no replica of this job runs any more"
+            raise EtcdError(f"what is kept in etcd under {key} is damaged ({error}): {hint}") from error

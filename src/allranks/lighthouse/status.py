@@ -41,7 +41,7 @@ class TrainingStatus:
     """What the training does now."""
 
     sentence: str = ""  # "Training: step 1,650, 6.6 steps/s, 3 of 4 replicas"
-    mood: str = "warn"  # good | warn | bad: green, amber, red
+    state: str = "warn"  # good | warn | bad: green, amber, red
     step: int = -1
     steps_per_s: float | None = None  # None: not known, or no step is made
     stalled_s: float = 0.0  # since the last step, when that is unusually long

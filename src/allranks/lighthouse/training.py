@@ -166,10 +166,10 @@ class TrainingView:
             return self._by_calls(scene, now)
         stalled = self._stalled_s(scene, now)
         rate = None if stalled else self._rate(now)
-        sentence, mood = self._sentence(scene, gone, total, rate, stalled, now)
+        sentence, state = self._sentence(scene, gone, total, rate, stalled, now)
         speed = None if rate is None else round(rate, 3)
         members = min(scene.members, total)
-        return TrainingStatus(sentence, mood, self.step, speed, round(stalled, 1), members, total)
+        return TrainingStatus(sentence, state, self.step, speed, round(stalled, 1), members, total)
 
     def _absent(self, scene: Scene) -> list[Departed]:
         """Those who should be here."""
@@ -193,9 +193,9 @@ class TrainingView:
             sentence = f"Running: {sum(self._calls.values()):,} calls finished{nodes}"
             return TrainingStatus(sentence, "good", -1, None, 0.0, 0, 0)
         why = f"; {scene.waits}" if scene.waits else ""
-        mood = "bad" if silent >= max(RED_STALL_S, 2 * limit) else "warn"
+        state = "bad" if silent >= max(RED_STALL_S, 2 * limit) else "warn"
         sentence = f"Stalled: no call finished for {_age(silent)}{nodes}{why}"
-        return TrainingStatus(sentence, mood, -1, None, round(silent, 1), 0, 0)
+        return TrainingStatus(sentence, state, -1, None, round(silent, 1), 0, 0)
 
     def _limit(self) -> float:
         return _stall_limit(self._gaps, LEAST_STALL_S)
@@ -216,8 +216,8 @@ class TrainingView:
         if stalled:
             cause = scene.waits or scene.waiting
             why = f"; {cause}" if cause else missing
-            mood = "bad" if stalled >= max(RED_STALL_S, 2 * self._limit()) else "warn"
-            return f"Stalled: no step for {_age(stalled)}, at step {self.step:,}{count}{why}", mood
+            state = "bad" if stalled >= max(RED_STALL_S, 2 * self._limit()) else "warn"
+            return f"Stalled: no step for {_age(stalled)}, at step {self.step:,}{count}{why}", state
         speed = f", {_speed(rate)}" if rate is not None else ""
         complete = not total or scene.members >= total
         return f"Training: step {self.step:,}{speed}{count}{missing}", "good" if complete else "warn"

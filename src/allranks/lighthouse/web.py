@@ -60,14 +60,19 @@ def _training(status: Status) -> list[Metric]:
     training = status.training
     step = max(status.quorum.max_step if status.quorum else 0, training.step)
     missing = max(0, training.replicas - training.members)
-    moods = {labels(mood=mood): float(int(training.mood == mood)) for mood in ("good", "warn", "bad")}
+    states = {labels(state=state): float(int(training.state == state)) for state in ("good", "warn", "bad")}
     unusual = "Seconds without a step when that is unusually long, else 0"
     return [
         ("step_max", "gauge", "Highest step of any replica", step),
         ("steps_per_second", "gauge", "Steps per second, 0 when none is made", training.steps_per_s or 0.0),
         ("stalled_seconds", "gauge", unusual, training.stalled_s),
         ("replicas_missing", "gauge", "Replicas that were lost or evicted and are not back", missing),
-        ("training", "gauge", "The colour of the page: 1 for green (good), amber (warn) or red (bad)", moods),
+        (
+            "training",
+            "gauge",
+            "The colour of the page: 1 for green (good), amber (warn) or red (bad)",
+            states,
+        ),
     ]
 
 
@@ -136,9 +141,9 @@ class Web:
     def handle(self, request: HttpRequest) -> Answer:
         host = request.headers.get("host", "")
         if host and not self._own_name(_host_name(host)):
-            cure = f"start the lighthouse with --allow-host {_host_name(host)} if this name is yours"
+            hint = f"start the lighthouse with --allow-host {_host_name(host)} if this name is yours"
             return _error(
-                421, f"this lighthouse is not called {host}: {cure} ($ALLRANKS_ALLOW_HOSTS for `run`)"
+                421, f"this lighthouse is not called {host}: {hint} ($ALLRANKS_ALLOW_HOSTS for `run`)"
             )
         if request.method in ("GET", "HEAD"):
             return self._read(request)
@@ -277,8 +282,8 @@ class Web:
         if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
             return _error(403, f"actions are not taken from pages of {origin}")
         if self.token and not request.private:
-            cure = "switch TLS on (--certificate), use `allranks lighthouse`, or an ssh tunnel to its port"
-            return _error(403, f"the job token must not travel unencrypted: {cure}")
+            hint = "switch TLS on (--certificate), use `allranks lighthouse`, or an ssh tunnel to its port"
+            return _error(403, f"the job token must not travel unencrypted: {hint}")
         if not self._allowed(request):
             return _error(401, "this needs the job token: Authorization: Bearer TOKEN")
         try:

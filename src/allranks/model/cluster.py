@@ -174,7 +174,7 @@ class CollectEvidence:
     upload: str = ""  # HOST:PORT of its evidence server
     stacks: bool = True  # False: black boxes are enough
     alone: bool = True  # another agent that notices the same meanwhile follows instead of leading too
-    follow_s: float = FOLLOW_S  # whoever leads and asked within this time before has noticed the same
+    follow_s: float = FOLLOW_S  # a leader that asked within this time before has noticed the same
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ Notice = (
 
 @dataclass(frozen=True)
 class PublishedIncident:
-    """A hang or failure, as told to the lighthouse and shown on its page."""
+    """A hang or failure, as reported to the lighthouse and shown on its page."""
 
     incident: str
     sentence: str

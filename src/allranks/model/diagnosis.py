@@ -1,4 +1,4 @@
-"""What `diagnose` says of a job, and what it may be told besides the dumps. Pure data; JSON in docs/contracts.md."""
+"""The result of `diagnose`, and what it can be given besides the dumps. Pure data; JSON in docs/contracts.md."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank's program ended by its own doing, told so that the same failure is recognised when it comes again."""
+    """How a rank's program ended by its own doing, in a form that recognises the same failure when it happens again."""
 
     rank: int
     reason: str  # "raised ValueError", "exited with code 3"
@@ -86,7 +86,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Incident:
-    """The whole story. Fields are filled in as the loop goes on; the file is rewritten atomically."""
+    """The whole story. Fields are filled in as the incident proceeds; the file is rewritten atomically."""
 
     id: str
     kind: Kind

@@ -38,7 +38,7 @@ _SECRET_TEXT = tuple(
         r"(?i)(://(?:hooks?\.|[^\s\0'\"/]+/(?:api/)?webhooks?|[^\s\0'\"/]*webhook)[^\s\0'\"/]*/)[^\s\0'\"]+()",
     )
 )
-_SPECIAL_TOKEN = re.compile(r"<.*>|\[.*\]")  # eos_token: "</s>" is no secret
+_SPECIAL_TOKEN = re.compile(r"<.*>|\[.*\]")  # eos_token: "</s>" is not a secret
 
 
 def without_secrets(text: str) -> str:
@@ -84,7 +84,7 @@ def printable(text: str, limit: int = 2000) -> str:
 
 
 def read_yaml(text: str) -> object:
-    """Plain data; ValueError for what is no YAML, is nested too deep, or unfolds without end (aliases of aliases)."""
+    """Plain data; ValueError for text that is not valid YAML, is nested too deep, or unfolds without end (aliases of aliases)."""
     import yaml
 
     brackets = (1 if mark in "[{" else -1 for mark in re.findall(r"[][{}]", text))

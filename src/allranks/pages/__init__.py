@@ -185,7 +185,7 @@ class StackCard:
 
     title: str
     label: str
-    mood: str  # "bad", "warn", "good" or ""
+    level: str  # "bad", "warn", "good" or ""
     frames: tuple[FrameLine, ...]
     guilty: bool = False
     note: str = ""
@@ -197,7 +197,7 @@ class Row:
     """One row of a table."""
 
     cells: tuple[str, ...]
-    mood: str = ""
+    level: str = ""
 
 
 def stack_card(ranks: tuple[int, ...], lines: tuple[FrameLine, ...], label: str, guilty: bool) -> StackCard:

@@ -2,7 +2,7 @@
 (function () {
   const $ = (id) => document.getElementById(id);
   const MAX_ROWS = 100, STRIP_ROWS = 24, SHOWN_INCIDENTS = 3, RECENT_S = 5;  // heartbeats come every second: a row that is well does not change
-  const MOODS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", unreachable: "warn", expected: "warn" };
+  const LEVELS = { member: "good", asking: "good", spare: "", connected: "", finished: "good", running: "good", left: "", lost: "bad", evicted: "bad", cooling: "warn", unreachable: "warn", expected: "warn" };
   const NAMES = { asking: "waiting for quorum", unreachable: "cannot be reached", cooling: "back-off", expected: "expected back" };
   const names = new Intl.Collator("en", { numeric: true }), digits = new Intl.NumberFormat("en");  // made once: a thousand rows use them
   const opened = new Set(), fetched = new Map();  // evidence by its address
@@ -21,7 +21,7 @@
     text($("job"), s.job || "job without a name");
     text($("sentence"), t.sentence);
     if (document.title !== t.sentence) document.title = t.sentence;
-    $("now").className = "now " + t.mood;
+    $("now").className = "now " + t.state;
     const why = s.waiting && !t.sentence.includes(s.waiting) ? "No new quorum: " + s.waiting : "";
     $("why").hidden = !why; text($("why"), why);
     const marks = t.step >= 0 || t.replicas > 0;  // a script without step marks is judged by its calls
@@ -78,9 +78,9 @@
         row.cells[7].firstChild.type = "button";
       }
       const out = s.evicted[r.replica] !== undefined || r.state === "cooling" || (s.over && r.state === "asking");
-      row.className = MOODS[r.state] === "bad" ? "bad" : "";
+      row.className = LEVELS[r.state] === "bad" ? "bad" : "";
       text(row.cells[0], r.replica);
-      row.cells[1].firstChild.className = "dot " + (MOODS[r.state] || "");
+      row.cells[1].firstChild.className = "dot " + (LEVELS[r.state] || "");
       text(row.cells[1].lastChild, NAMES[r.state] || r.state);
       text(row.cells[2], r.node); text(row.cells[3], r.ranks ? String(r.ranks) : ""); text(row.cells[4], number(r.step));
       text(row.cells[5], r.gone ? `${age(Math.max(0, serverNow() - r.gone))} ago` : r.heard_s < RECENT_S ? "just now" : age(r.heard_s) + " ago");

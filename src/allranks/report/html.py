@@ -18,7 +18,7 @@ from allranks.report.timeline import MISSING, Timeline, build_timeline, pack
 MAX_LISTED = 500
 MAX_STACKS = 8
 COLUMNS = ("starts", "lengths", "kinds", "seqs", "states", "stacks")
-MOODS = {"fault": "bad", "unclear": "warn", "ok": "good"}
+LEVELS = {"fault": "bad", "unclear": "warn", "ok": "good"}
 STATUS = {"fault": "Fault found", "unclear": "Unclear", "ok": "Nothing wrong"}
 SEVERITY = {"root": ("Root cause", "bad"), "consequence": ("Follows", ""), "warning": ("Note", "warn")}
 
@@ -34,7 +34,7 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
         script="timeline.js",
         title=clean(f"{STATUS[diagnosis.status]}: {headline_text(diagnosis)}")[:160],
         kind="Diagnosis",
-        mood=MOODS[diagnosis.status],
+        level=LEVELS[diagnosis.status],
         status=STATUS[diagnosis.status],
         headline=pages.upper(clean(headline_text(diagnosis))),
         about=_about(diagnosis, traces, made_s).rows(),
@@ -102,12 +102,12 @@ def _cards(verdict: Finding) -> Iterator[StackCard]:
 
 
 def _finding(finding: Finding) -> Row:
-    name, mood = SEVERITY[finding.severity]
+    name, level = SEVERITY[finding.severity]
     number = "" if finding.sequence is None else f" #{finding.sequence}"
     sure = f" ({finding.confidence:.0%})" if finding.severity == "root" else ""
     return Row(
         (name, clean(finding.sentence + sure), rank_list(finding.ranks), clean(f"{finding.group}{number}")),
-        mood,
+        level,
     )
 
 
@@ -134,7 +134,7 @@ def _files(diagnosis: Diagnosis) -> dict[str, object]:
         rank = "" if note.rank is None else str(note.rank)
         cells = (clean(note.path), rank, clean(note.kind), note.status, clean(note.note))
         rows.append(Row(cells, "" if note.status == "ok" else "warn"))
-    bad = any(row.mood for row in rows)
+    bad = any(row.level for row in rows)
     return {"files": rows, "file_count": f"{len(diagnosis.files):,}", "files_open": bad and len(rows) < 60}
 
 

@@ -28,7 +28,7 @@ def render_story(
 ) -> str:
     """The whole page; without `evidence`, with what the incident itself knows of each rank."""
     verdict = incident.verdict or Finding("", (), "")
-    status, mood = _status(incident)
+    status, level = _status(incident)
     advice, missing = list(verdict.advice), list(verdict.missing_evidence)
     again = [(f"allranks diagnose {incident.folder}", "read the evidence again")] if incident.folder else []
     begin = min((moment.at for moment in incident.timeline), default=0.0)
@@ -41,7 +41,7 @@ def render_story(
         "story.html",
         title=f"{incident.id}: {headline(incident)}"[:160],
         kind=f"Incident {incident.id}",
-        mood=mood,
+        level=level,
         status=status,
         headline=headline(incident),
         about=about.rows(),
@@ -106,12 +106,12 @@ def _stacks(incident: Incident, verdict: Finding) -> list[StackCard]:
 
 
 def _moment(moment: Moment, begin: float, span: float) -> dict[str, str]:
-    mood = "good" if moment.name in _GOOD else "bad" if moment.name in _BAD else ""
+    level = "good" if moment.name in _GOOD else "bad" if moment.name in _BAD else ""
     offset = moment.at - begin
     return {
         "name": moment.name,
         "text": moment.text,
-        "mood": mood,
+        "level": level,
         "at": f"{100 * offset / span:.2f}",
         "offset": f"+{offset:.3f} s" if span < 10 else f"+{offset:.1f} s",
     }

@@ -25,8 +25,8 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
     from markupsafe import Markup
 
     culprits = frozenset(report.culprits)
-    moods = {True: ("Hung", "bad"), False: ("Not hung", "good"), None: ("Unclear", "warn")}
-    status, mood = moods[report.hung]
+    levels = {True: ("Hung", "bad"), False: ("Not hung", "good"), None: ("Unclear", "warn")}
+    status, level = levels[report.hung]
     hosts = list(dict.fromkeys(state.host for state in report.ranks.values() if state.host))
     host = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
     first = [report.ranks[rank] for rank in report.culprits[:4] if rank in report.ranks]
@@ -35,7 +35,7 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
         script="stacks.js",
         title=f"{status}: {report.sentence}"[:160],
         kind="Stacks",
-        mood=mood,
+        level=level,
         status=status,
         headline=pages.upper(report.sentence),
         reason=report.reason if report.reason not in report.sentence else "",
@@ -67,8 +67,8 @@ def _card(state: RankState) -> StackCard:
 def _rows(report: StacksReport) -> Iterator[Row]:
     for states in same_states(report):
         first, ranks = states[0], compress(s.rank for s in states)
-        mood = "bad" if first.rank in report.culprits else ""
-        yield Row((ranks, _spaced(first.cause), first.where, first.evidence), mood)
+        level = "bad" if first.rank in report.culprits else ""
+        yield Row((ranks, _spaced(first.cause), first.where, first.evidence), level)
         for child in first.children[:16]:
             yield Row((f"└ child {child.child}", _spaced(child.cause), child.where, child.evidence))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from allranks.model.incident import Failure
 
-#: The same failure this often is an error of the program, and no restart cures it.
+#: The same failure this often is an error of the program, and no restart fixes it.
 SAME_FAILURES = 3
 
 

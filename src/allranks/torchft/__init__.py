@@ -1,4 +1,4 @@
-"""For scripts written for torchft: `import allranks.torchft as torchft` and go on. Needs torch.
+"""For scripts written for torchft: `import allranks.torchft as torchft`. Needs torch.
 
 torchft's public names under torchft's modules (`from allranks.torchft.local_sgd import DiLoCo`). What is done in
 another way here is accepted; what does not exist here raises one sentence that says what to use.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 def future_timeout(fut: torch.futures.Future[T], timeout: timedelta) -> torch.futures.Future[T]:
     """Ends as `fut` does, or with TimeoutError when `fut` takes longer than `timeout`."""
     limited: torch.futures.Future[T] = torch.futures.Future()
-    first = threading.Lock()  # taken by whoever settles it, and never released
+    first = threading.Lock()  # taken by the thread that settles it, and never released
 
     def late() -> None:
         if first.acquire(blocking=False):
