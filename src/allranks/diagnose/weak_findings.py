@@ -57,9 +57,10 @@ def ended_badly(context: Context, primary: bool = False) -> Finding | None:
     own = {rank: text for rank, text in ends.items() if not is_secondary(text)}
     if not own:
         return None if primary else _lost_partner(context, ends)
-    if len(own) == context.job.world_size and (alike := same_error(own)) is not None:
-        return alike
     votes = Counter(int(rank) for text in ends.values() for rank in _ACCUSED.findall(text))
+    alike = same_error(own) if not votes and len(own) == context.job.world_size else None
+    if alike is not None:
+        return alike
     accused, most = votes.most_common(1)[0] if votes else (-1, 0)
     first = min(own, key=lambda rank: (context.job.ranks[rank].trace.header.written_ns, rank))
     ranks = (accused,) if most * 2 > len(ends) else tuple(sorted(own))
