@@ -196,7 +196,9 @@ def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision,
             f"quorum {state.number} was formed a moment ago: the next one in {until - now:.2f} s"
         )
     spares = tuple(sorted(member.replica for member in candidates[size:]))
-    left_out = tuple(sorted({m.replica for m in able} - {m.replica for m in candidates}))
+    left_out: tuple[str, ...] = ()
+    if len(able) > len(candidates):
+        left_out = tuple(sorted({m.replica for m in able} - {m.replica for m in candidates}))
     rule, reason = _why(state, idle, before, frozenset((*spares, *left_out)))
     if spares:
         reason += f"; {_sizes(options)}: {listed(spares)} {'stays' if len(spares) == 1 else 'stay'} spare"
@@ -240,7 +242,8 @@ def _proved(members: list[Member], state: QuorumState, options: Options) -> list
 def _connected(now: float, members: list[Member], state: QuorumState) -> list[Member]:
     """The largest set that can talk to each other; of equal ones that with the newest state, then with more members of
     the last quorum, then the first by name. One whose claim could not be served has lost its place."""
-    members = [m for m in members if m.session not in state.reach.unserved] or members
+    if state.reach.unserved:
+        members = [m for m in members if m.session not in state.reach.unserved] or members
     apart = state.reach.pairs(now, {member.session for member in members}) if state.reach.apart else {}
     dialects = {member.dialect for member in members}
     if not apart and len(dialects) < 2:

@@ -335,7 +335,7 @@ class Service:
         ):
             session.peer.deliver(last, encode(last))
             return None
-        session.asking = signed(replace(member, dialect=dialect), session)
+        session.asking = signed(member, session, dialect)
         session.step = max(session.step, member.step)
         self.training.note_step(name, session.step, self.now())
         ranks = self.sessions.of(name)

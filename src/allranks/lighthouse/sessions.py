@@ -133,11 +133,13 @@ def deliver(session: Session, batch: dict[int, tuple[Notice, bytes]]) -> None:
             session.peer.deliver(notice, frame)
 
 
-def signed(member: Member, session: Session) -> Member:
-    """A member speaks for itself only: name and session are the connection's."""
-    if member.replica == session.replica and member.session == session.session and member.node:
+def signed(member: Member, session: Session, dialect: str = "") -> Member:
+    """A member speaks for itself only: name, session and dialect are the connection's."""
+    own = member.replica == session.replica and member.session == session.session
+    if own and member.node and member.dialect == dialect:
         return member
-    return replace(member, replica=session.replica, session=session.session, node=member.node or session.node)
+    node = member.node or session.node
+    return replace(member, replica=session.replica, session=session.session, node=node, dialect=dialect)
 
 
 def merged(ranks: list[Session]) -> Member:

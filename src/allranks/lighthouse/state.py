@@ -282,16 +282,16 @@ class QuorumState:
         return broken or not self._same(members)
 
     def _same(self, members: Sequence[Member]) -> bool:
-        last = self.last.members if self.last else ()
-        return [(m.replica, m.session) for m in members] == [(m.replica, m.session) for m in last]
+        sessions = self._sessions
+        return len(members) == len(sessions) and all(sessions.get(m.replica) == m.session for m in members)
 
     def not_before(self, members: Sequence[Member]) -> float:
         """When a new quorum of these members, sorted by name, may be formed: never more than PACE in PACE_S, and with a
         pause that doubles for the same members that have made no step."""
-        if not self.formed or not self.is_new(members):
+        over = self.fruitless - _FREE_TRIES
+        if (len(self.formed) < PACE and over < 0) or not self.is_new(members):
             return 0.0
         until = self.formed[0] + PACE_S if len(self.formed) == PACE else 0.0
-        over = self.fruitless - _FREE_TRIES
         if over >= 0 and self._same(members) and not self._stepped(members):
             pause = min(_FIRST_PAUSE_S * 2.0 ** min(over, 16), _LAST_PAUSE_S)
             until = max(until, self.formed[-1] + pause)
