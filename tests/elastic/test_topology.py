@@ -316,7 +316,7 @@ def _undisturbed(rank: int, world: int, index: Path, last: int) -> list[float]:
 
 
 def test_saves_and_rate_changes_are_counted(index: Path, tmp_path: Path) -> None:
-    """The flow feeds the metrics: stalls of saves are stolen time, rate changes are remembered."""
+    """The flow feeds the metrics: stalls of saves are lost time, rate changes are remembered."""
 
     class Manager:
         def step(self, *_: Any, **__: Any) -> tuple[str, ...]:
