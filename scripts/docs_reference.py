@@ -127,7 +127,7 @@ def _first(thing: Any) -> str:
 OBJECTS = (
     ("allranks diagnose PATH… --json", ("diagnose", "tests/load/cases/flight_recorder/missing_rank", "--json")),
     ("allranks stacks --json", ("stacks", "--from", "tests/stacks/cases/hangs/dataloader_worker_sleep", "--json")),
-    ("allranks dump-info FILE --json", ("dump-info", "tests/load/cases/flight_recorder/missing_rank/trace_0", "--json")),
+    ("allranks dump FILE --info --json", ("dump", "tests/load/cases/flight_recorder/missing_rank/trace_0", "--info", "--json")),
 )  # fmt: skip
 
 

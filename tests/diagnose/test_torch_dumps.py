@@ -334,7 +334,7 @@ def test_one_dump_alone_tells_where_its_rank_waits_and_asks_for_the_others(
     assert verdict.sentence.startswith(
         f"rank {rank} waits in all_reduce #5 of group default_pg at train.py:44"
     )
-    assert "for 31 s" in verdict.sentence if waited_s > 1 else "for 0.2 s" in verdict.sentence
+    assert "for 31 s" in verdict.sentence if waited_s > 1 else "for 200 ms" in verdict.sentence
     assert verdict.where == "train.py:44 in f" and "the other ranks" in verdict.missing_evidence[0]
 
 

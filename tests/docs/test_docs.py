@@ -172,7 +172,7 @@ def test_numbers_come_from_kept_results_and_others_stay(
 
 
 _RUNS_ANYWHERE = re.compile(
-    r"allranks (?:(?:diagnose|frtrace|dump-info|convert) dumps/(?!\w*rank3)|completion (?:bash|zsh|fish)|config schema|doctor explain logs/)"
+    r"allranks (?:(?:diagnose|frtrace|dump) dumps/(?!\w*rank3)|completion (?:bash|zsh|fish)|config schema|doctor explain logs/)"
 )
 
 
@@ -211,7 +211,7 @@ def _room(folder: Path) -> None:
         NVMeBackend(folder / "nvme" / "run-7").save(make_state(step), f"checkpoint_step_{step:08d}")
 
 
-@pytest.mark.parametrize("command", ["checkpoint", "config", "index", "dump-info", "doctor"])
+@pytest.mark.parametrize("command", ["checkpoint", "config", "index", "doctor"])
 def test_the_examples_of_the_help_run_in_their_order(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

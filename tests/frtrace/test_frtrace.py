@@ -223,13 +223,13 @@ def test_what_cannot_run_exits_2_with_a_sentence(
 
 def test_dump_info_tells_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
     """For people and as JSON; damaged files exit 1."""
-    assert main(["dump-info", str(CASES / "nccl/cascade/trace_3"), "--calls", "2"]) == 0
+    assert main(["dump", str(CASES / "nccl/cascade/trace_3"), "--info", "--calls", "2"]) == 0
     text = capsys.readouterr().out
     assert "torch pickle 2.10, rank 3" in text and "group 4 dp_1 [1, 3]: 3 calls, #1…#3" in text
-    assert main(["dump-info", str(CASES / "broken_dumps/truncated_file/trace_3"), "--json"]) == 1
+    assert main(["dump", str(CASES / "broken_dumps/truncated_file/trace_3"), "--info", "--json"]) == 1
     about = json.loads(capsys.readouterr().out)["files"][0]
     assert (about["status"], about["calls"], about["rank"]) == ("damaged", 25, 3)
-    assert main(["dump-info", __file__]) == 1
+    assert main(["dump", "--info", __file__]) == 1
     assert "text [skipped]" in capsys.readouterr().out
 
 
@@ -237,9 +237,12 @@ def test_dump_info_tells_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> N
 def test_convert_keeps_the_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str) -> None:
     """Through every format and back the blocks stay the same, but for the stacks that JSON has not."""
     _, before = frtrace(capsys, str(CASES / "nccl/cascade"))
-    assert main(["convert", str(CASES / "nccl/cascade"), str(tmp_path / "one"), "--to", form]) == 0
-    assert main(["convert", str(tmp_path / "one"), str(tmp_path / "two"), "--to", "pickle", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["written"]) == 4
+    assert main(["dump", str(CASES / "nccl/cascade"), "-o", str(tmp_path / "one"), "--format", form]) == 0
+    assert (
+        main(["dump", str(tmp_path / "one"), "-o", str(tmp_path / "two"), "--format", "pickle", "--json"])
+        == 0
+    )
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["files"]) == 4
     _, after = frtrace(capsys, str(tmp_path / "two"))
     heads = [[line for line in lines if line.partition(":")[0] in ("missing ranks", "group info", "collective")]
              for lines in (before, after)]  # fmt: skip
@@ -250,9 +253,9 @@ def test_convert_never_overwrites_unasked(capsys: pytest.CaptureFixture[str], tm
     """--force does."""
     out = tmp_path / "rank0.json"
     source = str(CASES / "nccl/cascade/trace_0")
-    assert main(["convert", source, str(out)]) == 0
+    assert main(["dump", source, "-o", str(out)]) == 0
     out.write_text("mine")
-    assert main(["convert", source, str(out)]) == 2
+    assert main(["dump", source, "-o", str(out)]) == 2
     assert out.read_text() == "mine" and "--force" in capsys.readouterr().err
-    assert main(["convert", source, str(out), "--force"]) == 0
+    assert main(["dump", source, "-o", str(out), "--force"]) == 0
     assert json.loads(out.read_text())["version"] == "2.10"

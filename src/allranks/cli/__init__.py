@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diagnose": ("diagnose", "find out why a job hangs, from dumps: rank, line and cause"),
     "run": ("run", "start a job with torchrun's command line; record it, keep it alive"),
     "lighthouse": ("lighthouse", "track which replicas of a job are alive and train together"),
-    "dump": ("dump", "copy the black boxes of a job, also while it runs or hangs"),
+    "dump": ("dump", "copy black boxes, also of a job that hangs; show or convert dumps"),
     "stacks": ("stacks", "show what every rank is doing now, and what it is stuck on"),
     "watch": ("watch", "collect stacks when a job stalls, also one that already runs"),
     "status": ("status", "show the ranks of a job: step, call, who waits for whom"),
@@ -32,8 +32,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo", "show a hang, its verdict and a recovery on CPU, in a minute"),
     "drill": ("drill", "run a job under planned faults; report what was noticed"),
     "frtrace": ("frtrace", "take torchfrtrace's command line, print its output"),
-    "dump-info": ("dump_info", "show what dumps and black boxes are and what they hold"),
-    "convert": ("convert", "turn dumps and black boxes into one another"),
     "doctor": ("doctor", "check a node before a job, or explain the logs after it"),
     "checkpoint": ("checkpoint", "list, verify, copy, prune, export and import checkpoints"),
     "slurm": ("slurm", "submit or start a job under Slurm, or collect its stacks"),
@@ -44,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 #: Commands that read dumps with numpy; their start-up time counts.
-READING = frozenset({"diagnose", "frtrace", "dump-info", "convert"})
+READING = frozenset({"diagnose", "frtrace", "dump"})
 #: Commands that may use obstore: one was aborted behind its answer, most likely by threads that met the interpreter's end.
 STORING = frozenset({"checkpoint", "doctor"})
 

@@ -7,7 +7,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "My job hangs now": ("diagnose", "stacks", "dump", "status", "top", "page"),
     "Keep my job running": ("run", "lighthouse", "watch", "slurm", "drill"),
     "Lose nothing": ("checkpoint", "config", "index"),
-    "Read dumps": ("dump-info", "convert", "frtrace"),
+    "Read dumps": ("frtrace",),
     "This machine": ("demo", "doctor", "etcd", "completion"),
 }
 
@@ -26,6 +26,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks dump --pid 12345 -o now          # one rank",
         "allranks dump --job 4711 --all-nodes      # of every node of the job",
         "allranks dump /mnt/scratch/boxes --format json --active",
+        "allranks dump dumps/rank3.box --info --calls 20   # what a file holds",
+        "allranks dump dumps/ --format pickle -o pickles/  # dumps into another format",
     ),
     "stacks": (
         "allranks stacks                           # every rank on this node",
@@ -63,8 +65,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "page": ("allranks page        # of the newest job on this node", "allranks page my-job --no-browser"),
     "demo": ("allranks demo",),
     "frtrace": ("allranks frtrace dumps/", "allranks frtrace dumps/ -j --selected-ranks 0 1"),
-    "dump-info": ("allranks dump-info dumps/rank3.box --calls 20",),
-    "convert": ("allranks convert dumps/ pickles/ --to pickle",),
     "doctor": (
         "allranks doctor                # before the job",
         "allranks doctor explain logs/  # after it",

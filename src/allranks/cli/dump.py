@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from allranks.api.debug_server import is_address
+from allranks.cli import dump_files
 from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
 from allranks.model.parsing import printable
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "path",
-        nargs="?",
+        "paths",
+        nargs="*",
         metavar="JOB",
-        help="name of a job, folder with black boxes, one box, or the address of torch's debug server, http://HOST:25999 "
-        "(default: the job that runs on this machine)",
+        help="name of a job, black boxes, dumps, archives or folders of them, or the address of torch's debug server, "
+        "http://HOST:25999 (default: the job that runs on this machine)",
     )
     add("--job", metavar="ID", help="of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)")
     add("--pid", type=int, action="append", metavar="P", help="only this process; repeatable")
@@ -31,14 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--format",
         choices=("box", "pickle", "json"),
-        default="box",
-        help="a copy of the box, or PyTorch's dump formats (default: box)",
+        help="a black box, or PyTorch's dump formats (default: by the ending of -o, else box)",
     )
     add("--active", action="store_true", help="pickle and json: only calls that are not finished")
     add("--all-attempts", action="store_true", help="also ranks of earlier attempts")
-    add("-o", "--output", metavar="DIR", help="folder to write to (default: allranks-dump-JOB)")
+    add(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="folder to write to, or a file for one rank (default: allranks-dump-JOB)",
+    )
     add("--force", action="store_true", help="overwrite existing files")
     add("--list", action="store_true", help="only show what there is")
+    add(
+        "--info",
+        action="store_true",
+        help="only show what these files are, who wrote them and what they hold",
+    )
+    add("--calls", type=int, default=0, metavar="N", help="with --info: also the last N calls of each file")
     add(
         "--native",
         metavar="STEM",
@@ -53,9 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Writes one file per rank; 2 when there is nothing to take."""
+    """Writes one file per rank; 1 when a file is damaged, 2 when there is nothing to take."""
     import tempfile
 
+    args.path = args.paths[0] if args.paths else None
+    if args.info:
+        if not args.paths:
+            raise InputError("--info needs files", hint="For example: allranks dump dumps/ --info")
+        return dump_files.show(args)
+    if _are_files(args):
+        return dump_files.convert(args)
+    args.format = args.format or "box"
     if is_address(args.path or ""):
         return _fetch_from_server(args)
     if not args.all_nodes:
@@ -64,6 +83,19 @@ def main(args: argparse.Namespace) -> int:
         args.path = _fetch(args, folder)
         args.output = args.output or f"allranks-dump-{args.job or 'all-nodes'}"
         return _dump(args)
+
+
+def _are_files(args: argparse.Namespace) -> bool:
+    """Whether files are given that are not simply copied: dumps of others, several of them, or one new file is wanted."""
+    from pathlib import Path
+
+    from allranks.blackbox.reader import find_boxes
+
+    paths = [Path(path) for path in args.paths if not is_address(path)]
+    if not paths or args.list or not all(path.exists() for path in paths):
+        return False
+    boxes = all(path.suffix == ".box" if path.is_file() else find_boxes(path) for path in paths)
+    return not boxes or len(paths) > 1 or Path(args.output or "").suffix in dump_files.ENDINGS
 
 
 def _fetch_from_server(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`allranks dump-info`: what a file is, who wrote it, and what it holds. Prints; decides nothing."""
+"""`allranks dump FILES`: what files are and hold (--info), or the same calls in another format. Decides nothing."""
 
 from __future__ import annotations
 
@@ -7,36 +7,82 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.cli.terminal import answer
+from allranks.cli.terminal import answer, note
+from allranks.errors import InputError
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
     from allranks.load import LoadResult
     from allranks.model.trace import RankTrace
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("paths", nargs="+", metavar="FILE", help="black boxes, dumps, archives or folders of them")
-    add("--calls", type=int, default=0, metavar="N", help="also list the last N calls of each file")
-    add("--json", action="store_true", help="one JSON object on stdout")
+ENDINGS = {".box": "box", ".json": "json", ".pickle": "pickle", ".pkl": "pickle"}
 
 
-def main(args: argparse.Namespace) -> int:
-    """0 everything is readable, 1 something is damaged or no dump, 2 could not run."""
+def show(args: argparse.Namespace) -> int:
+    """0 everything is readable, 1 something is damaged or not a dump, 2 could not run."""
     from allranks.load import LoadOptions, load_paths
 
     result = load_paths(args.paths, LoadOptions(allow_nothing=True, number_unknown=True))
     traces = {trace.path: describe(trace, args.calls) for trace in result.traces}
-    files = [{**asdict(note), **traces.get(note.path, {})} for note in result.files]
+    files = [{**asdict(one), **traces.get(one.path, {})} for one in result.files]
     facts = {"schema": 1, "attempt": result.attempt, "attempts": result.attempts, "files": files}
     answer(args.json, facts, map(printable, render(result, traces)))
     if not result.files:
-        print("allranks dump-info: no files", file=sys.stderr)
+        print("allranks dump: no files", file=sys.stderr)
         return 2
-    return 0 if all(note.status == "ok" for note in result.files) else 1
+    return 0 if all(one.status == "ok" for one in result.files) else 1
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Writes each rank's calls in another format. 0 all were written, 1 some files were damaged or left out, 2 could not run."""
+    from allranks.load import LoadOptions, load_paths
+    from allranks.model.files import write_atomically
+
+    output = Path(args.output or f"allranks-dump-{Path(args.paths[0]).stem}")
+    form = args.format or ENDINGS.get(output.suffix.lower()) or "box"
+    result = load_paths(args.paths, LoadOptions(number_unknown=True))
+    one_file = len(result.traces) == 1 and output.suffix.lower() in ENDINGS and not output.is_dir()
+    written = []
+    for trace in result.traces:
+        path = output if one_file else output / _file_name(trace, form)
+        if path.exists() and not args.force:
+            raise InputError(f"{path} exists", hint="Choose another name with -o, or --force.")
+        try:
+            write_atomically(path, _encode(trace, form, not args.active), 0o666)
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror}") from error
+        written.append({"path": str(path), "rank": trace.header.rank})
+    bad = [one for one in result.files if one.status != "ok"]
+    for one in bad:
+        note(f"{one.path}: {one.status}: {one.note}")
+    facts = {"schema": 1, "files": written, "left_out": [one.path for one in bad]}
+    answer(args.json, facts, [f"Wrote {one['path']}" for one in written])
+    return 1 if bad else 0
+
+
+def _encode(trace: RankTrace, form: str, completed: bool) -> bytes:
+    if form == "box":
+        from allranks.blackbox.file_writer import box_bytes
+
+        return box_bytes(trace)
+    from allranks.model.torch_dump import to_torch_json, to_torch_pickle
+
+    if form == "pickle":
+        return to_torch_pickle(trace, include_completed=completed)
+    return to_torch_json(trace, include_completed=completed).encode()
+
+
+def _file_name(trace: RankTrace, form: str) -> str:
+    """The name under which torch's tools and ours find the rank."""
+    from allranks.blackbox.layout import file_name
+
+    rank = trace.header.rank or 0
+    if form == "box":
+        return file_name(trace.header.job, trace.header.attempt, rank, trace.header.pid)
+    return f"trace_{rank}" + (".json" if form == "json" else "")
 
 
 def describe(trace: RankTrace, last: int = 0) -> dict[str, Any]:
@@ -105,13 +151,13 @@ def _call(trace: RankTrace, row: int) -> dict[str, Any]:
 
 def render(result: LoadResult, traces: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     """The description for people, a line at a time. `traces` are described by path."""
-    for note in result.files:
-        rank = "" if note.rank is None else f", rank {note.rank}"
-        yield f"{note.path}: {note.kind}{rank}" + ("" if note.status == "ok" else f" [{note.status}]")
-        if note.note:
-            yield f"  note: {note.note}"
-        if note.path in traces:
-            yield from _render_trace(traces[note.path])
+    for one in result.files:
+        rank = "" if one.rank is None else f", rank {one.rank}"
+        yield f"{one.path}: {one.kind}{rank}" + ("" if one.status == "ok" else f" [{one.status}]")
+        if one.note:
+            yield f"  note: {one.note}"
+        if one.path in traces:
+            yield from _render_trace(traces[one.path])
     if len(result.attempts) > 1:
         yield f"attempts: {', '.join(map(str, result.attempts))}; shown: {result.attempt} (the newest)"
 
