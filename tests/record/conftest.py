@@ -10,9 +10,11 @@ from allranks.record.options import fast
 
 
 @pytest.fixture
-def engine() -> str:
-    """The engine that records here; tests/record/test_engines.py compares the two."""
-    return "c" if fast(True) is not None else "python"
+def engine(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The engine that records here, in ranks too; tests/record/test_engines.py compares the two."""
+    found = "c" if fast(True) is not None else "python"
+    monkeypatch.setenv("ALLRANKS_PURE_PYTHON", "1" if found == "python" else "0")
+    return found
 
 
 @pytest.fixture
