@@ -188,3 +188,18 @@ def test_explain_without_a_log_or_with_a_wrong_path_is_an_error(capsys: pytest.C
     assert main(["doctor", "explain"]) == 2
     assert main(["doctor", "explain", "nowhere.log"]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_a_torch_with_which_not_everything_is_recorded_is_named() -> None:
+    """On 2.5 and 2.6 C++'s own calls are not seen."""
+    from allranks.doctor.machine import _recorded_torch
+
+    assert [
+        _recorded_torch(version).status for version in ("2.5.1", "2.6.0+cpu", "2.7.0", "2.15.0+cu132")
+    ] == [
+        "warning",
+        "warning",
+        "ok",
+        "ok",
+    ]
+    assert "DDP" in _recorded_torch("2.5.1").detail

@@ -25,6 +25,7 @@ from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.torch_dump import profiling_name, to_torch_dump
 from allranks.model.trace import Group
+from allranks.record import torch_internals as internals
 from allranks.record.dump import dump_ended_ranks
 from allranks.record.options import from_environment
 
@@ -167,6 +168,53 @@ def _by_environment(rank: int, world: int) -> list[str]:
     second = recorder.dump_file()
     assert recorder.box is not None
     return [str(first), str(second), str(recorder.box.capacity)]
+
+
+def _sets_it_itself(rank: int, world: int, prefix: str) -> str:
+    recorder = allranks.record()
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = prefix  # as PyTorch's tutorial does, in the script
+    dist.all_reduce(torch.ones(1))
+    return str(recorder.dump_file(reason="timeout"))
+
+
+def test_a_script_may_set_the_prefix_of_dumps_itself(folder: Path, tmp_path: Path) -> None:
+    """Recording has begun before the script's first line."""
+    prefix = str(tmp_path / "trace_")
+    with Ranks(_sets_it_itself, 2, (prefix,)) as ranks:
+        assert ranks.values() == [f"{prefix}0", f"{prefix}1"]
+
+
+OTHER_RING = """
+import pickle, torch, torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from allranks.record.dump import native_dumps
+
+class Mine(c10d.Backend):
+    def name(self):
+        return "mine"
+    def getBackendName(self):
+        return "mine"
+    def allreduce(self, tensors, options):
+        done = torch.futures.Future()
+        done.set_result(tensors)
+        return c10d._create_work_from_future(done)
+
+dist.Backend.register_backend("mine", lambda store, rank, size, timeout: Mine(rank, size), devices=["cpu"])
+for backend in ("gloo", "mine"):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+for name, data in sorted(native_dumps().items()):
+    print(name, [entry["profiling_name"] for entry in pickle.loads(data)["entries"]])
+"""
+
+
+def test_torchs_ring_of_every_backend_is_harvested() -> None:
+    """torch 2.15 keeps one ring for each backend's own name."""
+    if "backend:" not in (internals.c10d._dump_fr_trace.__doc__ or ""):
+        pytest.skip("this torch has one ring for all backends")
+    done = subprocess.run([sys.executable, "-c", OTHER_RING], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == ["fr ['gloo:all_reduce']", "fr-mine ['mine:all_reduce']"], done.stderr
 
 
 def test_the_environment_of_torchs_recorder_is_honoured(folder: Path, tmp_path: Path) -> None:

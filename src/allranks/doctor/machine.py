@@ -84,7 +84,9 @@ def _recorded_torch(version: str) -> Check:
     if numbers >= [2, 7]:
         return Check("torch", "ok", text)
     lost = "calls that C++ makes (DDP, functional collectives) are not recorded"
-    return Check("torch", "warning", f"{text}: {lost}", "They need torch 2.7 or later; the training runs as it is")
+    return Check(
+        "torch", "warning", f"{text}: {lost}", "They need torch 2.7 or later; the training runs as it is"
+    )
 
 
 def _restarts_mix() -> bool:

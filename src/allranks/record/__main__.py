@@ -13,8 +13,12 @@ import os
 import re
 import runpy
 import sys
+from typing import TYPE_CHECKING
 
 import allranks.record
+
+if TYPE_CHECKING:
+    from allranks.record.recorder import Recorder
 
 USAGE = "usage: python -m allranks.record SCRIPT [ARGS…]  |  python -m allranks.record -m MODULE [ARGS…]"
 
@@ -29,7 +33,7 @@ def main() -> None:
     if as_module and len(words) < 2:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
-    recorder = allranks.record.record()
+    recorder = _start()
     try:
         if as_module:
             sys.argv = words[1:]
@@ -40,8 +44,18 @@ def main() -> None:
             sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as error:  # no hook of Python sees it
-        recorder.note_exit(error)
+        if recorder is not None:
+            recorder.note_exit(error)
         raise
+
+
+def _start() -> Recorder | None:
+    """The recorder; None where it cannot even be loaded: the script runs all the same."""
+    try:
+        return allranks.record.record()
+    except Exception as error:
+        print(f"allranks: recording is off, training goes on: {error}", file=sys.stderr)
+        return None
 
 
 def _script_first(words: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What of ours runs inside a call of the program goes through a HookGuard: an error of ours never reaches the program. Runs in the rank."""
+"""What of ours runs inside a call of the program goes through an ErrorGuard: an error of ours never reaches the program. Runs in the rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from allranks.record.calls import Args, Function, Kwargs
 
 
-class HookGuard:
+class ErrorGuard:
     """Runs steps of ours; `on_error` is told of what they raise, and must not raise itself."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:

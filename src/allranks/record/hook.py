@@ -26,7 +26,7 @@ from allranks.model.trace import Rendezvous
 from allranks.record import torch_internals as internals
 from allranks.record.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
 from allranks.record.groups import GroupState, describe_group, timeout_ms
-from allranks.record.guard import HookGuard
+from allranks.record.guard import ErrorGuard
 from allranks.record.options import fast
 from allranks.record.row_writer import Shapes
 from allranks.record.setup_calls import SetupCalls
@@ -67,7 +67,7 @@ class Hook:
         on_rank: Callable[[int, Rendezvous], None],
     ) -> None:
         self.writer: CallWriter | None = writer
-        self.guard = HookGuard(fault)
+        self.guard = ErrorGuard(fault)
         self._on_group = on_group
         self.on_rank = on_rank  # told when init_process_group is entered
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here

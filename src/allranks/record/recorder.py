@@ -25,7 +25,7 @@ from allranks.errors import require
 from allranks.model.parsing import without_secrets
 from allranks.model.trace import Rendezvous
 from allranks.record.groups import GroupState
-from allranks.record.guard import HookGuard
+from allranks.record.guard import ErrorGuard
 from allranks.record.options import TORCH_ERRORS, RecorderOptions, fast
 from allranks.record.side_thread import SideThread, describe_exit, wake_agent
 from allranks.record.writer import CallWriter, fill_header, warn_once
@@ -43,7 +43,7 @@ class Recorder:
         self._watch: SideThread | None = None
         self._facts: dict[str, object] = {}
         self._rank = options.rank
-        self._told = HookGuard(self._tell)  # what the program calls
+        self._told = ErrorGuard(self._tell)  # what the program calls
         self._complaints: set[str] = set()
 
     # -- life ---------------------------------------------------------------------------------------------------

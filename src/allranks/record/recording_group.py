@@ -39,9 +39,6 @@ class RecordingProxyGroup(dist.ProcessGroup):
     def getSize(self) -> int:
         return int(self.original.size())
 
-    def getBackendName(self) -> str:
-        return str(self.original.name())
-
 
 class WaitedWork(dist.Work):
     """Hands C++ a Work whose wait() goes through Python: gloo's reduce_scatter never says by itself that it is over."""

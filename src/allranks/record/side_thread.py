@@ -28,7 +28,7 @@ from allranks.model.files import write_atomically
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import is_user_file
 from allranks.record.dump import native_dumps
-from allranks.record.guard import HookGuard
+from allranks.record.guard import ErrorGuard
 from allranks.record.writer import warn_once
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class SideThread:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._told = HookGuard(
+        self._told = ErrorGuard(
             lambda error: print(f"allranks: at the end of the program: {error!r}", file=sys.stderr)
         )
         self._stop_read, self._stop_write = -1, -1

@@ -182,8 +182,7 @@ def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
     _bind_device(group, proxy)
     for device, backend in backends(group):
         proxy._register_backend(device, _type_in(group, device, backend, default), backend)
-    if hasattr(proxy, "_set_default_backend"):  # from torch 2.6 on; before, C++ asks `getBackendName`
-        proxy._set_default_backend(default)
+    proxy._set_default_backend(default)
     proxy._set_group_name(group.group_name)
     proxy._set_group_desc(group.group_desc)
 

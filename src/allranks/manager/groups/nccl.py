@@ -30,6 +30,10 @@ from allranks.manager.groups.teardown import destroy_later, ended, start_attende
 log = logging.getLogger("allranks.manager")
 
 
+#: Read once by NCCL, at its first communicator, so it is set for good: all members connect while the group is made, where a
+#: death is noticed. Otherwise they connect in the first collective of each kind, and a member that dies in those milliseconds
+#: stops the others for the limit of time.
+CONNECT_AT_ONCE = {"NCCL_RUNTIME_CONNECT": "0"}
 #: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
 _SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _TAKEN_S = 2.0  # more than a GPU needs to be given an operation
@@ -53,6 +57,8 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             if isinstance(device, int)
             else torch.device(device)
         )
+        for name, value in CONNECT_AT_ONCE.items():
+            os.environ.setdefault(name, value)
         self._quiet = contextlib.ExitStack()
         self._retired: list[object] = []  # communicators that were left in good order
         self._steps = 0  # committed since the last of them was left
@@ -128,9 +134,6 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
         torch would wait for that in the first collective, holding a lock that its abort needs too: a member that
         dies meanwhile would stop the training thread. Here only this thread waits, and can be abandoned.
-
-        Not so for what NCCL connects later, in the first collective of another kind or size: a member that dies in
-        those milliseconds stops the training thread for the limit of time. See docs/gpu.md.
         """
         return self._begin(self._connect(meeting))
 
