@@ -42,7 +42,7 @@ def test_the_page_of_the_gpu_is_made_from_its_numbers() -> None:
     made = subprocess.run(
         [sys.executable, "scripts/gpu_docs.py"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert made.stdout == (ROOT / "docs/gpu.md").read_text()
+    assert made.stdout == (ROOT / "docs/understand/replicas.md").read_text()
 
 
 def test_the_tutorial_runs_and_shows_what_it_prints(script: ModuleType) -> None:
