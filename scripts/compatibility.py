@@ -64,6 +64,7 @@ ROWS: Rows = {
     ),
 }  # fmt: skip
 
+
 def launcher(name: str, *, module: str, restarts: str = "") -> tuple[str, ...]:
     """The tests of a launcher of tests/integrations/test_launchers.py; what it cannot do is said instead."""
     hang = f"test_a_hang_is_named_with_its_line[{name}-"
@@ -85,6 +86,7 @@ LAUNCHERS: Rows = {
     "`python train.py`, Lightning's ddp": ("lightning", launcher("lightning", module="", restarts="no: use `allranks run`")),
     "`python train.py`, torch.multiprocessing.spawn": ("torch", launcher("spawn", module="", restarts="no: use `allranks run`")),
 }  # fmt: skip
+
 
 def shipped(name: str) -> tuple[str, ...]:
     """The tests of a program of tests/integrations/test_shipped_programs.py."""
@@ -229,7 +231,11 @@ def page(kept: Mapping[str, Any]) -> str:
     )
 
 
-PAGE = """# Compatibility: which torch versions and programs
+PAGE = """---
+search:
+  boost: 1.5
+---
+# Compatibility: which torch versions and programs
 
 <!-- Written by scripts/compatibility.py from test results; do not edit. -->
 

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_numbers  # noqa: E402
 import docs_reference  # noqa: E402
-
 from docs_reference import FRONT, NOTE  # noqa: E402
 
 TRANSCRIPT = re.compile(r"(<!-- transcript: (\S+) -->\n```console\n)(.*?)(```\n)", re.S)
@@ -36,7 +35,8 @@ def pages() -> dict[Path, str]:
     found = {
         ROOT / "docs/reference/commands.md": "\n".join(commands_page()) + "\n",
         ROOT / "docs/reference/job_file.md": "\n".join(job_file_page()) + "\n",
-        ROOT / "docs/reference/python.md": "\n".join([*docs_reference.python_page(), *options_of_parts()]) + "\n",
+        ROOT / "docs/reference/python.md": "\n".join([*docs_reference.python_page(), *options_of_parts()])
+        + "\n",
         ROOT / "docs/reference/json.md": "\n".join(docs_reference.json_page()) + "\n",
         ROOT / "docs/reference/errors.md": "\n".join(docs_reference.errors_page()) + "\n",
     }
@@ -59,7 +59,7 @@ def commands_page() -> Iterator[str]:
     from allranks.cli.catalog import EXAMPLES, GROUPS
 
     yield from (FRONT, "# Commands", "", NOTE, "")
-    yield "Exit codes of every command: 0 nothing wrong, 1 a fault was found, 2 it could not run."
+    yield "Exit codes of every command: 0 nothing wrong, 1 a fault was found, 2 the command failed."
     for heading, names in GROUPS.items():
         yield from ("", f"## {heading}")
         for name in names:

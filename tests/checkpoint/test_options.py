@@ -12,6 +12,7 @@ from allranks.elastic.parts import make_checkpoint_config
 from allranks.errors import ConfigurationError
 from allranks.model.options import check_options, default_of, meanings, option
 
+
 def test_a_job_file_has_every_option_with_the_same_default() -> None:
     """But for those that the launcher tells the ranks."""
     section = JobConfig().checkpoint

@@ -442,7 +442,12 @@ def with_row(kept: dict[str, Any], name: str, found: Fuzzed, inputs: int) -> dic
     }
     rows = {**kept.get("numbers", {}), name: row}
     known = {each: rows[each] for each in TARGETS if each in rows}
-    return {"command": "python -m tests.soak.fuzz", "date": str(date.today()), "name": "fuzz", "numbers": known}
+    return {
+        "command": "python -m tests.soak.fuzz",
+        "date": str(date.today()),
+        "name": "fuzz",
+        "numbers": known,
+    }
 
 
 if __name__ == "__main__":

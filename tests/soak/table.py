@@ -107,7 +107,11 @@ class Result:
             "left_out_percent": round(100 * self.changed.get("left_out", 0) / samples, 1),
             "twice_percent": round(100 * self.changed.get("twice", 0) / samples, 1),
             "recovery": {
-                " ".join(key): {"times": len(times), "median_s": sorted(times)[len(times) // 2], "slowest_s": max(times)}
+                " ".join(key): {
+                    "times": len(times),
+                    "median_s": sorted(times)[len(times) // 2],
+                    "slowest_s": max(times),
+                }
                 for key, times in self.recovered_s.items()
             },
         }
