@@ -5,7 +5,7 @@
 The same script with two ranks; both save equally often; rank 1 gets kill -9. Lost time runs from the kill to the end
 of the first step that had not been done before: noticing, restart, loading and the steps done again. The kill comes
 when the job has settled (our spare processes are warm: a real job has run for hours). Plain torchrun often needs
-several restarts on torch 2.13, or never comes back; so it is measured with the fix of docs/run.md in its environment
+several restarts on torch 2.13, or never comes back; so it is measured with the fix of `allranks run` in its environment
 (the harder comparison), and without it too unless --quick.
 """
 
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "_elastic_script.py"
-FIX = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 EVERY, PACE_S, SETTLE_S, LIMIT_S = 25, 0.02, 6.0, 60.0
 RANKS = 2
 
@@ -44,15 +44,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # folders and processes are cleaned up on the way
     rounds, width = (1, 512) if args.quick else (3, 2048)
     ours = [measure("allranks", width, {}) for _ in range(rounds)]
-    fixed = [measure("torch", width, FIX) for _ in range(rounds)]
+    cured = [measure("torch", width, CURE) for _ in range(rounds)]
     plain = [] if args.quick else [measure("torch", width, {}) for _ in range(rounds)]
     numbers: dict[str, object] = {"saved every steps": EVERY, "model MB": round(width * width * 4 / 1e6, 1)}
     ratios: dict[str, float] = {}
-    for name, found in (("allranks", ours), ("torchrun", fixed), ("torchrun without the fix", plain)):
+    for name, found in (("allranks", ours), ("torchrun", cured), ("torchrun without cure", plain)):
         if found:
             numbers[name] = {key: round(statistics.median(one[key] for one in found), 3) for key in found[0]}
     lost = statistics.median(one["lost_s"] for one in ours)
-    for what, found in (("torchrun", fixed), ("uncured_torchrun", plain)):
+    for what, found in (("torchrun", cured), ("uncured_torchrun", plain)):
         if found:
             ratios[f"lost_time_vs_{what}"] = round(
                 lost / statistics.median(one["lost_s"] for one in found), 3

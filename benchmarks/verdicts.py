@@ -7,7 +7,7 @@ many groups with a planted fault (tests/diagnose/histories.py). Variants of each
 short rings, other clocks, times unknown, what torch's recorder keeps, no stacks, no step marks, files of guilty or innocent
 ranks missing. A verdict is right when it names the
 guilty ranks and a cause of the truth; where the file of a guilty rank is missing, the ranks count. A healthy job is right when
-nobody is blamed. `benchmarks/verdicts.txt` is the output that docs/diagnose.md quotes.
+nobody is blamed. `benchmarks/verdicts.txt` is the output that docs/understand/verdicts.md quotes.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_numbers  # noqa: E402
 import docs_reference  # noqa: E402
+from docs_reference import FRONT, NOTE  # noqa: E402
 
-NOTE = "<!-- Written by scripts/docs.py; do not edit. -->"
 TRANSCRIPT = re.compile(r"(<!-- transcript: (\S+) -->\n```console\n)(.*?)(```\n)", re.S)
-NOTEBOOK = ROOT / "docs" / "tutorial.ipynb"
+NOTEBOOK = ROOT / "docs" / "tasks" / "tutorial.ipynb"
 
 
 def pages() -> dict[Path, str]:
@@ -35,12 +35,14 @@ def pages() -> dict[Path, str]:
     found = {
         ROOT / "docs/reference/commands.md": "\n".join(commands_page()) + "\n",
         ROOT / "docs/reference/job_file.md": "\n".join(job_file_page()) + "\n",
-        ROOT / "docs/reference/options.md": "\n".join(options_page()) + "\n",
-        ROOT / "docs/reference/python.md": "\n".join(docs_reference.python_page()) + "\n",
+        ROOT / "docs/reference/python.md": "\n".join([*docs_reference.python_page(), *options_of_parts()])
+        + "\n",
         ROOT / "docs/reference/json.md": "\n".join(docs_reference.json_page()) + "\n",
-        ROOT / "docs/troubleshooting.md": "\n".join(docs_reference.troubleshooting_page()) + "\n",
+        ROOT / "docs/reference/errors.md": "\n".join(docs_reference.errors_page()) + "\n",
     }
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        if path in found:
+            continue
         text = path.read_text()
         found[path] = docs_numbers.with_numbers(
             docs_reference.with_metrics(TRANSCRIPT.sub(_transcribed, text))
@@ -56,8 +58,8 @@ def commands_page() -> Iterator[str]:
     from allranks.cli import COMMANDS, make_parser
     from allranks.cli.catalog import EXAMPLES, GROUPS
 
-    yield from ("# Commands", "", NOTE, "")
-    yield "Exit codes of every command: 0 nothing wrong, 1 a fault was found, 2 it could not run."
+    yield from (FRONT, "# Commands", "", NOTE, "")
+    yield "Exit codes of every command: 0 nothing wrong, 1 a fault was found, 2 the command failed."
     for heading, names in GROUPS.items():
         yield from ("", f"## {heading}")
         for name in names:
@@ -115,7 +117,7 @@ def job_file_page() -> Iterator[str]:
     from allranks.elastic.config import json_schema
 
     schema = json_schema()
-    yield from ("# The job file", "", NOTE, "")
+    yield from (FRONT, "# The job file", "", NOTE, "")
     yield "`allranks run --config job.yaml` reads it, `allranks config check job.yaml` finds its mistakes,"
     yield "`allranks config schema` prints its JSON Schema for editors. Every key has a default; flags win over the file."
     for name, part in schema["properties"].items():
@@ -163,24 +165,27 @@ def _bounds(part: dict[str, Any]) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def options_page() -> Iterator[str]:
-    """The options classes of the parts, for programs that use them."""
-    from allranks.checkpoint.config import CheckpointConfig
-    from allranks.incidents.policy import PolicyOptions
+def options_of_parts() -> Iterator[str]:
+    """The options classes of the parts, and the sections of the job file that are made from them."""
     from allranks.lighthouse.options import Options, ServerOptions
     from allranks.model.options import markdown_table
-    from allranks.stacks.debug_config import DebugOptions
-    from allranks.watch.silence import NoticeOptions
 
-    yield from (
-        "# Options in Python",
-        "",
-        NOTE,
-        "",
-        "Frozen dataclasses; bounds and relations are checked when one is made.",
-    )
-    for kind in (CheckpointConfig, Options, ServerOptions, NoticeOptions, PolicyOptions, DebugOptions):
-        yield from ("", f"## {kind.__module__}.{kind.__name__}", "", *markdown_table(kind))
+    yield from ("", "## Options", "")
+    yield "Frozen dataclasses; bounds and relations are checked when one is made. These have their fields in the job file:"
+    yield from ("", "| class | section |", "|---|---|")
+    for name, section in SECTIONS.items():
+        yield f"| `{name}` | [{section}](job_file.md#{section}) |"
+    for kind in (Options, ServerOptions):
+        yield from ("", f"### {kind.__module__}.{kind.__name__}", "", *markdown_table(kind))
+
+
+#: options class -> its section of the job file
+SECTIONS = {
+    "allranks.checkpoint.CheckpointConfig": "checkpoint",
+    "allranks.stacks.debug_config.DebugOptions": "debug",
+    "allranks.watch.silence.NoticeOptions": "debug",
+    "allranks.incidents.policy.PolicyOptions": "recovery",
+}
 
 
 def _sentence(text: str) -> str:

@@ -1,12 +1,13 @@
-"""The tables of numbers in README.md and docs/benchmarks.md, from benchmarks/results/*.json (scripts/measure.py).
+"""The tables of numbers in README.md and docs, from benchmarks/results/*.json (scripts/measure.py and the soak write those).
 
-A table after `<!-- numbers: readme -->` or `<!-- numbers: measured -->` is written anew by scripts/docs.py.
+A table after `<!-- numbers: KIND -->` is written anew by scripts/docs.py; KINDS lists the kinds.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,13 @@ class Row:
     short: str = ""
 
 
-#: torchft cannot be installed on every machine: measured once, beside 0.1.0, by the same scripts on the same kind of machine.
-TORCHFT = {"kill": "torchft 5.07 s", "leave": "torchft 5.3 s", "step": "torchft 1.8 ms"}
 TORCHS_RING = "added by torch's own recorder"
+
+
+def _torchft(name: str, unit: str) -> str:
+    """torchft cannot be installed on every machine: one kept result stands beside ours."""
+    found = _read("torchft")
+    return f"torchft {found['numbers'][name]:g} {unit}" if found else "–"
 
 
 def _best_dcp(numbers: Any, what: str) -> float:
@@ -38,14 +43,22 @@ def _best_dcp(numbers: Any, what: str) -> float:
     return min(entry[what] for name, entry in saves.items() if name.startswith("dcp"))
 
 
-def _saves_and_loads(numbers: Any, which: str) -> str:
-    parts = ("save", "load_cold", "load_warm", "restart_warm")
-    return " / ".join(f"{numbers['2048mb'][part + which]:.2f}" for part in parts) + " s"
-
-
 def _torchfrtrace(world: Any) -> str:
     peer = f"torchfrtrace {world['torchfrtrace']['cpu_s']:.1f} s, " if "torchfrtrace" in world else ""
     return f"{peer}unpickling alone {world['floor_cpu_s']:.1f} s"
+
+
+def _verdict(ranks: str) -> Row:
+    what = f"verdict on {int(ranks):,} ranks × 2,000 calls, CPU: pickles / black boxes"
+    return Row(
+        "diagnose",
+        what,
+        lambda n: (
+            f"{n['ranks'][ranks]['pickles']['cpu_s']:.1f} / {n['ranks'][ranks]['boxes']['cpu_s']:.2f} s"
+        ),
+        lambda n: _torchfrtrace(n["ranks"][ranks]),
+        short=what if ranks == "256" else "",
+    )
 
 
 ROWS = (
@@ -53,20 +66,20 @@ ROWS = (
         "recovery",
         "kill -9 of a replica until the next committed step (worst round)",
         lambda n: f"{n['allranks_kill_s']:.3f} s ({n['allranks_kill_worst_s']:.3f})",
-        lambda n: f"{TORCHFT['kill']} (with 0.1.0)",
+        lambda n: _torchft("kill_s", "s"),
         short="kill -9 of a replica until the next committed step",
     ),
     Row(
         "recovery",
         "clean exit of a replica until the next committed step",
         lambda n: f"{n['allranks_leave_s']:.3f} s",
-        lambda n: f"{TORCHFT['leave']} (with 0.1.0)",
+        lambda n: _torchft("leave_s", "s"),
     ),
     Row(
         "recovery",
-        "cost of a step over plain DDP",
+        "a step in replica mode: time added to plain DDP",
         lambda n: f"{n['step_allranks_ms'] - n['step_plain_ms']:.2f} ms of {n['step_plain_ms']:.2f}",
-        lambda n: f"{TORCHFT['step']} (with 0.1.0)",
+        lambda n: _torchft("step_over_plain_ms", "ms"),
     ),
     Row(
         "record_overhead",
@@ -76,22 +89,13 @@ ROWS = (
         short="recording one collective, without / with stacks",
     ),
     Row(
-        "record_overhead",
-        "the same without communication",
-        lambda n: (
-            f"{n['added by ours, no communication']:.1f} / {n['added by ours with stacks, no communication']:.1f} µs"
-        ),
-        lambda n: "–",
+        "agent_cost",
+        "CPU of agent and lighthouse, of the ranks' CPU: whole job / replicas",
+        lambda n: f"{n['whole_job_percent']:.2f} / {n['replicas_percent']:.2f} %",
+        lambda n: f"torchrun alone {n['torchrun_percent']:.2f} %",
     ),
-    Row(
-        "diagnose",
-        "verdict on 256 ranks × 2,000 calls, CPU: pickles / black boxes",
-        lambda n: (
-            f"{n['ranks']['256']['pickles']['cpu_s']:.1f} / {n['ranks']['256']['boxes']['cpu_s']:.2f} s"
-        ),
-        lambda n: _torchfrtrace(n["ranks"]["256"]),
-        short="verdict on 256 ranks × 2,000 calls, CPU: pickles / black boxes",
-    ),
+    _verdict("256"),
+    _verdict("1024"),
     Row(
         "checkpoint",
         "2 GB checkpoint: training time lost / until durable",
@@ -105,39 +109,56 @@ ROWS = (
         short="2 GB checkpoint: training time lost / until durable",
     ),
     Row(
-        "checkpoint_against",
-        "2 GB against 0.1.0, in turns: until durable / back in place, cold / warm / into a new model, warm",
-        lambda n: _saves_and_loads(n, "_s"),
-        lambda n: f"0.1.0: {_saves_and_loads(n, '_before_s')}",
+        "elastic",
+        "rank killed until training continues, whole-job mode",
+        lambda n: f"{n['kill_to_training_s']:.1f} s",
+        lambda n: f"torchrun + torch.save {n['torchrun_kill_to_training_s']:.1f} s",
+    ),
+    Row(
+        "unmodified",
+        "eight unmodified programs that hang: noticed / verdict (median)",
+        lambda n: (
+            f"{statistics.median(n['noticed_s'].values()):.1f} / {statistics.median(n['verdict_s'].values()):.1f} s"
+        ),
+        lambda n: "torch's timeout 600 s",
+    ),
+    Row(
+        "lighthouse",
+        "kill -9 of a replica until every survivor is notified",
+        lambda n: f"{n['kill_told_s'] * 1000:.0f} ms",
+        lambda n: f"torchft {n['torchft_kill_told_s']:.2f} s",
+    ),
+    Row(
+        "lighthouse",
+        "quorum of 1,000 replicas",
+        lambda n: f"{n['quorum_1000_s']:.2f} s",
+        lambda n: f"torchft {n['torchft_quorum_1000_s']:.1f} s",
+    ),
+    Row(
+        "strangers",
+        "lighthouse under 5,000 unauthenticated connections: memory / answer to members, p99",
+        lambda n: f"{n['memory_mb']} MB / {n['answer_p99_ms']:.1f} ms",
+        lambda n: f"without them {n['answer_p99_without_ms']:.1f} ms",
     ),
     Row(
         "startup",
-        "`allranks --help`: wall time, best / median",
+        "`allranks --help`, best / median",
         lambda n: f"{n['help']['best_s'] * 1000:.0f} / {n['help']['median_s'] * 1000:.0f} ms",
         lambda n: (
-            f"promise 100 ms; bare `python -c pass` {n['python']['best_s'] * 1000:.0f} / "
-            f"{n['python']['median_s'] * 1000:.0f} ms"
+            f"`python -c pass` {n['python']['best_s'] * 1000:.0f} / {n['python']['median_s'] * 1000:.0f} ms"
         ),
-    ),
-    Row(
-        "startup",
-        "`import allranks` beyond the interpreter: wall time, best / median",
-        lambda n: (
-            f"{n['import_beyond_python']['best_s'] * 1000:.1f} / {n['import_beyond_python']['median_s'] * 1000:.1f} ms"
-        ),
-        lambda n: "promise 30 ms",
     ),
     Row(
         "job_page",
         "lighthouse CPU for one refresh of the job page, 1,000 replicas",
         lambda n: f"{n['refresh_ms']:.0f} ms, {n['bytes'] / 1000:.0f} kB",
-        lambda n: "promise 100 ms",
+        lambda n: "–",
     ),
     Row(
         "trace_size",
         "Perfetto trace of 256 ranks × 2,000 calls",
         lambda n: f"{n['perfetto_mb']:.1f} MB",
-        lambda n: "promise 40 MB",
+        lambda n: "–",
     ),
 )
 
@@ -158,14 +179,70 @@ def _readme(before: str) -> Iterator[str]:
 
 
 def _measured(before: str) -> Iterator[str]:
-    yield from ("| what | allranks | beside it | command | when |", "|---|---|---|---|---|")
+    yield from ("| what | allranks | for comparison | script | date |", "|---|---|---|---|---|")
     for row in ROWS:
         if result := _read(row.result):
-            command = result["command"].removeprefix("benchmarks/")
-            load = result.get("load", result["machine"].get("load"))
-            when = result["date"] + ("" if load is None else f", load {load:.0f}")
-            cells = (row.ours(result["numbers"]), row.peer(result["numbers"]), f"`{command}`", when)
+            command = result["command"].removeprefix("benchmarks/").split(" ")[0]
+            cells = (row.ours(result["numbers"]), row.peer(result["numbers"]), f"`{command}`", result["date"])
             yield f"| {' | '.join((row.what, *cells))} |"
+
+
+def _gpu(before: str) -> Iterator[str]:
+    """What scripts/gpu.sh measured on one GPU."""
+    found = _read("gpu")
+    first, date = found["first_contact"]["numbers"], found["first_contact"]["machine"]["date"]
+    ours, peer = first["allranks"], first["torchft"]
+    call, added, _ = next(iter(found["record"]["numbers"].values())).split(" / ")
+    compiled = found["shapes"]["numbers"]["compiled"]
+    saved = found["checkpoint"]["numbers"]
+
+    def typical(name: str) -> str:
+        return f"{statistics.median(ours[name]):.2f} s (worst {max(ours[name]):.2f})"
+
+    yield from ("| what | allranks | for comparison | date |", "|---|---|---|---|")
+    yield f"| kill -9 of one of three GPT-2 replicas until the next commit | {typical('kill_to_commit_s')} | torchft {peer['kill_to_commit_s'][0]:.0f} s | {date} |"
+    yield f"| longest gap of the others when it returns | {typical('rejoin_gap_s')} | torchft {peer['rejoin_gap_s'][0]:.1f} s | {date} |"
+    yield f"| recording one NCCL all_reduce: CPU added to the call | {added} µs | the call itself {call} µs | {date} |"
+    yield f"| `torch.compile`d replicas: kill -9 until the next commit | {compiled['kill_to_commit_s']:.2f} s | equal bits after {compiled['steps']} steps | {date} |"
+    yield f"| saving {saved['state_gb']} GB to disk every interval: time added to a step | {float(saved['nvme_lost_percent']):.1f} % | steps of {saved['nvme_step_ms']} ms | {found['checkpoint']['machine']['date']} |"
+
+
+def _calibration(before: str) -> Iterator[str]:
+    """How often a verdict of a stated confidence is right."""
+    found = _read("verdicts")
+    yield from ("| stated confidence | verdicts | right |", "|---|---|---|")
+    for key, right in reversed(found["ratios"].items()):
+        if span := re.fullmatch(r"right at (\d+)% to (\d+)%", key):
+            low, high = span.groups()
+            name = "90 % and more" if high == "100" else f"{low} to {high} %"
+            name = 'below 40 % ("unclear")' if low == "0" else name
+            yield f"| {name} | {found['numbers'][f'verdicts at {low}% to {high}%']:,} | {right:.1%} |"
+
+
+def _reliability(before: str) -> Iterator[str]:
+    """The last long runs, one line each."""
+    soak, fuzz, healthy = _read("soak"), _read("fuzz"), _read("healthy")
+    loop, runs = _read("loop_matrix")["numbers"], soak["numbers"]
+    yield from ("| run | result | script | date |", "|---|---|---|---|")
+    steps = runs["steps_of_replicas"] + runs["steps_of_whole_job"]
+    yield (
+        f"| soak: {runs['faults']:,} faults in {runs['minutes']} minutes and {steps:,} steps of real jobs | "
+        f"{runs['violations']} promises broken; members changed within {runs['steps_with_changes']} steps | `make soak` | {soak['date']} |"
+    )
+    for name, where in (("gloo", "CPU"), ("nccl", "one H200")):
+        one = loop[name]
+        yield (
+            f"| {one['cells']} injected hangs and deaths, {name}, {where} | right rank {one['right_rank']}, right cause "
+            f"{one['right_cause']}, {one['false_alarms']} false alarms | `loop.py --matrix` | {_read('loop_matrix')['date']} |"
+        )
+    one = healthy["numbers"]
+    yield f"| {one['jobs']} healthy jobs under load, {one['minutes']} minutes | {one['alarms']} alarms, {one['actions']} actions | `healthy.py` | {healthy['date']} |"
+    readers = fuzz["numbers"].values()
+    failed = sum(bool(reader["failed"]) for reader in readers)
+    yield (
+        f"| fuzzing: {len(readers)} readers, {max(reader['inputs'] for reader in readers):,} changed inputs each | {failed} failures, at most "
+        f"{max(reader['memory_mb'] for reader in readers)} MB | `python -m tests.soak.fuzz` | {fuzz['date']} |"
+    )
 
 
 def _read(name: str) -> Any:
@@ -174,4 +251,10 @@ def _read(name: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-KINDS = {"readme": _readme, "measured": _measured}
+KINDS = {
+    "readme": _readme,
+    "measured": _measured,
+    "gpu": _gpu,
+    "calibration": _calibration,
+    "reliability": _reliability,
+}

@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTE = "<!-- Written by scripts/docs.py; do not edit. -->"
+#: task pages come first in the search
+FRONT = "---\nsearch:\n  boost: 0.3\n---"
 METRICS = re.compile(r"(<!-- metrics: [^\n]* -->\n).*?(<!-- end -->)", re.S)
 LEVELS = {
     "root": ("Causes", "Each of these explains a failure by itself."),
@@ -25,11 +27,11 @@ LEVELS = {
 }
 
 
-def troubleshooting_page() -> Iterator[str]:
+def errors_page() -> Iterator[str]:
     """Every error text that `allranks doctor explain` knows."""
     from allranks.doctor.explain import LogLine, match_line, patterns
 
-    yield from ("# Troubleshooting by error text", "", NOTE, "")
+    yield from (FRONT, "# Errors by text", "", NOTE, "")
     yield "`allranks doctor explain LOGS…` finds these texts in the logs of all ranks, names the first cause and leaves out"
     yield "what follows from it. Every entry here is one of its patterns; search this page for a piece of your error."
     for level, (title, meaning) in LEVELS.items():
@@ -59,9 +61,9 @@ CALLED = {"diagnose": ("allranks.api.functions", "diagnose"), "stacks": ("allran
 
 def python_page() -> Iterator[str]:
     """Signatures and first sentences of the public names."""
-    yield from ("# Python API", "", NOTE, "")
-    yield "What programs may use. Names that are not listed here may change without notice; options classes are in"
-    yield "[options in Python](options.md). [From Python and notebooks](../python.md) shows them at work."
+    yield from (FRONT, "# Python API", "", NOTE, "")
+    yield "What programs may use. Names that are not listed here may change without notice."
+    yield "[Python and notebooks](../tasks/python.md) shows them at work."
     for heading, module, names in API:
         if heading:
             yield from ("", f"## {heading}")
@@ -133,9 +135,10 @@ OBJECTS = (
 
 def json_page() -> Iterator[str]:
     """Keys, types and values of what the commands print with --json, and of what the lighthouse serves."""
-    yield from ("# JSON reference", "", NOTE, "")
-    yield "Every key of the objects that commands print with `--json`, with a value of a real run. What is promised to stay is"
-    yield "in [JSON contracts](../contracts.md)."
+    yield from (FRONT, "# JSON reference", "", NOTE, "")
+    yield "Every key of the objects that commands print with `--json`, with a value of a real run. The shapes are public: they are"
+    yield "versioned by `schema`, may grow, and are never broken."
+    yield from _promises()
     for title, words in OBJECTS:
         done = subprocess.run(
             [sys.executable, "-m", "allranks", *words], cwd=ROOT, capture_output=True, text=True, check=False
@@ -152,6 +155,27 @@ def json_page() -> Iterator[str]:
         "Also `allranks lighthouse status ADDRESS --json`, and each event of `GET /api/events`.",
     )
     yield from ("", "| key | type |", "|---|---|", *(f"| `{key}` | {kind} |" for key, kind in _schema()))
+
+
+def _promises() -> Iterator[str]:
+    """What the keys mean where their names do not say it."""
+    from allranks.diagnose.kinds import CAUSES
+    from allranks.model.stacks import CAUSES as STUCK
+
+    yield from ("", "| key | values |", "|---|---|")
+    yield "| `status` | `ok` (exit 0), `fault` or `unclear` (exit 1); exit 2: nothing readable |"
+    yield "| `verdict` | null when the status is `ok`; its `ranks` are the guilty ranks only |"
+    yield f"| `cause` of `diagnose` | {', '.join(f'`{cause}`' for cause in CAUSES)} |"
+    yield "| `label` of a stack | `live`, `in this call`, `last finished call`, `last call`, or empty |"
+    yield "| `hung` of `stacks` | true, false, or null when nothing allows telling |"
+    yield f"| `cause` of `stacks` | {', '.join(f'`{cause}`' for cause in STUCK)} |"
+    yield from ("", "## `allranks lighthouse --json`", "")
+    yield 'One line once it listens: `{"address", "http", "grpc", "token_file"}`. `lighthouse status` exits with 0; with 1 when a member is lost'
+    yield "or a replica waits without a quorum; with 2 when no lighthouse answers."
+    yield from ("", "## `allranks drill --plan FILE --json -- COMMAND`", "")
+    yield 'A plan is YAML or JSON: `seed`, and `faults: [{kind, rank or replica: N or "random", at_step: N or [a, b], for_s: S}]`. The result:'
+    yield "`{faults: [{kind, rank, step, fired, noticed_s, verdict, verdict_right, recovered_s}], identical_replicas, lost_steps, lost_samples,"
+    yield "repeated_samples, false_alarms, false_evictions}`."
 
 
 def _keys(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@
 Each check is a script of this folder that prints PASS or FAIL per claim and writes OUT/gpu_CHECK.json with
 {"verdicts": {claim: bool}, "numbers": ...}. Results of earlier slices in the same folder are kept: run the checks in as many
 slices as the machine's time limit asks for, then `gpu.py --table` prints all of them and writes gpu.json, from which
-gpu_docs.py makes docs/gpu.md.
+scripts/docs.py makes the table of docs/performance.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # Every check that needs a GPU: recorder, stacks, checkpoints, manager, shapes of programs, first contact with GPT-2.
 #   scripts/gpu.sh --list                         what there is, and how long each takes at most
 #   scripts/gpu.sh --only record,manager          a slice; results stay in $OUT (default ./gpu-results)
-#   scripts/gpu.sh --table                        one table of all slices, and gpu.json for docs/gpu.md
+#   scripts/gpu.sh --table                        one table of all slices, and gpu.json for docs/performance.md
 # Needs torch with CUDA. Nothing has to be installed: what is missing may lie in ./carry/site (msgspec, PyYAML, py-spy).
 # torchft for comparison: scripts/gpu.sh --only first_contact --torchft=FOLDER (an unpacked wheel with its dependencies).
 set -uo pipefail

@@ -1,6 +1,6 @@
 """Lines of Python in each package, beside an earlier version: what existed then, and what is new since.
 
-    python scripts/lines.py --since 0.1.0      # a commit, or 0.1.0, 0.2.0, 0.3.0; prints the table of docs/architecture.md
+    python scripts/lines.py --since 0.1.0      # a commit, or 0.1.0, 0.2.0, 0.3.0; prints a table
 
 Both trees are formatted with the settings of today and without `fmt: skip`. A function (or method, or class without methods)
 is new when the earlier version has none of its name in the packages of the same row, and no function anywhere that holds

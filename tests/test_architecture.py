@@ -146,7 +146,7 @@ def test_every_documented_command_exists() -> None:
     """`allranks WORD` in README and docs is a command of the program."""
     root = Path(__file__).parent.parent
     wrong = set()
-    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         for word in re.findall(r"(?:^|[`$>(] ?|-- )allranks ([a-z][a-z-]+)\b", path.read_text(), re.M):
             if word not in COMMANDS:
                 wrong.add(f"{path.name}: allranks {word}")

@@ -1,4 +1,4 @@
-"""Every outage that docs/checkpoint.md lists, made for real, and what a start in it comes to.
+"""Every outage that docs/understand/storage.md lists, made for real, and what a start in it comes to.
 
 `make(cell, …)` prepares the stores of one cell: the tier under test holds steps 2 and 3, another tier may hold step 1.
 `start(setup, mode)` starts a job on them, twice, as a restart would, and says what it came to. Run as a program it does

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -11,14 +10,7 @@ from allranks.checkpoint import CheckpointConfig
 from allranks.elastic.config import JobConfig, load_config, validate_config
 from allranks.elastic.parts import make_checkpoint_config
 from allranks.errors import ConfigurationError
-from allranks.model.options import check_options, default_of, markdown_table, meanings, option
-
-DOCS = Path(__file__).parents[2] / "docs" / "checkpoint.md"
-
-
-def test_the_table_of_settings_is_the_one_of_the_code() -> None:
-    """Every option with its default; write it anew with `markdown_table(CheckpointConfig)`."""
-    assert "\n".join(markdown_table(CheckpointConfig)) in DOCS.read_text()
+from allranks.model.options import check_options, default_of, meanings, option
 
 
 def test_a_job_file_has_every_option_with_the_same_default() -> None:

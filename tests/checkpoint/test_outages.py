@@ -1,4 +1,4 @@
-"""The table of outages in docs/checkpoint.md, cell by cell, for a whole job, for replicas and for elastic jobs."""
+"""The table of outages in docs/understand/storage.md, cell by cell, for a whole job, for replicas and for elastic jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .s3server import S3Server
 
 pytestmark = pytest.mark.timeout(900)  # for hanging only: one fixture makes all cells of the whole job
 
-DOCS = Path(__file__).parents[2] / "docs" / "checkpoint.md"
+DOCS = Path(__file__).parents[2] / "docs" / "understand" / "storage.md"
 TIERS = ("MEMORY", "PEER", "NVME", "S3")
 
 

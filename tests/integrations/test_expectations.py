@@ -14,8 +14,8 @@ from allranks.stacks import CollectOptions, collect
 from allranks.stacks.find import targets_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = "docs/coming_from.md"
-#: expectation -> "tests/….py::test", or words of docs/coming_from.md that say why not and what to do instead
+PAGE = "docs/understand/moving.md"
+#: expectation -> "tests/….py::test", or words of docs/understand/moving.md that say why not and what to do instead
 CLOSED = {
     # Flight Recorder and torchfrtrace
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "tests/record/test_dump.py::test_options_come_from_the_environment",

@@ -25,4 +25,4 @@ def test_the_page_of_compatibility_is_made_from_its_results(tmp_path: Path) -> N
     files = len(list((ROOT / "tests" / "record").glob("test_*.py")))
     row = {"record": {"passed": 1, "not run": 1, "files": 1, "of": files}}
     assert counted == {"Python 3.12.1, torch 2.15.0": row}
-    assert f"torch 2.15.0 | 1, 1 skipped (1 of {files} files) |" in script.version_table(counted)
+    assert "torch 2.15.0 | 1 | 1 | 0 | 1 |" in script.version_table(counted)

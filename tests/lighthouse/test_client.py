@@ -1,4 +1,4 @@
-"""What docs/lighthouse.md promises to ranks and agents."""
+"""What docs/understand/replicas.md promises to ranks and agents."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_every_metric_is_documented_and_dashboard_and_alerts_use_what_exists() -
     docs = Path(__file__).parent.parent.parent / "docs"
     status = Status(1, "a", True, "", 1, 1, "", "", None, (), {}, {}, (), (), 1.0, 0.0, 0)
     made = {line.split()[2] for line in render_metrics(status) if line.startswith("# TYPE")}
-    assert set(re.findall(r"^\| `(allranks_\w+)", (docs / "metrics.md").read_text(), re.M)) == made
+    assert set(re.findall(r"^\| `(allranks_\w+)", (docs / "tasks" / "watch.md").read_text(), re.M)) == made
     board, alerts = (
         (docs / "grafana" / "allranks.json").read_text(),
         (docs / "prometheus" / "alerts.yml").read_text(),

@@ -222,4 +222,4 @@ def test_replicas_of_a_script_without_a_manager_are_stopped_with_two_ways_out(tm
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("never made a Manager") == 1
-    assert "--nproc-per-node 2" in done.stderr and "docs/manager.md" in done.stderr
+    assert "--nproc-per-node 2" in done.stderr and "docs/tasks/survive_kill.md" in done.stderr

@@ -1,6 +1,6 @@
 """Whatever of the recorder fails, the training ends with the same bits as without it.
 
-Each row of the table in docs/record.md, "Where it stands between your program and torch", has its faults here.
+Each hook between the program and torch has its faults here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Everything that reads bytes of others, against changed ones: a clear error or a result, soon, in bounded memory.
 
-    python -m tests.soak.fuzz [--inputs 100000] [--only NAME] [--first NUMBER] [--into docs/reliability.md]
+    python -m tests.soak.fuzz [--inputs 100000] [--only NAME] [--first NUMBER] [--keep benchmarks/results/fuzz.json]
 
-Prints a table, and writes its rows into a page. A failure names the number of its input, which makes it again.
+Prints a table, and keeps its rows. A failure names the number of its input, which makes it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from tests.load.test_blackbox import make_trace
@@ -89,7 +91,6 @@ SECTIONS = re.findall(rb"(?m)^[a-z_]+:.*\n(?:[ #].*\n|\n)*", CONFIG)  # each by 
 MAX_S, MAX_MB = 5.0, 300
 ADDRESSES = 8 << 30  # a reader that takes more fails there, before it takes the machine
 HEADER = "| reader | inputs | refused | slowest | memory |\n|---|---:|---:|---:|---:|"
-BEGIN, END = "<!-- fuzz: begin -->", "<!-- fuzz: end -->"
 
 
 def read_frames(data: bytes) -> None:
@@ -412,7 +413,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000, help="of each target (100000)")
     parser.add_argument("--only", action="append", choices=TARGETS, help="this target (repeatable)")
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
-    parser.add_argument("--into", type=Path, help="a page with a table")
+    parser.add_argument("--keep", type=Path, help="a file of results, whose other rows stay")
     args = parser.parse_args()
     print(HEADER, flush=True)
     failed = 0
@@ -424,18 +425,29 @@ def main() -> int:
         row = f"| {name} | {row} |" + (f" FAILED: {found.failed}" if found.failed else "")
         print(row, flush=True)
         failed += bool(found.failed)
-        if args.into:
-            args.into.write_text(with_row(args.into.read_text(), name, row))
+        if args.keep:
+            before = json.loads(args.keep.read_text()) if args.keep.exists() else {}
+            args.keep.write_text(json.dumps(with_row(before, name, found, args.inputs), indent=1) + "\n")
     return 1 if failed else 0
 
 
-def with_row(page: str, name: str, row: str) -> str:
-    """A page with this reader's row; those of others stay, in the order of TARGETS."""
-    before, _, rest = page.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    rows = {line.split(" | ")[0].strip("| "): line for line in table.strip().splitlines()[2:]} | {name: row}
-    known = [rows[each] for each in TARGETS if each in rows]
-    return f"{before}{BEGIN}\n{HEADER}\n" + "\n".join(known) + f"\n{END}{after}"
+def with_row(kept: dict[str, Any], name: str, found: Fuzzed, inputs: int) -> dict[str, Any]:
+    """The kept results with this reader's row; those of others stay, in the order of TARGETS."""
+    row = {
+        "inputs": inputs,
+        "refused": found.refused,
+        "slowest_ms": round(found.slowest_s * 1000),
+        "memory_mb": found.grown_mb,
+        "failed": found.failed,
+    }
+    rows = {**kept.get("numbers", {}), name: row}
+    known = {each: rows[each] for each in TARGETS if each in rows}
+    return {
+        "command": "python -m tests.soak.fuzz",
+        "date": str(date.today()),
+        "name": "fuzz",
+        "numbers": known,
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Counts of soak runs and the table of docs/reliability.md that is made from them.
+"""Counts of soak runs, their table, and the summary that docs/performance.md is made from.
 
-python -m tests.soak.table RESULT… [--into docs/reliability.md]
+python -m tests.soak.table RESULT… [--keep benchmarks/results/soak.json]
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from tests.soak.faults import STREAMS
 
-BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 Key = tuple[str, str]  # kind of process, fault
 
 
@@ -90,6 +90,32 @@ class Result:
             f"{self.restores} restores; {self.reported} faults that had to be reported by rank; {found}{self._shares()}"
         )
 
+    def summary(self) -> dict[str, object]:
+        """The numbers that are kept."""
+        samples = self.changed.get("samples") or 1
+        return {
+            "faults": sum(map(len, self.recovered_s.values())),
+            "not_possible": self.absent.total(),
+            "minutes": round(self.seconds / 60),
+            "seeds": self.seeds,
+            "steps_of_replicas": self.steps.get("replicas", 0),
+            "steps_of_whole_job": self.steps.get("job", 0),
+            "restores": self.restores,
+            "reported": self.reported,
+            "violations": len(self.wrong),
+            "steps_with_changes": self.changed.get("steps", 0),
+            "left_out_percent": round(100 * self.changed.get("left_out", 0) / samples, 1),
+            "twice_percent": round(100 * self.changed.get("twice", 0) / samples, 1),
+            "recovery": {
+                " ".join(key): {
+                    "times": len(times),
+                    "median_s": sorted(times)[len(times) // 2],
+                    "slowest_s": max(times),
+                }
+                for key, times in self.recovered_s.items()
+            },
+        }
+
     def _shares(self) -> str:
         if not (steps := self.changed.get("steps")):
             return ""
@@ -116,18 +142,18 @@ def _key(text: str) -> Key:
 
 
 def main() -> None:
-    """Prints the table of several runs, or writes it into a page between its marks."""
+    """Prints the table of several runs, and keeps their summary."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("results", nargs="+", type=Path)
-    parser.add_argument("--into", type=Path)
+    parser.add_argument("--keep", type=Path, help="write the summary there")
     args = parser.parse_args()
     whole = Result()
     for path in args.results:
         whole.merge(Result.read(path))
     print(whole.table())
-    if args.into:
-        before, _, rest = args.into.read_text().partition(BEGIN)
-        args.into.write_text(f"{before}{BEGIN}\n{whole.table()}\n{END}{rest.partition(END)[2]}")
+    if args.keep:
+        kept = {"command": "make soak", "date": str(date.today()), "name": "soak", "numbers": whole.summary()}
+        args.keep.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

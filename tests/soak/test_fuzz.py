@@ -8,7 +8,7 @@ import pytest
 
 from allranks.errors import AllranksError
 
-from .fuzz import BEGIN, END, HEADER, TARGETS, fuzz, with_row
+from .fuzz import TARGETS, Fuzzed, fuzz, with_row
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
@@ -60,7 +60,8 @@ def test_inputs_are_good_before_they_are_changed(target: str) -> None:
         TARGETS[target].read(data)
 
 
-def test_a_row_of_the_table_is_written_anew_and_the_others_stay() -> None:
-    page = with_row(f"text\n{BEGIN}\n{HEADER}\n| log | 1 |\n{END}\nmore", "frames", "| frames | 2 |")
-    page = with_row(page, "log", "| log | 3 |")
-    assert page == f"text\n{BEGIN}\n{HEADER}\n| frames | 2 |\n| log | 3 |\n{END}\nmore"
+def test_a_row_of_the_results_is_written_anew_and_the_others_stay() -> None:
+    kept = with_row({"numbers": {"log": {"inputs": 1}}}, "frames", Fuzzed(refused=2), 5)
+    assert list(kept["numbers"]) == ["frames", "log"] and kept["numbers"]["log"] == {"inputs": 1}
+    assert kept["numbers"]["frames"]["refused"] == 2
+    assert with_row(kept, "log", Fuzzed(failed="input 3"), 7)["numbers"]["log"]["failed"] == "input 3"

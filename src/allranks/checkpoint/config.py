@@ -37,7 +37,7 @@ class BusyPolicy(str, enum.Enum):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The settings of a manager, and of the `checkpoint` section of a job file; see docs/checkpoint.md.
+    """The settings of a manager, and of the `checkpoint` section of a job file; see docs/tasks/checkpoints.md.
 
     `job` is kept in every checkpoint: a job with a name restores its own and nameless ones, and those of `from_job`.
     A tier that cannot be read is asked again for `wait_for_stores_s`; then `on_unreachable` "raise" stops the restore,

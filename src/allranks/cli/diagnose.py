@@ -29,7 +29,7 @@ _output, _reading = partial(option, group="output"), partial(option, group="what
 class DiagnoseFlags:
     """What to read and what to write."""
 
-    json: bool = _output(False, "one JSON object on stdout (docs/contracts.md)")
+    json: bool = _output(False, "one JSON object on stdout (docs/reference/json.md)")
     html: str = _output("", "write one self-contained page: timeline, groups, stacks, search", metavar="FILE")
     perfetto: str = _output(
         "",

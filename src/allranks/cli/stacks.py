@@ -61,7 +61,7 @@ class StacksFlags:
     gpu_core_dump: bool = option(
         False, "FATAL to the processes: write GPU core dumps through CUDA's user-triggered pipe"
     )
-    config: str = option("", "YAML with a `debug:` section (see docs/stacks.md)", metavar="FILE")
+    config: str = option("", "YAML with a `debug:` section (see docs/reference/job_file.md)", metavar="FILE")
     still: float | None = option(
         None, "time without progress that counts as a stall (default: 10)", unit="s", above=0
     )

@@ -26,7 +26,7 @@ class WatchFlags:
 
     pid: tuple[int, ...] = option((), "watch this process and its children instead; repeatable", metavar="P")
     config: str = option(
-        "", "YAML with a `debug:` section (docs/stacks.md); flags win over it", metavar="FILE"
+        "", "YAML with a `debug:` section (docs/reference/job_file.md); flags win over it", metavar="FILE"
     )
     json: bool = option(False, "one JSON line for each collection on stderr")
 

@@ -7,7 +7,7 @@
     from elastic_harness.checkpoint import CheckpointManager
 
 Its modules have no files here: NAMES says what each of them holds, and a finder makes them when they are imported.
-The same table for readers is docs/compat.md.
+The same table for readers is docs/understand/moving.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every sentence that `diagnose` says: one table of causes, one table of kinds. Edit the words here; no other file has any.
 
-A cause is the name in the JSON (docs/contracts.md): what it means, what it takes to be sure, and what would prove it wrong.
+A cause is the name in the JSON (docs/reference/json.md): what it means, what it takes to be sure, and what would prove it wrong.
 A kind is one way to find a cause, with its sentence, evidence, the evidence to ask for, and advice.
 
 {name} is replaced by a fact. [text {name}] is left out when the fact is empty; [one {name}|two] takes the first part whose

@@ -68,7 +68,7 @@ class FaultResult:
 
 @dataclass(frozen=True)
 class DrillResult:
-    """The whole drill, in the shape of docs/contracts.md."""
+    """The whole drill, in the shape of docs/reference/json.md."""
 
     faults: tuple[FaultResult, ...]
     exit_code: int

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("allranks.agent")
 
 MAX_STORY_BYTES = 64 << 20
-Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/contracts.md)
+Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/reference/json.md)
 MAX_REMEMBERED = 200  # incidents, processes and the like in the agent's memory
 MAX_BYTES = 2 << 30  # of all incidents in one folder
 

@@ -41,7 +41,7 @@ MANAGER_LOOK_S, PLAIN_S, PLAIN_CALLS = 2.0, 20.0, 20
 NO_MANAGER = (
     "the script never made a Manager: its {replicas} replicas would train {replicas} separate models. Two ways out: run it "
     "as one job (allranks run --standalone --nproc-per-node {replicas} SCRIPT), or make a Manager in the script "
-    "(docs/manager.md)"
+    "(docs/tasks/survive_kill.md)"
 )
 #: A replica that was killed after this much training has nothing wrong with itself and comes back at once.
 TRAINED_S, TRAINED_CALLS = 10.0, 20

@@ -2,7 +2,7 @@
 
 Reading is open to whoever reaches the port under a name that no stranger can register (see `_own_name`); every
 action needs the job token (Authorization: Bearer …), over TLS or from this machine. What members tell each other
-(Member.data) is not shown. Prometheus text is written by hand: docs/architecture.md says what prometheus_client costs.
+(Member.data) is not shown. Prometheus text is written by hand: docs/decisions.md says what prometheus_client costs.
 """
 
 from __future__ import annotations

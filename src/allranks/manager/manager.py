@@ -49,7 +49,7 @@ log = logging.getLogger("allranks.manager")
 class Manager:
     """Names and meanings follow torchft's Manager. The constructor only stores; `start_quorum` connects.
 
-    `state`: what a joining replica takes over, see docs/manager.md; `load_state_dict` and `state_dict` are two functions
+    `state`: what a joining replica takes over, see docs/understand/replicas.md; `load_state_dict` and `state_dict` are two functions
     that do the same. `settings` are those of options.SETTINGS, times in seconds or as timedelta.
     """
 

@@ -1,4 +1,4 @@
-"""The result of `diagnose`, and what it can be given besides the dumps. Pure data; JSON in docs/contracts.md."""
+"""The result of `diagnose`, and what it can be given besides the dumps. Pure data; JSON in docs/reference/json.md."""
 
 from __future__ import annotations
 

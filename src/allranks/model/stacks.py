@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-#: What one rank can be stuck on. The names are public (docs/contracts.md).
+#: What one rank can be stuck on. The names are public (docs/reference/json.md).
 CAUSES = (
     *("collective_wait", "p2p_wait", "rendezvous_wait", "store_wait", "dataloader_wait"),
     *("checkpoint_io", "file_lock_wait", "network_io", "lock_deadlock", "queue_wait"),

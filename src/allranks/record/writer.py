@@ -287,7 +287,7 @@ class CallWriter:
         """The group of these works is about to be aborted: notes how each stands, and asks none of them again.
 
         Most likely NCCL's abort keeps a lock that `is_completed` waits for without letting other threads run: kills were
-        faster once works were no longer asked during it (docs/gpu.md).
+        faster once works were no longer asked during it.
         """
         self.ring.hand_over(self.pending)
         taken = self.asking.acquire(timeout=0.1)

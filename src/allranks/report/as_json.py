@@ -1,4 +1,4 @@
-"""The diagnosis as the JSON object of docs/contracts.md. Plain dictionaries only here, at the very edge."""
+"""The diagnosis as the JSON object of docs/reference/json.md. Plain dictionaries only here, at the very edge."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> De
     except ValueError as error:
         raise ConfigurationError(f"{path} is no YAML: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigurationError(f"{path} has no sections", hint="see docs/stacks.md for a debug section")
+        raise ConfigurationError(
+            f"{path} has no sections", hint="see docs/reference/job_file.md for a debug section"
+        )
     return parse_debug(document.get("debug") or {}, base)
 
 

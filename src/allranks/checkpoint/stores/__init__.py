@@ -259,7 +259,7 @@ def _object_store_hint(text: str, number: int | None, store: str, options: Mappi
     if number == errno.EACCES:
         return (
             "the key must be right, and may s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket "
-            f"(the IAM policy is in docs/checkpoint.md); try it: allranks checkpoint ls {store}{keys}"
+            f"(the IAM policy is in docs/tasks/checkpoints.md); try it: allranks checkpoint ls {store}{keys}"
         )
     if number == errno.ENOENT:
         return f"does the bucket exist? Try it: allranks checkpoint ls {store}{keys}"

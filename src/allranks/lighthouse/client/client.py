@@ -3,7 +3,7 @@
     client = Client(ClientOptions(addresses=("127.0.0.1:29510",), replica="replica-0")).start()
     quorum = client.join(Member("replica-0", step=12), timeout_s=60)
 
-What is promised is in docs/lighthouse.md. All socket work happens on the thread "allranks-lighthouse";
+What is promised is in docs/understand/replicas.md. All socket work happens on the thread "allranks-lighthouse";
 public methods may be called from any other thread.
 """
 
