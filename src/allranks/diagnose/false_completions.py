@@ -46,9 +46,12 @@ def finish_known(job: Job) -> Job:
         if not is_box(view.trace) and len(view.now) >= MIN_UNTOLD and _is_untold(job, view):
             changed[rank] = view.now.copy()
             changed[rank][:-1] = np.where(view.now[:-1] == Now.OPEN, Now.LEFT, view.now[:-1])
-    for group in job.groups:
-        if group.backend.startswith("nccl") and all(rank in job.ranks for rank in group.members):
-            _finish_reached(job, group, changed)
+    whole = [g for g in job.groups if g.backend.startswith("nccl") and all(r in job.ranks for r in g.members)]
+    lacked = any(lowest_end(group) < group.last for group in whole)
+    for group in whole:
+        _finish_reached(job, group, changed)
+        if lacked:
+            _finish_shared(job, group, changed)
     if not changed:
         return job
     return replace(job, ranks={r: replace(v, now=changed.get(r, v.now)) for r, v in job.ranks.items()})
@@ -76,6 +79,22 @@ def _finish_reached(job: Job, group: GroupView, changed: dict[int, np.ndarray]) 
         now = changed.setdefault(lane.rank, job.ranks[lane.rank].now.copy())
         rows = lane.rows[lane.seqs <= min(reached, lane.last - 1)]
         now[rows[(now[rows] == Now.OPEN) | (now[rows] == Now.LEFT)]] = Now.DONE
+
+
+def _finish_shared(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -> None:
+    """Calls that all members have entered, where somebody lacks in another: that one holds them up, or the state is old.
+    Not of calls with a root, on which ranks may disagree, nor of ranks that have ended."""
+    floor, found = lowest_end(group), []
+    for lane in group.lanes.values():
+        view = job.ranks[lane.rank]
+        now = changed.get(lane.rank, view.now)
+        rows = lane.rows[lane.seqs <= floor]
+        rows = rows[now[rows] == Now.OPEN]
+        if view.trace.progress.closed or not is_synchronising(view.family[rows]).all():
+            return
+        found.append((lane.rank, rows))
+    for rank, rows in found:
+        changed.setdefault(rank, job.ranks[rank].now.copy())[rows] = Now.UNKNOWN
 
 
 def _last_ended(view: RankCalls, lane: Lane) -> int:
