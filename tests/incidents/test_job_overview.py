@@ -20,7 +20,7 @@ from allranks.cli import main
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import Overview, find_job, find_open
+from allranks.incidents.job_overview import Overview, _correct, find_job, find_open
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
@@ -48,6 +48,23 @@ def test_the_rank_that_others_wait_for_stands_out() -> None:
     assert "waits for rank 1" in lines[2] and "\x1b" not in lines[2]
     assert lines[3].startswith("\x1b[31m") and "computes  <- 2 ranks wait for it" in lines[3]
     assert lines[5].startswith("\x1b[31m") and "died" in lines[5]
+
+
+def test_the_line_of_the_lighthouse_does_not_say_training_beside_an_open_hang() -> None:
+    """`status` printed "Training: step 5" and, below, "incident … (hang, open)"."""
+    hang: dict[str, object] = {"kind": "hang", "job": "job"}
+    assert _correct("Training: step 5, 1 node", [hang], VIEW.rows) == (
+        "Stalled: no progress for 3 s; looking into it"
+    )
+    for incidents, rows in (
+        ([], VIEW.rows),
+        ([{**hang, "closed": 5.0}], VIEW.rows),
+        (
+            [hang],
+            [*VIEW.rows, replace(VIEW.rows[1], silent_s=0.1)],
+        ),  # a replica was left behind, the others train
+    ):
+        assert _correct("Training: step 5, 1 node", incidents, rows) == "Training: step 5, 1 node"
 
 
 def test_lines_fit_the_terminal_and_silent_ranks_come_first_when_not_all_fit() -> None:

@@ -21,7 +21,7 @@ from allranks.diagnose.phrasing import ranks_text, ranks_wait
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
-from allranks.model.cluster import JobView, RankRow
+from allranks.model.cluster import LOOKING, JobView, RankRow
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.watch.samples import RankSample, read_sample, read_samples
@@ -142,10 +142,11 @@ class Overview:
         lighthouse = str(facts.get("lighthouse", ""))
         job = str(facts.get("job", self.folder.name))
         told = read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))
+        mine = [incident for incident in told if incident.get("job") == job]
         return JobView(
             job=job, folder=str(self.folder), at=now, rows=rows,
-            lighthouse=lighthouse, quorum=_quorum(lighthouse),
-            incidents=tuple(_incident_line(i) for i in told if i.get("job") == job)[-8:],
+            lighthouse=lighthouse, quorum=_correct(_quorum(lighthouse), mine, rows),
+            incidents=tuple(_incident_line(i) for i in mine)[-8:],
         )  # fmt: skip
 
     def _row(
@@ -207,6 +208,15 @@ def _incident_line(incident: Story) -> str:
     text = (isinstance(verdict, dict) and verdict.get("sentence")) or incident.get("reason") or ""
     state = "closed" if incident.get("closed") else "open"
     return f"{incident.get('id')} ({incident.get('kind')}, {state}): {text}"
+
+
+def _correct(said: str, incidents: Iterable[Story], rows: Iterable[RankRow]) -> str:
+    """The lighthouse learns of a hang a little later than its folder is there: until then it says that all is well."""
+    silent = min((row.silent_s for row in rows if row.alive and row.silent_s is not None), default=0.0)
+    hung = any(i.get("kind") == "hang" and not i.get("closed") for i in incidents)
+    if hung and silent >= SILENT_S and said.startswith(("Training:", "Running:")):
+        return f"Stalled: no progress for {silent:.0f} s; {LOOKING}"
+    return said
 
 
 def _quorum(lighthouse: str) -> str:

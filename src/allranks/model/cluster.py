@@ -235,6 +235,7 @@ class PublishedIncident:
 
 
 SCHEMA = 1
+LOOKING = "looking into it"  # how the health that an agent reports begins while it suspects a hang
 AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
 
 
