@@ -20,12 +20,13 @@ from allranks.cli import main
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import Overview, find_job, find_open
+from allranks.incidents.job_overview import Overview, _correct, find_job, find_open
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import JobView, RankRow
 from allranks.model.trace import State
+from allranks.watch.samples import read_sample, sleeps
 from boxes import write_box
 
 
@@ -37,7 +38,8 @@ def row(rank: int, doing: str, waits_for: tuple[int, ...] = (), alive: bool = Tr
 VIEW = JobView(
     "job", "/x", 0.0,
     (row(0, "all_reduce #8 of dp", (1,)), row(1, "computes"), row(2, "all_reduce #8 of dp", (1,)), row(3, "died", alive=False)),
-    incidents=("20260101-030000-hang (hang, open): rank 1 never entered all_reduce #8",),
+    incidents=("20260101-030000-hang (hang, open): rank 1 never entered all_reduce #8 of group dp; it is at train.py:7 in load_batch (sleep)",),
+    hung=True,
 )  # fmt: skip
 
 
@@ -48,13 +50,72 @@ def test_the_rank_that_others_wait_for_stands_out() -> None:
     assert "waits for rank 1" in lines[2] and "\x1b" not in lines[2]
     assert lines[3].startswith("\x1b[31m") and "computes  <- 2 ranks wait for it" in lines[3]
     assert lines[5].startswith("\x1b[31m") and "died" in lines[5]
+    calm = list(
+        render(replace(VIEW, hung=False), colour=True)
+    )  # a long wait that the agent knows to be usual
+    assert "<- 2 ranks wait for it" in calm[3] and "\x1b" not in calm[3]
+
+
+def test_in_a_job_that_moves_nobody_is_said_to_wait(tmp_path: Path) -> None:
+    """In healthy training a rank is always a little later than the others: `top` showed it in red, at 0.0 s of silence."""
+    trace = read_trace(Path(__file__).parents[1] / "record" / "cases" / "mixed_calls.r0.box")
+    calls = trace.calls.copy()
+    calls["state"][-1] = State.SCHEDULED
+    trace = replace(trace, calls=calls)
+    sample = read_sample(write_box(tmp_path, 0, 7))
+    assert sample is not None
+    now, open_ = time.time(), {0: find_open(trace), 1: {}}
+    for silent_s, waited in ((0.01, ()), (60.0, (1,))):
+        seen = replace(sample, last_ns=int((now - silent_s) * 1e9))
+        assert Overview(tmp_path)._row(seen, now, trace, open_).waits_for == waited
+
+
+def test_a_rank_that_sleeps_does_not_compute() -> None:
+    """Its process says so; one that burns CPU computes."""
+    for script, expected in (("time.sleep(600)", True), ("\nwhile True: pass", False)):
+        command = [sys.executable, "-c", f"import time; print(1, flush=True); {script}".replace("; \n", "\n")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            while sleeps(process.pid) is not expected:  # a moment after the line was written
+                pass
+            process.kill()
+    assert not sleeps(process.pid)
+
+
+def test_a_large_job_is_summed_up_and_what_is_odd_is_listed() -> None:
+    """`status` of 1,024 ranks printed 1,026 lines."""
+    rows = [row(rank, "all_reduce #8 of dp", (11,)) for rank in range(1024)]
+    rows[11], rows[700] = row(11, "sleeps"), row(700, "died", alive=False)
+    lines = list(render(JobView("job", "/x", 0.0, tuple(rows), hung=True)))
+    assert lines[1] == "1,022 ranks (0-10, 12-699, 701-1023): all_reduce #8 of dp, wait for rank 11"
+    assert "sleeps  <- 1022 ranks wait for it" in lines[2] and "died" in lines[3] and len(lines) == 4
+    apart = [row(rank, f"all_reduce #8 of dp_{rank // 8}") for rank in range(1024)]
+    lines = list(render(JobView("job", "/x", 0.0, tuple(apart))))
+    assert len(lines) == 18 and lines[-1] == "… and 896 more that do other things"
+
+
+def test_the_line_of_the_lighthouse_does_not_say_training_beside_an_open_hang() -> None:
+    """`status` printed "Training: step 5" and, below, "incident … (hang, open)"."""
+    hang: dict[str, object] = {"kind": "hang", "job": "job"}
+    assert _correct("Training: step 5, 1 node", [hang], VIEW.rows) == (
+        "Stalled: no progress for 3 s; looking into it"
+    )
+    for incidents, rows in (
+        ([], VIEW.rows),
+        ([{**hang, "closed": 5.0}], VIEW.rows),
+        (
+            [hang],
+            [*VIEW.rows, replace(VIEW.rows[1], silent_s=0.1)],
+        ),  # a replica was left behind, the others train
+    ):
+        assert _correct("Training: step 5, 1 node", incidents, rows) == "Training: step 5, 1 node"
 
 
 def test_lines_fit_the_terminal_and_silent_ranks_come_first_when_not_all_fit() -> None:
     """A narrow and low window."""
     lines = list(render(VIEW, width=50, height=12))
     assert all(len(line) <= 50 for line in lines[1:])
-    assert lines[-1].endswith("…")
+    assert " ".join(map(str.strip, lines[-3:])) == f"incident {VIEW.incidents[0]}"  # the answer is not cut
     many = JobView("job", "/x", 0.0, tuple(row(rank, "computes") for rank in range(40)))
     assert "… and 30 more" in "\n".join(render(many, height=16))
 

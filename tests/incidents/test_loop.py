@@ -111,6 +111,22 @@ def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
     assert (tmp_path / "incidents" / story["id"] / "story.html").exists()
 
 
+def test_from_the_first_suspicion_on_the_lighthouse_hears_that_it_is_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page stayed green until the verdict was there."""
+    answer_with(monkeypatch, VERDICT)
+    watch = trained(tmp_path, Hand(), policy=PolicyOptions(enabled=False))
+    said: list[str] = []
+    watch.on_look = lambda step, calls, waits: said.append(waits)
+    for now in (3.1, 8.1, 8.2, 10.7, 10.8):
+        look(watch, now)
+    (incident,) = read_incidents(tmp_path / "incidents")
+    assert incident["verdict"]["sentence"] == "rank 1 is stuck"
+    looking = [words.startswith("looking into it") for words in said]
+    assert looking == [False, False, True, True, False]
+
+
 def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

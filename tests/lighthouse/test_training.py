@@ -9,9 +9,13 @@ from pathlib import Path
 
 import yaml
 
+from allranks.lighthouse.messages import Beat
+from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import Status, StatusEvent
 from allranks.lighthouse.training import Scene, TrainingView
 from allranks.lighthouse.web import render_metrics
+
+from .without_sockets import Desk, on_loop
 
 
 class Clock:
@@ -113,6 +117,23 @@ def test_a_job_with_an_open_hang_does_not_look_as_if_it_ran() -> None:
     clock.at += 18
     assert view.describe(ALL).sentence.startswith("Training: step 2")
     assert view.describe(replace(ALL, hung=True)).sentence.startswith("Stalled: no step for 18 s, at step 2")
+
+
+@on_loop
+async def test_a_job_whose_agent_suspects_a_hang_is_not_green() -> None:
+    """In the first steps a silence of 20 s is usual, until an agent looks into it: its verdict takes longer."""
+    desk = Desk()
+    agent, _ = desk.enter("agent-a", role="observer", node="a")
+    now, view = desk.service.now(), desk.service.training
+    for step, at in ((4, now - 21), (5, now - 20)):
+        view.note_step("agent-a", step, at)
+    assert take_snapshot(desk.service).training.sentence == "Training: step 5, 1.0 steps/s, 1 node"
+    desk.service.beat(agent, Beat(5, 5, 0.0, "looking into it: rank 0 waits for rank 1"))
+    found = take_snapshot(desk.service).training
+    assert found.sentence == (
+        "Stalled: no step for 20 s, at step 5, 1 node; looking into it: rank 0 waits for rank 1"
+    )
+    assert found.state == "warn"
 
 
 def test_steps_win_over_calls() -> None:

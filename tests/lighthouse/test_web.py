@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from allranks.lighthouse.messages import Hello
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
+from allranks.lighthouse.status import StepSample
 from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Member, PublishedIncident
 
@@ -211,6 +213,34 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         browser.close()
     assert set(lighthouse.status().evicted) == {"r<b>&1", "r0999"}
     assert errors == []
+
+
+def test_the_chart_of_steps_ends_at_the_last_sample_and_its_axis_says_the_speed(
+    lighthouse: Lighthouse, replica: Client
+) -> None:
+    """The axis said 1.5 beside a speed of 145, and the line of every healthy job fell to 0 at "now"."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not Path("/usr/bin/chromium").exists():
+        pytest.skip("chromium is not installed (Debian: chromium)")
+
+    def samples(service: Service) -> None:
+        now = time.time()
+        service.training.samples.clear()
+        service.training.samples.extend(StepSample(now - 60 + t, 145 * t) for t in range(51))
+
+    lighthouse.call(samples)
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(
+            executable_path="/usr/bin/chromium",
+            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+        )
+        page = browser.new_page()
+        page.goto(f"http://{lighthouse.address}/")
+        page.locator("#pace[data-highest]").wait_for()
+        drawn = page.locator("#pace").evaluate("(canvas) => ({...canvas.dataset})")
+        browser.close()
+    assert drawn["highest"] == "145"
+    assert float(drawn["last"]) == pytest.approx(145, rel=0.01)
 
 
 def test_the_page_of_an_incident_is_served_in_a_sandbox(lighthouse: Lighthouse) -> None:

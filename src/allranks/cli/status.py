@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING
 
 from allranks.cli.terminal import full_screen, key_within, use_color
 from allranks.model.cluster import JobView, RankRow
-from allranks.model.formatting import rank_list
+from allranks.model.formatting import count, rank_list, ranks_text
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:  # numpy comes with it
     from allranks.incidents.job_overview import Overview
 
+UNLIMITED = 10_000
+MANY_RANKS, MANY_LINES = 64, 16  # more ranks are summed up, in so many lines
 WIDE = 80  # a narrower screen has fewer columns
 
 
@@ -93,26 +96,50 @@ def render(
     view: JobView,
     *,
     colour: bool = False,
-    height: int = 10_000,
-    width: int = 10_000,
+    height: int = UNLIMITED,
+    width: int = UNLIMITED,
     by_silence: bool = False,
 ) -> Iterator[str]:
     """The screen: a headline, the table (the most silent ranks first when it does not fit), incidents. A narrow one
     leaves out pid and calls: who waits for whom is what matters."""
     yield _cut(_headline(view), width)
-    if view.quorum:
-        yield _cut(f"lighthouse {view.lighthouse}: {view.quorum}", width)
+    said = _wrap(f"lighthouse {view.lighthouse}: {view.quorum}", width) if view.quorum else []
+    yield from said
+    waiters = Counter(rank for row in view.rows if row.alive for rank in row.waits_for)
+    if height == UNLIMITED and len(view.rows) > MANY_RANKS:
+        yield from _summary(view, waiters, colour)
+        yield from (f"incident {printable(text, len(text))}" for text in view.incidents)
+        return
     middle = f"{'pid':>8} {'step':>8} {'calls':>9}" if width >= WIDE else f"{'step':>7}"
     yield f"{'rank':>5} {middle} {'silent':>8}  doing"
     rows = list(view.rows)
-    room = max(5, height - 6 - len(view.incidents))
+    told = [line for text in view.incidents for line in _wrap(f"incident {text}", width)]
+    room = max(5, height - 6 - len(said[1:]) - len(told))
     if len(rows) > room or by_silence:
         rows = sorted(rows, key=lambda row: (row.alive, -(row.silent_s or 0.0)))[:room]
-    waiters = Counter(rank for row in view.rows if row.alive for rank in row.waits_for)
-    yield from (_line(row, waiters[row.rank], colour, width) for row in rows)
+    yield from (_line(row, waiters[row.rank], colour, width, view.hung) for row in rows)
     if len(rows) < len(view.rows):
         yield f"      … and {len(view.rows) - len(rows)} more"
-    yield from (_cut(f"incident {text}", width) for text in view.incidents)
+    yield from told
+
+
+def _summary(view: JobView, waiters: Counter[int], colour: bool) -> Iterator[str]:
+    """A large job: ranks that do the same are one line; below, those that died or that others wait for."""
+    alike: dict[tuple[str, tuple[int, ...]], list[RankRow]] = {}
+    odd = [row for row in view.rows if row.doing == "died" or (row.alive and waiters[row.rank])]
+    for row in view.rows:
+        if row not in odd:
+            alike.setdefault((row.doing, row.waits_for), []).append(row)
+    groups = sorted(alike.items(), key=lambda each: -len(each[1]))
+    for (doing, waits), rows in groups[:MANY_LINES]:
+        ranks = ranks_text(row.rank for row in rows)
+        tail = f", {'waits' if len(rows) == 1 else 'wait'} for {ranks_text(waits, limit=8)}" if waits else ""
+        yield printable(f"{count(len(rows), 'rank')} ({ranks.partition(' ')[2]}): {doing}{tail}", 1000)
+    if len(groups) > MANY_LINES:
+        yield f"… and {sum(len(rows) for _, rows in groups[MANY_LINES:]):,} more that do other things"
+    yield from (_line(row, waiters[row.rank], colour, UNLIMITED, view.hung) for row in odd[:MANY_LINES])
+    if len(odd) > MANY_LINES:
+        yield f"… and {len(odd) - MANY_LINES:,} more that died or that others wait for"
 
 
 def _headline(view: JobView) -> str:
@@ -123,8 +150,8 @@ def _headline(view: JobView) -> str:
     return f"{view.job}: {len(alive)} of {len(view.rows)} ranks run, step {step if step >= 0 else '-'}{speed}"
 
 
-def _line(row: RankRow, waiters: int, colour: bool, width: int) -> str:
-    """One rank; one that others wait for stands out."""
+def _line(row: RankRow, waiters: int, colour: bool, width: int, hung: bool) -> str:
+    """One rank; one that others wait for stands out when the agent has opened an incident."""
     held = row.alive and waiters > 0
     silent = f"{row.silent_s:.1f} s" if row.silent_s is not None and row.alive else "-"
     step = str(row.step) if row.step >= 0 else "-"
@@ -133,7 +160,7 @@ def _line(row: RankRow, waiters: int, colour: bool, width: int) -> str:
         text = f"{row.rank:>5} {row.pid:>8} {step:>8} {row.calls_completed:>9} {silent:>8}  {tail}"
     else:
         text = f"{row.rank:>5} {step:>7} {silent:>8}  {tail}"
-    code = "31" if row.doing == "died" or held else "" if row.alive else "2"
+    code = "31" if row.doing == "died" or (held and hung) else "" if row.alive else "2"
     return f"\x1b[{code}m{_cut(text, width)}\x1b[0m" if colour and code else _cut(text, width)
 
 
@@ -146,6 +173,11 @@ def _doing(row: RankRow, waiters: int, narrow: bool) -> str:
         first = held or (f"waits for {waits}" if waits else "")
         return f"{first}: {row.doing}{phase}" if first else f"{row.doing}{phase}"
     return f"{row.doing}{f', waits for rank {waits}' if waits else ''}{phase}" + (f"  {held}" if held else "")
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """The whole text in lines of the screen: an answer is not cut."""
+    return textwrap.wrap(printable(text, len(text)), width, subsequent_indent="  ")
 
 
 def _cut(text: str, width: int) -> str:

@@ -89,6 +89,12 @@ class HangInvestigator:
     def __post_init__(self) -> None:
         self.options = self.pipeline.options
 
+    @property
+    def undecided(self) -> bool:
+        """Nobody moves, and whether that is a hang is not settled yet. From any thread."""
+        case = self.standstill
+        return case is not None and not case.answered and not case.lead
+
     def suspect(self, now_s: float, samples: list[RankSample]) -> tuple[Suspicion | None, Examine | None]:
         """What looks wrong, and the examination that it asks for now; quick."""
         suspicion = self.history.standstill(now_s, samples)

@@ -21,10 +21,10 @@ from allranks.diagnose.phrasing import ranks_text, ranks_wait
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
-from allranks.model.cluster import JobView, RankRow
+from allranks.model.cluster import LOOKING, JobView, RankRow
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.watch.samples import RankSample, read_sample, read_samples
+from allranks.watch.samples import RankSample, read_sample, read_samples, sleeps
 
 JOB_FILE, TOKEN_FILE = "job.json", "token"
 MAX_JOB_BYTES = 1 << 20
@@ -142,10 +142,11 @@ class Overview:
         lighthouse = str(facts.get("lighthouse", ""))
         job = str(facts.get("job", self.folder.name))
         told = read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))
+        mine = [incident for incident in told if incident.get("job") == job]
         return JobView(
             job=job, folder=str(self.folder), at=now, rows=rows,
-            lighthouse=lighthouse, quorum=_quorum(lighthouse),
-            incidents=tuple(_incident_line(i) for i in told if i.get("job") == job)[-8:],
+            lighthouse=lighthouse, quorum=_correct(_quorum(lighthouse), mine, rows),
+            incidents=tuple(_incident_line(i) for i in mine)[-8:], hung=_is_hung(mine),
         )  # fmt: skip
 
     def _row(
@@ -157,6 +158,8 @@ class Overview:
     ) -> RankRow:
         mine = open_.get(sample.rank, {})
         waits_for: tuple[int, ...] = ()
+        silent = None if not sample.last_ns else max(0.0, now - sample.last_ns / 1e9)
+        unusual = silent is not None and silent >= SILENT_S
         doing = "computes"
         if sample.closed:
             doing = sample.closed
@@ -164,13 +167,14 @@ class Overview:
             doing = "died"
         elif mine and trace is not None:
             (group, sequence), doing = next(iter(mine.items()))
-            waits_for = find_absent(trace, group, sequence, open_)
+            waits_for = find_absent(trace, group, sequence, open_) if unusual else ()
+        elif unusual and sleeps(sample.pid):
+            doing = "sleeps"
         before = self._before.get(sample.rank)
         speed = None
         if before and now > before[0] and sample.step >= before[1] >= 0:
             speed = (sample.step - before[1]) / (now - before[0])
         self._before[sample.rank] = (now, sample.step)
-        silent = None if not sample.last_ns else max(0.0, now - sample.last_ns / 1e9)
         host = trace.header.host if trace is not None else ""
         phase = trace.progress.phase if trace is not None else ""
         return RankRow(
@@ -207,6 +211,18 @@ def _incident_line(incident: Story) -> str:
     text = (isinstance(verdict, dict) and verdict.get("sentence")) or incident.get("reason") or ""
     state = "closed" if incident.get("closed") else "open"
     return f"{incident.get('id')} ({incident.get('kind')}, {state}): {text}"
+
+
+def _is_hung(incidents: Iterable[Story]) -> bool:
+    return any(i.get("kind") == "hang" and not i.get("closed") for i in incidents)
+
+
+def _correct(said: str, incidents: Iterable[Story], rows: Iterable[RankRow]) -> str:
+    """The lighthouse learns of a hang a little later than its folder is there: until then it says that all is well."""
+    silent = min((row.silent_s for row in rows if row.alive and row.silent_s is not None), default=0.0)
+    if _is_hung(incidents) and silent >= SILENT_S and said.startswith(("Training:", "Running:")):
+        return f"Stalled: no progress for {silent:.0f} s; {LOOKING}"
+    return said
 
 
 def _quorum(lighthouse: str) -> str:

@@ -22,6 +22,7 @@ from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
+from allranks.model.cluster import LOOKING
 from allranks.model.incident import Incident
 from allranks.watch.exits import ExitWatcher
 from allranks.watch.samples import ProcessId, RankSample, read_samples
@@ -131,7 +132,10 @@ class Watch:
         self._exits.hold(s.pid for s in running)
         if running:
             calls = sum(s.calls_completed for s in ours)
-            self.on_look(max(s.step for s in running), calls, self._waiting.read(running))
+            waits = self._waiting.read(running)
+            if self.hangs.undecided:
+                waits = f"{LOOKING}: {waits}" if waits else LOOKING
+            self.on_look(max(s.step for s in running), calls, waits)
         return bool(running) and all(self._asked_to_end.covers(s) for s in ours or running)
 
     def _examine(self, work: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from allranks.lighthouse.sessions import Session, Sessions
 from allranks.lighthouse.state import QuorumState, Replica
 from allranks.lighthouse.status import ReplicaStatus, Status
 from allranks.lighthouse.training import Scene
+from allranks.model.cluster import LOOKING
 
 if TYPE_CHECKING:
     from allranks.lighthouse.service import Service
@@ -51,17 +52,19 @@ def _scene(service: Service) -> Scene:
     alive = frozenset(
         name for name, replica in state.replicas.items() if not replica.observer and name not in spares
     )
+    health = next((each.health for each in service.sessions if each.observer and each.health), "")
+    hung = any(one.kind == "hang" and not one.closed for one in service.agents.incidents)
     return Scene(
         sum(1 for name in state.members if name in state.replicas),
         alive,
         service.agents.count,
         service.former.waiting,
-        next((each.health for each in service.sessions if each.observer and each.health), ""),
+        health,
         state.over,
         service.leading,
         service.leader,
         alive - state.members - state.evicted.keys() - state.cooling.keys(),
-        any(one.kind == "hang" and not one.closed for one in service.agents.incidents),
+        hung or any(each.observer and each.health.startswith(LOOKING) for each in service.sessions),
     )
 
 

@@ -53,7 +53,7 @@ class Scene:
     leading: bool = True
     leader: str = ""
     joining: Collection[str] = ()  # connected, not evicted, and not in the quorum yet
-    hung: bool = False  # an incident says so and is open
+    hung: bool = False  # an open incident says so, or an agent suspects it
 
 
 @dataclass

@@ -235,6 +235,7 @@ class PublishedIncident:
 
 
 SCHEMA = 1
+LOOKING = "looking into it"  # how the health that an agent reports begins while it suspects a hang
 AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
 
 
@@ -267,8 +268,8 @@ class RankRow:
     step: int
     calls_completed: int
     silent_s: float | None  # since the last sign of progress
-    doing: str  # "all_reduce #12 of dp_0", "computes", "exited", "died"
-    waits_for: tuple[int, ...] = ()
+    doing: str  # "all_reduce #12 of dp_0", "computes", "sleeps", "exited", "died"
+    waits_for: tuple[int, ...] = ()  # only when it is silent for longer than is usual
     steps_per_s: float | None = None
     phase: str = ""
 
@@ -282,6 +283,7 @@ class JobView:
     lighthouse: str = ""
     quorum: str = ""  # the lighthouse's own sentence
     incidents: tuple[str, ...] = ()  # one line each, newest last
+    hung: bool = False  # an incident of a hang is open
 
     @property
     def running(self) -> bool:

@@ -188,19 +188,27 @@
     const p = pen($("pace")), { g, width, height, colour } = p, left = 44, top = 14, low = height - 24;
     if (s.pace.length < 2) { empty(p, "Not enough steps yet."); return; }
     const to = Math.max(serverNow(), s.pace[s.pace.length - 1].at), from = Math.min(s.pace[0].at, to - 10), bins = Math.max(20, Math.floor((width - left - 8) / 4));
-    const rate = new Float64Array(bins), wide = (to - from) / bins;
+    const rate = new Float64Array(bins), known = new Float64Array(bins), wide = (to - from) / bins;
     for (let i = 1; i < s.pace.length; i++) {
       const a = s.pace[i - 1], b = s.pace[i], speed = Math.max(0, b.step - a.step) / Math.max(1e-3, b.at - a.at);
       const first = (a.at - from) / wide, last = (b.at - from) / wide;
-      for (let k = Math.max(0, Math.floor(first)); k <= Math.min(bins - 1, Math.floor(last)); k++) rate[k] += speed * Math.max(0, Math.min(last, k + 1) - Math.max(first, k));
+      for (let k = Math.max(0, Math.floor(first)); k <= Math.min(bins - 1, Math.floor(last)); k++) {
+        const part = Math.max(0, Math.min(last, k + 1) - Math.max(first, k));
+        rate[k] += speed * part; known[k] += part;
+      }
     }
+    for (let k = 0; k < bins; k++) if (known[k]) rate[k] /= known[k];
+    // after the last sample nothing is known yet, unless the training is stalled
+    const end = s.training.stalled_s ? bins : Math.min(bins, (s.pace[s.pace.length - 1].at - from) / wide), x = (k) => left + k * (width - left - 8) / bins;
     const highest = Math.max(1e-9, ...rate), y = (v) => low - (low - top) * v / highest;
     g.fillStyle = colour("--line"); g.fillRect(left, top, width - left - 8, 1); g.fillRect(left, low, width - left - 8, 1);
     g.beginPath(); g.moveTo(left, low);
-    for (let k = 0; k < bins; k++) { g.lineTo(left + k * (width - left - 8) / bins, y(rate[k])); g.lineTo(left + (k + 1) * (width - left - 8) / bins, y(rate[k])); }
-    g.lineTo(width - 8, low); g.closePath();
+    for (let k = 0; k < end; k++) { g.lineTo(x(k), y(rate[k])); g.lineTo(x(Math.min(k + 1, end)), y(rate[k])); }
+    g.lineTo(x(end), low); g.closePath();
     g.globalAlpha = 0.25; g.fillStyle = colour("--accent"); g.fill(); g.globalAlpha = 1; g.strokeStyle = colour("--accent"); g.lineWidth = 1.5; g.stroke();
-    g.fillStyle = colour("--soft"); g.textAlign = "right"; g.fillText(highest.toPrecision(2).replace(/e.*/, ""), left - 6, top); g.fillText("0", left - 6, low); g.textAlign = "left";
+    const label = highest < 10 ? highest.toPrecision(2) : digits.format(Math.round(highest));
+    $("pace").dataset.highest = label; $("pace").dataset.last = rate[Math.max(0, Math.ceil(end) - 1)];
+    g.fillStyle = colour("--soft"); g.textAlign = "right"; g.fillText(label, left - 6, top); g.fillText("0", left - 6, low); g.textAlign = "left";
     axis(p, left, from, to);
   }
   function members(s) {

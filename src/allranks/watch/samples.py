@@ -112,6 +112,15 @@ def is_stopped(pid: int) -> bool:
     return process_state(pid) == "T"
 
 
+def sleeps(pid: int) -> bool:
+    """None of its threads runs at this moment; False when that cannot be read."""
+    try:
+        states = [process_state(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return False
+    return bool(states) and all(state in ("S", "D") for state in states)
+
+
 class OpenCall(NamedTuple):
     """A collective, equal in all ranks of its group unless they have taken different ways through the program."""
 
