@@ -31,14 +31,6 @@ class RecordingProxyGroup(dist.ProcessGroup):
     original: dist.ProcessGroup
     waits_block: Callable[[], bool]  # gloo: wait() returns when the call is over
 
-    # What C++ asks a group by these names: a reconfigured group has another rank and size than when it was made.
-
-    def getRank(self) -> int:
-        return int(self.original.rank())
-
-    def getSize(self) -> int:
-        return int(self.original.size())
-
 
 class WaitedWork(dist.Work):
     """Hands C++ a Work whose wait() goes through Python: gloo's reduce_scatter never says by itself that it is over."""
