@@ -42,6 +42,7 @@ from allranks.errors import InputError, MissingExtra
 from allranks.launch.command_line import (
     JobEnvironment,
     arrange,
+    check,
     flag_value,
     from_environment,
     has_flag,
@@ -80,6 +81,7 @@ def main(args: argparse.Namespace) -> int:
     words = args.theirs[1:] if args.theirs[:1] == ["--"] else list(args.theirs)
     split = words.index("--") if "--" in words else len(words)
     torchrun, script = words[:split], words[split + 1 :]
+    check(torchrun, FLAGS)
     options = read_flags(RunFlags, args)
     settings = read_settings(options.config) if options.config else {}
     options, script = with_job_file(options, args, settings, script)
