@@ -281,7 +281,19 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         previous = signal.signal(number, supervisor.note_signal)
         job.stack.callback(signal.signal, number, previous)
-    return supervisor.run()
+    code = supervisor.run()
+    if code in STOPPED:
+        _say(_stopped(code - 128, job.folder))
+    return code
+
+
+def _stopped(number: int, folder: Path) -> str:
+    """ "Stopped by Ctrl-C at step 11,500."; the step is the last one that a rank has marked."""
+    from allranks.watch.samples import read_samples
+
+    cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    step = max((sample.step for sample in read_samples(folder)), default=-1)
+    return f"Stopped by {cause}{f' at step {step:,}' if step >= 0 else ''}."
 
 
 def _state_loss(job: NodeJob) -> dict[str, str]:
