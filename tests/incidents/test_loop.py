@@ -26,6 +26,7 @@ from allranks.model.incident import Action, Incident
 from allranks.model.stacks import ChildState, RankState, StacksReport
 from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
 from allranks.watch.exits import Death
+from allranks.watch.samples import read_samples
 from allranks.watch.silence import NoticeOptions, Suspicion
 from boxes import write_box
 
@@ -125,6 +126,15 @@ def test_from_the_first_suspicion_on_the_lighthouse_hears_that_it_is_looked_into
     assert incident["verdict"]["sentence"] == "rank 1 is stuck"
     looking = [words.startswith("looking into it") for words in said]
     assert looking == [False, False, True, True, False]
+
+
+def test_a_job_without_step_marks_has_no_last_good_step_minus_one(tmp_path: Path) -> None:
+    """Its story says the call that ranks came to."""
+    watch = trained(tmp_path, Hand())
+    samples = [replace(sample, step=-1) for sample in read_samples(tmp_path / "boxes")]
+    opened = watch.hangs._open(Suspicion(0.0, 9.0, 5.0, (0, 1, 2)), -1, samples)
+    last = next(moment for moment in opened.current.timeline if moment.name == "last good step")
+    assert last.text == "call 60"
 
 
 def test_a_second_hang_soon_after_waits_for_the_back_off_in_one_incident(

@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 from tests.ports import held_port
+from torch.distributed.run import get_args_parser
 
 from allranks.errors import ConfigurationError
-from allranks.launch.command_line import arrange, flag_value, from_environment, has_flag, job_token
+from allranks.launch.command_line import (
+    _ALONE,
+    _VALUED,
+    arrange,
+    check,
+    flag_value,
+    from_environment,
+    has_flag,
+    job_token,
+)
 
 OURS = {"--replicas": True, "--no-watch": False}
 
@@ -43,6 +53,18 @@ def test_modules_and_commands_are_scripts_too() -> None:
     assert arrange(["-m", "pkg.train", "--x", "1"], OURS) == ([], ["-m"], ["pkg.train", "--x", "1"])
     assert arrange(["--no_python", "./run.sh", "a"], OURS) == ([], ["--no_python"], ["./run.sh", "a"])
     assert arrange(["--replicas=2", "--", "./run.sh"], OURS) == (["--replicas=2"], [], ["./run.sh"])
+
+
+def test_every_flag_of_torchrun_is_known() -> None:
+    """In both spellings, with values that it takes itself."""
+    for action in get_args_parser()._actions:
+        for flag in action.option_strings:
+            assert not flag.startswith("--") or flag[2:].replace("_", "-") in _VALUED | _ALONE
+    check(
+        ["--nnodes=1:4", "--nproc_per_node", "gpu", "-r", "3", "-t3", "--standalone", "--rdzv-conf", "a=--b"],
+        (),
+    )
+    check(["--nproc-per-node", "8", "--max-restarts=3", "--module", "--node_rank", "0"], ())
 
 
 def test_both_spellings_of_a_flag_are_found() -> None:

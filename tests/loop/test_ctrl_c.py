@@ -17,7 +17,7 @@ from proc import gone
 RANK = """
 import os, sys, time, allranks
 rank = os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or "0"
-allranks.step(0)  # first: an interrupted import prints two tracebacks
+allranks.step(11_500)  # first: an interrupted import prints two tracebacks
 with open(f"{sys.argv[1]}/new{rank}", "w") as out: out.write(str(os.getpid()))
 os.replace(f"{sys.argv[1]}/new{rank}", f"{sys.argv[1]}/pid{rank}")
 time.sleep(600)
@@ -72,6 +72,9 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing_behind(tmp_path: Path, mode: str
     assert process.returncode == 130, output
     ours = [line for line in output.splitlines() if line.startswith("Traceback")]
     assert not ours if mode == "replicas" else len(ours) <= 1, output  # the watched script may print its own
+    if mode == "replicas":
+        assert output.splitlines()[-1] == "[allranks] Stopped by Ctrl-C at step 11,500.", output
+        assert "rank_exited" not in output and "signal 2" not in output, output
     assert all(gone(pid) for pid in pids)
     assert not list(tmp_path.glob("incidents/*")) and not list(tmp_path.glob("out/*")), output
 

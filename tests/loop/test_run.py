@@ -89,6 +89,13 @@ def test_ctrl_c_ends_everything_and_is_no_incident(tmp_path: Path) -> None:
         (["run", "--replicas", "2", "--no-lighthouse", __file__], "replicas need a lighthouse"),
         (["run", "--config", "/nowhere.yaml", "x.py"], "nowhere.yaml"),
         (["run", "--no-lighthouse", "x.py"], "there is no script x.py"),
+        (["run", "--replica", "2", __file__], "Did you mean --replicas?"),
+        (["run", "--nproc-per-nod=2", "--verbos", __file__], "unknown flag --verbos"),
+        (
+            ["run", "--nproc-per-node", "two", __file__],
+            "--nproc-per-node takes a number, or auto, cpu, gpu, not 'two'",
+        ),
+        (["run", "--nnodes=1-2", __file__], "--nnodes takes a number, or MIN:MAX, not '1-2'"),
     ],
 )
 def test_mistakes_get_one_clear_sentence(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,26 @@ def test_the_wrapper_without_a_script_says_how_to_use_it() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith("usage: python -m allranks.record")
+
+
+@pytest.mark.parametrize("module", ["allranks.record", "allranks.launch.rank_entry"])
+def test_a_script_that_raises_shows_its_own_frames_only(module: str, folder: Path, tmp_path: Path) -> None:
+    """Ten frames of runpy and of this package stood before its line. Of one that cannot be compiled: its line."""
+    shown = []
+    for number, text in enumerate(("def train():\n    raise ValueError('x')\ntrain()", "def train(:")):
+        script = tmp_path / f"train{number}.py"
+        script.write_text(text)
+        words = [sys.executable, "-m", module, str(script)]
+        done = subprocess.run(words, env=_env(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 1
+        shown.append([line for line in done.stderr.splitlines() if re.match("  File|[A-Z].*Error", line)])
+    script = str(tmp_path / "train")
+    assert shown[0] == [
+        f'  File "{script}0.py", line 3, in <module>',
+        f'  File "{script}0.py", line 2, in train',
+        "ValueError: x",
+    ]
+    assert shown[1][0] == f'  File "{script}1.py", line 1' and shown[1][1].startswith("SyntaxError")
 
 
 def test_record_is_a_module_and_a_function_and_needs_no_torch_to_import() -> None:

@@ -42,6 +42,7 @@ from allranks.errors import InputError, MissingExtra
 from allranks.launch.command_line import (
     JobEnvironment,
     arrange,
+    check,
     flag_value,
     from_environment,
     has_flag,
@@ -80,6 +81,7 @@ def main(args: argparse.Namespace) -> int:
     words = args.theirs[1:] if args.theirs[:1] == ["--"] else list(args.theirs)
     split = words.index("--") if "--" in words else len(words)
     torchrun, script = words[:split], words[split + 1 :]
+    check(torchrun, FLAGS)
     options = read_flags(RunFlags, args)
     settings = read_settings(options.config) if options.config else {}
     options, script = with_job_file(options, args, settings, script)
@@ -279,7 +281,19 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         previous = signal.signal(number, supervisor.note_signal)
         job.stack.callback(signal.signal, number, previous)
-    return supervisor.run()
+    code = supervisor.run()
+    if code in STOPPED:
+        _say(_stopped(code - 128, job.folder))
+    return code
+
+
+def _stopped(number: int, folder: Path) -> str:
+    """ "Stopped by Ctrl-C at step 11,500."; the step is the last one that a rank has marked."""
+    from allranks.watch.samples import read_samples
+
+    cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    step = max((sample.step for sample in read_samples(folder)), default=-1)
+    return f"Stopped by {cause}{f' at step {step:,}' if step >= 0 else ''}."
 
 
 def _state_loss(job: NodeJob) -> dict[str, str]:

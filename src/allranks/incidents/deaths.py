@@ -18,7 +18,7 @@ from allranks.model.cluster import FOLLOW_S, Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Failure, Incident, Moment
 from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths, find_first
-from allranks.watch.samples import ProcessId, RankSample, read_sample, read_samples
+from allranks.watch.samples import ProcessId, RankSample, last_good, read_sample, read_samples
 
 log = logging.getLogger("allranks.agent")
 
@@ -206,7 +206,7 @@ class DeathIncidents:
         Observed(taken_ns=time.time_ns(), told=verdict, reason=death.sentence).write(opened.path)
         own = next((s for s in samples if s.pid == death.pid), None)
         if own is not None and own.last_ns:
-            last = f"step {own.step}" if own.step >= 0 else f"call {own.calls_completed}"
+            last = last_good(own.step, [own])
             opened.update(Moment("last good step", min(own.last_ns / 1e9, death.at), last))
         kept = len(samples) - len(opened.current.missing)
         opened.update(

@@ -30,7 +30,7 @@ from allranks.incidents.policy import (
 from allranks.model.cluster import Gathering
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
-from allranks.watch.samples import ProcessId, RankSample, read_samples
+from allranks.watch.samples import ProcessId, RankSample, last_good, read_samples
 from allranks.watch.silence import ProgressHistory, Suspicion
 
 log = logging.getLogger("allranks.agent")
@@ -251,7 +251,7 @@ class HangInvestigator:
         opened = self.pipeline.open("hang", suspicion.reason, samples, step=step)
         overdue = f"silent for more than {suspicion.limit_s:.1f} s"
         opened.update(
-            Moment("last good step", since, f"step {step}"),
+            Moment("last good step", since, last_good(step, samples)),
             Moment("overdue", since + suspicion.limit_s, overdue),
             Moment("noticed", now, suspicion.reason),
             durations_s={"noticed": now - since},

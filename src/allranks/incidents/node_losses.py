@@ -19,7 +19,7 @@ from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Moment
 from allranks.model.trace import RankTrace, State
 from allranks.watch.nodes import Loss
-from allranks.watch.samples import RankSample, read_samples
+from allranks.watch.samples import RankSample, last_good, read_samples
 
 log = logging.getLogger("allranks.agent")
 
@@ -61,7 +61,7 @@ class NodeLosses:
         step = opened.current.step
         last = max((s.last_ns for s in samples if s.step == step), default=0) / 1e9 or loss.at
         opened.update(
-            Moment("last good step", min(last, loss.at), f"step {step}"),
+            Moment("last good step", min(last, loss.at), last_good(step, samples)),
             Moment("died", loss.at, f"node {loss.node.node} with {_ranks(ranks)}"),
             Moment("noticed", loss.at, loss.reason),
             verdict=verdict,

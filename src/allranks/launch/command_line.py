@@ -2,16 +2,69 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from allranks.channel.keys import find_token
+from allranks.errors import InputError
 
 # torchrun's flags that stand alone; every other one takes a value.
 _ALONE = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank", "help"})
 _SHORT_ALONE = frozenset({"-m", "-h"})
+#: those that take a value; importing torch to ask it takes seconds
+_VALUED = frozenset({
+    "duplicate-stderr-filters", "duplicate-stdout-filters", "event-log-handler", "local-addr",
+    "local-ranks-filter", "log-dir", "log-line-prefix-template", "logs-specs", "master-addr", "master-port",
+    "max-restarts", "monitor-interval", "nnodes", "node-rank", "nproc-per-node", "numa-binding",
+    "print-completion", "rdzv-backend", "rdzv-conf", "rdzv-endpoint", "rdzv-id", "redirects", "role",
+    "shutdown-timeout", "signals-to-handle", "start-method", "tee",
+})  # fmt: skip
+_NUMBER, _DEVICES = (
+    re.compile(r"\d+"),
+    ("auto", "cpu", "gpu", "xpu", "npu", "hpu", "mtia", "mps", "privateuseone"),
+)
+_VALUES = {
+    "nnodes": (re.compile(r"\d+(:\d+)?"), "a number, or MIN:MAX"),
+    "nproc-per-node": (re.compile(rf"\d+|{'|'.join(_DEVICES)}"), "a number, or auto, cpu, gpu"),
+    **dict.fromkeys(("max-restarts", "node-rank", "master-port"), (_NUMBER, "a number")),
+}
+
+
+def check(theirs: Sequence[str], ours: Iterable[str]) -> None:
+    """Raises for words before the script that neither we nor torchrun know: before anything is started."""
+    position = 0
+    while position < len(theirs):
+        flag, equals, value = theirs[position].partition("=")
+        position += 1
+        if not equals and not _stands_alone(flag):
+            value = "".join(theirs[position : position + 1])
+            position += 1
+        if not flag.startswith("--"):
+            continue
+        name = flag[2:].replace("_", "-")
+        if not _is_known(name):
+            near = get_close_matches(flag, [*ours, *(f"--{known}" for known in _VALUED | _ALONE)], 1, 0.75)
+            hint = f"Did you mean {near[0]}?" if near else "`allranks run --help` lists the flags."
+            raise InputError(f"unknown flag {flag}: it is neither ours nor torchrun's", hint=hint)
+        pattern, meaning = _VALUES.get(name, (None, ""))
+        if pattern is not None and not pattern.fullmatch(value):
+            raise InputError(f"{flag} takes {meaning}, not {value!r}")
+
+
+def _is_known(name: str) -> bool:
+    """A flag of torchrun's, or the beginning of one; torch is asked about a name that is new to us."""
+    if any(known.startswith(name) for known in _VALUED | _ALONE):
+        return True
+    try:
+        from torch.distributed.run import get_args_parser
+    except ImportError:
+        return False
+    flags = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    return any(flag.replace("_", "-").startswith(f"--{name}") for flag in flags)
 
 
 def arrange(words: Sequence[str], ours: dict[str, bool]) -> tuple[list[str], list[str], list[str]]:

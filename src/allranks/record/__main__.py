@@ -13,6 +13,9 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import allranks.record
@@ -20,6 +23,7 @@ import allranks.record
 if TYPE_CHECKING:
     from allranks.record.recorder import Recorder
 
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 USAGE = "usage: python -m allranks.record SCRIPT [ARGS…]  |  python -m allranks.record -m MODULE [ARGS…]"
 
 
@@ -33,6 +37,7 @@ def main() -> None:
     if as_module and len(words) < 2:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
+    sys.excepthook = partial(_show, sys.excepthook)
     recorder = _start()
     try:
         if as_module:
@@ -47,6 +52,27 @@ def main() -> None:
         if recorder is not None:
             recorder.note_exit(error)
         raise
+
+
+def _show(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """An error of the script without the frames that started it: those of runpy and of this package."""
+    theirs = trace
+    while theirs is not None and _starts_scripts(theirs.tb_frame.f_code.co_filename):
+        theirs = theirs.tb_next
+    if theirs is not None or issubclass(
+        kind, SyntaxError
+    ):  # of a script that cannot be compiled no frame is left
+        trace = theirs
+    show(kind, error.with_traceback(trace), trace)
+
+
+def _starts_scripts(file: str) -> bool:
+    return "runpy" in os.path.basename(file) or file.startswith(_OURS)
 
 
 def _start() -> Recorder | None:

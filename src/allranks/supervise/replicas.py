@@ -442,7 +442,9 @@ class Supervisor:
         return 0 if any(replica.state == "finished" for replica in self._replicas.values()) else 1
 
     def _tell(self, event: Event) -> None:
-        log.info("replica %d %s%s", event.replica, event.kind, f": {event.detail}" if event.detail else "")
+        level = logging.DEBUG if self._signal else logging.INFO  # that all end is what the user asked for
+        detail = f": {event.detail}" if event.detail else ""
+        log.log(level, "replica %d %s%s", event.replica, event.kind, detail)
         self.on_event(event)
 
 

@@ -107,6 +107,11 @@ def read_sample(path: str | Path) -> RankSample | None:
     )
 
 
+def last_good(step: int, samples: Sequence[RankSample]) -> str:
+    """How far ranks came: "step 7"; without step marks "call 14"."""
+    return f"step {step}" if step >= 0 else f"call {max((s.calls_completed for s in samples), default=0)}"
+
+
 def is_stopped(pid: int) -> bool:
     """By SIGSTOP: it does nothing until somebody continues it. A debugger's stop ends by itself."""
     return process_state(pid) == "T"
