@@ -144,20 +144,20 @@ def _one_too_many(context: Context, call: Blocked) -> Finding:
 def find_short_round(context: Context, blocked: Blocked) -> Finding | None:
     """Of NCCL, which keeps small messages and goes on: the one rank that in one round before posted fewer messages for a partner
     than in all others, where the partner did not."""
-    found = {}
+    found: dict[int, tuple[int, bool, int, int, int]] = {}
     for rank, view in context.job.ranks.items() if context.group(blocked).backend.startswith("nccl") else ():
         for peer, sends in _directions(view):
             other = context.job.ranks.get(peer)
             if other is not None and _posted(view, peer, sends) < _posted(other, rank, not sends):
-                short = _short_round(view, peer, sends)
-                found |= {rank: (peer, sends, *short)} if short is not None else {}
+                if (short := _short_round(view, peer, sends)) is not None:
+                    found[rank] = (peer, sends, *short)
     if len(found) != 1 or context.forgetful(context.job.ranks):
         return None
     ((rank, (peer, sends, row, number, usual)),) = found.items()
     line = place(context.job.frames(rank, row))
     facts = {"peer": str(peer), "sends": sends, "line": line, "number": count(number, "message")}
     finding = context.root("short_round", (rank,), blocked, usual=str(usual), **facts)
-    waiting = tuple(waiter for waiter in context.waiting_but((rank,)))
+    waiting = context.waiting_but((rank,))
     return replace(finding, where=line, waiting=waiting, stacks=context.stacks([(rank, row)]))
 
 
