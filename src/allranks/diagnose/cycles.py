@@ -148,9 +148,10 @@ def find_short_round(context: Context, blocked: Blocked) -> Finding | None:
     for rank, view in context.job.ranks.items() if context.group(blocked).backend.startswith("nccl") else ():
         for peer, sends in _directions(view):
             other = context.job.ranks.get(peer)
-            if other is not None and _posted(view, peer, sends) < _posted(other, rank, not sends):
-                if (short := _short_round(view, peer, sends)) is not None:
-                    found[rank] = (peer, sends, *short)
+            if other is None or _posted(view, peer, sends) >= _posted(other, rank, not sends):
+                continue
+            if (short := _short_round(view, peer, sends)) is not None:
+                found[rank] = (peer, sends, *short)
     if len(found) != 1 or context.forgetful(context.job.ranks):
         return None
     ((rank, (peer, sends, row, number, usual)),) = found.items()
