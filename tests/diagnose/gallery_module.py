@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+import tarfile
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.load import LoadOptions, load_paths
+from allranks.model.diagnosis import RankNow
 
 HANGS = Path(__file__).parents[2] / "examples" / "hangs"
 
@@ -21,3 +28,24 @@ def _load() -> ModuleType:
 
 
 gallery: Any = _load()
+
+
+@cache
+def outcome(path: Path, files: str, folder: Path) -> Any:
+    """The verdict on a packed job (scripts/gpu_hangs.py --pack): on its black boxes, or on torch's dumps."""
+    name = path.name.removesuffix(".tar.xz")
+    place = folder / name
+    if not place.exists():
+        with tarfile.open(path) as archive:
+            safe: Any = (
+                {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            )  # not in Debian's 3.11.2
+            archive.extractall(place, **safe)
+    known = json.loads((place / "truth.json").read_text())
+    boxes, now_ns = files == "boxes", known["now_ns"]
+    paths = sorted(map(str, place.glob("boxes/*.box" if boxes else "trace_*")))
+    loaded = load_paths(paths, LoadOptions(allow_nothing=True))
+    seen = [RankNow(rank, "gone", "", "its process is gone") for rank in known["gone"]]
+    options = DiagnoseOptions(now_ns=now_ns if boxes else 0, ended=boxes and not now_ns)
+    result = diagnose(loaded.traces, loaded.files, stacks=seen if boxes and now_ns else (), options=options)
+    return gallery.Outcome(gallery.truth()[name], tuple(loaded.traces), result, now_ns if boxes else 0)

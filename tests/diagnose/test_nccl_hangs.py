@@ -5,20 +5,13 @@ Each archive holds torch's own dumps, the black boxes and the truth.
 
 from __future__ import annotations
 
-import json
-import tarfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks.diagnose import DiagnoseOptions, diagnose
-from allranks.load import LoadOptions, load_paths
-from allranks.model.diagnosis import RankNow
-
 from .facts import false_statements
-from .gallery_module import gallery
+from .gallery_module import gallery, outcome
 
 CASES = Path(__file__).parent / "nccl_hangs"
 NAMES = sorted(path.name.removesuffix(".tar.xz") for path in CASES.iterdir())
@@ -80,23 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("nccl_hangs")
 
 
-@cache
 def _outcome(name: str, files: str, folder: Path) -> Any:
-    place = folder / name
-    if not place.exists():
-        with tarfile.open(CASES / f"{name}.tar.xz") as archive:
-            safe: Any = (
-                {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-            )  # not in Debian's 3.11.2
-            archive.extractall(place, **safe)
-    known = json.loads((place / "truth.json").read_text())
-    boxes, now_ns = files == "boxes", known["now_ns"]
-    paths = sorted(map(str, place.glob("boxes/*.box" if boxes else "trace_*")))
-    loaded = load_paths(paths, LoadOptions(allow_nothing=True))
-    seen = [RankNow(rank, "gone", "", "its process is gone") for rank in known["gone"]]
-    options = DiagnoseOptions(now_ns=now_ns if boxes else 0, ended=boxes and not now_ns)
-    result = diagnose(loaded.traces, loaded.files, stacks=seen if boxes and now_ns else (), options=options)
-    return gallery.Outcome(TRUTH[name], tuple(loaded.traces), result, now_ns if boxes else 0)
+    return outcome(CASES / f"{name}.tar.xz", files, folder)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_SO])

@@ -15,7 +15,7 @@ from allranks.diagnose.job import RankCalls
 from allranks.diagnose.kinds import say
 from allranks.diagnose.mismatches import left_program
 from allranks.diagnose.ops import Family, is_p2p
-from allranks.diagnose.phrasing import place, ranks_text, ranks_wait
+from allranks.diagnose.phrasing import count, place, ranks_text, ranks_wait
 from allranks.diagnose.waits import Blocked
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import Flag
@@ -141,6 +141,54 @@ def _one_too_many(context: Context, call: Blocked) -> Finding:
     return replace(found, where=at, waiting=waiting, stacks=stacks.stacks, stack_labels=stacks.stack_labels)
 
 
+def find_short_round(context: Context, blocked: Blocked) -> Finding | None:
+    """Of NCCL, which keeps small messages and goes on: the one rank that in one round before posted fewer messages for a partner
+    than in all others, where the partner did not."""
+    found: dict[int, tuple[int, bool, int, int, int]] = {}
+    for rank, view in context.job.ranks.items() if context.group(blocked).backend.startswith("nccl") else ():
+        for peer, sends in _directions(view):
+            other = context.job.ranks.get(peer)
+            if other is None or _posted(view, peer, sends) >= _posted(other, rank, not sends):
+                continue
+            if (short := _short_round(view, peer, sends)) is not None:
+                found[rank] = (peer, sends, *short)
+    if len(found) != 1 or context.forgetful(context.job.ranks):
+        return None
+    ((rank, (peer, sends, row, number, usual)),) = found.items()
+    line = place(context.job.frames(rank, row))
+    facts = {"peer": str(peer), "sends": sends, "line": line, "number": count(number, "message")}
+    finding = context.root("short_round", (rank,), blocked, usual=str(usual), **facts)
+    waiting = context.waiting_but((rank,))
+    return replace(finding, where=line, waiting=waiting, stacks=context.stacks([(rank, row)]))
+
+
+def _directions(view: RankCalls) -> list[tuple[int, bool]]:
+    """(peer, whether it is sent to) of all messages of a rank whose ring has lost none."""
+    if not view.has_p2p or view.cut or int(view.trace.calls["begin"][0]) > 1:
+        return []
+    rows = np.flatnonzero((view.trace.calls["peer"] >= 0) & is_p2p(view.family))
+    families = (view.family[rows] == int(Family.SEND)).tolist()
+    return sorted(set(zip(view.trace.calls["peer"][rows].tolist(), families, strict=True)))
+
+
+def _posted(view: RankCalls, peer: int, sends: bool) -> int:
+    family = int(Family.SEND if sends else Family.RECV)
+    return int(((view.trace.calls["peer"] == peer) & (view.family == family)).sum())
+
+
+def _short_round(view: RankCalls, peer: int, sends: bool) -> tuple[int, int, int] | None:
+    """(a message of the one whole round with fewer messages than all others, how many it has, how many they have)."""
+    end = len(view.trace.calls)
+    begins, counts = _rounds(view, end), messages_per_round(view, end, peer, sends)
+    most = max(counts[1:-1], default=0)  # the first round may be more than one
+    short = [at for at in range(1, len(counts) - 1) if counts[at] < most]
+    if len(short) != 1 or len(counts) < ROUNDS + 2:
+        return None
+    rows = np.flatnonzero(is_p2p(view.family[begins[short[0]] : begins[short[0] + 1]]))
+    row = int(begins[short[0]]) + (int(rows[0]) if len(rows) else 0)
+    return row, counts[short[0]], most
+
+
 def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls: list[Blocked]) -> Finding:
     """A circle with a send or receive in it: crossed, to the wrong rank, or without partner."""
     for call in p2p:
@@ -179,7 +227,7 @@ def _no_partner(
 ) -> Finding:
     """Ranks that wait in sends and receives whose other end nobody has posted."""
     waits = [(call, call.p2p) for call in p2p if call.p2p is not None]
-    ends = {rank for _, wait in waits for rank in (wait.rank, wait.peer)} & set(ranks)
+    ends = {rank for _, wait in waits for rank in (wait.rank, wait.peer) if not ranks or rank in ranks}
     guilty = tuple(sorted(ends)) or ranks
     parts = []
     for call, wait in waits[:4]:
@@ -188,9 +236,9 @@ def _no_partner(
     others = [call for call in calls if call.p2p is None][:2]
     parts += [say("waits_in", waits=ranks_wait(call.waiters), call=context.call(call)) for call in others]
     sure = 0.6 if context.forgetful(guilty) else 0.85
-    found = context.root(
-        "no_partner", guilty, p2p[0], sure, parts="; ".join(parts), parts_listed="\n".join(parts)
-    )
+    posted = all(wait.partner >= 0 for _, wait in waits)
+    facts = {"parts": "; ".join(parts), "parts_listed": "\n".join(parts), "posted": posted}
+    found = context.root("no_partner", guilty, p2p[0], sure, **facts)
     stacks = (entry for call in calls[:6] for entry in context.stacks(call.rows.items()))
     return replace(found, stacks=tuple(stacks))
 

@@ -41,9 +41,12 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     if failed and not _ended_as(State.TIMED_OUT, context, blocked):
         number = len(blocked.rows) if len(blocked.rows) > 1 else ""
         return _finding(context, "failed_on_all", blocked, _first_to_fail(context, blocked), number=number)
-    if blocked.passed:
-        return _some_left(context, blocked)
-    return _none_finished(context, blocked)
+    if any(view.has_p2p for view in context.job.ranks.values()):
+        from allranks.diagnose.cycles import find_short_round
+
+        if (short := find_short_round(context, blocked)) is not None:
+            return short
+    return _some_left(context, blocked) if blocked.passed else _none_finished(context, blocked)
 
 
 def find_survived(context: Context) -> Finding | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from allranks.diagnose.align import is_box
+from allranks.diagnose.align import is_box, is_hook
 from allranks.diagnose.job import GroupView, Job, Lane, Now, RankCalls
 from allranks.diagnose.ops import is_synchronising
 from allranks.diagnose.p2p import CLOCKS_NS, newest_ns
@@ -71,20 +71,24 @@ def _finish_reached(job: Job, group: GroupView, changed: dict[int, np.ndarray]) 
     lanes = [
         lane for lane in group.lanes.values() if len(lane.rows) and not is_box(job.ranks[lane.rank].trace)
     ]
-    behind = [lane for lane in lanes if job.ranks[lane.rank].now[lane.rows[0]] == Now.OPEN]
-    if not behind or len(behind) == len(lanes):
+    hook = [lane for lane in lanes if is_hook(job.ranks[lane.rank].trace)]  # it looks once a second
+    behind = hook or [lane for lane in lanes if job.ranks[lane.rank].now[lane.rows[0]] == Now.OPEN]
+    if not behind or (len(behind) == len(lanes) and not hook):
         return
     reached = max((_last_ended(job.ranks[lane.rank], lane) for lane in lanes), default=-1)
     for lane in behind:
         now = changed.setdefault(lane.rank, job.ranks[lane.rank].now.copy())
         rows = lane.rows[lane.seqs <= min(reached, lane.last - 1)]
+        if hook:  # on the root of a call they may disagree
+            rooted = ~is_synchronising(job.ranks[lane.rank].family[rows]) & (now[rows] == Now.OPEN)
+            rows = rows[: int(np.argmax(rooted))] if rooted.any() else rows
         now[rows[(now[rows] == Now.OPEN) | (now[rows] == Now.LEFT)]] = Now.DONE
 
 
 def _finish_shared(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -> None:
     """Calls that all members have entered, where somebody lacks in another: that one holds them up, or the state is old.
-    Not of calls with a root, on which ranks may disagree, nor of ranks that have ended."""
-    floor, found = lowest_end(group), []
+    Not of calls with a root, on which ranks may disagree, nor of other operations, nor of ranks that have ended."""
+    floor, found, made = lowest_end(group), [], dict[int, int]()
     for lane in group.lanes.values():
         view = job.ranks[lane.rank]
         now = changed.get(lane.rank, view.now)
@@ -93,6 +97,9 @@ def _finish_shared(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -
         if view.trace.progress.closed or not is_synchronising(view.family[rows]).all():
             return
         found.append((lane.rank, rows))
+        families = zip(view.trace.calls["seq"][rows].tolist(), view.family[rows].tolist(), strict=True)
+        if any(made.setdefault(seq, family) != family for seq, family in families):
+            return
     for rank, rows in found:
         changed.setdefault(rank, job.ranks[rank].now.copy())[rows] = Now.UNKNOWN
 

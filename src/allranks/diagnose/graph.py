@@ -127,11 +127,28 @@ def _held_up(
         if len(rest) == len(pending):
             break
         pending = rest
-    return found
+    return found or _in_circles(job, blocked, calls_of)
 
 
-def _before(job: Job, call: Blocked, calls_of: dict[int, list[Blocked]]) -> list[Blocked]:
-    """Calls that must end before a send or receive can: earlier ones, or of the same batch, at either end."""
+def _in_circles(job: Job, blocked: list[Blocked], calls_of: dict[int, list[Blocked]]) -> dict[int, list[int]]:
+    """index of a send or receive of NCCL → nodes of those before it at either end, where these wait for it: NCCL takes the
+    calls of a rank in their order."""
+    before = {
+        call.index: tuple(o.index for o in _before(job, call, calls_of, batch=False) if o.p2p is not None)
+        for call in blocked
+        if call.p2p is not None and job.groups[call.group].backend.startswith("nccl")
+    }
+    before = {index: tuple(o for o in others if o in before) for index, others in before.items()}
+    number = _components(before)
+    found = {
+        index: [-1 - other for other in others if number[other] == number[index]]
+        for index, others in before.items()
+    }
+    return {index: nodes for index, nodes in found.items() if nodes}
+
+
+def _before(job: Job, call: Blocked, calls_of: dict[int, list[Blocked]], batch: bool = True) -> list[Blocked]:
+    """Calls that must end before a send or receive can: earlier ones, or of the same batch (if `batch`), at either end."""
     wait = call.p2p
     assert wait is not None
     ends = [(wait.rank, wait.row)] + ([(wait.peer, wait.partner)] if wait.partner >= 0 else [])
@@ -139,7 +156,8 @@ def _before(job: Job, call: Blocked, calls_of: dict[int, list[Blocked]]) -> list
     for rank, row in ends:
         for other in calls_of.get(rank, ()):
             at = other.rows[rank]
-            if other is not call and (at < row or _same_batch(job, rank, at, row)):
+            together = _same_batch(job, rank, at, row)
+            if other is not call and (batch if together else at < row):
                 found.append(other)
     return found
 

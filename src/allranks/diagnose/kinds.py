@@ -214,11 +214,16 @@ KINDS = {
         "{who} [sends?sends to|receives from] rank {peer} once more than in every round before[ ({line})]; rank {peer} posted as many "
         "messages for it as always and went on",
         _ENTERED, "", "look at the loop around [{line}|this call]: both ends must make the same number of calls"),
+    "short_round": Kind("p2p_mismatch", 0.75,
+        "{who} [sends?sent {number} to|received {number} from] rank {peer} in an earlier round[ ({line})], and {usual} in every other "
+        "round; rank {peer} posted as many as always, so later messages met earlier ones and {call} does not end",
+        _ENTERED, "", "look at the loop around [{line}|this call]: both ends must make the same number of calls"),
     "wrong_peer": Kind("p2p_mismatch", 0.85,
         "{who} [sends?sends to|receives from] rank {peer}, but it is rank {other} that [sends?receives from|sends to] it (group {label})",
         _ENTERED, "", "look at the partner that rank {rank} names at [{at}|this call]"),
     "no_partner": Kind("p2p_mismatch", 0.85,
-        "{who} wait for each other, no partner posted: {parts}", "{parts_listed}", "",
+        "{who} wait for each other, [posted?each posted what the next waits for behind its own wait|no partner posted]: {parts}",
+        "{parts_listed}", "",
         "give every send its receive, and post both in one batch_isend_irecv where two ranks exchange"),
     "extra_in_circle": Kind("extra_collective", 0.75,
         "{who} [message?posted|made] an extra {mine}[ at {line}], [only?the only message of this job|as never before], and does not "

@@ -192,7 +192,11 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
     weighed += _of_absent(context, lacking, alone=not weighed)
     weighed += _mismatched(context, mismatches, weights)
     weighed.sort(key=_order)
-    return [finding for _, _, finding in weighed]
+    roots = [finding for _, _, finding in weighed]
+    if roots and roots[0].cause == "missing_rank":  # a member that has died is why others do not come
+        died = ("rank_died", roots[0].group)
+        roots.sort(key=lambda one: (one.cause, one.group) != died)
+    return roots
 
 
 def _failed_before(context: Context, calls: list[Blocked]) -> Blocked | None:
