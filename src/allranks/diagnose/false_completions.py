@@ -94,6 +94,8 @@ def _finish_shared(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -
         now = changed.get(lane.rank, view.now)
         rows = lane.rows[lane.seqs <= floor]
         rows = rows[now[rows] == Now.OPEN]
+        if not len(rows) and not is_hook(view.trace):
+            return  # it has left what another is still in
         if view.trace.progress.closed or not is_synchronising(view.family[rows]).all():
             return
         found.append((lane.rank, rows))
