@@ -35,7 +35,7 @@ def _expect_rank_0(result: Diagnosis, others: str) -> None:
     verdict = result.verdict
     assert verdict is not None, result.findings
     assert (verdict.ranks, verdict.sequence) == ((0,), 9), verdict.sentence
-    assert f"all_reduce #9 of group default_pg ended on {others} but not on rank 0" in verdict.sentence
+    assert f"all_reduce #9 of group default_pg finished on {others} but not on rank 0" in verdict.sentence
     assert "all 1 ranks" not in verdict.sentence
 
 
