@@ -111,18 +111,18 @@ def test_incomplete_ranks_are_not_dead_when_allowed() -> None:
 def test_consequences_are_capped(tmp_path: Path) -> None:
     """--mismatch_cap limits the list, not the verdict."""
     groups: dict[str, tuple[str, list[int]]] = {"0": ("default_pg", list(range(12)))}
-    ranks = {}
-    for rank in range(12):
-        name = f"tp{rank // 2}"
-        groups[name] = ("tp", [rank // 2 * 2, rank // 2 * 2 + 1])
-        tp = {"group": (name, "tp")}
+    ranks = {3: [entry(seq=1)]}
+    for rank in {*range(12)} - {3}:
+        name, kind = f"pair{rank}", "abcdefghijkl"[rank]  # groups of one kind share a line
+        groups[name] = (kind, sorted((rank, 3)))
+        pair = {"group": (name, kind)}
+        ranks[3].append(entry(seq=1, **pair))
         ranks[rank] = [
             entry(seq=1),
-            entry(seq=1, **tp),
+            entry(seq=1, **pair),
             entry(seq=2, state="scheduled"),
-            entry(seq=2, state="scheduled", **tp),
+            entry(seq=2, state="scheduled", **pair),
         ]
-    ranks[3] = ranks[3][:2]
     folder = write(tmp_path, {rank: number(entries) for rank, entries in ranks.items()}, groups)
     body = json.loads(run(str(folder), "--json", "--mismatch_cap", "2").stdout)
     assert body["verdict"]["ranks"] == [3]

@@ -36,8 +36,8 @@ QUORUM = Quorum(
     "why",
     9,
     3,
-    {"b": "a"},
-    ("c",),
+    heal={"b": "a"},
+    spares=("c",),
 )
 SAMPLES = [
     QUORUM, MemberLost("a", "gone", ms=1.5, certain=False), CollectEvidence("i", "r", ("a", "b")),

@@ -138,7 +138,7 @@ def test_an_unreadable_file_is_noted(tmp_path: Path) -> None:
     (tmp_path / "trace_1").symlink_to(tmp_path / "gone")
     result = load_bytes(tmp_path, pickle.dumps(dump([entry(0)]), 2))
     note = next(note for note in result.files if note.path == "trace_1")
-    assert note.status == "damaged" and "cannot be opened" in note.note
+    assert note.status == "unreadable" and "No such file" in note.note
 
 
 def test_folders_that_contain_themselves_end(tmp_path: Path) -> None:

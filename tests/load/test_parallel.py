@@ -153,5 +153,5 @@ def test_a_file_that_gives_no_answer_does_not_hold_up_the_others(
         split(monkeypatch)
     result = load_paths([str(folder)], LoadOptions(read_limit_s=0.3))
     notes = {note.path: (note.rank, note.status, note.note) for note in result.files}
-    assert notes[silent.name] == (5, "damaged", "cannot be read: no answer within 0.3 s")
+    assert notes[silent.name] == (5, "unreadable", "no answer within 0.3 s")
     assert [trace.header.rank for trace in result.traces] == [*range(5), *range(6, 12), 13]

@@ -58,7 +58,7 @@ CASES = {
     "survived": (JOIN + GATHER, " on rank 1 at train.py:10, and its program went on, to all_reduce #", ""),
     "skipped": (
         JOIN + SKIP,
-        "it had made 7 calls at train.py:12, where they make call 8: it skipped 1 call",
+        " called barrier #14 of group default_pg at train.py:13, where rank 0 called all_reduce",
         "",
     ),
 }

@@ -181,7 +181,9 @@ def test_the_recorder_looks_at_the_works_of_a_group_before_it_is_aborted_and_not
     box = Box(tmp_path / "x.box", 32, 1 << 16)
     box.open()
     writer = CallWriter(box, RecorderOptions(stack_depth=0, accelerate=engine == "c"))
-    monkeypatch.setattr(record, "_current", SimpleNamespace(writer=writer, pid=os.getpid()))
+    monkeypatch.setattr(
+        record, "_current", SimpleNamespace(writer=writer, pid=os.getpid(), given_up=writer.given_up)
+    )
     counters = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
     group = Group()
     backend = meet(group, 1)
