@@ -87,8 +87,8 @@ def _finish_reached(job: Job, group: GroupView, changed: dict[int, np.ndarray]) 
 
 def _finish_shared(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -> None:
     """Calls that all members have entered, where somebody lacks in another: that one holds them up, or the state is old.
-    Not of calls with a root, on which ranks may disagree, nor of other operations, nor of ranks that have ended."""
-    floor, found, made = lowest_end(group), [], dict[int, int]()
+    Not of calls with a root, on which ranks may disagree, nor of calls that differ, nor of ranks that have ended."""
+    floor, found, made = lowest_end(group), [], dict[int, object]()
     for lane in group.lanes.values():
         view = job.ranks[lane.rank]
         now = changed.get(lane.rank, view.now)
@@ -99,9 +99,11 @@ def _finish_shared(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -
         if view.trace.progress.closed or not is_synchronising(view.family[rows]).all():
             return
         found.append((lane.rank, rows))
-        families = zip(view.trace.calls["seq"][rows].tolist(), view.family[rows].tolist(), strict=True)
-        if any(made.setdefault(seq, family) != family for seq, family in families):
-            return
+        for row in rows.tolist():
+            call = view.trace.calls[row]
+            kind = (view.family[row], view.trace.shapes[call["shapes"]], call["reduce_op"])
+            if made.setdefault(int(call["seq"]), kind) != kind:
+                return
     for rank, rows in found:
         changed.setdefault(rank, job.ranks[rank].now.copy())[rows] = Now.UNKNOWN
 

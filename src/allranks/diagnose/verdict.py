@@ -193,9 +193,13 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
     weighed += _mismatched(context, mismatches, weights)
     weighed.sort(key=_order)
     roots = [finding for _, _, finding in weighed]
-    if roots and roots[0].cause == "missing_rank":  # a member that has died is why others do not come
-        died = ("rank_died", roots[0].group)
-        roots.sort(key=lambda one: (one.cause, one.group) != died)
+    if (
+        roots and roots[0].cause == "missing_rank"
+    ):  # a member that is known to have died is why others do not come
+        group, known = roots[0].group, context.job.ranks.keys()
+        roots.sort(
+            key=lambda one: (one.cause, one.group) != ("rank_died", group) or not known >= {*one.ranks}
+        )
     return roots
 
 
