@@ -6,7 +6,10 @@ tests/record/test_versions.py compares this list with the source and with the in
 
 from __future__ import annotations
 
-CHECKED_WITH = ("2.13", "2.15")  # all of them; the recorder's also with 2.5 to 2.10, see docs/compatibility.md
+CHECKED_WITH = (
+    "2.13",
+    "2.15",
+)  # all of them; the recorder's also with 2.5 to 2.10, see docs/compatibility.md
 
 _C10D = "torch._C._distributed_c10d"
 _GROUP = f"{_C10D}.ProcessGroup"
