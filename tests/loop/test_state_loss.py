@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -51,17 +53,23 @@ def start(tmp_path: Path, nvme: str, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def kill_all_at(tmp_path: Path, process: subprocess.Popen[str], step: int) -> None:
-    """Kills both replicas at once when both have come to this step."""
-    deadline, pids = time.monotonic() + 120, []
-    while len(pids) < 2:
+def kill_all_at(folder: Path, process: subprocess.Popen[str], step: int) -> str:
+    """Kills both replicas at once when the lighthouse knows that both have come to this step. Returns what was printed before."""
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    status = re.findall(r"page (http\S+)", first)[0] + "api/status"
+    deadline, known = time.monotonic() + 120, 0
+    while known < 2:
         assert time.monotonic() < deadline and process.poll() is None
-        rows = [path.read_text().split() for path in tmp_path.glob("steps-*-0")]
-        pids = [int(row[-1]) for row in rows if len(row) % 2 == 0 and row and int(row[-2]) >= step]
+        with urllib.request.urlopen(status, timeout=30) as reply:
+            known = sum(row["step"] >= step for row in json.load(reply)["replicas"])
         time.sleep(0.02)
+    pids = [int(path.read_text().split(maxsplit=2)[1]) for path in folder.glob("steps-*-0")]
+    assert len(pids) == 2
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
+    return first
 
 
 @pytest.mark.parametrize("stop", ["flag", "checkpoints", ""])
@@ -69,8 +77,8 @@ def test_losing_everything_is_an_incident_and_stops_where_it_should(tmp_path: Pa
     """Both replicas are killed at once. By default a job without checkpoints starts over, and one with checkpoints stops."""
     nvme = str(tmp_path / "nvme") if stop == "checkpoints" else ""
     process = start(tmp_path, nvme, *(["--on-state-loss", "stop"] if stop == "flag" else []))
-    kill_all_at(tmp_path, process, 10)
-    output, _ = process.communicate(timeout=240)
+    first = kill_all_at(tmp_path, process, 10)
+    output = first + process.communicate(timeout=240)[0]
     assert "protection: each of 2 replicas holds the whole state" in output, output
     assert "training starts over from step 0: all replicas that had come to step" in output, output
     reasons = [json.loads(p.read_text())["reason"] for p in (tmp_path / "incidents").glob("*/incident.json")]

@@ -47,6 +47,7 @@ SAVE_LAST_S = 60.0  # for a state that another is about to replace
 
 
 _MANAGERS: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()  # of this process
+os.register_at_fork(after_in_child=_MANAGERS.clear)
 
 
 def saves_checkpoints() -> bool:
