@@ -42,7 +42,7 @@ manager.shutdown()
 """
 
 
-def start(tmp_path: Path, nvme: str, *flags: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, nvme: str, *flags: str) -> subprocess.Popen[bytes]:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     command = [
@@ -50,26 +50,24 @@ def start(tmp_path: Path, nvme: str, *flags: str) -> subprocess.Popen[str]:
         *flags, str(script), str(tmp_path), nvme,
     ]  # fmt: skip
     env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with (tmp_path / "output").open("w") as output:
+        return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
 
 
-def kill_all_at(folder: Path, process: subprocess.Popen[str], step: int) -> str:
-    """Kills both replicas at once when the lighthouse knows that both have come to this step. Returns what was printed before."""
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    status = re.findall(r"page (http\S+)", first)[0] + "api/status"
+def kill_all_at(folder: Path, process: subprocess.Popen[bytes], step: int) -> None:
+    """Kills both replicas at once when the lighthouse knows that both have come to this step."""
     deadline, known = time.monotonic() + 120, 0
     while known < 2:
         assert time.monotonic() < deadline and process.poll() is None
-        with urllib.request.urlopen(status, timeout=30) as reply:
-            known = sum(row["step"] >= step for row in json.load(reply)["replicas"])
         time.sleep(0.02)
+        for page in re.findall(r"page (http\S+)", (folder / "output").read_text())[:1]:
+            with urllib.request.urlopen(page + "api/status", timeout=30) as reply:
+                known = sum(row["step"] >= step for row in json.load(reply)["replicas"])
     pids = [int(path.read_text().split(maxsplit=2)[1]) for path in folder.glob("steps-*-0")]
     assert len(pids) == 2
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
-    return first
 
 
 @pytest.mark.parametrize("stop", ["flag", "checkpoints", ""])
@@ -77,8 +75,9 @@ def test_losing_everything_is_an_incident_and_stops_where_it_should(tmp_path: Pa
     """Both replicas are killed at once. By default a job without checkpoints starts over, and one with checkpoints stops."""
     nvme = str(tmp_path / "nvme") if stop == "checkpoints" else ""
     process = start(tmp_path, nvme, *(["--on-state-loss", "stop"] if stop == "flag" else []))
-    first = kill_all_at(tmp_path, process, 10)
-    output = first + process.communicate(timeout=240)[0]
+    kill_all_at(tmp_path, process, 10)
+    process.wait(240)
+    output = (tmp_path / "output").read_text()
     assert "protection: each of 2 replicas holds the whole state" in output, output
     assert "training starts over from step 0: all replicas that had come to step" in output, output
     reasons = [json.loads(p.read_text())["reason"] for p in (tmp_path / "incidents").glob("*/incident.json")]
