@@ -108,15 +108,15 @@ def test_a_job_with_an_open_hang_does_not_look_as_if_it_ran() -> None:
     view.note_calls("agent-a", 80, clock.at)
     clock.at += 18
     assert view.describe(WHOLE).sentence == "Running: 80 calls finished, 2 nodes"
-    found = view.describe(replace(WHOLE, hung=True))
-    assert (found.sentence, found.state) == ("Stalled: no call finished for 18 s, 2 nodes", "warn")
+    found = view.describe(replace(WHOLE, motion="hung"))
+    assert (found.sentence, found.state) == ("Hung: no call finished for 18 s, 2 nodes", "bad")
     view.note_calls("agent-a", 90, clock.at)
     clock.at += 4  # the incident knows more than the last report of the agent
-    assert view.describe(replace(WHOLE, hung=True)).sentence.startswith("Stalled: no call finished for 4 s")
+    assert view.describe(replace(WHOLE, motion="hung")).sentence.startswith("Hung: no call finished for 4 s")
     view, clock = trained(steps=2)
     clock.at += 18
     assert view.describe(ALL).sentence.startswith("Training: step 2")
-    assert view.describe(replace(ALL, hung=True)).sentence.startswith("Stalled: no step for 18 s, at step 2")
+    assert view.describe(replace(ALL, motion="hung")).sentence.startswith("Hung: no step for 18 s, at step 2")
 
 
 @on_loop
@@ -128,11 +128,9 @@ async def test_a_job_whose_agent_suspects_a_hang_is_not_green() -> None:
     for step, at in ((4, now - 21), (5, now - 20)):
         view.note_step("agent-a", step, at)
     assert take_snapshot(desk.service).training.sentence == "Training: step 5, 1.0 steps/s, 1 node"
-    desk.service.beat(agent, Beat(5, 5, 0.0, "looking into it: rank 0 waits for rank 1"))
+    desk.service.beat(agent, Beat(5, 5, 0.0, "stalled: rank 0 waits for rank 1"))
     found = take_snapshot(desk.service).training
-    assert found.sentence == (
-        "Stalled: no step for 20 s, at step 5, 1 node; looking into it: rank 0 waits for rank 1"
-    )
+    assert found.sentence == ("Stalled: no step for 20 s, at step 5, 1 node; rank 0 waits for rank 1")
     assert found.state == "warn"
 
 

@@ -96,8 +96,8 @@ class NodeAgent:
             client = self.client
             client.subscribe(self._noticed)
             if self.watch is not None:
-                self.watch.on_look = lambda step, calls, waits: client.report(
-                    step, step if step >= 0 else calls, waits
+                self.watch.on_look = lambda step, calls, health: client.report(
+                    step, step if step >= 0 else calls, health
                 )
             self._watch_nodes(self.client)
         if self.supervisor is not None:

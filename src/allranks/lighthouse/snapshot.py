@@ -9,7 +9,7 @@ from allranks.lighthouse.sessions import Session, Sessions
 from allranks.lighthouse.state import QuorumState, Replica
 from allranks.lighthouse.status import ReplicaStatus, Status
 from allranks.lighthouse.training import Scene
-from allranks.model.cluster import LOOKING
+from allranks.model.cluster import MOTIONS, read_health
 
 if TYPE_CHECKING:
     from allranks.lighthouse.service import Service
@@ -52,19 +52,21 @@ def _scene(service: Service) -> Scene:
     alive = frozenset(
         name for name, replica in state.replicas.items() if not replica.observer and name not in spares
     )
-    health = next((each.health for each in service.sessions if each.observer and each.health), "")
-    hung = any(one.kind == "hang" and not one.closed for one in service.agents.incidents)
+    reported = [read_health(each.health) for each in service.sessions if each.observer and each.health]
+    motion, sentence = max(reported, key=lambda one: MOTIONS.index(one[0]), default=read_health(""))
+    if any(one.kind == "hang" and not one.closed for one in service.agents.incidents):
+        motion = "hung"
     return Scene(
         sum(1 for name in state.members if name in state.replicas),
         alive,
         service.agents.count,
         service.former.waiting,
-        health,
+        sentence,
         state.over,
         service.leading,
         service.leader,
         alive - state.members - state.evicted.keys() - state.cooling.keys(),
-        hung or any(each.observer and each.health.startswith(LOOKING) for each in service.sessions),
+        motion,
     )
 
 

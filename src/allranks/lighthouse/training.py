@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from allranks.lighthouse.status import Departed, StatusEvent, StepSample, TrainingStatus
-from allranks.model.cluster import AGENT
+from allranks.model.cluster import AGENT, Motion
 
 NOTE_S = 0.05  # steps that follow each other faster are noted together
 SAMPLE_S = 1.0  # at most one sample of the step in this time
@@ -53,7 +53,7 @@ class Scene:
     leading: bool = True
     leader: str = ""
     joining: Collection[str] = ()  # connected, not evicted, and not in the quorum yet
-    hung: bool = False  # an open incident says so, or an agent suspects it
+    motion: Motion = "moving"  # as agents see their ranks, or an open incident says
 
 
 @dataclass
@@ -182,19 +182,21 @@ class TrainingView:
     def _stalled_s(self, scene: Scene, now: float) -> float:
         """For how long there was no step; 0 while that is usual."""
         silent = now - self._moved
-        limit = LEAST_STALL_S if scene.hung else self._limit()
+        limit = self._limit() if scene.motion == "moving" else LEAST_STALL_S
         return silent if self.step >= 0 and silent >= limit and not scene.over else 0.0
 
     def _by_calls(self, scene: Scene, now: float) -> TrainingStatus:
         """The same of a whole job without step marks."""
-        limit = LEAST_STALL_S if scene.hung else _stall_limit(self._call_gaps, LEAST_CALL_STALL_S)
+        limit = (
+            LEAST_STALL_S if scene.motion != "moving" else _stall_limit(self._call_gaps, LEAST_CALL_STALL_S)
+        )
         silent, nodes = now - self._called, _count(scene, 0)
         if silent < limit:
             sentence = f"Running: {sum(self._calls.values()):,} calls finished{nodes}"
             return TrainingStatus(sentence, "good", -1, None, 0.0, 0, 0)
         why = f"; {scene.waits}" if scene.waits else ""
-        state = "bad" if silent >= max(RED_STALL_S, 2 * limit) else "warn"
-        sentence = f"Stalled: no call finished for {_age(silent)}{nodes}{why}"
+        word, state = _word(scene, silent, limit)
+        sentence = f"{word}: no call finished for {_age(silent)}{nodes}{why}"
         return TrainingStatus(sentence, state, -1, None, round(silent, 1), 0, 0)
 
     def _limit(self) -> float:
@@ -216,8 +218,8 @@ class TrainingView:
         if stalled:
             cause = scene.waits or scene.waiting
             why = f"; {cause}" if cause else missing
-            state = "bad" if stalled >= max(RED_STALL_S, 2 * self._limit()) else "warn"
-            return f"Stalled: no step for {_age(stalled)}, at step {self.step:,}{count}{why}", state
+            word, state = _word(scene, stalled, self._limit())
+            return f"{word}: no step for {_age(stalled)}, at step {self.step:,}{count}{why}", state
         speed = f", {_speed(rate)}" if rate is not None else ""
         complete = not total or scene.members >= total
         return f"Training: step {self.step:,}{speed}{count}{missing}", "good" if complete else "warn"
@@ -254,6 +256,14 @@ class TrainingView:
                 parts.append(f"{one.replica} lost {_age(away)} ago")
         more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""
         return f", {', '.join(parts)}{more}" if parts else ""
+
+
+def _word(scene: Scene, silent_s: float, limit_s: float) -> tuple[str, str]:
+    """What a silence is called, and its colour. Agents know whether it is a hang; without one only its length tells."""
+    if scene.motion == "hung":
+        return "Hung", "bad"
+    long = scene.motion == "moving" and silent_s >= max(RED_STALL_S, 2 * limit_s)
+    return "Stalled", "bad" if long else "warn"
 
 
 def _stall_limit(gaps: Collection[float], least_s: float) -> float:

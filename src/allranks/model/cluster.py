@@ -9,7 +9,7 @@ replica inside the current *quorum*; a *session* is one incarnation of a replica
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
 PROTOCOL_VERSION = 2
@@ -227,7 +227,7 @@ class PublishedIncident:
     path: str = ""  # where the evidence lies, on the node that found it
     cause: str = ""
     at: float = 0.0  # when it was opened, Unix time
-    kind: str = ""  # hang, death, partition, slow, request
+    kind: str = ""  # stall, hang, death, partition, request
     outcome: str = ""  # what was done and how it ended; "" while open
     closed: bool = False
     story: str = ""  # its page as HTML when it is published; where the lighthouse serves it when it is shown
@@ -235,8 +235,22 @@ class PublishedIncident:
 
 
 SCHEMA = 1
-LOOKING = "looking into it"  # how the health that an agent reports begins while it suspects a hang
+#: What an agent sees its ranks do. Stalled: none has moved for longer than usual. Hung: they will not move by themselves.
+Motion = Literal["moving", "stalled", "hung"]
+MOTIONS: tuple[Motion, ...] = ("moving", "stalled", "hung")  # the better first
 AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
+
+
+def write_health(motion: Motion, sentence: str) -> str:
+    """What an agent reports with its heartbeats: "stalled: rank 0 waits for rank 1"."""
+    return sentence if motion == "moving" else f"{motion}: {sentence}"
+
+
+def read_health(text: str) -> tuple[Motion, str]:
+    """The motion and the sentence of a reported health."""
+    word, colon, sentence = text.partition(": ")
+    motion = next((one for one in MOTIONS[1:] if colon and one == word), "moving")
+    return motion, text if motion == "moving" else sentence
 
 
 @dataclass(frozen=True)
@@ -283,7 +297,7 @@ class JobView:
     lighthouse: str = ""
     quorum: str = ""  # the lighthouse's own sentence
     incidents: tuple[str, ...] = ()  # one line each, newest last
-    hung: bool = False  # an incident of a hang is open
+    motion: Motion = "moving"  # as the open incidents say
 
     @property
     def running(self) -> bool:

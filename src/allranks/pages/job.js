@@ -109,7 +109,7 @@
     fetched.clear();
     $("incident-part").hidden = !s.incidents.length;
     const cards = s.incidents.slice(-20).reverse().sort((a, b) => Boolean(a.closed) - Boolean(b.closed)).map((i) => {
-      const card = make("div", "", "panel incident " + (i.closed ? "good" : i.kind === "slow" ? "warn" : ""));
+      const card = make("div", "", "panel incident " + (i.closed ? "good" : i.kind === "stall" ? "warn" : ""));
       const head = make("p"), time = make("time", new Date(i.at * 1000).toLocaleString("sv-SE"), "soft");  // 2026-11-16 07:02:31
       head.append(time, " ", make("span", i.closed ? "recovered" : i.kind || "open", "pill " + (i.closed ? "good" : "bad")));
       card.append(head, make("p", i.sentence, "what"));
