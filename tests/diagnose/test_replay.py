@@ -13,7 +13,7 @@ import pytest
 from allranks.cli import main
 from allranks.diagnose import DiagnoseOptions, diagnose
 from allranks.diagnose.align import align
-from allranks.diagnose.replay import End, Mark, Post, ReplayPlan, Wait, plan_replay
+from allranks.diagnose.replay import Await, EndProcess, MarkStep, PostCall, ReplayPlan, plan_replay
 from allranks.diagnose.replay_script import write_script
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import Frame, Group, RankTrace
@@ -42,15 +42,15 @@ def test_the_replay_of_every_recorded_job_is_a_program() -> None:
         text = write_script(plan)
         ast.parse(text)
         assert plan.ranks == tuple(sorted(trace.header.rank for trace in _read(name)[1])), name
-        assert all(isinstance(program[-1], End) for program in plan.programs), name
+        assert all(isinstance(program[-1], EndProcess) for program in plan.programs), name
 
 
 def test_what_ended_before_the_next_call_is_waited_for_and_nothing_else() -> None:
     """A call that never ended is waited for last; one that ended later, behind the calls that were made meanwhile."""
     plan = plan_of("swapped_calls")
-    posts = [a for a in plan.programs[0] if isinstance(a, Post)]
-    assert not posts[-1].waits and plan.programs[0][-1] == End("wait")
-    waited = {a.post for a in plan.programs[0] if isinstance(a, Wait)}
+    posts = [a for a in plan.programs[0] if isinstance(a, PostCall)]
+    assert not posts[-1].waits and plan.programs[0][-1] == EndProcess("wait")
+    waited = {a.post for a in plan.programs[0] if isinstance(a, Await)}
     assert all(post.waits or index in waited for index, post in enumerate(posts[:-4]))
 
 
@@ -100,9 +100,9 @@ def test_a_rank_without_a_file_ends_where_the_others_wait_for_it() -> None:
     verdict = diagnose(rest, options=DiagnoseOptions(ended=True)).verdict
     assert verdict is not None and verdict.cause == "rank_died"
     plan = plan_replay(align(rest, ended=True), verdict)
-    assert plan.unrecorded == (1,) and plan.programs[1][-1] == End("kill")
-    finished = [a for a in plan.programs[0] if isinstance(a, Post)][:-1]
-    assert len([a for a in plan.programs[1] if isinstance(a, Post)]) == len(finished)
+    assert plan.unrecorded == (1,) and plan.programs[1][-1] == EndProcess("kill")
+    finished = [a for a in plan.programs[0] if isinstance(a, PostCall)][:-1]
+    assert len([a for a in plan.programs[1] if isinstance(a, PostCall)]) == len(finished)
 
 
 def test_a_large_job_becomes_the_ranks_that_matter() -> None:
@@ -126,8 +126,8 @@ def test_long_rings_are_cut_behind_a_call_that_all_ranks_finished() -> None:
     programs[1] = [*programs[1][:890], STUCK]
     traces = on_shared_tables(run({"world": (0, 1, 2)}, programs).traces())
     plan = plan_replay(align(traces), diagnose(traces).verdict)
-    first = {next(a.number for a in program if isinstance(a, Post)) for program in plan.programs}
-    lengths = [sum(isinstance(a, Post) for a in program) for program in plan.programs]
+    first = {next(a.number for a in program if isinstance(a, PostCall)) for program in plan.programs}
+    lengths = [sum(isinstance(a, PostCall) for a in program) for program in plan.programs]
     assert len(first) == 1 and max(lengths) <= 600 and lengths[1] == lengths[0] - 1
 
 
@@ -139,13 +139,13 @@ def test_large_tensors_are_made_small_and_stay_different() -> None:
     }
     traces = on_shared_tables(run({"world": (0, 1)}, programs).traces())
     plan = plan_replay(align(traces), diagnose(traces).verdict)
-    given = [[a.given[0] for a in program if isinstance(a, Post)] for program in plan.programs]
+    given = [[a.given[0] for a in program if isinstance(a, PostCall)] for program in plan.programs]
     assert given[0][0] == given[1][0] == 8 and given[0][1] != given[1][1] and max(map(max, given)) < 1 << 16
 
 
 def test_step_marks_are_repeated() -> None:
     """They tell which call was skipped."""
-    marks = [a.step for a in plan_of("nan_skip").programs[0] if isinstance(a, Mark)]
+    marks = [a.step for a in plan_of("nan_skip").programs[0] if isinstance(a, MarkStep)]
     assert marks == sorted(set(marks)) and len(marks) > 5
 
 

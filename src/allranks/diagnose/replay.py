@@ -45,7 +45,7 @@ _EVEN = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatt
 
 
 @dataclass(frozen=True)
-class Post:
+class PostCall:
     """One call. Sizes are elements of each tensor; the partner is a process: root or peer, -1 none."""
 
     op: str  # a function of torch.distributed
@@ -61,31 +61,31 @@ class Post:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Await:
     """For the call that was posted as the so-manyth, from 0."""
 
     post: int
 
 
 @dataclass(frozen=True)
-class Mark:
+class MarkStep:
     step: int
 
 
 @dataclass(frozen=True)
-class Destroy:
+class DestroyGroup:
     group: int
 
 
 @dataclass(frozen=True)
-class End:
+class EndProcess:
     """What the process does last: "wait" for what has not ended, "sleep", "exit", "kill", "raise" or a function of SETUP_CALLS."""
 
     how: str
     text: str = ""
 
 
-Action = Post | Wait | Mark | Destroy | End
+Action = PostCall | Await | MarkStep | DestroyGroup | EndProcess
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _Writer:
     def program(self, rank: int, died: bool, gone: bool) -> tuple[Action, ...]:
         view = self.job.ranks.get(rank)
         if view is None:
-            return (*self._of_others(rank), End("kill" if died else "sleep"))
+            return (*self._of_others(rank), EndProcess("kill" if died else "sleep"))
         return (*self._actions(view), self._end(view, died, gone))
 
     def _rows(self, view: RankCalls) -> list[int]:
@@ -246,11 +246,11 @@ class _Writer:
                 yield from self._destroy(view, destroyed.pop(0)[1])
             message = bool(is_p2p(view.family[row : row + 1])[0])
             ended = [post for post, ns in pending.items() if ns <= now_ns and not (ns < 0 and message)]
-            yield from (Wait(post) for post in ended)
+            yield from (Await(post) for post in ended)
             pending = {post: ns for post, ns in pending.items() if post not in ended}
             if (now_step := int(calls["step"][row])) > step:
                 step = now_step
-                yield Mark(step)
+                yield MarkStep(step)
             end_ns = self._end_ns(view, row)
             after = rows[at + 1] if at + 1 < len(rows) else -1
             last = after < 0 and not np.any(view.now[row] == Now.OPEN)
@@ -258,16 +258,16 @@ class _Writer:
             yield replace(self._post(view, row), waits=soon)
             if not soon and end_ns is not None:
                 pending[at] = end_ns
-        yield from (Wait(post) for post, ns in pending.items() if ns < NEVER)
+        yield from (Await(post) for post, ns in pending.items() if ns < NEVER)
         for _, index in destroyed:
             yield from self._destroy(view, index)
         if (now_step := view.trace.progress.step) > step >= 0:
-            yield Mark(now_step)
+            yield MarkStep(now_step)
 
-    def _destroy(self, view: RankCalls, index: int) -> Iterator[Destroy]:
+    def _destroy(self, view: RankCalls, index: int) -> Iterator[DestroyGroup]:
         name = view.trace.groups[index].name
         found = [self.shared[g.index] for g in self.job.groups if g.name == name and g.index in self.shared]
-        yield from (Destroy(group) for group in found[:1])
+        yield from (DestroyGroup(group) for group in found[:1])
 
     def _end_ns(self, view: RankCalls, row: int) -> int:
         """When the call ended; NEVER; 0: before the next one; -1: before the next collective."""
@@ -295,22 +295,22 @@ class _Writer:
             if done and rank in group.members:
                 yield replace(self._post(view, row), waits=True)
 
-    def _end(self, view: RankCalls, died: bool, gone: bool) -> End:
+    def _end(self, view: RankCalls, died: bool, gone: bool) -> EndProcess:
         closed, inside = view.trace.progress.closed, view.trace.progress.inside
         rows = [row for row in range(self.starts[view.rank], len(view.now)) if view.now[row] == Now.OPEN]
         if closed == "exit":
-            return End("exit")
+            return EndProcess("exit")
         if closed:
-            return End("raise", one_line(closed))
+            return EndProcess("raise", one_line(closed))
         if died and (gone or not rows):
-            return End("kill")
+            return EndProcess("kill")
         if inside in ("init_process_group", "new_group"):
-            return End(inside)
-        return End("wait") if rows else End("sleep")
+            return EndProcess(inside)
+        return EndProcess("wait") if rows else EndProcess("sleep")
 
     # ---- one call
 
-    def _post(self, view: RankCalls, row: int) -> Post:
+    def _post(self, view: RankCalls, row: int) -> PostCall:
         call, shapes = view.trace.calls[row], self.job.shapes(view.rank, row)
         group = self.shared[int(view.group[row])]
         name, op = self.job.op(view.rank, row), _OPS[Family(int(view.family[row]))]
@@ -321,7 +321,7 @@ class _Writer:
         taken = taken or self._counted(int(call["out_numel"]))
         dtypes = shapes.input_dtypes or shapes.output_dtypes
         frames = self.job.frames(view.rank, row)
-        post = Post(
+        post = PostCall(
             op,
             group,
             user_frames(frames),
@@ -332,7 +332,7 @@ class _Writer:
         )
         return _FIT.get(op, _fit_nothing)(self, replace(post, op=self._variant(op, name, post)), view, row)
 
-    def _variant(self, op: str, name: str, post: Post) -> str:
+    def _variant(self, op: str, name: str, post: PostCall) -> str:
         """The form of an operation that takes these tensors."""
         if op in _EVEN and (name in EVEN_ONLY or len(post.given) == len(post.taken) == 1):
             return _EVEN[op]
@@ -352,7 +352,7 @@ class _Writer:
 NEVER = 1 << 62
 
 
-def _fit_nothing(writer: _Writer, post: Post, view: RankCalls, row: int) -> Post:
+def _fit_nothing(writer: _Writer, post: PostCall, view: RankCalls, row: int) -> PostCall:
     return post
 
 
@@ -361,14 +361,14 @@ def _reduction(view: RankCalls, row: int) -> str:
     return REDUCE_OPS[code] if 0 < code < len(REDUCE_OPS) else "sum"
 
 
-def _fit_reduction(writer: _Writer, post: Post, view: RankCalls, row: int) -> Post:
+def _fit_reduction(writer: _Writer, post: PostCall, view: RankCalls, row: int) -> PostCall:
     root = int(view.trace.calls["root"][row])
     partner = writer.process_of(root, post.group) if post.op == "reduce" else -1
     post = replace(post, partner=partner, more=(_reduction(view, row),))
     return _fit_spread(writer, post, view, row) if post.op.startswith("reduce_scatter") else post
 
 
-def _fit_root(writer: _Writer, post: Post, view: RankCalls, row: int) -> Post:
+def _fit_root(writer: _Writer, post: PostCall, view: RankCalls, row: int) -> PostCall:
     root = writer.process_of(int(view.trace.calls["root"][row]), post.group)
     size, mine = len(writer.groups[post.group]), writer.number[view.rank] == root
     given, taken = post.given, post.taken
@@ -379,7 +379,7 @@ def _fit_root(writer: _Writer, post: Post, view: RankCalls, row: int) -> Post:
     return replace(post, partner=root, given=given, taken=taken)
 
 
-def _fit_spread(writer: _Writer, post: Post, view: RankCalls, row: int) -> Post:
+def _fit_spread(writer: _Writer, post: PostCall, view: RankCalls, row: int) -> PostCall:
     """all_gather and reduce_scatter: every rank's part, and the whole, of a group that may have lost members."""
     size, before = len(writer.groups[post.group]), len(writer.job.groups[int(view.group[row])].members)
     gathers = post.op.startswith("all_gather")
@@ -396,7 +396,7 @@ def _fit_spread(writer: _Writer, post: Post, view: RankCalls, row: int) -> Post:
     return replace(post, given=part if gathers else whole, taken=whole if gathers else part)
 
 
-def _fit_exchange(writer: _Writer, post: Post, view: RankCalls, row: int) -> Post:
+def _fit_exchange(writer: _Writer, post: PostCall, view: RankCalls, row: int) -> PostCall:
     group, shapes = writer.job.groups[int(view.group[row])], writer.job.shapes(view.rank, row)
     order = group.order or group.members
     gives = _parts(shapes.inputs, shapes.input_splits, len(order))
@@ -416,7 +416,7 @@ def _parts(tensors: tuple[tuple[int, ...], ...], splits: tuple[int, ...], size: 
     return (whole // size,) * size
 
 
-def _fit_message(writer: _Writer, post: Post, view: RankCalls, row: int) -> Post:
+def _fit_message(writer: _Writer, post: PostCall, view: RankCalls, row: int) -> PostCall:
     call = view.trace.calls[row]
     peer = writer.number.get(int(call["peer"]), -1) if int(call["peer"]) >= 0 else -1
     sizes = post.given if post.op == "isend" else post.taken

@@ -9,7 +9,7 @@ import keyword
 import re
 from collections.abc import Iterator
 
-from allranks.diagnose.replay import Action, Destroy, End, Mark, Post, ReplayPlan, Wait
+from allranks.diagnose.replay import Action, Await, DestroyGroup, EndProcess, MarkStep, PostCall, ReplayPlan
 from allranks.model.formatting import ranks_text
 from allranks.model.trace import Frame
 
@@ -216,7 +216,13 @@ if __name__ == "__main__":
 def write_script(plan: ReplayPlan, name: str = "replay.py") -> str:
     """The text of the file."""
     frames = sorted(
-        {frame for program in plan.programs for a in program if isinstance(a, Post) for frame in _path(a)},
+        {
+            frame
+            for program in plan.programs
+            for a in program
+            if isinstance(a, PostCall)
+            for frame in _path(a)
+        },
         key=_order,
     )
     numbers = {frame: index for index, frame in enumerate(frames)}
@@ -246,7 +252,7 @@ def write_script(plan: ReplayPlan, name: str = "replay.py") -> str:
 _UNKNOWN = Frame("", "", 0)
 
 
-def _path(post: Post) -> tuple[Frame, ...]:
+def _path(post: PostCall) -> tuple[Frame, ...]:
     """The lines of a call, outermost first."""
     return post.path[::-1] or (_UNKNOWN,)
 
@@ -313,7 +319,7 @@ _TAKEN = frozenset(re.findall(r"^(?:def|import) (\w+)", _HEAD + _TAIL, re.MULTIL
 
 def _action(action: Action, numbers: dict[Frame, int]) -> Iterator[str]:
     match action:
-        case Post():
+        case PostCall():
             path = tuple(numbers[frame] for frame in _path(action))
             more = tuple(
                 _REDUCTIONS.get(part, part.upper()) if isinstance(part, str) else part for part in action.more
@@ -327,11 +333,11 @@ def _action(action: Action, numbers: dict[Frame, int]) -> Iterator[str]:
                 else ""
             )
             yield f"{values!r},  # #{action.number}{' ' + at if at else ''}"
-        case Wait(post):
+        case Await(post):
             yield f"('wait', {post}),"
-        case Mark(step):
+        case MarkStep(step):
             yield f"('step', {step}),"
-        case Destroy(group):
+        case DestroyGroup(group):
             yield f"('destroy', {group}),"
-        case End(how, text):
+        case EndProcess(how, text):
             yield f"('end', {how!r}, {escaped(text)!r}),"

@@ -103,10 +103,10 @@ def _correct(
         return Finding(NO_STEP, (), observed.reason, confidence=0.5)
     if observed.behind:
         return accuse(observed.behind, report, observed.reason)
-    if observed.unmoved or (found is not None and found.ranks and found.cause in _DOUBTFUL):
-        return _unmoved(found, report, observed) or _own_line(found, report)
     if observed.diverged is not None and (found is None or found.cause == "none_finished"):
         return observed.diverged  # the rings have lost it since, and the calls behind it hang
+    if observed.unmoved or (found is not None and found.ranks and found.cause in _DOUBTFUL):
+        return _unmoved(found, report, observed) or _own_line(found, report)
     if found is not None and found.ranks:
         return None
     better = _from_stacks(report)
