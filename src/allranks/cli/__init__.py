@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "page": ("page", "open the page of a job in the browser"),
     "demo": ("demo", "show a hang, its verdict and a recovery on CPU, in a minute"),
     "drill": ("drill", "run a job under planned faults; report what was noticed"),
+    "replay": ("replay", "write a recorded hang as one small Python program; run it"),
     "frtrace": ("frtrace", "take torchfrtrace's command line, print its output"),
     "doctor": ("doctor", "check a node before a job, or explain the logs after it"),
     "checkpoint": ("checkpoint", "list, verify, copy, prune, export and import checkpoints"),
@@ -42,7 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 #: Commands that read dumps with numpy; their start-up time counts.
-READING = frozenset({"diagnose", "frtrace", "dump"})
+READING = frozenset({"diagnose", "frtrace", "dump", "replay"})
 #: Commands that may use obstore: one was aborted behind its answer, most likely by threads that met the interpreter's end.
 STORING = frozenset({"checkpoint", "doctor"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: Heading -> commands, in the order of `allranks --help`.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "My job hangs now": ("diagnose", "stacks", "dump", "status", "top", "page"),
+    "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
     "Keep my job running": ("run", "lighthouse", "watch", "slurm", "drill"),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
@@ -28,6 +28,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks dump /mnt/scratch/boxes --format json --active",
         "allranks dump dumps/rank3.box --info --calls 20   # what a file holds",
         "allranks dump dumps/ --format pickle -o pickles/  # dumps into another format",
+    ),
+    "replay": (
+        "allranks replay INCIDENT -o hang.py        # python hang.py: the same hang, anywhere",
+        "allranks replay dumps/ -o hang.py --run    # and check that it hangs in the same way",
     ),
     "stacks": (
         "allranks stacks                           # every rank on this node",

@@ -273,6 +273,7 @@ def in_words(
         missing_evidence=lines(row.ask, facts),
         advice=lines(row.advice, facts),
         wrong_if=CAUSES[cause].wrong_if,
+        kind=kind,
     )
 
 

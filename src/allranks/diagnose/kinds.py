@@ -251,13 +251,15 @@ KINDS = {
         "make these calls in one order on all ranks; a thread beside the training loop needs a group of its own ([{at}|that line])"),
     "other_operation": Kind("type_mismatch", 0.9,
         "{who} called {mine} {part}#{seq} of group {label}[ at {at}], where {those} called {theirs}"
-        "[; it had made {made} calls at {elsewhere}, where they make call {rounds}: it skipped {missed} there (a backward, say), "
-        "or left its loop early|new?; no rank has made this call before]", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
+        "[new?; no rank has made this call before: only {ranks} makes it, or {ranks} skipped {missed} at {elsewhere} or left its loop early"
+        "|; it had made {made} calls at {elsewhere}, where they make call {rounds}: it skipped {missed} there (a backward, say), "
+        "or left its loop early]", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
     "other_arguments": Kind("size_mismatch", 0.9,
         "{who} called {op} {part}#{seq} of group {label}[ at {at}] with {mine}, where {those} had {theirs}",
         "{sides}", "{dumps}", _OTHER_ARGUMENTS),
     "no_majority": Kind("size_mismatch", 0.5,
-        "different {aspect} in {op} {part}#{seq} of group {label}: {classes}", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
+        "different {aspect} in {op} {part}#{seq} of group {label}: {classes}"
+        "[; they called from {both_lines}: one of them skipped a call or made one more]", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
     "other_splits": Kind("size_mismatch", 0.9,
         "[takes?{who} expects {expected} elements of rank {giver} in {op} [{part}]#{seq} of group {label}[ at {at}], which gives it {given}"
         "|[gives?{who}|rank {giver}] gives rank {taker} {given} elements in {op} [{part}]#{seq} of group {label}[ at {at}], but rank {taker} "
@@ -325,7 +327,7 @@ KINDS = {
     "skew": Kind("skew", 0.0,
         "ranks are a few calls apart ({number} unfinished, oldest {oldest}), within this job's usual pauses: {reason}; run again in "
         "{again} to be sure"),
-    "pause": Kind("pause", 0.0, "{ranks} declared a pause[ ({phase})] that has not ended: waiting for it is no hang"),
+    "pause": Kind("pause", 0.0, "{ranks} declared a pause[ ({phase})] that has not ended: waiting for it is not a hang"),
     "straggler": Kind("straggler", 0.5,
         "{who} is slow, not stuck: in {share} of the last {number} collectives of group {label} it came last, {behind} behind the others "
         "({round} of a round)",

@@ -54,6 +54,7 @@ class Observed:
     still_s: float = Stillness.still_s  # the silence that this job's watch takes for a stall
     looping: bool = False  # collectives are completed, steps are not
     left: tuple[int, ...] = ()  # ranks whose program ended by itself
+    diverged: Finding | None = None  # calls that differed while the job still ran
 
     def write(self, folder: Path) -> None:
         """Keeps it with the evidence."""
@@ -102,6 +103,8 @@ def _correct(
         return Finding(NO_STEP, (), observed.reason, confidence=0.5)
     if observed.behind:
         return accuse(observed.behind, report, observed.reason)
+    if observed.diverged is not None and (found is None or found.cause == "none_finished"):
+        return observed.diverged  # the rings have lost it since, and the calls behind it hang
     if observed.unmoved or (found is not None and found.ranks and found.cause in _DOUBTFUL):
         return _unmoved(found, report, observed) or _own_line(found, report)
     if found is not None and found.ranks:

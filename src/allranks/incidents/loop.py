@@ -24,6 +24,7 @@ from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOption
 from allranks.incidents.publish import IncidentPublisher
 from allranks.model.cluster import write_health
 from allranks.model.incident import Incident
+from allranks.watch.calls import CallComparison
 from allranks.watch.exits import ExitWatcher
 from allranks.watch.samples import ProcessId, RankSample, read_samples
 from allranks.watch.silence import ProgressHistory, Suspicion
@@ -50,6 +51,7 @@ class Watch:
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
+    _calls: CallComparison = field(default_factory=CallComparison)
     _ours: dict[ProcessId, bool] = field(default_factory=dict)
     _asked_to_end: Explained = field(default_factory=Explained)
     _stop: bool = False
@@ -110,6 +112,7 @@ class Watch:
         samples = [replace(s, alive=True) if s.pid in still_ending else s for s in samples]
         ending = self._note_ranks(samples)
         self.history.observe(now, samples)
+        _carefully(lambda: self._compare(now, samples))
         self.deaths.check(samples, self._exits.endings)
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
@@ -122,6 +125,12 @@ class Watch:
         if examine is not None:
             self._examine(examine)
         return suspicion
+
+    def _compare(self, now_s: float, samples: list[RankSample]) -> None:
+        """Calls that differ are named before anybody has waited long. Replicas come and go, and so do their groups."""
+        found = self._calls.look(now_s, samples) if self.options.whole_job else None
+        if found is not None:
+            self.pipeline.note_divergence(found)
 
     def _note_ranks(self, samples: list[RankSample]) -> bool:
         """Who runs and who does not, for whom it concerns; whether all that run have been asked to end."""

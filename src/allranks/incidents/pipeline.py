@@ -27,6 +27,7 @@ from allranks.incidents.publish import IncidentPublisher
 from allranks.model.cluster import FOLLOW_S, Gathering
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.files import write_atomically
+from allranks.model.formatting import ranks_text
 from allranks.model.incident import Kind, Moment
 from allranks.model.stacks import StacksReport
 from allranks.report import as_json, text
@@ -210,6 +211,7 @@ class IncidentPipeline:
     recoveries: Recoveries = field(default_factory=Recoveries)
     explained: Explained = field(default_factory=Explained)
     peers: PeerAgents | None = None
+    diverged: tuple[float, Finding] | None = None  # when ranks were seen to make calls that differ, and how
     _threads: list[threading.Thread] = field(default_factory=list)
     _closing: threading.Event = field(default_factory=threading.Event)
 
@@ -221,6 +223,12 @@ class IncidentPipeline:
         for opened in self.recoveries.open():
             self.publisher.write_page(opened)
         self.publisher.close()
+
+    def note_divergence(self, found: Finding) -> None:
+        """Ranks make calls that differ: said at once, and kept for the incident that may come of it."""
+        waits = f"{ranks_text(found.waiting)} wait" if found.waiting else "nobody waits yet"
+        log.warning("the calls of ranks differ: %s; %s", found.sentence, waits)
+        self.diverged = (time.time(), found)
 
     # evidence
 
@@ -235,7 +243,7 @@ class IncidentPipeline:
         node: str = "",
     ) -> IncidentFolder:
         """A new incident without evidence."""
-        return open_incident(
+        opened = open_incident(
             self.options.incidents,
             kind=kind,
             job=self.options.job,
@@ -244,6 +252,12 @@ class IncidentPipeline:
             ranks=ranks,
             step=max((s.step for s in samples), default=-1) if step is None else step,
         )
+        started_s = max((s.start_ns for s in samples), default=0) / 1e9
+        if self.diverged is not None and self.diverged[0] < started_s:
+            self.diverged = None  # of processes that are gone
+        if self.diverged is not None:
+            opened.update(Moment("calls differ", self.diverged[0], self.diverged[1].sentence))
+        return opened
 
     def open(
         self, kind: Kind, reason: str, samples: Sequence[RankSample], **facts: Unpack[_Facts]
@@ -340,6 +354,7 @@ class IncidentPipeline:
             left=tuple(s.rank for s in samples if s.closed == "exit"),
             marked=tuple(s.rank for s in samples if s.step >= 0),
             still_s=self.options.notice.floor_s,
+            diverged=self.diverged[1] if self.diverged is not None else None,
         ).write(opened.path)
         diagnosis, report = judge_folder(opened.path, missing)
         if diagnosis is not None:

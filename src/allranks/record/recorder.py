@@ -57,7 +57,7 @@ class Recorder:
             self._start()
         except Exception as error:  # a torch that we do not know: better no record than no training
             fix = _descriptor_fix(error)
-            warn_once(f"recording is off, training goes on: {error!r}{'; ' if fix else ''}{fix}")
+            warn_once(f"recording disabled: {error!r}{'; ' if fix else ''}{fix}; training continues")
             self._told(self.close, "could not start")
         return self
 
@@ -196,7 +196,7 @@ class Recorder:
         text = f"{type(error).__name__}: {error}"
         if text not in self._complaints and len(self._complaints) < 10:
             self._complaints.add(text)
-            warn_once(f"a call of the recorder is passed over, training goes on: {text}")
+            warn_once(f"a call of the recorder failed and is ignored: {text}; training continues")
 
     def _name(self, text: str) -> int:
         return self.writer.box.intern(Item.NAME, text) if self.writer is not None else 0
@@ -263,8 +263,8 @@ class Recorder:
             f"set ALLRANKS_DIR to a folder that you can write to, with {room} MB of room for each rank"
         )
         warn_once(
-            f"recording is off, training goes on: no black box in {folders[0]}: {problem}; "
-            f"{_descriptor_fix(problem) or folder_fix}"
+            f"recording disabled: no black box in {folders[0]}: {problem}; training continues. "
+            f"Fix: {_descriptor_fix(problem) or folder_fix}"
         )
         return None
 
@@ -321,7 +321,7 @@ class Recorder:
         """An error of our own: one warning, recording off, training on."""
         if self._hook is not None and self._hook.writer is not None:
             self._hook.silence()
-            warn_once(f"recording is off after an error of its own, training goes on: {error!r}")
+            warn_once(f"recording disabled after an error of its own: {error!r}; training continues")
 
 
 def _descriptor_fix(error: BaseException | None) -> str:
