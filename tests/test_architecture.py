@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stacks": set(),
     "lighthouse": {"etcd"},
     "record": set(),
+    "goodput": {"load"},
     "checkpoint": set(),
     # the job file is made from the options of the parts
     "elastic": {
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 NO_TORCH = {
     "model", "blackbox", "channel", "load", "frtrace", "diagnose", "report", "stacks", "lighthouse", "supervise", "watch",
-    "incidents", "cli",
+    "incidents", "goodput", "cli",
 }  # fmt: skip
 
 

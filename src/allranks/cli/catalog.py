@@ -6,6 +6,7 @@ from __future__ import annotations
 GROUPS: dict[str, tuple[str, ...]] = {
     "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
     "Keep my job running": ("run", "lighthouse", "watch", "slurm", "drill"),
+    "Where does the time go": ("goodput",),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
     "This machine": ("demo", "doctor", "etcd", "completion"),
@@ -67,6 +68,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "status": ("allranks status", "allranks status my-job --json"),
     "top": ("allranks top         # q quits", "allranks top my-job --interval 0.5"),
     "page": ("allranks page        # of the newest job on this node", "allranks page my-job --no-browser"),
+    "goodput": (
+        "allranks goodput my-job                   # across restarts and requeues",
+        "allranks goodput my-job --since 7d --window 1d --gpu-hour 2.5",
+        "allranks goodput allranks-incidents/ --html goodput.html",
+    ),
     "demo": ("allranks demo",),
     "frtrace": ("allranks frtrace dumps/", "allranks frtrace dumps/ -j --selected-ranks 0 1"),
     "doctor": (

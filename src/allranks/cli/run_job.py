@@ -22,6 +22,7 @@ from allranks.model.cluster import AGENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:
+    from allranks.goodput.agent import LedgerKeeper
     from allranks.incidents.loop import Watch
     from allranks.incidents.policy import Mode, PolicyOptions
     from allranks.launch.node_agent import NodeAgent
@@ -321,6 +322,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
             may_leave=may_leave,
         )
     )
+    keep_ledger(job, watch, mode)
     if store := options.incident_store or recovery.get("incident_store"):
         from allranks.checkpoint.stores import StoreSpec
         from allranks.checkpoint.stores.object_store import ObjectBlobs
@@ -330,6 +332,25 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
         job.stack.callback(uploader.close)
         watch.copy_to(uploader.keep)
     return watch
+
+
+def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
+    """Books where the ranks' time goes, beside the incidents."""
+    from allranks.goodput.agent import LedgerKeeper
+
+    keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
+    keeper.start()
+    watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
+    job.stack.callback(_end_ledger, keeper)
+
+
+def _end_ledger(keeper: LedgerKeeper) -> None:
+    """After the watch has ended: the last rows, and one line on the terminal."""
+    from allranks.goodput.report import end_line
+
+    found = keeper.close()
+    if found is not None and found.ranks:
+        note(f"[allranks] {end_line(found)} (allranks goodput {found.job})")
 
 
 def start_agent(job: NodeJob, watch: Watch | None, supervisor: Supervisor | None = None) -> NodeAgent:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,6 +44,8 @@ class Watch:
     actor: Actor | None = None
     #: highest step, calls finished by all ranks of this node, their health (model/cluster.py, write_health)
     on_look: Callable[[int, int, str], None] = lambda step, calls, health: None
+    #: every sample of the ranks, and which of them are this agent's: for the ledger
+    on_samples: Callable[[Sequence[RankSample], Sequence[int]], None] = lambda samples, ours: None
     pipeline: IncidentPipeline = field(init=False)
     history: ProgressHistory = field(init=False)
     deaths: DeathIncidents = field(init=False)
@@ -111,6 +113,7 @@ class Watch:
         still_ending = self._exits.note_dead(s.pid for s in samples if not s.alive)
         samples = [replace(s, alive=True) if s.pid in still_ending else s for s in samples]
         ending = self._note_ranks(samples)
+        self.on_samples(samples, self.ranks)
         self.history.observe(now, samples)
         _carefully(lambda: self._compare(now, samples))
         self.deaths.check(samples, self._exits.endings)

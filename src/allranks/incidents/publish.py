@@ -179,6 +179,7 @@ class IncidentPublisher:
     webhooks: tuple[str, ...] = ()
     on_incident: Callable[[Incident], None] = lambda incident: None
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
+    book: Callable[[Incident], None] = lambda incident: None  # of the ledger
     last: str = ""  # the newest verdict, as it was logged
     timeout_s: float = 5.0  # of one attempt to reach a webhook, as a whole
     _sender: Worker = field(default_factory=lambda: Worker("allranks-webhook"))
@@ -186,6 +187,7 @@ class IncidentPublisher:
     def publish(self, opened: IncidentFolder) -> None:
         receivers: tuple[Callable[[], object], ...] = (
             lambda: self.write_page(opened),
+            lambda: self.book(opened.current),
             lambda: self.on_incident(opened.current),
             lambda: self.send(opened.current),
             lambda: self.upload(opened.path),

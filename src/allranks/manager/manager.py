@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from allranks import record
+from allranks.blackbox.phases import during
 from allranks.checkpoint.manager import save_last_steps
 from allranks.checkpoint.tensors import flatten
 from allranks.errors import (
@@ -501,6 +502,10 @@ class Manager:
         if opened is None:
             return False
         self.training.times.mark_first("state due")
+        with during("healing"):
+            return self._take_state(opened, generation)
+
+    def _take_state(self, opened: ManagerResources, generation: Generation) -> bool:
         with self.training.parking(), self.training.changed:
             done = self.training.changed.wait_for(
                 lambda: not generation.usable or opened.regrouper.fetched_for(generation) is not None,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from allranks.blackbox.phases import during
 from allranks.errors import HealingFailed
 from allranks.manager.groups.generation import Generation, RegroupTimes, StepAttempt
 from allranks.manager.held import HeldState
@@ -285,7 +286,9 @@ class TrainingState:
         if not ready() and not self.due:
             self.due = True
             self.changed.notify_all()
-        if not self.changed.wait_for(ready, limit_s):
+        with during("regrouping") if not ready() else contextlib.nullcontext():
+            formed = self.changed.wait_for(ready, limit_s)
+        if not formed:
             raise TimeoutError(f"no process group after {limit_s:.1f} s; last: {self.wanted or 'regrouping'}")
         if self.failure is not None:
             raise self.failure

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
+from allranks.blackbox import phases
+
 if TYPE_CHECKING:
     from allranks.record.comm_hook import FlightRecorderHook
     from allranks.record.options import RecorderOptions
@@ -92,6 +94,7 @@ def announce(phase: str, up_to_s: float) -> None:
     """Declares a silence that ends with the program, or after `up_to_s` seconds."""
     if _current is not None and os.getpid() == _current.pid:
         _current.announce(phase, up_to_s)
+        phases.begin(phase)
 
 
 def given_up(works: Iterable[object], error: Exception) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import allranks
+from allranks.blackbox import phases
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import fallback_folder, job_folder, remove_earlier, remove_old, room_for_box
 from allranks.blackbox.layout import Item, file_name, job_prefix
@@ -45,6 +46,8 @@ class Recorder:
         self._rank = options.rank
         self._told = ErrorGuard(self._tell)  # what the program calls
         self._complaints: set[str] = set()
+        self._first = 0  # the phase of the first step, while it lasts
+        self._steps = 0
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -67,6 +70,7 @@ class Recorder:
             return
         self._fill_header(self.box)
         self.writer = CallWriter(self.box, self.options)
+        phases.attach(self.box)
         from allranks.record.hook import Hook
 
         self._hook = Hook(self.writer, self._fault, self._met_group, self._joins)
@@ -112,6 +116,7 @@ class Recorder:
         if self._hook is not None:
             self._hook.silence()
         self._hook = self._watch = self.writer = None
+        phases.attach(None)
 
     @property
     def active(self) -> bool:
@@ -146,14 +151,22 @@ class Recorder:
             writer.label = writer.box.intern(Item.NAME, label) if label else 0
         writer.ring.set_step(number, writer.label)
         writer.box.set(step_ns=time.time_ns(), step=number)
+        if self._steps < 2:
+            self._steps += 1
+            if self._steps == 1:
+                self._first = phases.begin(phases.FIRST)
+            else:
+                phases.end(self._first)
 
     @contextlib.contextmanager
     def expect(self, phase: str, up_to_s: float) -> Iterator[None]:
         """Declares that nothing may be heard of this rank for up to `up_to_s` seconds, and why."""
         before = self._told(self._expect, phase, up_to_s)
+        number = self._told(phases.begin, phase)
         try:
             yield
         finally:
+            self._told(phases.end, number or 0)
             if self.active and before is not None:
                 self._told(self._unexpect, *before)
 
