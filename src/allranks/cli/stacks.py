@@ -47,6 +47,9 @@ class StacksFlags:
     folder: str = _which(
         "", "read captures made earlier instead of sampling", flags="--from", metavar="FOLDER"
     )
+    tree: bool = _which(False, "the process of --pid and all below it, with their roles and who waits for whom")
+    role: str = _which("", "show only processes whose role contains this text", metavar="R")
+    for_s: float = option(5.0, "how long to look", flags="--for", unit="s", above=0)
     all_nodes: bool = _which(
         False, "every node of the job, joined: through the agents of `allranks run`, else through Slurm"
     )
@@ -96,6 +99,10 @@ def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
     options = read_flags(StacksFlags, args)
     check_target(options.html, options.force)
+    if options.tree:
+        from allranks.cli.stacks_tree import show_tree
+
+        return show_tree(options.pid, options.for_s, options.role, options.json)
     captures: dict[str, Capture] = {}
     if is_address(args.of_job or ""):
         captures = {"": _from_server(args.of_job)}

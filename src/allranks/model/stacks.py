@@ -59,6 +59,7 @@ class ThreadFacts:
     ticks: int = 0  # user + system clock ticks since the thread began
     kernel_stack: tuple[str, ...] = ()  # function names, innermost first
     mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
+    switches: int = 0  # context switches since the thread began
 
 
 @dataclass(frozen=True)

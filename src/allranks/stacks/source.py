@@ -1,0 +1,145 @@
+"""What the source around a line says: which locks are held there, which lock the line asks for, whether it only polls. Pure.
+
+The interpreter does not record who holds a lock. A thread that stands inside `with self.lock:` holds it.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+
+_LOCKS = ("lock", "mutex", "sem", "cond", "guard")
+
+
+@lru_cache(maxsize=64)
+def _tree(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _around(text: str, line: int) -> list[ast.stmt]:
+    """The statements that a line is in, outermost first."""
+    tree = _tree(text)
+    found: list[ast.stmt] = []
+    body: list[ast.stmt] = list(tree.body) if tree is not None else []
+    while body:
+        inside = next((s for s in body if s.lineno <= line <= (s.end_lineno or s.lineno)), None)
+        if inside is None:
+            break
+        found.append(inside)
+        body = [child for child in ast.walk(inside) if isinstance(child, ast.stmt) and child is not inside]
+        body = [s for s in body if s.lineno <= line <= (s.end_lineno or s.lineno)]
+        body.sort(key=lambda s: (s.lineno, -(s.end_lineno or s.lineno)))
+    return found
+
+
+def _last_function(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Of the statements around a line those of the innermost function."""
+    starts = [i for i, s in enumerate(statements) if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return statements[starts[-1] :] if starts else statements
+
+
+def held_locks(text: str, line: int) -> tuple[str, ...]:
+    """Expressions of the locks that a frame at this line holds: blocks of `with` that it is inside of, and `x.acquire()`
+    without `x.release()` before it in the same function."""
+    around = _last_function(_around(text, line))
+    held: dict[str, None] = {}
+    for one in around:
+        if isinstance(one, ast.With | ast.AsyncWith) and one.body and one.body[0].lineno <= line:
+            held |= dict.fromkeys(ast.unparse(item.context_expr) for item in one.items)
+    if around:
+        calls = [
+            node
+            for node in ast.walk(around[0])
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.lineno < line
+        ]
+        for call in sorted(calls, key=lambda node: node.lineno):
+            assert isinstance(call.func, ast.Attribute)
+            name = ast.unparse(call.func.value)
+            if call.func.attr == "acquire":
+                held[name] = None
+            elif call.func.attr == "release":
+                held.pop(name, None)
+    return tuple(held)
+
+
+def asked_lock(text: str, line: int) -> str:
+    """The lock that a line asks for: of `with LOCK:` or `LOCK.acquire()`; "" when it does neither."""
+    for one in reversed(_around(text, line)):
+        if isinstance(one, ast.With | ast.AsyncWith) and one.body and line < one.body[0].lineno:
+            at = [i for i in one.items if i.context_expr.lineno <= line <= (i.context_expr.end_lineno or line)]
+            names = [ast.unparse(item.context_expr) for item in at or one.items]
+            return next((n for n in names if any(word in n.lower() for word in _LOCKS)), names[0])
+        for node in ast.walk(one):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "acquire":
+                if node.lineno <= line <= (node.end_lineno or node.lineno):
+                    return ast.unparse(node.func.value)
+    return ""
+
+
+def is_poll(text: str, line: int) -> bool:
+    """Whether a line sleeps in a `while` loop that tests a condition or does little else: it waits for a change."""
+    loops = [s for s in _last_function(_around(text, line)) if isinstance(s, ast.While | ast.For | ast.AsyncFor)]
+    return bool(loops) and isinstance(loops[-1], ast.While)
+
+
+def same_lock(one: str, other: str) -> bool:
+    """Whether two expressions may name one lock: `self.lock` and `engine.lock` may, by their last word."""
+    return bool(one) and one.rsplit(".", 1)[-1].split("(")[0] == other.rsplit(".", 1)[-1].split("(")[0]
+
+
+#: What a call waits for -> the calls that end the wait.
+_ENDED_BY = {
+    "wait": ("set", "notify", "notify_all", "wait", "release"),
+    "wait_for": ("notify", "notify_all"),
+    "get": ("put", "put_nowait", "send"),
+    "put": ("get", "get_nowait", "task_done"),
+    "join": ("task_done",),
+    "recv": ("send",),
+    "acquire": ("release",),
+    "result": ("set_result", "set_exception"),
+    "await": ("set_result", "set_exception", "set"),
+}
+
+
+def waited_object(text: str, line: int) -> tuple[str, str]:
+    """(name, method) of what a line waits on: `self.done.wait()` is ("done", "wait"); ("", "") when no such call is there."""
+    for one in reversed(_around(text, line)):
+        for node in ast.walk(one):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if called and node.lineno <= line <= (node.end_lineno or node.lineno):
+                assert isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                if node.func.attr in _ENDED_BY and (name := _last_word(node.func.value)):
+                    return name, node.func.attr
+            if isinstance(node, ast.Await) and node.lineno <= line <= (node.end_lineno or node.lineno):
+                if name := _last_word(node.value):
+                    return name, "await"
+        if not isinstance(one, ast.expr) and one.lineno == line:
+            break
+    return "", ""
+
+
+def find_setters(text: str, name: str, method: str) -> tuple[str, ...]:
+    """The functions of a file that end a wait for an object of this name."""
+    tree, found = _tree(text), {}
+    for function in ast.walk(tree) if tree is not None and name else ():
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    if node.func.attr in _ENDED_BY.get(method, ()) and _last_word(node.func.value) == name:
+                        found[function.name] = None
+    return tuple(found)
+
+
+def _last_word(node: ast.expr) -> str:
+    """`self.done` is done, `request["done"]` too."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Subscript):
+        key = node.slice
+        return str(key.value) if isinstance(key, ast.Constant) and isinstance(key.value, str) else _last_word(node.value)
+    return ""

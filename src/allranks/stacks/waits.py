@@ -1,0 +1,291 @@
+"""What each thread of a process waits for: from its Python frames, its system call, and the source around its line. Pure.
+
+The table of patterns says what a thread does; here it is turned into what it waits *for*, so that the wait can be followed
+into another thread or process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from allranks.model.processes import Link, ThreadLook, Wait
+from allranks.model.stacks import StackFrame
+from allranks.stacks import source
+from allranks.stacks.patterns import StackPattern, frame_matches, match_thread
+from allranks.stacks.views import ProcessView, ThreadView, user_frame
+
+#: Reads a source file of the process; "" when it cannot be read.
+ReadText = Callable[[str], str]
+SHORT_S = 30.0  # a sleep that ends sooner is no hang by itself
+MANY_SWITCHES = 20  # context switches in a look that a thread which only waits does not make
+
+
+@dataclass(frozen=True)
+class ThreadExtra:
+    """What /proc and py-spy say of one thread beyond the stack."""
+
+    fds: tuple[int, ...] = ()  # descriptors that its system call waits on
+    left_s: float | None = None  # until its system call ends by itself
+    futex: str = ""  # address, or the shared file that it lies in
+    shared: str = ""  # the end of a semaphore that processes share
+    owner: int | None = None  # the thread that holds the native mutex
+    child: int | None = None  # the process that it waits for in wait4; 0 any
+    holders: tuple[int, ...] = ()  # processes that hold the file lock it waits for
+    selves: tuple[str, ...] = ()  # address of `self` for each frame
+    switches: int = 0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the threads of one process share."""
+
+    view: ProcessView
+    patterns: Sequence[StackPattern]
+    links: Mapping[int, Link]
+    text: ReadText
+    children: tuple[int, ...] = ()
+    extras: Mapping[int, ThreadExtra] = field(default_factory=dict)
+
+
+#: Frames that serve: below them a request or task is handled, and without user code above them they wait for the next one.
+_SERVES = (
+    *("main_loop@ray/_private/worker.py", "actor_method_executor@ray/_private/function_manager.py"),
+    *("handle_one_request@http/server.py", "process_request_thread@socketserver.py", "serve_forever@socketserver.py"),
+    *("_serve@grpc/_server.py", "_call_behavior@grpc/_server.py", "_worker@concurrent/futures/thread.py"),
+    *("_process_worker@concurrent/futures/process.py", "worker@multiprocessing/pool.py", "run@uvicorn/server.py"),
+    *("_worker_loop@torch/utils/data/_utils/worker.py", "run_busy_loop@vllm/v1/engine/core.py", "serve@asyncio/base_events.py"),
+    *("worker_busy_loop@vllm/v1/executor/multiproc_executor.py", "run_asgi@uvicorn/protocols/", "run@anyio/_backends/_asyncio.py"),
+    *("handle@socketserver.py", "run_sync_in_worker_thread@anyio/", "serve_client@multiprocessing/managers.py"),
+)
+_IDLE = (
+    *("serve_forever@socketserver.py", "accept@socket.py", "accept@multiprocessing/connection.py", "_serve@grpc/_server.py"),
+    *("_run_once@asyncio/base_events.py", "main@multiprocessing/resource_tracker.py", "main@multiprocessing/forkserver.py"),
+    *("_feed@multiprocessing/queues.py", "_serve@multiprocessing/resource_sharer.py", "sigwait@signal.py"),
+    *("_event_loop@grpc/", "_poll@grpc/", "channel_spin@grpc/_channel.py", "consume@grpc/_channel.py"),
+)
+_BODY = ("parse_request@http/server.py", "do_*@*", "finish_request@socketserver.py")
+_RAY = ("get@ray/_private/worker.py", "wait@ray/_private/worker.py", "get_objects@ray/_private/worker.py", "_get@ray/util/", "*@ray/util/queue.py", "get@ray/dag/")
+_HTTP = ("*@urllib/request.py", "*@http/client.py", "*@urllib3/", "*@requests/", "*@httpx/", "*@httpcore/", "*@aiohttp/", "*@grpc/")
+_EVENT = ("wait@threading.py", "wait_for@threading.py", "acquire@threading.py", "result@concurrent/futures/_base.py", "wait@concurrent/futures/_base.py", "result_iterator@concurrent/futures/_base.py", "as_completed@concurrent/futures/_base.py", "wait@asyncio/locks.py", "acquire@asyncio/locks.py", "get@asyncio/queues.py", "put@asyncio/queues.py", "join@asyncio/queues.py")
+_QUEUE = ("get@queue.py", "put@queue.py", "join@queue.py")
+_FUTURE = ("result@concurrent/futures/_base.py", "wait@concurrent/futures/_base.py", "result_iterator@concurrent/futures/_base.py", "as_completed@concurrent/futures/_base.py", "exception@concurrent/futures/_base.py")
+_SHARED = ("get@multiprocessing/queues.py", "put@multiprocessing/queues.py", "join@multiprocessing/queues.py", "acquire@multiprocessing/synchronize.py", "__enter__@multiprocessing/synchronize.py", "wait@multiprocessing/synchronize.py", "wait_for@multiprocessing/synchronize.py")
+
+
+def look_at_threads(around: Surroundings) -> tuple[ThreadLook, ...]:
+    """Every thread that has Python frames, or is the main one."""
+    return tuple(
+        look_at_thread(thread, around)
+        for thread in around.view.threads
+        if thread.tid is not None and (thread.python or thread.main)
+    )
+
+
+def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
+    """One thread with what it waits for."""
+    extra = around.extras.get(thread.tid or 0, ThreadExtra())
+    frames = thread.python
+    wait = _find_wait(thread, extra, around)
+    if not thread.main and user_frame(frames) is None:
+        wait = replace(wait, strong=False)  # a library's own thread
+    holds = tuple(name for frame in frames[:40] for name in _held(frame, around.text))
+    serving = next((i for i, frame in enumerate(frames) if _is(frame, _SERVES)), None)
+    return ThreadLook(
+        tid=thread.tid or 0,
+        name=thread.name,
+        wait=wait,
+        frames=frames,
+        main=thread.main,
+        moved=_moved(thread, extra),
+        busy=bool(thread.busy) and (thread.ticks_moved or 0) > 1,
+        holds=tuple(dict.fromkeys(holds)),
+        handles=serving is not None and user_frame(frames[:serving]) is not None,
+        thread_key=_thread_key(frames, extra),
+        user=user_frame(frames),
+    )
+
+
+def _is(frame: StackFrame, patterns: Sequence[str]) -> bool:
+    return any(frame_matches(one, frame) for one in patterns)
+
+
+def _held(frame: StackFrame, text: ReadText) -> tuple[str, ...]:
+    from allranks.model.stacks import is_user_file
+
+    return source.held_locks(text(frame.file), frame.line) if is_user_file(frame.file) else ()
+
+
+def _moved(thread: ThreadView, extra: ThreadExtra) -> bool:
+    """Whether the thread did something while we looked. A wait that polls wakes up and is no movement."""
+    paths = {tuple((f.file, f.name, f.line) for f in path if f is not None) for path in thread.paths}
+    users = {next(((f.file, f.line) for f in path if user_frame([f])), None) for path in thread.paths}
+    return len(users) > 1 or (len(paths) > 1 and (thread.ticks_moved or 0) > 2)
+
+
+def _thread_key(frames: Sequence[StackFrame], extra: ThreadExtra) -> str:
+    for frame, address in zip(frames, extra.selves, strict=False):
+        if frame.name.endswith("_bootstrap_inner") and address:
+            return address
+    return ""
+
+
+def _self_of(frames: Sequence[StackFrame], extra: ThreadExtra, patterns: Sequence[str]) -> str:
+    """The address of `self` of the outermost frame that matches."""
+    found = [a for f, a in zip(frames, extra.selves, strict=False) if _is(f, patterns) and a]
+    return found[-1] if found else ""
+
+
+def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> Wait:
+    now, frames = thread.now, thread.python
+    if now is not None and now.state in ("T", "t"):
+        return Wait("stopped", "is stopped by a signal or held by a debugger")
+    if _is_idle(thread, around):
+        return Wait("idle", "waits for its next work")
+    match = match_thread(around.patterns, thread, around.view)
+    cause, operation = (match.pattern.cause, match.operation) if match is not None else ("unknown", "")
+    user = user_frame(frames)
+    name, method = source.waited_object(around.text(user.file), user.line) if user is not None else ("", "")
+    for rule in (_by_torch, _by_ray, _by_child, _by_shared, _by_lock, _by_thread, _by_links, _by_rest):
+        wait = rule(thread, extra, around, cause, operation, (name, method))
+        if wait is not None:
+            return wait
+    return Wait("work", "is in code that waits for nobody")
+
+
+Rule = Callable[[ThreadView, ThreadExtra, Surroundings, str, str, tuple[str, str]], Wait | None]
+
+
+def _is_idle(thread: ThreadView, around: Surroundings) -> bool:
+    """Whether a thread only waits for its next request, task or event."""
+    frames = thread.python
+    if not frames:
+        return not thread.main or thread.now is None or thread.now.syscall != "running"
+    top = next((i for i, frame in enumerate(frames) if _is(frame, _SERVES)), None)
+    if top is not None and user_frame(frames[:top]) is None and not thread.busy:
+        return not any(_is(frame, _BODY[:0]) for frame in frames[:top])
+    if _is(frames[0], _IDLE) or any(_is(frame, _IDLE) for frame in frames[:4]):
+        return not thread.busy
+    return thread.now is not None and thread.now.syscall in ("accept", "accept4")
+
+
+def _by_torch(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
+    kinds = {"collective_wait": "collective", "p2p_wait": "collective", "rendezvous_wait": "rendezvous", "store_wait": "store", "cuda_wait": "device", "cuda_kernel": "device", "dataloader_wait": "queue"}
+    if cause == "dataloader_wait":
+        return Wait("child", "waits for a batch of its data loader's workers", pids=around.children, operation=operation)
+    if cause not in kinds:
+        return None
+    if cause == "store_wait" and extra.fds:
+        ends = _ends(extra, around)
+        return Wait("store", "waits for a key of the store", ends=ends, operation=operation)
+    says = {"collective": f"waits in {operation or 'a collective'}", "rendezvous": "waits for its process group to form", "device": "waits for the device"}
+    kind = kinds[cause]
+    return Wait(kind, says.get(kind, "waits for a key of the store"), operation=operation)
+
+
+def _by_ray(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
+    if any(_is(frame, _RAY) for frame in thread.python[:8]) and not any(frame_matches("main_loop@ray/_private/worker.py", f) for f in thread.python[:1]):
+        return Wait("ray", "waits for a task of Ray", operation=waited[1])
+    return None
+
+
+def _by_child(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
+    if extra.child is not None:
+        return Wait("child", "waits for a process that it started", pids=(extra.child,) if extra.child > 0 else around.children)
+    if cause in ("subprocess_wait", "child_process_wait") and around.children and not any(_is(f, _SHARED) for f in thread.python):
+        return Wait("child", "waits for a process that it started", ends=_ends(extra, around), pids=around.children)
+    if extra.holders:
+        return Wait("file_lock", "waits for a lock on a file", pids=extra.holders)
+    return None
+
+
+def _by_shared(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
+    """Queues and locks of multiprocessing: a pipe, or a semaphore in shared memory."""
+    if not any(_is(frame, _SHARED) for frame in thread.python[:4]) and not extra.shared:
+        return None
+    user = user_frame(thread.python)
+    text = around.text(user.file) if user is not None else ""
+    asked = source.asked_lock(text, user.line) if user is not None else ""
+    soft = _is_consumer(thread, around)
+    if pipe := _ends(extra, around):
+        return Wait("pipe", "waits for an item of a queue between processes", ends=pipe, strong=not soft)
+    if any(frame_matches("get@multiprocessing/queues.py", frame) for frame in thread.python[:3]):
+        return Wait("queue", "waits for its turn at a queue between processes", ends=(extra.shared,), lock="_rlock", strong=False)
+    is_put = any(frame_matches("put@multiprocessing/queues.py", frame) for frame in thread.python[:3])
+    says = "puts into a full queue between processes" if is_put else f"waits for {asked or 'a lock'} between processes"
+    return Wait("queue" if is_put else "lock", says, lock=asked, ends=(extra.shared,) if extra.shared else ())
+
+
+def _by_lock(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
+    if extra.owner is not None:
+        return Wait("lock", "waits for a native mutex", key=extra.futex, tids=(extra.owner,))
+    user = user_frame(thread.python)
+    if cause not in ("lock_wait", "lock_deadlock") or user is None:
+        return None
+    lock = source.asked_lock(around.text(user.file), user.line)
+    return Wait("lock", f"waits for the lock {lock}" if lock else "waits for a lock", key=extra.futex, lock=lock)
+
+
+def _by_thread(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
+    """Other threads of the process: join, events, conditions, futures, queues."""
+    frames, (name, method) = thread.python, waited
+    near = frames[:5]
+    if any(_is(f, ("join@threading.py", "_wait_for_tstate_lock@threading.py", "_shutdown@threading.py")) for f in near):
+        return Wait("thread", "waits for a thread to end", key=_self_of(frames[:5], extra, ("join@threading.py", "_wait_for_tstate_lock@threading.py")))
+    if any(_is(f, _FUTURE) for f in near):
+        return Wait("event", "waits for the result of a task that it started", key="future")
+    kind = "queue" if any(_is(f, _QUEUE) for f in near) else "event" if any(_is(f, _EVENT) for f in near) or cause == "thread_wait" else ""
+    if not kind and cause == "queue_wait" and extra.futex:
+        kind = "queue"
+    if not kind:
+        return None
+    user = user_frame(frames)
+    setters = source.find_setters(around.text(user.file), name, method) if user is not None else ()
+    full = method == "put"
+    what = {"queue": "puts into a full queue" if full else "waits for an item of a queue", "event": "waits for an event"}[kind]
+    key = _self_of(frames[:5], extra, (*_QUEUE, *_EVENT)) or extra.futex
+    soft = kind == "queue" and not full and _is_consumer(thread, around)
+    return Wait(kind, f"{what} ({name})" if name else what, key=key, lock=name, setters=setters, strong=not soft, left_s=extra.left_s, operation=method)
+
+
+def _is_consumer(thread: ThreadView, around: Surroundings) -> bool:
+    """Whether it takes its work from a queue, again and again: without work it is idle."""
+    user = user_frame(thread.python)
+    if user is None:
+        return True
+    return not thread.main and source.is_poll(around.text(user.file), user.line)
+
+
+def _ends(extra: ThreadExtra, around: Surroundings) -> tuple[str, ...]:
+    return tuple(around.links[fd].end for fd in extra.fds if fd in around.links)
+
+
+def _by_links(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
+    links = [around.links[fd] for fd in extra.fds if fd in around.links]
+    client = any(_is(frame, _HTTP) for frame in thread.python)
+    what = "the answer to its request" if client else "data"
+    if links and all(one.kind == "listen" for one in links):
+        return Wait("idle", "waits for a connection")
+    if any(one.kind == "pipe" for one in links):
+        return Wait("pipe", "waits for a pipe", ends=tuple(one.end for one in links if one.kind == "pipe"))
+    if links:
+        near = [one for one in links if one.kind != "listen"]
+        return Wait("socket", f"waits for {what} on a connection", ends=tuple(one.end for one in near))
+    if client or cause == "request_wait" or any("/zmq/" in frame.file or frame.file.startswith("zmq/") for frame in thread.python[:6]):
+        return Wait("answer", f"waits for {what}", operation="zmq" if not client else "")
+    return None
+
+
+def _by_rest(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
+    user = user_frame(thread.python)
+    if cause == "sleep":
+        polls = user is not None and source.is_poll(around.text(user.file), user.line)
+        if polls and (extra.left_s is None or extra.left_s <= SHORT_S):
+            return Wait("poll", "looks again and again for something that does not come", left_s=extra.left_s)
+        return Wait("sleep", "sleeps", left_s=extra.left_s)
+    if cause == "stdin_wait":
+        return Wait("stdin", "waits for input")
+    if cause in ("request_wait", "event_loop_idle", "background"):
+        return Wait("idle", "waits for its next work")
+    says = {"native_call": "is inside native code", "busy_python": "runs Python code", "checkpoint_io": "reads or writes a file", "pipe_write_blocked": "writes to a full pipe", "gil_held_native": "holds the interpreter lock in native code", "d_state": "is in an uninterruptible system call", "gil_contention": "waits for the interpreter lock"}
+    return Wait("work", says.get(cause, "is in code that waits for nobody"))
