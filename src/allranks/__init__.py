@@ -17,6 +17,7 @@ _PUBLIC = {
     "FlightRecorderHook": "allranks.record",
     "step": "allranks.record",
     "expect": "allranks.record",
+    "phase": "allranks.record",
     "AllranksError": "allranks.errors",
     "Manager": "allranks.manager.manager",
     "Optimizer": "allranks.manager.optimizer",

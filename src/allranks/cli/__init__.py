@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "lighthouse": ("lighthouse", "track which replicas of a job are alive and train together"),
     "dump": ("dump", "copy black boxes, also of a job that hangs; show or convert dumps"),
     "stacks": ("stacks", "show what every rank is doing now, and what it is stuck on"),
+    "record": ("record", "record every process group of a command, without touching its code"),
     "watch": ("watch", "collect stacks when a job stalls, also one that already runs"),
     "status": ("status", "show the ranks of a job: step, call, who waits for whom"),
     "top": ("status", "show the ranks of a job, live"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 #: Heading -> commands, in the order of `allranks --help`.
 GROUPS: dict[str, tuple[str, ...]] = {
     "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
-    "Keep my job running": ("run", "lighthouse", "watch", "slurm", "drill"),
+    "Keep my job running": ("run", "record", "watch", "lighthouse", "slurm", "drill"),
     "Where does the time go": ("goodput",),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
@@ -44,6 +44,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks run --replicas 4 train_ddp.py                 # needs a Manager",
         "allranks run --replicas 2 --nproc-per-replica 4 train_hsdp.py",
         "allranks run --config job.yaml train.py                # all from one file",
+    ),
+    "record": (
+        "allranks record -- python -m verl.trainer.main_ppo trainer.nnodes=1",
+        'eval "$(allranks record --env)"    # then start the job in this shell',
+        "allranks record -- allranks watch -- python train_grpo.py",
     ),
     "lighthouse": (
         "allranks lighthouse --bind 0.0.0.0:29510 --min-replicas 2",

@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from allranks.record.options import RecorderOptions
     from allranks.record.recorder import Recorder
 
-__all__ = ["FlightRecorderHook", "Recorder", "RecorderOptions", "current", "expect", "record", "step"]
+__all__ = [
+    "FlightRecorderHook",
+    "Recorder",
+    "RecorderOptions",
+    "current",
+    "expect",
+    "phase",
+    "record",
+    "step",
+]
 
 _current: Recorder | None = None
 
@@ -36,7 +45,7 @@ def record(**options: object) -> Recorder:
 
     Never stops a training: a full disk or an unwritable folder is one warning and recording is off; a setting that makes
     no sense is one warning and its default is used.
-    `ALLRANKS_RECORD=0` turns it off.
+    `ALLRANKS_RECORD=0` turns it off; `ALLRANKS_RECORD=auto` (`allranks record`) starts it without a call.
     """
     global _current
     if (
@@ -78,6 +87,13 @@ def step(number: int, label: str | None = None) -> None:
     """The progress mark: training step `number` begins now. Nothing happens when nothing is recorded."""
     if _current is not None:
         _current.step(number, label)
+
+
+def phase(name: str) -> None:
+    """Names what the program does from now on ("rollout", "reward"); "" for nothing. Nothing happens when nothing is
+    recorded."""
+    if _current is not None and os.getpid() == _current.pid:
+        _current.phase(name)
 
 
 @contextlib.contextmanager
