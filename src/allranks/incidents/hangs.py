@@ -27,9 +27,10 @@ from allranks.incidents.policy import (
     decide_action,
     judge,
 )
-from allranks.model.cluster import Gathering
+from allranks.model.cluster import Gathering, Motion
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Action, Incident, Moment
+from allranks.report.story import headline
 from allranks.watch.samples import ProcessId, RankSample, last_good, read_samples
 from allranks.watch.silence import ProgressHistory, Suspicion
 
@@ -90,10 +91,13 @@ class HangInvestigator:
         self.options = self.pipeline.options
 
     @property
-    def undecided(self) -> bool:
-        """Nobody moves, and whether that is a hang is not settled yet. From any thread."""
+    def motion(self) -> tuple[Motion, str]:
+        """What the ranks of the job do, and the sentence for it. From any thread."""
         case = self.standstill
-        return case is not None and not case.answered and not case.lead
+        if case is None:
+            return "moving", ""
+        incident = case.opened.current
+        return ("hung", headline(incident)) if case.hung else ("stalled", incident.reason)
 
     def suspect(self, now_s: float, samples: list[RankSample]) -> tuple[Suspicion | None, Examine | None]:
         """What looks wrong, and the examination that it asks for now; quick."""

@@ -22,7 +22,7 @@ from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
-from allranks.model.cluster import LOOKING
+from allranks.model.cluster import write_health
 from allranks.model.incident import Incident
 from allranks.watch.exits import ExitWatcher
 from allranks.watch.samples import ProcessId, RankSample, read_samples
@@ -41,8 +41,8 @@ class Watch:
 
     options: WatchOptions
     actor: Actor | None = None
-    #: highest step, calls finished by all ranks of this node, who waits for whom
-    on_look: Callable[[int, int, str], None] = lambda step, calls, waits: None
+    #: highest step, calls finished by all ranks of this node, their health (model/cluster.py, write_health)
+    on_look: Callable[[int, int, str], None] = lambda step, calls, health: None
     pipeline: IncidentPipeline = field(init=False)
     history: ProgressHistory = field(init=False)
     deaths: DeathIncidents = field(init=False)
@@ -132,10 +132,9 @@ class Watch:
         self._exits.hold(s.pid for s in running)
         if running:
             calls = sum(s.calls_completed for s in ours)
-            waits = self._waiting.read(running)
-            if self.hangs.undecided:
-                waits = f"{LOOKING}: {waits}" if waits else LOOKING
-            self.on_look(max(s.step for s in running), calls, waits)
+            motion, reason = self.hangs.motion
+            health = write_health(motion, self._waiting.read(running) or reason)
+            self.on_look(max(s.step for s in running), calls, health)
         return bool(running) and all(self._asked_to_end.covers(s) for s in ours or running)
 
     def _examine(self, work: Callable[[], None]) -> None:

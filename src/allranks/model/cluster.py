@@ -9,7 +9,7 @@ replica inside the current *quorum*; a *session* is one incarnation of a replica
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
 PROTOCOL_VERSION = 2
@@ -178,6 +178,13 @@ class CollectEvidence:
 
 
 @dataclass(frozen=True)
+class RestartWanted:
+    """Agents of a whole job should end their ranks: somebody asked for it on the page. The launcher starts them again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Gathering:
     """Who gathers the evidence of an incident, and which agents were asked for their part."""
 
@@ -211,6 +218,7 @@ Notice = (
     | Evicted
     | LetIn
     | CollectEvidence
+    | RestartWanted
     | LeaderMoved
     | ConnectionLost
 )
@@ -229,14 +237,31 @@ class PublishedIncident:
     at: float = 0.0  # when it was opened, Unix time
     kind: str = ""  # hang, death, partition, slow, request
     outcome: str = ""  # what was done and how it ended; "" while open
+    decided: str = ""  # what the policy decided where nothing was done
+    ranks: tuple[int, ...] = ()  # the guilty ones
+    took_s: float = 0.0  # from the first sign to the recovery, or until now
     closed: bool = False
     story: str = ""  # its page as HTML when it is published; where the lighthouse serves it when it is shown
     evidence: str = ""  # the same for the stacks and last calls of its ranks, as JSON
 
 
 SCHEMA = 1
-LOOKING = "looking into it"  # how the health that an agent reports begins while it suspects a hang
+#: What an agent sees its ranks do. Stalled: none has moved for longer than usual. Hung: they will not move by themselves.
+Motion = Literal["moving", "stalled", "hung"]
+MOTIONS: tuple[Motion, ...] = ("moving", "stalled", "hung")  # the better first
 AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
+
+
+def write_health(motion: Motion, sentence: str) -> str:
+    """What an agent reports with its heartbeats: "stalled: rank 0 waits for rank 1"."""
+    return sentence if motion == "moving" else f"{motion}: {sentence}"
+
+
+def read_health(text: str) -> tuple[Motion, str]:
+    """The motion and the sentence of a reported health."""
+    word, colon, sentence = text.partition(": ")
+    motion = next((one for one in MOTIONS[1:] if colon and one == word), "moving")
+    return motion, text if motion == "moving" else sentence
 
 
 @dataclass(frozen=True)
@@ -247,6 +272,51 @@ class Presence:
     node: str
     ranks: tuple[int, ...] = ()  # global ranks that run there
     lighthouse: bool = False  # its process holds the lighthouse, which goes with it
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """One GPU of a node, from nvidia-smi."""
+
+    index: int
+    busy: int = -1  # percent of the time that a kernel ran
+    used_mb: int = -1
+    total_mb: int = -1
+    celsius: int = -1
+    watts: int = -1
+    pids: tuple[int, ...] = ()  # of processes that use it, where that can be told
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What an agent sees of its node, about once a second. Columns have one entry per rank."""
+
+    agent: str = ""
+    node: str = ""
+    ranks: tuple[int, ...] = ()
+    pids: tuple[int, ...] = ()
+    doing: str = ""  # one letter of DOING for each
+    steps: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()  # finished
+    step_s: tuple[float, ...] = ()  # seconds per step since the last report; 0: none was made
+    memory_mb: tuple[int, ...] = ()  # resident
+    places: tuple[str, ...] = ()  # the call that it is in, "" when in none or not read
+    loss: tuple[float, ...] = ()  # the newest that the script has given, if it does
+    gpus: tuple[GpuReport, ...] = ()
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # process groups of these ranks: members
+    token_file: str = ""  # where the job token is, on this node
+
+
+#: What a rank does, as one letter.
+DOING = {
+    "c": "computes",
+    "w": "waits in a call",
+    "s": "sleeps",
+    "h": "heals",
+    "e": "exited",
+    "d": "died",
+    ".": "nothing is known",
+}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
     missing = () if verdict is None else verdict.missing_evidence
     yield pages.render(
         "diagnose.html",
-        script="timeline.js",
+        scripts=("timeline.js",),
         title=clean(f"{STATUS[diagnosis.status]}: {headline_text(diagnosis)}")[:160],
         kind="Diagnosis",
         level=LEVELS[diagnosis.status],

@@ -66,6 +66,13 @@ def headline(incident: Incident) -> str:
     return pages.upper(sentence or incident.reason)
 
 
+def lasted(incident: Incident, now: float) -> float:
+    """Seconds from the first sign of trouble to its end, or until now."""
+    begin = min((moment.at for moment in incident.timeline), default=incident.opened)
+    ends = [moment.at for moment in incident.timeline if moment.name in _ENDS]
+    return max(0.0, max(ends, default=incident.closed or now) - begin)
+
+
 def _status(incident: Incident) -> tuple[str, str]:
     if incident.kind == "slow":
         return "Slow, not hung", "warn"

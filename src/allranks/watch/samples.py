@@ -46,6 +46,7 @@ class RankSample:
     attempt: int = 0
     step_ns: int = 0  # of the last step mark
     joined: bool = False  # it has begun to make a process group
+    loss: float = 0.0  # that the script gave with the last step mark; 0: none
 
     @property
     def takes_part(self) -> bool:
@@ -104,6 +105,7 @@ def read_sample(path: str | Path) -> RankSample | None:
         attempt=head.attempt,
         step_ns=head.step_ns,
         joined=head.inside > 0 or head.setups > 0,
+        loss=head.loss,
     )
 
 
