@@ -265,7 +265,7 @@ def test_a_death_is_told_while_a_standstill_is_examined(
             process.communicate()
     death, standstill = sorted(read_incidents(tmp_path / "incidents"), key=lambda story: story["kind"])
     assert (death["kind"], death["verdict"]["ranks"]) == ("death", [1])
-    assert standstill["kind"] == "slow"
+    assert standstill["kind"] == "stall"
     assert "rank 1 ended while it was inspected" in standstill["timeline"][-1]["text"]
 
 

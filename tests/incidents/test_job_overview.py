@@ -39,7 +39,7 @@ VIEW = JobView(
     "job", "/x", 0.0,
     (row(0, "all_reduce #8 of dp", (1,)), row(1, "computes"), row(2, "all_reduce #8 of dp", (1,)), row(3, "died", alive=False)),
     incidents=("20260101-030000-hang (hang, open): rank 1 never entered all_reduce #8 of group dp; it is at train.py:7 in load_batch (sleep)",),
-    hung=True,
+    motion="hung",
 )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_the_rank_that_others_wait_for_stands_out() -> None:
     assert lines[3].startswith("\x1b[31m") and "computes  <- 2 ranks wait for it" in lines[3]
     assert lines[5].startswith("\x1b[31m") and "died" in lines[5]
     calm = list(
-        render(replace(VIEW, hung=False), colour=True)
+        render(replace(VIEW, motion="moving"), colour=True)
     )  # a long wait that the agent knows to be usual
     assert "<- 2 ranks wait for it" in calm[3] and "\x1b" not in calm[3]
 
@@ -86,7 +86,7 @@ def test_a_large_job_is_summed_up_and_what_is_odd_is_listed() -> None:
     """`status` of 1,024 ranks printed 1,026 lines."""
     rows = [row(rank, "all_reduce #8 of dp", (11,)) for rank in range(1024)]
     rows[11], rows[700] = row(11, "sleeps"), row(700, "died", alive=False)
-    lines = list(render(JobView("job", "/x", 0.0, tuple(rows), hung=True)))
+    lines = list(render(JobView("job", "/x", 0.0, tuple(rows), motion="hung")))
     assert lines[1] == "1,022 ranks (0-10, 12-699, 701-1023): all_reduce #8 of dp, wait for rank 11"
     assert "sleeps  <- 1022 ranks wait for it" in lines[2] and "died" in lines[3] and len(lines) == 4
     apart = [row(rank, f"all_reduce #8 of dp_{rank // 8}") for rank in range(1024)]
@@ -97,9 +97,9 @@ def test_a_large_job_is_summed_up_and_what_is_odd_is_listed() -> None:
 def test_the_line_of_the_lighthouse_does_not_say_training_beside_an_open_hang() -> None:
     """`status` printed "Training: step 5" and, below, "incident … (hang, open)"."""
     hang: dict[str, object] = {"kind": "hang", "job": "job"}
-    assert _correct("Training: step 5, 1 node", [hang], VIEW.rows) == (
-        "Stalled: no progress for 3 s; looking into it"
-    )
+    assert _correct("Training: step 5, 1 node", [hang], VIEW.rows) == ("Hung: no progress for 3 s")
+    stall = {**hang, "kind": "stall"}
+    assert _correct("Training: step 5, 1 node", [stall], VIEW.rows) == "Stalled: no progress for 3 s"
     for incidents, rows in (
         ([], VIEW.rows),
         ([{**hang, "closed": 5.0}], VIEW.rows),

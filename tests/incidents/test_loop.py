@@ -21,6 +21,7 @@ from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.policy import Mode, PolicyOptions
 from allranks.incidents.publish import IncidentUploader
 from allranks.launch.node_agent import NodeAgent
+from allranks.model.cluster import read_health
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.incident import Action, Incident
 from allranks.model.stacks import ChildState, RankState, StacksReport
@@ -112,20 +113,19 @@ def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
     assert (tmp_path / "incidents" / story["id"] / "story.html").exists()
 
 
-def test_from_the_first_suspicion_on_the_lighthouse_hears_that_it_is_looked_into(
+def test_from_the_first_suspicion_on_the_lighthouse_is_notified_of_a_stall_then_of_the_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page stayed green until the verdict was there."""
     answer_with(monkeypatch, VERDICT)
     watch = trained(tmp_path, Hand(), policy=PolicyOptions(enabled=False))
     said: list[str] = []
-    watch.on_look = lambda step, calls, waits: said.append(waits)
+    watch.on_look = lambda step, calls, health: said.append(read_health(health)[0])
     for now in (3.1, 8.1, 8.2, 10.7, 10.8):
         look(watch, now)
     (incident,) = read_incidents(tmp_path / "incidents")
     assert incident["verdict"]["sentence"] == "rank 1 is stuck"
-    looking = [words.startswith("looking into it") for words in said]
-    assert looking == [False, False, True, True, False]
+    assert said == ["moving", "moving", "stalled", "stalled", "hung"]
 
 
 def test_a_job_without_step_marks_has_no_last_good_step_minus_one(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_suspicion_that_one_look_did_not_settle_is_no_hang_when_the_job_ends(
     look(watch, 8.1)
     watch.close()
     (story,) = read_incidents(tmp_path / "incidents")
-    assert story["kind"] == "slow"
+    assert story["kind"] == "stall"
 
 
 def test_when_all_ranks_die_at_once_their_next_lives_end_the_incident(tmp_path: Path) -> None:

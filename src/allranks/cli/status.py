@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from allranks.cli.terminal import full_screen, key_within, use_color
-from allranks.model.cluster import JobView, RankRow
+from allranks.model.cluster import JobView, Motion, RankRow
 from allranks.model.formatting import count, rank_list, ranks_text
 from allranks.model.parsing import printable
 
@@ -117,7 +117,7 @@ def render(
     room = max(5, height - 6 - len(said[1:]) - len(told))
     if len(rows) > room or by_silence:
         rows = sorted(rows, key=lambda row: (row.alive, -(row.silent_s or 0.0)))[:room]
-    yield from (_line(row, waiters[row.rank], colour, width, view.hung) for row in rows)
+    yield from (_line(row, waiters[row.rank], colour, width, view.motion) for row in rows)
     if len(rows) < len(view.rows):
         yield f"      … and {len(view.rows) - len(rows)} more"
     yield from told
@@ -137,7 +137,7 @@ def _summary(view: JobView, waiters: Counter[int], colour: bool) -> Iterator[str
         yield printable(f"{count(len(rows), 'rank')} ({ranks.partition(' ')[2]}): {doing}{tail}", 1000)
     if len(groups) > MANY_LINES:
         yield f"… and {sum(len(rows) for _, rows in groups[MANY_LINES:]):,} more that do other things"
-    yield from (_line(row, waiters[row.rank], colour, UNLIMITED, view.hung) for row in odd[:MANY_LINES])
+    yield from (_line(row, waiters[row.rank], colour, UNLIMITED, view.motion) for row in odd[:MANY_LINES])
     if len(odd) > MANY_LINES:
         yield f"… and {len(odd) - MANY_LINES:,} more that died or that others wait for"
 
@@ -150,8 +150,11 @@ def _headline(view: JobView) -> str:
     return f"{view.job}: {len(alive)} of {len(view.rows)} ranks run, step {step if step >= 0 else '-'}{speed}"
 
 
-def _line(row: RankRow, waiters: int, colour: bool, width: int, hung: bool) -> str:
-    """One rank; one that others wait for stands out when the agent has opened an incident."""
+_COLOURS: dict[Motion, str] = {"moving": "", "stalled": "33", "hung": "31"}
+
+
+def _line(row: RankRow, waiters: int, colour: bool, width: int, motion: Motion) -> str:
+    """One rank; one that others wait for is amber while the job is stalled, and red when it is hung."""
     held = row.alive and waiters > 0
     silent = f"{row.silent_s:.1f} s" if row.silent_s is not None and row.alive else "-"
     step = str(row.step) if row.step >= 0 else "-"
@@ -160,7 +163,7 @@ def _line(row: RankRow, waiters: int, colour: bool, width: int, hung: bool) -> s
         text = f"{row.rank:>5} {row.pid:>8} {step:>8} {row.calls_completed:>9} {silent:>8}  {tail}"
     else:
         text = f"{row.rank:>5} {step:>7} {silent:>8}  {tail}"
-    code = "31" if row.doing == "died" or (held and hung) else "" if row.alive else "2"
+    code = "31" if row.doing == "died" else _COLOURS[motion] if held else "" if row.alive else "2"
     return f"\x1b[{code}m{_cut(text, width)}\x1b[0m" if colour and code else _cut(text, width)
 
 

@@ -236,7 +236,7 @@ class HangInvestigator:
             return None
         if case.opened.current.opened < time.time() - suspicion.quiet_s:
             return None  # the suspects have moved since
-        case.opened.update(Moment("left behind", time.time(), suspicion.reason), kind="hang", closed=None)
+        case.opened.update(Moment("left behind", time.time(), suspicion.reason), closed=None)
         return case.opened
 
     def _of_one_replica(self, suspicion: Suspicion | None, samples: list[RankSample]) -> list[RankSample]:
@@ -252,7 +252,7 @@ class HangInvestigator:
         since = now - suspicion.quiet_s
         if self._noticed is not None and self._noticed[0] == suspicion.since_s:
             now = self._noticed[1]
-        opened = self.pipeline.open("hang", suspicion.reason, samples, step=step)
+        opened = self.pipeline.open("stall", suspicion.reason, samples, step=step)
         overdue = f"silent for more than {suspicion.limit_s:.1f} s"
         opened.update(
             Moment("last good step", since, last_good(step, samples)),
@@ -324,7 +324,7 @@ class HangInvestigator:
         before = opened.current.action if case.answered else None
         if before is not None and (before.kind, before.ranks) == (action.kind, action.ranks):
             return True  # nothing new
-        opened.update(Moment("verdict", time.time(), verdict.sentence), action=action)
+        opened.update(Moment("verdict", time.time(), verdict.sentence), kind="hang", action=action)
         self.pipeline.publisher.log(opened)
         self.pipeline.publisher.publish(opened)  # the story so far is safe before anything is killed
         self._act(opened, action, samples)
@@ -366,7 +366,7 @@ class HangInvestigator:
 
     def _close(self, case: HangCase, reason: str) -> None:
         opened = case.opened
-        opened.update(Moment("back to speed", time.time(), reason), kind="slow", closed=time.time())
+        opened.update(Moment("ended", time.time(), reason), closed=time.time())
         self.pipeline.publisher.write_page(opened)
 
 

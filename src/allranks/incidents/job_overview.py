@@ -21,7 +21,7 @@ from allranks.diagnose.phrasing import ranks_text, ranks_wait
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
-from allranks.model.cluster import LOOKING, JobView, RankRow
+from allranks.model.cluster import JobView, Motion, RankRow
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.watch.samples import RankSample, read_sample, read_samples, sleeps
@@ -146,7 +146,7 @@ class Overview:
         return JobView(
             job=job, folder=str(self.folder), at=now, rows=rows,
             lighthouse=lighthouse, quorum=_correct(_quorum(lighthouse), mine, rows),
-            incidents=tuple(_incident_line(i) for i in mine)[-8:], hung=_is_hung(mine),
+            incidents=tuple(_incident_line(i) for i in mine)[-8:], motion=find_motion(mine),
         )  # fmt: skip
 
     def _row(
@@ -213,15 +213,18 @@ def _incident_line(incident: Story) -> str:
     return f"{incident.get('id')} ({incident.get('kind')}, {state}): {text}"
 
 
-def _is_hung(incidents: Iterable[Story]) -> bool:
-    return any(i.get("kind") == "hang" and not i.get("closed") for i in incidents)
+def find_motion(incidents: Iterable[Story]) -> Motion:
+    """What the open incidents say of a job."""
+    open_ = {incident.get("kind") for incident in incidents if not incident.get("closed")}
+    return "hung" if "hang" in open_ else "stalled" if "stall" in open_ else "moving"
 
 
 def _correct(said: str, incidents: Iterable[Story], rows: Iterable[RankRow]) -> str:
-    """The lighthouse learns of a hang a little later than its folder is there: until then it says that all is well."""
+    """The lighthouse learns of a stall a little later than its folder is there: until then it says that all is well."""
+    motion = find_motion(incidents)
     silent = min((row.silent_s for row in rows if row.alive and row.silent_s is not None), default=0.0)
-    if _is_hung(incidents) and silent >= SILENT_S and said.startswith(("Training:", "Running:")):
-        return f"Stalled: no progress for {silent:.0f} s; {LOOKING}"
+    if motion != "moving" and silent >= SILENT_S and said.startswith(("Training:", "Running:")):
+        return f"{motion.capitalize()}: no progress for {silent:.0f} s"
     return said
 
 

@@ -235,7 +235,7 @@ class PublishedIncident:
     path: str = ""  # where the evidence lies, on the node that found it
     cause: str = ""
     at: float = 0.0  # when it was opened, Unix time
-    kind: str = ""  # hang, death, partition, slow, request
+    kind: str = ""  # stall, hang, death, partition, request
     outcome: str = ""  # what was done and how it ended; "" while open
     decided: str = ""  # what the policy decided where nothing was done
     ranks: tuple[int, ...] = ()  # the guilty ones
@@ -353,7 +353,7 @@ class JobView:
     lighthouse: str = ""
     quorum: str = ""  # the lighthouse's own sentence
     incidents: tuple[str, ...] = ()  # one line each, newest last
-    hung: bool = False  # an incident of a hang is open
+    motion: Motion = "moving"  # as the open incidents say
 
     @property
     def running(self) -> bool:

@@ -18,9 +18,9 @@ from allranks.model.trace import Flag, RankTrace, State
 from allranks.pages import StackCard, frame_lines, stack_card, without_stale
 from allranks.report.text import clean
 
-_GOOD = frozenset({"last good step", "recovered", "healed", "back to speed"})
+_GOOD = frozenset({"last good step", "recovered", "healed", "ended"})
 _BAD = frozenset({"fault", "overdue", "died"})
-_ENDS = frozenset({"recovered", "healed", "back to speed"})
+_ENDS = frozenset({"recovered", "healed", "ended"})
 
 
 def render_story(
@@ -61,7 +61,10 @@ def render_story(
 
 
 def headline(incident: Incident) -> str:
-    """The story in one sentence."""
+    """The story in one sentence; a stall is told by how it ended, or by why it was noticed."""
+    if incident.kind == "stall":
+        ended = [moment.text for moment in incident.timeline if moment.name == "ended"]
+        return pages.upper(ended[-1] if ended else incident.reason)
     sentence = incident.verdict.sentence if incident.verdict is not None else ""
     return pages.upper(sentence or incident.reason)
 
@@ -74,8 +77,8 @@ def lasted(incident: Incident, now: float) -> float:
 
 
 def _status(incident: Incident) -> tuple[str, str]:
-    if incident.kind == "slow":
-        return "Slow, not hung", "warn"
+    if incident.kind == "stall":
+        return ("Stalled", "warn") if incident.closed is None else ("Stall that ended", "warn")
     if incident.closed is not None:
         return "Recovered", "good"
     return incident.kind.capitalize(), "bad"
