@@ -150,7 +150,9 @@ def _run(
     environment = JobEnvironment(name, token, lighthouse, folder, snapshots, options.record)
     incidents = _incidents(options.incidents, folder)
     log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
-    facts = {"job": name, "lighthouse": lighthouse, "incidents": str(incidents.absolute())}
+    facts = {
+        "job": name, "lighthouse": lighthouse, "incidents": str(incidents.absolute()), "logs": str(Path(log_dir).absolute()),
+    }  # fmt: skip
     write_job(folder, {**facts, "pid": os.getpid()})
     _say(f"job {name}: black boxes in {folder}, logs in {log_dir}, job token in {folder / TOKEN_FILE}")
     if lighthouse and not options.lighthouse and may_have_several_nodes(torchrun):

@@ -4,7 +4,7 @@
   const names = new Intl.Collator("en", { numeric: true }), digits = new Intl.NumberFormat("en");
   const WORDS = { asking: "waiting for a quorum", unreachable: "cannot be reached", cooling: "in back-off", expected: "expected back" };
   const TROUBLE = ["lost", "evicted", "cooling", "unreachable", "expected"];
-  let view = null, layout = -1, laid = 0, token = "", wanted = null, seen = "";
+  let view = null, layout = -1, laid = -1e9, token = "", wanted = null, seen = "";
   const opened = new Set(), shut = new Set(), fetched = new Map();
   function text(node, value) { if (node.textContent !== value) node.textContent = value; return node; }
   function make(tag, value, name) { const node = document.createElement(tag); if (value) node.textContent = value; if (name) node.className = name; return node; }
@@ -108,7 +108,7 @@
   }
   function entry(one) {
     const box = make("details", "", "small panel" + (one.guilty ? " guilty" : ""));
-    box.append(make("summary", one.title + (one.cause ? ": " + one.cause : "") + (one.where ? " at " + one.where : "")), ...parts(one));
+    box.append(make("summary", one.title + (one.cause ? ": " + one.cause : "") + (one.where ? " at " + one.where : "")), ...parts({ ...one, calls: (one.calls || []).slice(-5) }));
     box.open = one.guilty;
     return box;
   }

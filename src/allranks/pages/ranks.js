@@ -27,10 +27,10 @@ const Ranks = (function () {
     }
     return [["", [...cells].map((_, r) => r)]];
   }
-  function side(count) { return count <= 32 ? 24 : count <= 600 ? 16 : count <= 2000 ? 11 : count <= 20000 ? 5 : 3; }
+  function side(count, width) { return Math.max(3, Math.min(26, Math.floor(Math.sqrt(width * 460 / Math.max(1, count))) - 3)); }
   function draw() {
     const count = cells.length, list = blocks(), width = canvas.parentElement.clientWidth, dpr = devicePixelRatio || 1;
-    size = side(count);
+    size = side(count, width);
     const labels = list.length > 1 && list.length <= 24 && size >= 11, gap = size > 5 ? 2 : size > 3 ? 1 : 0, pitch = size + gap, room = Math.max(1, Math.floor((width - 2) / pitch));
     places = new Array(count);
     let x = 0, y = 0;
