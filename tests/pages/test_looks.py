@@ -100,6 +100,10 @@ def test_the_page_of_a_job_is_as_good_at_every_width(
     if state == "hung":
         assert "it is at gallery.py:40 in load_batch (sleep). Not restarted" in line.inner_text()
         visit.page.locator(".evidence .source .hit").first.wait_for()
+        frame = visit.page.frame_locator("iframe.timeline")
+        visit.page.locator("iframe.timeline").scroll_into_view_if_needed()
+        frame.locator("#legend i").first.wait_for()
+        assert not frame.locator("header").is_visible()
     assert level == {"hung": "now bad", "looking": "now warn"}.get(state, "now good")
     shown = visit.page.evaluate("Charts.shown().map((p) => p.title)")
     assert shown == ["Step time", "Steps per second", "Loss", "Alive"]
@@ -119,6 +123,7 @@ def test_the_page_of_replicas_names_those_that_are_not_well(browser: Any, lighth
     visit.page.locator("#sentence", has_text="63 of 64 replicas, replica-1 lost").wait_for()
     assert visit.page.inner_text("#who") == "Replicas: 63 member, 1 lost"
     assert "replica-1: lost since" in visit.page.inner_text("#odd")
+    visit.page.click("#who")
     visit.page.locator("#rows tr").nth(63).wait_for()
     listed = visit.page.locator("#rows tr td:first-child").all_inner_texts()
     assert listed[:4] == ["replica-1", "replica-0", "replica-2", "replica-3"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from allranks.blackbox.files import job_folders
 from allranks.lighthouse.history import NONE, Sample, read_jobs, row_of
-from allranks.lighthouse.snapshot import make_scene, standing_of
+from allranks.lighthouse.snapshot import make_scene, natural, standing_of
 from allranks.lighthouse.status import TrainingStatus
 from allranks.model.cluster import AGENT, PublishedIncident
 
@@ -116,7 +116,8 @@ def _replicas(service: Service) -> tuple[dict[str, int], list[dict[str, object]]
     gone = service.training.departed
     for name, one in gone.items():
         standing.setdefault(name, one.kind)
-    names = [name for name in standing if not name.startswith(AGENT) and standing[name] != "observer"]
+    own = (name for name in standing if not name.startswith(AGENT) and standing[name] != "observer")
+    names = sorted(own, key=natural) if gone else list(own)
     odd: list[dict[str, object]] = []
     for name in names:
         if standing[name] not in _WELL and len(odd) < MAX_ODD:

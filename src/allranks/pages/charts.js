@@ -38,7 +38,7 @@ const Charts = (function () {
       values.textContent = at + panel.series.map(([key, words], k) => `${words} ${format(panel, u.data[k + 1][i])}`).join(panel.steps ? " " : " · ");
     };
     const u = new uPlot({
-      width: Math.max(200, holder.clientWidth), height: last ? 120 : 100, legend: { show: false }, padding: [8, 10, last ? 0 : 8, 0],
+      width: Math.max(200, holder.clientWidth), height: last ? 120 : 100, legend: { show: false }, padding: [8, 28, last ? 0 : 8, 0],
       cursor: { sync: { key: "history" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
       scales: { x: { time: true, range: () => range() }, y: { range: (_, low, high) => panel.free ? (low === null ? [0, 1] : low === high ? [low - 1, high + 1] : [low, high]) : [0, high > 0 ? high * 1.08 : 1] } },
       axes: [{ ...axis, size: last ? 28 : 0, values: last ? (_, ticks) => ticks.map((t) => new Date(t * 1000).toLocaleTimeString("en-GB", range()[1] - range()[0] > 900 ? { hour: "2-digit", minute: "2-digit" } : {})) : () => [], space: 80 },

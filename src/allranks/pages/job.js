@@ -10,7 +10,6 @@
   function make(tag, value, name) { const node = document.createElement(tag); if (value) node.textContent = value; if (name) node.className = name; return node; }
   function age(s) { return s < 10 ? s.toFixed(1) + " s" : s < 120 ? Math.round(s) + " s" : s < 7200 ? Math.floor(s / 60) + " min " + Math.round(s % 60) + " s" : Math.floor(s / 3600) + " h " + Math.round(s % 3600 / 60) + " min"; }
   function clock(at) { return new Date(at * 1000).toLocaleTimeString("en-GB"); }
-  function speed(v, word) { return v >= 99.95 ? digits.format(Math.round(v)) + ` ${word}s/s` : v >= 1 ? v.toFixed(1) + ` ${word}s/s` : v > 0 ? (1 / v).toFixed(1) + ` s per ${word}` : ""; }
   function count(n, word) { return `${digits.format(n)} ${word}${n === 1 ? "" : "s"}`; }
   async function read(path) { const answer = await fetch(path), found = await answer.json(); if (!answer.ok) throw found.error; return found; }
 
@@ -35,11 +34,7 @@
   function numbers(v) {
     const n = v.numbers, open = v.incidents.filter((i) => !i.closed && i.kind !== "request").length;
     const s = v.sample, facts = [];
-    if (n.step >= 0) facts.push(`step ${digits.format(n.step)}`);
-    if (n.steps_per_s) facts.push(speed(n.steps_per_s, "step"));
-    if (n.step < 0 && n.calls_per_s) facts.push(speed(n.calls_per_s, "call"));
     if (s.loss !== null && s.loss !== undefined) facts.push(`loss ${+s.loss.toPrecision(4)}`);
-    if (n.replicas) facts.push(`${digits.format(n.members)} of ${count(n.replicas, "replica")}`);
     if (v.cell === "rank" && n.ranks) facts.push(`${count(n.ranks, "rank")}${n.nodes ? " on " + count(n.nodes, "node") : ""}`);
     facts.push(v.incidents.length ? `${count(v.incidents.length, "incident")}${open ? `, ${open} open` : ""}` : "no incident", `up ${age(n.up_s)}`);
     text($("numbers"), facts.join(" · "));
@@ -59,10 +54,12 @@
     const mean = (list, pick) => { const known = list.map(pick).filter((x) => x >= 0); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : -1; };
     const line = (name, list) => {
       const busy = mean(list, (g) => g.busy), hot = Math.max(...list.map((g) => g.celsius)), used = mean(list, (g) => g.used_mb), total = mean(list, (g) => g.total_mb), watts = list.reduce((a, g) => a + Math.max(0, g.watts), 0);
-      const facts = [count(list.length, "GPU"), busy >= 0 && `${busy.toFixed(0)} % busy`, used >= 0 && `${(used / 1000).toFixed(0)} of ${(total / 1000).toFixed(0)} GB`, hot >= 0 && `${hot} °C`, watts && `${watts} W`];
+      const facts = [count(list.length, "GPU"), busy >= 0 && `${busy.toFixed(0)} % busy`, used >= 0 && `${(used / 1000).toFixed(0)} of ${(total / 1000).toFixed(0)} GB`, hot >= 0 && `${hot} °C`, watts && (watts >= 10000 ? `${digits.format(Math.round(watts / 1000))} kW` : `${digits.format(watts)} W`)];
       return make("p", `${name}: ${facts.filter(Boolean).join(", ")}`, "soft");
     };
-    box.replaceChildren(make("h3", "GPUs"), ...(rows.length > 1 ? [line("all nodes", rows.flatMap((n) => n.gpus))] : []), ...rows.slice(0, 16).map((n) => line(n.node, n.gpus)));
+    const each = make("details", "", "small");
+    each.append(make("summary", `${count(rows.length, "node")}`), ...rows.slice(0, 500).map((n) => line(n.node, n.gpus)));
+    box.replaceChildren(make("h3", "GPUs"), ...(rows.length > 1 ? [line("all nodes", rows.flatMap((n) => n.gpus)), each] : rows.map((n) => line(n.node, n.gpus))));
   }
 
   // ---- incidents: one line each; open ones are unfolded, with stacks
@@ -159,7 +156,6 @@
     if ($("odd").dataset.key !== key) {
       $("odd").dataset.key = key;
       $("odd").replaceChildren(...v.odd.map((r) => make("p", `${r.replica}: ${WORDS[r.state] || r.state}${r.at ? " since " + clock(r.at) : ""}${r.why ? ", " + r.why : ""}`)));
-      if (v.odd.length && !part.dataset.touched) part.open = true;
     }
   }
   let rows = [];
@@ -227,7 +223,7 @@
   addEventListener("keydown", (event) => { if (event.key === "Escape") $("drawer").hidden = true; });
   $("which").addEventListener("change", (event) => { if (/^\d+$/.test(event.target.value)) pick(Number(event.target.value)); });
   $("filter").addEventListener("input", draw);
-  $("replica-part").addEventListener("toggle", () => { $("replica-part").dataset.touched = "yes"; if ($("replica-part").open) table(); });
+  $("replica-part").addEventListener("toggle", () => { if ($("replica-part").open) table(); });
   $("unzoom").addEventListener("click", () => Charts.unzoom());
   $("ranges").addEventListener("click", (event) => {
     const button = event.target.closest("button[data-span]");

@@ -53,7 +53,12 @@ const Ranks = (function () {
     for (const [name, at] of heads) g.fillText(name, 0, at, width);
     for (const letter of Object.keys(tones)) {
       g.fillStyle = tones[letter];
-      for (let r = 0; r < count; r++) if ((guilty.has(r) ? "g" : cells[r]) === letter && places[r]) g.fillRect(places[r][0], places[r][1], size, size);
+      for (let r = 0; r < count; r++) if (cells[r] === letter && places[r]) g.fillRect(places[r][0], places[r][1], size, size);
+    }
+    const out = size < 10 ? 4 : 0;  // among thousands it must still be seen
+    for (const r of guilty) if (places[r]) {
+      g.fillStyle = css("--back"); g.fillRect(places[r][0] - out - 2, places[r][1] - out - 2, size + 2 * out + 4, size + 2 * out + 4);
+      g.fillStyle = tones.g; g.fillRect(places[r][0] - out, places[r][1] - out, size + 2 * out, size + 2 * out);
     }
     legend();
   }
