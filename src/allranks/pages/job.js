@@ -192,7 +192,7 @@
     action = { path, replicas };
     text($("ask"), title); text($("ask-text"), words); text($("said"), "");
     $("ask-which").hidden = !replicas;
-    if (replicas) $("replica").replaceChildren(...replicas.map((name) => new Option(name, name)));
+    if (replicas) $("replica").replaceChildren(...replicas.map(([verb, name]) => new Option(verb === "evict" ? name : `${name} (readmit)`, `${encodeURIComponent(name)}/${verb}`)));
     text($("token-place"), view.token_file ? `The token is in ${view.token_file}.` : "The lighthouse printed where the token is when it started.");
     $("token").value = token;
     $("dialog").showModal();
@@ -202,7 +202,7 @@
     said.className = "bad";
     if (location.protocol !== "https:" && !local) { text(said, "This page is not encrypted, so the token is not sent. Use TLS, an ssh tunnel, or `allranks lighthouse`."); return; }
     token = $("token").value;
-    const path = action.replicas ? `/api/replicas/${encodeURIComponent($("replica").value)}/${action.path}` : action.path;
+    const path = action.replicas ? "/api/replicas/" + $("replica").value : action.path;
     try {
       const answer = await fetch(path, { method: "POST", headers: { Authorization: "Bearer " + token, "Content-Type": "application/json" }, body: JSON.stringify({ reason: "by hand, on the page" }) });
       const found = await answer.json();
@@ -215,7 +215,7 @@
   $("act").addEventListener("click", async () => {
     if (!view.numbers.replicas) { ask("Restart the job", "All ranks are ended now. The launcher starts them again if it has restarts left (--max-restarts).", "/api/restart", null); return; }
     await table();
-    ask("Evict a replica", "The others continue without it. Its agent starts it again.", "evict", rows.filter((r) => !["lost", "left", "finished", "evicted"].includes(r.state)).map((r) => r.replica));
+    ask("Evict or readmit a replica", "The others continue without one that is evicted. Its agent starts it again.", "", rows.filter((r) => !["lost", "left", "finished"].includes(r.state) || r.state === "evicted").map((r) => [["evicted", "cooling"].includes(r.state) ? "readmit" : "evict", r.replica]));
   });
   $("do").addEventListener("click", act);
   $("dialog").addEventListener("submit", (event) => { if (event.submitter === null || document.activeElement === $("token")) { event.preventDefault(); act(); } });
