@@ -266,14 +266,20 @@ def embed_lighthouse(
     settings: Settings,
     stack: ExitStack,
     job: str = "",
+    folder: Path | None = None,
 ) -> str:
     """Starts a lighthouse until the stack ends, and returns its address. `replicas` are expected; 0: unknown."""
+    from allranks.incidents.job_overview import TOKEN_FILE
+    from allranks.lighthouse.history import FILE_NAME
     from allranks.lighthouse.options import Options, ServerOptions
     from allranks.lighthouse.server import Lighthouse
     from allranks.lighthouse.web import http_protocol
 
     host, _, port = bind.rpartition(":")
-    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
+    kept = (
+        {} if folder is None else {"history": str(folder / FILE_NAME), "token_path": str(folder / TOKEN_FILE)}
+    )
+    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job, **kept)
     options = Options(min_replicas=min_replicas or 1, expect_replicas=replicas, **quorum_times(settings))
     # not what this process logs itself: incidents, and the address
     logging.getLogger("allranks.lighthouse").addFilter(

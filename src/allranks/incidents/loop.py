@@ -61,7 +61,9 @@ class Watch:
     _examining: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self.pipeline = IncidentPipeline(self.options, IncidentPublisher(self.options.webhooks))
+        self.pipeline = IncidentPipeline(
+            self.options, IncidentPublisher(self.options.webhooks, self.options.folder)
+        )
         self.history = ProgressHistory(self.options.notice)
         self.deaths = DeathIncidents(self.pipeline)
         self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths, self.actor)

@@ -29,6 +29,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from allranks.channel.worker import Worker
 from allranks.errors import ConfigurationError, InputError, require
 from allranks.incidents.folder import IncidentFolder, keep_newest
+from allranks.incidents.rank_logs import find_logs, tail
 from allranks.load import LoadOptions, load_paths
 from allranks.model.files import write_atomically
 from allranks.model.incident import Incident
@@ -36,6 +37,7 @@ from allranks.model.parsing import only_host, printable
 from allranks.model.trace import RankTrace
 from allranks.report import as_json
 from allranks.report.story import chosen_ranks, headline, rank_evidence, render_story
+from allranks.watch.samples import read_samples
 
 
 def write_tensorboard(folder: str, incident: Incident, sentence: str) -> None:
@@ -177,6 +179,7 @@ class IncidentPublisher:
     """A receiver that fails stops neither the others nor the loop; a slow one holds up webhooks only."""
 
     webhooks: tuple[str, ...] = ()
+    folder: Path | None = None  # of the job on this node, for the last lines of its ranks
     on_incident: Callable[[Incident], None] = lambda incident: None
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
     book: Callable[[Incident], None] = lambda incident: None  # of the ledger
@@ -222,10 +225,17 @@ class IncidentPublisher:
             if report.exists()
             else ()
         )
-        evidence = rank_evidence(opened.current, _traces(opened))
-        body = {"incident": opened.current.id, "ranks": [one.to_dict() for one in evidence]}
+        traces = _traces(opened)
+        logs = {} if self.folder is None else self._logs(self.folder, chosen_ranks(opened.current))
+        evidence = rank_evidence(opened.current, traces, logs)
+        ranks = [one.to_dict() for one in evidence]
+        body = {"incident": opened.current.id, "ranks": ranks, "timeline": bool(traces)}
         write_atomically(opened.path / EVIDENCE, json.dumps(body))
-        write_atomically(opened.path / "story.html", render_story(opened.current, lines, evidence))
+        write_atomically(opened.path / "story.html", render_story(opened.current, lines, evidence, traces))
+
+    def _logs(self, folder: Path, ranks: Iterable[int]) -> dict[int, tuple[str, ...]]:
+        boxes = {sample.rank: sample.path for sample in read_samples(folder)}
+        return {rank: tail(find_logs(folder, rank, boxes[rank])) for rank in ranks if rank in boxes}
 
 
 def payload(address: str, incident: Incident, sentence: str) -> tuple[str, dict[str, object]]:

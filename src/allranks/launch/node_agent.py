@@ -21,11 +21,19 @@ from allranks.incidents.loop import Watch
 from allranks.incidents.node_losses import NodeLosses
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.publish import EVIDENCE
+from allranks.launch.node_report import NodeReporter
 from allranks.lighthouse.client.client import Client
-from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost, PublishedIncident
+from allranks.model.cluster import (
+    CollectEvidence,
+    Evicted,
+    MemberLeft,
+    MemberLost,
+    PublishedIncident,
+    RestartWanted,
+)
 from allranks.model.incident import Action, Failure, Incident
 from allranks.record.dump import dump_ended_ranks
-from allranks.report.story import headline
+from allranks.report.story import headline, lasted
 from allranks.supervise.replicas import Event, Request, Supervisor
 from allranks.supervise.restarts import SAME_FAILURES, find_program_error
 from allranks.watch.exits import Death, Ending, find_deaths, find_first
@@ -78,6 +86,7 @@ class NodeAgent:
     peers: PeerAgents | None = None  # None: this node's agent is the only one, or there is no lighthouse
     holds_lighthouse: bool = False  # in this process: it goes with this node
     _nodes: NodeMonitor | None = None
+    _reporter: NodeReporter | None = None
     _evicted: set[int] = field(default_factory=set)
     _told: dict[str, str] = field(default_factory=dict)
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -111,8 +120,9 @@ class NodeAgent:
     def close(self) -> None:
         """Stops watching; the supervisor and the lighthouse belong to the caller."""
         self._closing.set()
-        if self._nodes is not None:
-            self._nodes.close()
+        for each in (self._reporter, self._nodes):
+            if each is not None:
+                each.close()
         if self.watch is not None:
             self.watch.close()
             self._write_torch_dumps(self.watch.options.folder)
@@ -146,6 +156,8 @@ class NodeAgent:
         client.subscribe(nodes.noticed)
         nodes.start()
         self._nodes = nodes
+        self._reporter = NodeReporter(client, options.folder, options.node, lambda: watch.ranks)
+        self._reporter.start()
 
     # actions, asked for by the watch
 
@@ -307,6 +319,9 @@ class NodeAgent:
             threading.Thread(
                 target=self._collect, args=(notice,), name="allranks-collect", daemon=True
             ).start()
+        elif isinstance(notice, RestartWanted) and self.watch is not None and self.supervisor is None:
+            log.warning("restarting the job: %s", notice.reason)
+            self._calls.put(lambda: log.warning("%s", self._kill(Action("restart_job", notice.reason))))
         elif isinstance(notice, MemberLost) and self.watch is not None:
             later = threading.Timer(
                 STILL_THERE_S, self._look_after, args=(notice, self._pids(notice), time.time())
@@ -377,6 +392,9 @@ class NodeAgent:
             at=incident.opened,
             kind=incident.kind,
             outcome=outcome,
+            decided=incident.action.reason if incident.action is not None and not outcome else "",
+            ranks=incident.ranks,
+            took_s=round(lasted(incident, time.time()), 1),
             closed=incident.closed is not None,
             story=_read_file(incident, "story.html"),
             evidence=_read_file(incident, EVIDENCE),

@@ -29,7 +29,14 @@ from allranks.lighthouse.messages import ACK, BEAT, PREAMBLE, QUORUM, Command, R
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
-from allranks.model.cluster import PROTOCOL_VERSION, CollectEvidence, Presence, PublishedIncident, Quorum
+from allranks.model.cluster import (
+    PROTOCOL_VERSION,
+    CollectEvidence,
+    NodeReport,
+    Presence,
+    PublishedIncident,
+    Quorum,
+)
 from allranks.model.parsing import printable
 
 log = logging.getLogger("allranks.lighthouse")
@@ -96,6 +103,13 @@ def _report_incident(service: Service, command: Command) -> object:
     return {}
 
 
+def _note_report(service: Service, command: Command) -> object:
+    report = load(NodeReport, command.body.encode())
+    places = tuple(printable(text, 200) for text in report.places)
+    every_s = service.ranks.note(replace(report, node=printable(report.node), places=places), service.now())
+    return {"every_s": every_s}
+
+
 _ACTIONS: dict[str, Callable[[Service, Command], object]] = {
     "status": lambda service, command: service.snapshot(),
     "evict": _evict,
@@ -103,6 +117,7 @@ _ACTIONS: dict[str, Callable[[Service, Command], object]] = {
     "finish": lambda service, command: {"finished": service.finish(command.replica)},
     "gather": lambda service, command: service.agents.gather(load(CollectEvidence, command.body.encode())),
     "present": lambda service, command: service.agents.nodes.note(load(Presence, command.body.encode())),
+    "report": _note_report,
     "presence": lambda service, command: {"node": service.agents.nodes.find(command.replica)},
     "collect": lambda service, command: {
         "incident": service.agents.collect(command.reason, command.replicas)

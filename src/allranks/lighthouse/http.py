@@ -54,6 +54,7 @@ class Answer:
     kind: str = "application/json"
     stream: Callable[[EventStream], Callable[[], None]] | None = None  # returns what ends it
     headers: tuple[tuple[str, str], ...] = ()
+    framed: bool = False  # our own page may show it in a frame
 
 
 class EventStream:
@@ -261,13 +262,14 @@ class HttpConnection(asyncio.Protocol):
         if request.method == "HEAD":
             answer = replace(answer, stream=None)
         keep = request.headers.get("connection", "").lower() != "close" and answer.stream is None
+        ancestors = "'self'" if answer.framed else "'none'"
         lines = [
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
             f"Date: {formatdate(usegmt=True)}",
             f"Content-Type: {answer.kind}",
             "Cache-Control: no-store",
             "X-Content-Type-Options: nosniff",
-            "Content-Security-Policy: default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+            f"Content-Security-Policy: default-src 'self' 'unsafe-inline'; frame-ancestors {ancestors}",
             *(f"{name}: {value}" for name, value in answer.headers),
         ]
         if answer.stream is None:

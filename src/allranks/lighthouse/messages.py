@@ -248,7 +248,7 @@ KINDS.update(
         (
             cluster.MemberLost, cluster.MemberLeft, cluster.QuorumWanted, cluster.QuorumFormed,
             cluster.Evicted, cluster.LetIn, cluster.CollectEvidence, cluster.LeaderMoved,
-            cluster.ConnectionLost, cluster.Probe, cluster.Superseded,
+            cluster.ConnectionLost, cluster.Probe, cluster.Superseded, cluster.RestartWanted,
         ),
         start=FIRST_NOTICE,
     )

@@ -11,6 +11,7 @@ every descriptor before anybody has counted them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
@@ -19,12 +20,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import TypeVar, cast
 
 from allranks.channel.frames import join_address
 from allranks.errors import LighthouseError
+from allranks.lighthouse import page
 from allranks.lighthouse.connection import BACKLOG, Connection, Listener, where
 from allranks.lighthouse.election import Election, EtcdOptions
+from allranks.lighthouse.history import History
 from allranks.lighthouse.messages import Refused, encode
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.service import Service
@@ -180,7 +184,15 @@ class Lighthouse:
     async def serve(self, stop: asyncio.Event, listening: Callable[[], None] | None = None) -> None:
         """Startup, main loop, shutdown. Ends when `stop` is set; `listening()` is called once it listens."""
         self._loop, self._stop = asyncio.get_running_loop(), stop
-        service = Service(self.options, self._loop, job=self.server.job, leading=self.etcd is None)
+        history = History(Path(self.server.history) if self.server.history else None)
+        service = Service(
+            self.options,
+            self._loop,
+            job=self.server.job,
+            leading=self.etcd is None,
+            history=history,
+            token_file=self.server.token_path,
+        )
         if (
             self.etcd is None
         ):  # nothing survives a restart: the clock keeps (epoch, number) of two quorums apart
@@ -191,6 +203,10 @@ class Lighthouse:
             self.service = service
             service.address = self.address
             service.start()
+            try:
+                history.open()
+            except OSError as error:
+                log.warning("the history of the page stays in memory: %s", error)
             async with AsyncExitStack() as stack:
                 for other in self.doors:
                     await stack.enter_async_context(other(door))
@@ -204,6 +220,7 @@ class Lighthouse:
             server.close()
             await self._drain(door)
             service.close()
+            history.close()
 
     async def _listen(self, door: Listener) -> asyncio.Server:
         loop = asyncio.get_running_loop()
@@ -219,7 +236,10 @@ class Lighthouse:
         return server
 
     async def _main_loop(self, door: Listener, stop: asyncio.Event) -> None:
+        ticks = itertools.count()
         while not stop.is_set():
+            if next(ticks) % 2 == 0:  # every second
+                page.tick(door.service)
             try:
                 await asyncio.wait_for(stop.wait(), 0.5)
             except asyncio.TimeoutError:

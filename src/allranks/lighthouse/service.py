@@ -18,9 +18,11 @@ from typing import TypeVar
 
 from allranks.lighthouse.agents import CUT_BACK_S, SILENT_BACK_S, Agents
 from allranks.lighthouse.detect import AwakeClock, find_silent
+from allranks.lighthouse.history import History
 from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Probed, Refused, Welcome, encode
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.quorum_coordinator import Keep, QuorumCoordinator, Timers
+from allranks.lighthouse.ranks import RankTable
 from allranks.lighthouse.sessions import EventLog, Peer, Session, Sessions, deliver, merged, signed
 from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.state import QuorumState
@@ -59,6 +61,10 @@ class Service:
     former: QuorumCoordinator = field(init=False)
     agents: Agents = field(init=False)
     training: TrainingView = field(init=False)
+    history: History = field(default_factory=History)  # for the page
+    on_health: Callable[[], object] = lambda: None  # an agent says something else of its ranks
+    token_file: str = ""  # where people find the job token
+    goodput: dict[str, float] | None = None  # seconds by what the job did, once the ledger is known
     _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
     _applied: dict[str, float] = field(
@@ -118,6 +124,11 @@ class Service:
         if self.leading:
             self.state.settling_until = self.now() + self.options.start_grace_s
         self._sweep()
+
+    @property
+    def ranks(self) -> RankTable:
+        """What agents report of their ranks."""
+        return self.agents.ranks
 
     def close(self) -> None:
         """Stops timers; connections are the server's."""
@@ -302,7 +313,9 @@ class Service:
             session.progress = beat.progress
             if session.observer and beat.step < 0:
                 self.training.note_calls(session.replica, beat.progress, session.heard)
-        session.idle_s, session.health = beat.idle_s, beat.health
+        before, session.idle_s, session.health = session.health, beat.idle_s, beat.health
+        if before != beat.health and session.observer:
+            self.on_health()
         if beat.ping:
             session.tell(Pong(), _PONG)
         if self.options.stall_s:

@@ -178,6 +178,13 @@ class CollectEvidence:
 
 
 @dataclass(frozen=True)
+class RestartWanted:
+    """Agents of a whole job should end their ranks: somebody asked for it on the page. The launcher starts them again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Gathering:
     """Who gathers the evidence of an incident, and which agents were asked for their part."""
 
@@ -211,6 +218,7 @@ Notice = (
     | Evicted
     | LetIn
     | CollectEvidence
+    | RestartWanted
     | LeaderMoved
     | ConnectionLost
 )
@@ -229,6 +237,9 @@ class PublishedIncident:
     at: float = 0.0  # when it was opened, Unix time
     kind: str = ""  # stall, hang, death, partition, request
     outcome: str = ""  # what was done and how it ended; "" while open
+    decided: str = ""  # what the policy decided where nothing was done
+    ranks: tuple[int, ...] = ()  # the guilty ones
+    took_s: float = 0.0  # from the first sign to the recovery, or until now
     closed: bool = False
     story: str = ""  # its page as HTML when it is published; where the lighthouse serves it when it is shown
     evidence: str = ""  # the same for the stacks and last calls of its ranks, as JSON
@@ -261,6 +272,51 @@ class Presence:
     node: str
     ranks: tuple[int, ...] = ()  # global ranks that run there
     lighthouse: bool = False  # its process holds the lighthouse, which goes with it
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """One GPU of a node, from nvidia-smi."""
+
+    index: int
+    busy: int = -1  # percent of the time that a kernel ran
+    used_mb: int = -1
+    total_mb: int = -1
+    celsius: int = -1
+    watts: int = -1
+    pids: tuple[int, ...] = ()  # of processes that use it, where that can be told
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What an agent sees of its node, about once a second. Columns have one entry per rank."""
+
+    agent: str = ""
+    node: str = ""
+    ranks: tuple[int, ...] = ()
+    pids: tuple[int, ...] = ()
+    doing: str = ""  # one letter of DOING for each
+    steps: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()  # finished
+    step_s: tuple[float, ...] = ()  # seconds per step since the last report; 0: none was made
+    memory_mb: tuple[int, ...] = ()  # resident
+    places: tuple[str, ...] = ()  # the call that it is in, "" when in none or not read
+    loss: tuple[float, ...] = ()  # the newest that the script has given, if it does
+    gpus: tuple[GpuReport, ...] = ()
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # process groups of these ranks: members
+    token_file: str = ""  # where the job token is, on this node
+
+
+#: What a rank does, as one letter.
+DOING = {
+    "c": "computes",
+    "w": "waits in a call",
+    "s": "sleeps",
+    "h": "heals",
+    "e": "exited",
+    "d": "died",
+    ".": "nothing is known",
+}
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,13 @@ def current() -> Recorder | None:
     return _current if _current is not None and _current.active_process else None
 
 
-def step(number: int, label: str | None = None) -> None:
-    """The progress mark: training step `number` begins now. Nothing happens when nothing is recorded."""
+def step(number: int, label: str | None = None, *, loss: float | None = None) -> None:
+    """The progress mark: training step `number` begins now. Nothing happens when nothing is recorded.
+
+    `loss`, a number and not a tensor on a GPU, is drawn on the page of the job.
+    """
     if _current is not None:
-        _current.step(number, label)
+        _current.step(number, label, loss)
 
 
 def phase(name: str) -> None:

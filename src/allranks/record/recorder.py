@@ -140,16 +140,18 @@ class Recorder:
 
     # -- what the user says -------------------------------------------------------------------------------------
 
-    def step(self, number: int, label: str | None = None) -> None:
+    def step(self, number: int, label: str | None = None, loss: float | None = None) -> None:
         """Marks the progress of the training: step `number` begins now. `label` is kept with the next calls."""
         if self.writer is not None:
-            self._told(self._step, self.writer, number, label)
+            self._told(self._step, self.writer, number, label, loss)
 
-    def _step(self, writer: CallWriter, number: int, label: str | None) -> None:
+    def _step(self, writer: CallWriter, number: int, label: str | None, loss: float | None = None) -> None:
         number = operator.index(number)
         if label is not None:
             writer.label = writer.box.intern(Item.NAME, label) if label else 0
         writer.ring.set_step(number, writer.label)
+        if loss is not None:
+            writer.box.set_loss(float(loss))
         writer.box.set(step_ns=time.time_ns(), step=number)
         if self._steps < 2:
             self._steps += 1

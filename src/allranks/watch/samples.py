@@ -48,6 +48,7 @@ class RankSample:
     step_ns: int = 0  # of the last step mark
     joined: bool = False  # it has begun to make a process group
     phases: tuple[PhaseMark, ...] = ()  # what it did besides steps
+    loss: float = 0.0  # that the script gave with the last step mark; 0: none
 
     @property
     def takes_part(self) -> bool:
@@ -108,6 +109,7 @@ def read_sample(path: str | Path) -> RankSample | None:
         step_ns=head.step_ns,
         joined=head.inside > 0 or head.setups > 0,
         phases=read_phases(page),
+        loss=head.loss,
     )
 
 

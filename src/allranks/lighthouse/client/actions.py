@@ -12,9 +12,16 @@ from typing import TypeVar
 
 from allranks.channel.frames import JsonObject
 from allranks.errors import LighthouseError
-from allranks.model.cluster import CollectEvidence, Failover, Gathering, Presence, PublishedIncident
+from allranks.model.cluster import (
+    CollectEvidence,
+    Failover,
+    Gathering,
+    NodeReport,
+    Presence,
+    PublishedIncident,
+)
 
-Body = CollectEvidence | Presence | PublishedIncident
+Body = CollectEvidence | NodeReport | Presence | PublishedIncident
 T = TypeVar("T")
 
 
@@ -94,6 +101,10 @@ class Actions:
 
     def report_incident(self, incident: PublishedIncident) -> None:
         self._command("incident", body=incident)
+
+    def report_node(self, report: NodeReport) -> float:
+        """An agent says what it sees of its ranks; in how many seconds the lighthouse wants to hear of them again."""
+        return float(self._command("report", body=report)["every_s"])
 
     def status(self) -> JsonObject:
         """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""

@@ -149,7 +149,11 @@ class Link:
         self._closed = True
 
     def report(self, report: messages.Report) -> None:
-        self._report = report
+        """Goes out with the next heartbeat; another health at once, which the page shows."""
+        before, self._report = self._report, report
+        if before.health != report.health and self._beating is not None:
+            self._beating.cancel()
+            self._send_beat()
 
     def hold(self, number: int, fds: Sequence[int]) -> None:
         """Takes descriptors over, until they are released."""
