@@ -20,12 +20,17 @@ from allranks.model.trace import RankTrace
 if TYPE_CHECKING:
     import numpy as np
     import pandas
+    import polars
+    import pyarrow
+    from matplotlib.axes import Axes
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
     from allranks.load import LoadOptions, LoadResult
 
 
 MAX_PAGE = 8 << 20  # characters; a larger page would make the notebook slow
+_TIMES = ("created", "started", "completed")
+_MAYBE = ("rank", "p2p_seq", "step", "peer", "root", "timeout_ms")  # columns where -1 stands for "not known"
 _COLUMNS = ("seq", "p2p_seq", "step", "in_numel", "out_numel", "peer", "root", "timeout_ms")
 
 
@@ -55,9 +60,32 @@ class RecordedCalls:
         import pandas
 
         frame = pandas.DataFrame(self.columns())
-        for name in ("created", "started", "completed"):
+        for name in _TIMES:
             if name in frame:
                 frame[name] = pandas.to_datetime(frame[name].where(frame[name] > 0), unit="ns", utc=True)
+        for name in _MAYBE:
+            if name in frame:
+                frame[name] = frame[name].astype("Int64").mask(frame[name] < 0)
+        return frame
+
+    def to_arrow(self) -> pyarrow.Table:
+        """An Arrow table with one row per call; times are UTC, what is not known is null."""
+        import pyarrow
+
+        columns = self.columns()
+        found = {}
+        for name, values in columns.items():
+            kind = pyarrow.timestamp("ns", "UTC") if name in _TIMES else None
+            absent = values <= 0 if name in _TIMES else values < 0 if name in _MAYBE else None
+            found[name] = pyarrow.array(values, type=kind, mask=absent, from_pandas=True)
+        return pyarrow.table(found)
+
+    def to_polars(self) -> polars.DataFrame:
+        """A polars DataFrame of the same rows."""
+        import polars
+
+        frame = polars.from_arrow(self.to_arrow())
+        assert isinstance(frame, polars.DataFrame)
         return frame
 
 
@@ -164,6 +192,27 @@ class DiagnosisResult(PageResult):
         from allranks.report import html
 
         return "".join(html.render(self.diagnosis, list(self.calls.traces), time.time()))
+
+    def plot(self, ax: Axes | None = None, *, last_s: float = 30.0) -> Axes:
+        """The calls of every rank over time as bars, those that never finished in red, with matplotlib."""
+        import matplotlib.pyplot as plt
+
+        if ax is None:
+            ax = plt.subplots(figsize=(10, 1.5 + 0.25 * len(self.calls.traces)))[1]
+        columns = self.calls.columns()
+        ends = max((int(columns[name].max(initial=0)) for name in _TIMES), default=0) if columns else 0
+        for rank in sorted(set(columns["rank"].tolist())) if columns else ():
+            mine = (columns["rank"] == rank) & (columns["created"] > ends - last_s * 1e9)
+            begin, done = columns["created"][mine], columns["completed"][mine]
+            for chosen, end, colour in (
+                (done > 0, done, "tab:blue"),
+                (done <= 0, begin * 0 + ends, "tab:red"),
+            ):
+                spans = zip((begin[chosen] - ends) / 1e9, (end[chosen] - begin[chosen]) / 1e9, strict=True)
+                ax.broken_barh(list(spans), (rank - 0.4, 0.8), facecolors=colour)
+        ax.set(xlabel="seconds before the end of the record", ylabel="rank", title=self.sentence)
+        ax.invert_yaxis()
+        return ax
 
     def __str__(self) -> str:
         from allranks.report.text import render

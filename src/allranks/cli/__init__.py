@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("watch", "collect stacks when a job stalls, also one that already runs"),
     "status": ("status", "show the ranks of a job: step, call, who waits for whom"),
     "top": ("status", "show the ranks of a job, live"),
+    "mcp": ("mcp", "offer these commands to an AI agent as tools (MCP, on stdio)"),
     "goodput": ("goodput", "show where the time of a job went, and what it cost"),
     "page": ("page", "open the page of a job in the browser"),
     "demo": ("demo", "show a hang, its verdict and a recovery on CPU, in a minute"),

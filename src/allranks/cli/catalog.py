@@ -9,7 +9,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Where does the time go": ("goodput",),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
-    "This machine": ("demo", "doctor", "etcd", "completion"),
+    "This machine": ("demo", "doctor", "mcp", "etcd", "completion"),
 }
 
 #: command -> lines to copy; the help of an action shows those of its own.
@@ -95,6 +95,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks checkpoint export /nvme/run-7 model.safetensors",
         "allranks checkpoint import model.safetensors /nvme/run-8 --step 0",
         "allranks checkpoint set-aside /nvme/run-7",
+    ),
+    "mcp": (
+        "claude mcp add allranks -- allranks mcp   # or any other client that starts a server on stdio",
+        "allranks mcp --skill > .claude/skills/allranks/SKILL.md",
     ),
     "etcd": ("allranks etcd start", "allranks etcd status --json"),
     "config": (

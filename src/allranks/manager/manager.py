@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,13 @@ from allranks.errors import (
     RetriesExhausted,
     StateDiffers,
 )
-from allranks.manager.drift import StateSums
+from allranks.manager.drift import OnDifference, StateSums
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.groups.teardown import end_compile_workers
 from allranks.manager.heal.state import LiveState, local_of
-from allranks.manager.options import ManagerOptions, from_environment, from_settings
+from allranks.manager.options import SETTINGS, ManagerOptions, WorldSizeMode, from_environment, from_settings
 from allranks.manager.registered_state import LoadFunction, RegisteredState, SaveFunction
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
@@ -51,7 +51,7 @@ class Manager:
     """Names and meanings follow torchft's Manager. The constructor only stores; `start_quorum` connects.
 
     `state`: what a joining replica takes over, see docs/understand/replicas.md; `load_state_dict` and `state_dict` are two functions
-    that do the same. `settings` are those of options.SETTINGS, times in seconds or as timedelta.
+    that do the same. Times are seconds or a timedelta; what is None comes from the environment, else from ManagerOptions.
     """
 
     def __init__(
@@ -61,9 +61,29 @@ class Manager:
         state_dict: SaveFunction | None = None,
         *,
         state: Sequence[object] | Mapping[str, object] = (),
-        **settings: Any,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        min_replica_size: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        timeout: Seconds | None = None,
+        quorum_timeout: Seconds | None = None,
+        connect_timeout: Seconds | None = None,
+        use_async_quorum: bool | None = None,
+        init_sync: bool | None = None,
+        world_size_mode: WorldSizeMode | None = None,
+        max_retries: int | None = None,
+        proactive_recovery: bool | None = None,
+        hostname: str | None = None,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        token: str | None = None,
+        check_every: int | None = None,
+        on_difference: OnDifference | None = None,
+        on_state_loss: Literal["stop", "restart"] | None = None,
     ) -> None:
-        self.options: ManagerOptions = from_environment(from_settings(settings))
+        given = locals()
+        self.options: ManagerOptions = from_environment(from_settings({k: given[k] for k in SETTINGS}))
         self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
         self.training = TrainingState(read_limit_s=self.options.timeout_s)
         self.registered = RegisteredState()
