@@ -1,4 +1,4 @@
-"""`allranks run --replicas` when every replica that holds the state dies: said at the start, an incident, and obeyed."""
+"""`allranks run` when every process that holds the state dies: said at the start, an incident, and obeyed."""
 
 from __future__ import annotations
 
@@ -86,3 +86,42 @@ def test_losing_everything_is_an_incident_and_stops_where_it_should(tmp_path: Pa
     assert (process.returncode, bool(restarted)) == ((1, False) if stop else (0, True)), output
     if stop:
         assert "StateLost" in output
+    assert "nanobind: leaked" not in output, "objects of triton outlive the interpreter"
+
+
+WHOLE_JOB = """
+import os, signal, time
+import allranks
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+for step in range(1, 60 if again else 1000):
+    allranks.step(step)
+    time.sleep(0.05)
+    if step == 100:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_whole_job_that_loses_its_state_says_so(tmp_path: Path) -> None:
+    """Its only rank dies at step 100, and its script restores nothing."""
+    script = tmp_path / "train.py"
+    script.write_text(WHOLE_JOB)
+    command = [
+        sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", "--max-restarts", "1", "--incidents",
+        str(tmp_path / "incidents"), str(script),
+    ]  # fmt: skip
+    env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes")}
+    done = subprocess.run(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    output = done.stdout
+    assert done.returncode == 0, output
+    assert "protection: no replicas, and no checkpoints in the job file" in output, output
+    assert "training starts over from step 0 after a restart: it had come to step" in output, output
+    reasons = [json.loads(p.read_text())["reason"] for p in (tmp_path / "incidents").glob("*/incident.json")]
+    assert any("starts over from step 0" in reason for reason in reasons), reasons

@@ -23,8 +23,8 @@ from allranks.errors import InputError
 
 if TYPE_CHECKING:
     from allranks.manager.groups.generation import StepAttempt
+    from allranks.manager.heal.healing import Healing
     from allranks.manager.manager import Manager
-    from allranks.manager.regroup import Regrouper
     from allranks.manager.resources import ManagerResources
     from allranks.manager.vote_mesh import VoteMesh
 
@@ -140,9 +140,9 @@ def _when_open(manager: Manager, injector: Injector) -> None:
     """Regrouping and healing run in objects that exist only once the manager is open."""
     real, reach = manager._open, injector.reach
 
-    def watch_fetch(regrouper: Regrouper) -> None:
-        if regrouper.fetch is not None:
-            around(regrouper.fetch, "_receive", before=lambda: reach("receiving state"))
+    def watch_fetch(healing: Healing) -> None:
+        if healing.fetch is not None:
+            around(healing.fetch, "_receive", before=lambda: reach("receiving state"))
 
     def opened() -> ManagerResources:
         fresh = manager._opened is None
@@ -151,7 +151,8 @@ def _when_open(manager: Manager, injector: Injector) -> None:
             around(found.regrouper, "_regroup", before=lambda: reach("regrouping"))
             around(found.regrouper, "_connect", before=lambda: reach("connecting"))
             around(found.server, "_send_stripe", before=lambda: reach("sending state"))
-            around(found.regrouper, "_prepare_fetch", after=lambda: watch_fetch(found.regrouper))
+            healing = found.regrouper.healing
+            around(healing, "prepare_fetch", after=lambda: watch_fetch(healing))
         return found
 
     manager._open = opened  # type: ignore[method-assign]

@@ -321,7 +321,7 @@ class TrainingState:
         says so from now on. A vote in doubt could be committed without us."""
         with self.changed:
             if not self.held.claimed:
-                self.rest()
+                self.end_step()
             self.break_group(generation, reason)
 
     def decided_otherwise(self, limit_s: float) -> bool:
@@ -352,7 +352,7 @@ class TrainingState:
             raise self.failure
         verdict, self.held = bool(self.held.verdict), self.held.decide()
         if not verdict:
-            self.rest()
+            self.end_step()
         return verdict
 
     def _commit(self, term: int) -> None:
@@ -366,7 +366,7 @@ class TrainingState:
         self.attempt.committed = True
         self.phase = Phase.APPLYING
 
-    def rest(self) -> None:
+    def end_step(self) -> None:
         """Nothing changes the state any more: the step was applied, or it failed."""
         with self.changed:
             self.phase, self.held = Phase.BETWEEN, self.held.fail()
@@ -403,7 +403,7 @@ class TrainingState:
                 return False
             return self.break_group(generation, reason)
 
-    def hear_of_newcomers(self, reason: str) -> None:
+    def on_replicas_waiting(self, reason: str) -> None:
         """Somebody waits to join: the next vote tells all members, who then ask at the same boundary."""
         with self.changed:
             self.news = reason
@@ -451,7 +451,7 @@ class TrainingState:
             return self.losses.get(number, "")
 
     def publish(self, generation: Generation) -> None:
-        """The new group works: whoever waits for it goes on."""
+        """The new group works: threads that wait for it continue."""
         with self.changed:
             self.forming = 0
             if self.generation is not None and self.generation is not generation:

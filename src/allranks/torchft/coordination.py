@@ -21,7 +21,7 @@ from allranks.lighthouse.grpc_wire import (
     number_field,
 )
 from allranks.lighthouse.options import Options, ServerOptions
-from allranks.lighthouse.server import Lighthouse, OtherDoor
+from allranks.lighthouse.server import Lighthouse, OtherProtocol
 from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Member
 from allranks.torchft.manager_server import ManagerServer
@@ -125,7 +125,7 @@ class LighthouseServer:
         )
         page = http_protocol()
         server = ServerOptions(host=host, port=port)
-        self._lighthouse = Lighthouse(options, server, http=page, doors=_grpc()).start()
+        self._lighthouse = Lighthouse(options, server, http=page, protocols=_grpc()).start()
 
     def address(self) -> str:
         """For TORCHFT_LIGHTHOUSE."""
@@ -142,11 +142,11 @@ class LighthouseServer:
         self.shutdown()
 
 
-def _grpc() -> list[OtherDoor]:
-    from allranks.lighthouse.grpc_server import grpc_door
+def _grpc() -> list[OtherProtocol]:
+    from allranks.lighthouse.grpc_server import torchft_protocol
 
     try:
-        return [grpc_door("", 0)]
+        return [torchft_protocol("", 0)]
     except MissingExtra as missing:
         log.warning("torchft's own clients cannot connect: %s", missing)
         return []
