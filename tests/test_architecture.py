@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"supervise", "watch", "incidents", "record", "report", "lighthouse.client", "etcd"},
     "frtrace": {"load", "diagnose"},
     "drill": {"*"},
-    "api": {"load", "diagnose", "report", "stacks", "checkpoint"},
+    "api": {"load", "diagnose", "report", "stacks", "incidents", "checkpoint"},
     "cli": {"*"},
 }
 NO_TORCH = {

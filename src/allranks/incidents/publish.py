@@ -150,7 +150,7 @@ def check_address(address: str) -> None:
     is_url = scheme not in ("tensorboard", "wandb")
     if not rest or (is_url and not _is_url(rest if scheme in ("slack", "otlp") else address)):
         raise ConfigurationError(
-            "a webhook is no address that incidents can be sent to (not shown: it may hold a secret)",
+            "a webhook is not an address that incidents can be sent to (not shown: it may hold a secret)",
             hint="--webhook, recovery.webhooks and ALLRANKS_WEBHOOK take http://…, https://…, slack:https://…, "
             "otlp:http://…, tensorboard:DIR and wandb:PROJECT.",
         )
