@@ -67,7 +67,7 @@ PAUSES = {
     "an evaluation": looks("busy_python", functions=("layer1", "layer2", "layer3"), quiet_s=250),
     "compilation": looks("native_call", file="/x/torch/_inductor/codecache.py", quiet_s=290),
     "a checkpoint": looks("checkpoint_io", waits(-1.0), quiet_s=90),
-    "a command": looks("subprocess_wait", Activity(5, (INSIDE, ThreadWait(40.0, False)), 1), quiet_s=90),
+    "a command": looks("subprocess_wait", Activity(5, (INSIDE,), (ThreadWait(40.0, False),)), quiet_s=90),
     "a download without a timeout": looks("network_io", waits(-1.0), quiet_s=90),
     "a stopped process": looks("stopped", waits(YEAR), quiet_s=90),
     "a lock whose holder sleeps": looks(
@@ -111,7 +111,11 @@ HANGS = {
     "two threads and two locks": (looks("lock_deadlock", Activity(5, (INSIDE, INSIDE))), "without limit"),
     "a queue that nobody fills": (looks("queue_wait", Activity(5, (INSIDE,))), "without limit"),
     "a command that sleeps for a year": (
-        looks("subprocess_wait", Activity(5, (OUTSIDE, ThreadWait(YEAR, False)), 1)),
+        looks("subprocess_wait", Activity(5, (OUTSIDE,), (ThreadWait(YEAR, False),))),
+        "sleeps for another",
+    ),
+    "a DataLoader whose worker sleeps for a year": (
+        looks("dataloader_wait", Activity(5, (ThreadWait(5.0, False),), (ThreadWait(YEAR, False), INSIDE))),
         "sleeps for another",
     ),
     "a mismatch": (looks("sleep", finding=replace(LATE, cause="size_mismatch")), "do not match"),
@@ -167,8 +171,8 @@ def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
     assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
 
 
-def test_activity_is_of_threads_that_run_the_users_code() -> None:
-    """The main thread, one with a line of the program's own, and the first thread of a child; not a progress bar's."""
+def test_activity_is_of_threads_that_may_wake_another() -> None:
+    """Those of Python, a timer's, too, and the first thread of a child; not a progress bar's, nor native ones."""
 
     def stack(tid: int, file: str) -> ThreadStack:
         return ThreadStack(tid, "", (StackFrame("f", file, 1),))
@@ -179,12 +183,14 @@ def test_activity_is_of_threads_that_run_the_users_code() -> None:
             ThreadFacts(1, ticks=3, args=(0, 0x189), **futex),  # type: ignore[arg-type]
             ThreadFacts(2, ticks=4, args=(0, 0x109), switches=switches, **futex),  # type: ignore[arg-type]
             ThreadFacts(3, ticks=90),
+            ThreadFacts(4, ticks=90),
         )
 
-    stacks = (stack(1, "/usr/lib/python3.11/threading.py"), stack(2, "/home/me/train.py"))
+    library = "/usr/lib/python3.11/threading.py"
+    stacks = (stack(1, "train.py"), stack(2, library), stack(4, "/x/site-packages/tqdm/_monitor.py"))
     shots = tuple(Snapshot(n, stacks=stacks, facts=facts(n)) for n in range(2))
     sleeps = ThreadFacts(9, state="S", syscall="clock_nanosleep", wait_s=40.0)
     child = ProcessCapture(1, child=0, snapshots=(Snapshot(0, facts=(sleeps,)),))
     found = find_activity([Capture((ProcessCapture(1, snapshots=shots), child))])
-    threads = (INSIDE, replace(OUTSIDE, still=False), ThreadWait(40.0, False))
-    assert found == {1: Activity(7, threads, 1)}
+    threads = (INSIDE, replace(OUTSIDE, still=False))
+    assert found == {1: Activity(7, threads, (ThreadWait(40.0, False),))}

@@ -195,7 +195,7 @@ class HangInvestigator:
         elif self._answer(case, found, samples) and case.opened.current.acted:
             self.standstill = None
             # what the action ends takes its time: a new suspicion needs a whole further limit
-            self.history.extend_deadline(times=4)
+            self.history.extend_deadline(times=5)
 
     def _follow(self, case: HangCase, gathering: Gathering) -> None:
         """Another node noticed the same before us: it explains and acts, and has our part."""
@@ -305,8 +305,7 @@ class HangInvestigator:
         """What it is after one more look."""
         after = read_samples(self.options.folder)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
-            why = f"rank {ended} ended while it was inspected: its own incident has the cause"
-            return StallOutcome("ended", why)
+            return StallOutcome("ended", f"rank {ended} ended while it was inspected")
         case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
         case.outcome = judge_stall(case.looks, self._limits())
         if case.outcome.state != "ended":

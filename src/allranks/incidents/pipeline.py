@@ -103,7 +103,8 @@ class Recoveries:
                     durations_s={**opened.current.durations_s, "recovered": took},
                 )
                 self._waiting.remove(waiting)
-                self._took_s.append(took)
+                if opened.current.acted or opened.current.kind == "death":
+                    self._took_s.append(took)
                 yield opened
             elif not before or took > waiting.patience_s:
                 self._waiting.remove(waiting)

@@ -22,10 +22,8 @@ from allranks.model.stacks import (
     Capture,
     ProcessCapture,
     RankState,
-    StackFrame,
     StacksReport,
     ThreadFacts,
-    is_user_file,
 )
 
 State = Literal["stalled", "hung", "ended"]
@@ -53,7 +51,24 @@ _INSIDE = frozenset(
 #: Waits for another rank. One for the device may be work of its own, one for a key of a store may wait for anybody.
 _FOR_A_RANK = frozenset({"collective_wait", "p2p_wait", "rendezvous_wait"})
 _FOR_A_CHILD = frozenset({"subprocess_wait", "child_process_wait", "dataloader_wait"})
+#: Threads that watch, report or copy, and wake nobody.
+_BACKGROUND = ("/tqdm/", "/wandb/", "/tensorboard", "/allranks/", "/torch/utils/data/_utils/pin_memory")
 _PRIVATE = 0x80  # flag of a futex that no other process can wake
+#: What a rank does that may still move.
+_VERBS = {
+    "sleep": "sleeps",
+    "stopped": "is stopped",
+    "busy_python": "runs Python code",
+    "native_call": "is in native code",
+    "lock_deadlock": "waits for a lock",
+    "queue_wait": "waits on a queue",
+    "network_io": "waits for the network",
+    "checkpoint_io": "reads or writes a file",
+    "file_lock_wait": "waits for a file lock",
+    "dataloader_wait": "waits for its DataLoader",
+    "subprocess_wait": "waits for a command",
+    "child_process_wait": "waits for a child process",
+}
 _STILL_TICKS = 2  # clock ticks between two looks that are not work
 
 
@@ -71,8 +86,8 @@ class Activity:
     """What the kernel says of a rank and its child processes at one look."""
 
     ticks: int = 0  # CPU time of these threads
-    threads: tuple[ThreadWait, ...] = ()  # those that run the user's code; of another program its first one
-    children: int = 0
+    threads: tuple[ThreadWait, ...] = ()  # of Python, but not those that only watch or report
+    children: tuple[ThreadWait, ...] = ()  # the same of child processes; of another program its first one
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,8 @@ def find_guilty(look: Look) -> list[RankState]:
 
 def describe_pause(looks: Sequence[Look]) -> str:
     """What the ranks did that the others waited for; "" when nothing tells."""
-    seen = next((look for look in reversed(looks) if look.report is not None and look.report.culprits), None)
+    still = [look for look in looks if not look.moved and look.report is not None and look.report.culprits]
+    seen = still[-1] if still else None
     return _describe(find_guilty(seen), seen) if seen is not None else ""
 
 
@@ -190,16 +206,18 @@ def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -
     before, now = (look.activity.get(state.rank, Activity()) for look in looks[-2:])
     if not now.threads or state.cause == "stopped" or now.ticks - before.ticks > _STILL_TICKS:
         return ""
-    if not all(thread.still for thread in now.threads):
+    # a DataLoader asks its workers again and again
+    threads = (*(() if state.cause == "dataloader_wait" else now.threads), *now.children)
+    if not threads or not all(thread.still for thread in threads):
         return ""
-    left = [t.wait_s for t in now.threads if t.wait_s is not None and t.wait_s > limits.cap_s]
+    left = [t.wait_s for t in threads if t.wait_s is not None and t.wait_s > limits.cap_s]
     inside = state.cause in _INSIDE and all(
         t.wait_s == -1.0 and (t.inside or (now.children and state.cause in _FOR_A_CHILD))
-        for t in now.threads
+        for t in threads
         if t.wait_s not in left
     )
     at = f"rank {state.rank} at {state.where or 'an unknown line'}"
-    if len(left) == len(now.threads) or (left and inside):
+    if len(left) == len(threads) or (left and inside):
         return f"{at} sleeps for another {duration(min(left))}, and nothing else in it moves"
     if inside:
         return f"{at} waits without limit, and no thread of it can wake another ({state.cause})"
@@ -236,7 +254,8 @@ def _describe(guilty: Sequence[RankState], look: Look) -> str:
         waits = look.report is not None and look.report.ranks
         return "every rank waits for another" if waits else "what the ranks do could not be read"
     return ", ".join(
-        f"rank {state.rank} is in {state.cause} at {state.where or 'an unknown line'}" for state in guilty[:3]
+        f"rank {state.rank} {_VERBS.get(state.cause, f'is in {state.cause}')} at {state.where or 'an unknown line'}"
+        for state in guilty[:3]
     )
 
 
@@ -253,27 +272,25 @@ def find_activity(captures: Sequence[Capture]) -> dict[int, Activity]:
 
 
 def _activity(processes: Sequence[ProcessCapture]) -> Activity:
-    threads, ticks = [], 0
+    ticks = 0
+    found: tuple[list[ThreadWait], list[ThreadWait]] = ([], [])
     for process in processes:
         shots = [shot for shot in process.snapshots if shot.facts]
         if not shots:
             continue
         first, last = ({fact.tid: fact for fact in shot.facts} for shot in (shots[0], shots[-1]))
-        for tid in _of_user(process, shots[-1].facts):
+        for tid in _telling(process, shots[-1].facts):
             ticks += last[tid].ticks
-            threads.append(_thread(first.get(tid, last[tid]), last[tid]))
-    return Activity(ticks, tuple(threads), sum(process.child is not None for process in processes))
+            found[process.child is not None].append(_thread(first.get(tid, last[tid]), last[tid]))
+    return Activity(ticks, tuple(found[0]), tuple(found[1]))
 
 
-def _of_user(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]:
-    """The main thread, and those with a line of the user's own."""
+def _telling(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]:
+    """The main thread, and those that run Python and may wake it."""
     stacks = process.snapshots[-1].stacks
-    own = {one.tid for one in stacks if any(_is_own(frame) for frame in one.frames)}
-    return [fact.tid for number, fact in enumerate(facts) if number == 0 or fact.tid in own]
-
-
-def _is_own(frame: StackFrame) -> bool:
-    return not frame.native and is_user_file(frame.file)
+    python = [one for one in stacks if any(not frame.native for frame in one.frames)]
+    able = {one.tid for one in python if not any(part in f.file for f in one.frames for part in _BACKGROUND)}
+    return [fact.tid for number, fact in enumerate(facts) if number == 0 or fact.tid in able]
 
 
 def _thread(first: ThreadFacts, last: ThreadFacts) -> ThreadWait:
