@@ -421,7 +421,7 @@ class HangInvestigator:
             durations = {**opened.current.durations_s, "lasted": now - opened.current.opened}
             opened.update(Moment("ended", now, ended), closed=now, durations_s=durations)
             log.warning("%s: %s", opened.current.id, ended)
-            self.pipeline.publisher.write_page(opened)
+            self.pipeline.publisher.publish(opened)
 
 
 def find_ended(

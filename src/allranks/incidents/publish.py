@@ -202,8 +202,8 @@ class IncidentPublisher:
                 log.exception("%s could not be published everywhere", opened.current.id)
 
     def send(self, incident: Incident) -> None:
-        """To every webhook, soon; of an incident that changed meanwhile the newest state."""
-        for address in self.webhooks:
+        """To every webhook, soon; of an incident that changed meanwhile the newest state. A stall needs nobody."""
+        for address in self.webhooks if incident.kind != "stall" else ():
             work = partial(deliver, address, incident, headline(incident), timeout_s=self.timeout_s)
             self._sender.put(work, (address, incident.id))
 
