@@ -191,6 +191,7 @@ def test_activity_is_of_threads_that_may_wake_another() -> None:
     shots = tuple(Snapshot(n, stacks=stacks, facts=facts(n)) for n in range(2))
     sleeps = ThreadFacts(9, state="S", syscall="clock_nanosleep", wait_s=40.0)
     child = ProcessCapture(1, child=0, snapshots=(Snapshot(0, facts=(sleeps,)),))
-    found = find_activity([Capture((ProcessCapture(1, snapshots=shots), child))])
+    proxy = replace(child, child=1, title="python -S -m allranks.lighthouse.client.liveness_proxy")
+    found = find_activity([Capture((ProcessCapture(1, snapshots=shots), child, proxy))])
     threads = (INSIDE, replace(OUTSIDE, still=False))
     assert found == {1: Activity(7, threads, (ThreadWait(40.0, False),))}

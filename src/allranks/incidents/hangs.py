@@ -21,7 +21,6 @@ from allranks.incidents.pipeline import Examination, IncidentPipeline
 from allranks.incidents.policy import HangFacts, PolicyState, back_off_left_s, decide_action
 from allranks.incidents.stall import (
     Look,
-    StallLimits,
     StallOutcome,
     describe_pause,
     find_activity,
@@ -173,26 +172,16 @@ class HangInvestigator:
         if gathering is not None and self.pipeline.follows(gathering):
             self._follow(case, gathering)
             return
-        if not case.looks:
-            log.warning("%s: %s", case.opened.current.id, suspicion.reason)
         now = [] if self.options.whole_job else read_samples(self.options.folder)
-        observed = Observed(
-            reason=suspicion.reason,
-            quiet_s=suspicion.quiet_s,
-            unmoved=self.history.not_retrying(now) if now else (),
-            looping=suspicion.by_step,
-        )
-        found = self._inspect(case, samples, samples, observed, gathering)
-        outcome = self._judge(case, suspicion, found, samples)
-        if outcome.state == "stalled" and suspicion.by_step:
-            case.next_s = time.monotonic() + self.options.notice.floor_s / 2
-        elif outcome.state == "stalled":
+        observed = Observed(unmoved=self.history.not_retrying(now) if now else (), looping=suspicion.by_step)
+        found = self._inspect(case, suspicion, samples, samples, observed, gathering)
+        if case.outcome.state == "stalled" and not suspicion.by_step:
             self.history.extend_deadline()
-        elif outcome.state == "ended":
-            self.standstill = None
-            self._close(case, outcome.reason)
-            self._went_on = case
-        elif self._answer(case, found, samples) and case.opened.current.acted:
+        elif case.outcome.state == "ended":
+            self.standstill, self._went_on = None, case
+        elif (
+            case.outcome.state == "hung" and self._answer(case, found, samples) and case.opened.current.acted
+        ):
             self.standstill = None
             # what the action ends takes its time: a new suspicion needs a whole further limit
             self.history.extend_deadline(times=5)
@@ -229,18 +218,12 @@ class HangInvestigator:
         if case is None:
             opened = self._reopen(suspicion, suspects) or self._open(suspicion, suspects[0].step, samples)
             case = self.behind = HangCase(opened, _processes(suspects))
-            log.warning("%s: %s", opened.current.id, suspicion.reason)
-        ranks = tuple(s.rank for s in suspects)
-        observed = Observed(reason=suspicion.reason, quiet_s=suspicion.quiet_s, behind=ranks)
-        found = self._inspect(case, samples, suspects, observed)
-        outcome = self._judge(case, suspicion, found, suspects)
-        if outcome.state == "stalled":
-            case.next_s = time.monotonic() + self.options.notice.floor_s / 2
-        elif outcome.state == "ended" or self._answer(case, found, samples):
+        observed = Observed(behind=tuple(s.rank for s in suspects))
+        found = self._inspect(case, suspicion, samples, suspects, observed)
+        ended = case.outcome.state == "ended"
+        if ended or (case.outcome.state == "hung" and self._answer(case, found, samples)):
             self.behind = None
             self.pipeline.explained.add(s.pid for s in suspects)
-            if outcome.state == "ended":
-                self._close(case, outcome.reason)
 
     def _reopen(self, suspicion: Suspicion, suspects: list[RankSample]) -> IncidentFolder | None:
         """The standstill that this began as: the others have given up these ranks and continue."""
@@ -278,42 +261,54 @@ class HangInvestigator:
     def _inspect(
         self,
         case: HangCase,
+        suspicion: Suspicion,
         samples: list[RankSample],
         suspects: list[RankSample],
         observed: Observed,
         gathering: Gathering | None = None,
     ) -> Examination:
-        """Boxes of all ranks, stacks of the suspects, others' parts; and the verdict on them."""
-        begin = time.monotonic()
-        opened = case.opened
+        """One more look: boxes of all ranks, stacks of the suspects, others' parts; the verdict on them, and what it is."""
+        begin, opened = time.monotonic(), case.opened
         if case.looks:  # at the first one they have just been copied
             self.pipeline.keep_boxes(opened, samples)
+        else:
+            log.warning("%s: %s", opened.current.id, suspicion.reason)
+        observed = replace(observed, reason=suspicion.reason, quiet_s=suspicion.quiet_s)
+        number = len(case.looks)
         found = self.pipeline.examine(
-            opened, samples, observed, stacks_of=suspects, look=len(case.looks), gathering=gathering
+            opened, samples, observed, stacks_of=suspects, look=number, gathering=gathering
         )
-        if len(case.looks) < 2:
+        if number < 2:
             alive = sum(s.alive for s in suspects)
             parts = f", parts of {len(gathering.agents)} other nodes" if gathering else ""
             text = f"{len(samples)} black boxes, stacks of {alive} ranks{parts}"
             durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
             opened.update(Moment("evidence", time.time(), text), durations_s=durations)
+        self._judge(case, suspicion, found, suspects)
         return found
 
     def _judge(
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
-    ) -> StallOutcome:
+    ) -> None:
         """What it is after one more look."""
         after = read_samples(self.options.folder)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
-            return StallOutcome("ended", f"rank {ended} ended while it was inspected")
-        case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
-        case.outcome = judge_stall(case.looks, self._limits())
-        if case.outcome.state != "ended":
-            self.pipeline.settle(case.opened, case.stalled if case.outcome.state == "stalled" else "")
+            case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
+        else:
+            case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
+            notice = self.options.notice
+            limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s)
+            case.outcome = judge_stall(case.looks, limits)
+        if case.outcome.state == "ended":
+            self._close(case, case.outcome.reason)
+            return
+        stalled = case.outcome.state == "stalled"
+        self.pipeline.settle(case.opened, case.stalled if stalled else "")
+        if stalled and (suspicion.by_step or case is self.behind):  # else the deadline is extended
+            case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         known = {moment.text for moment in case.opened.current.timeline}
-        if case.outcome.state == "stalled" and len(case.looks) > 1 and case.outcome.reason not in known:
+        if stalled and len(case.looks) > 1 and case.outcome.reason not in known:
             case.opened.update(Moment("sampled again", time.time(), case.outcome.reason))
-        return case.outcome
 
     def _look(
         self,
@@ -341,10 +336,6 @@ class HangInvestigator:
             absent=(*observed.gone, *observed.left),
             behind=bool(observed.behind),
         )
-
-    def _limits(self) -> StallLimits:
-        notice = self.options.notice
-        return limits_of(notice.floor_s, notice.cap_s, self.history.longest_s)
 
     def _answer(self, case: HangCase, found: Examination, samples: list[RankSample]) -> bool:
         """Decides and acts; False when the action must wait for the back-off after the one before."""
