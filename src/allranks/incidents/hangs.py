@@ -272,7 +272,7 @@ class HangInvestigator:
         if case.looks:  # at the first one they have just been copied
             self.pipeline.keep_boxes(opened, samples)
         else:
-            log.warning("%s: %s", opened.current.id, suspicion.reason)
+            log.warning("%s: stalled: %s", opened.current.id, suspicion.reason)
         observed = replace(observed, reason=suspicion.reason, quiet_s=suspicion.quiet_s)
         number = len(case.looks)
         found = self.pipeline.examine(
@@ -354,6 +354,7 @@ class HangInvestigator:
             return True  # nothing new
         moments = (Moment("hung", time.time(), reason), Moment("verdict", time.time(), verdict.sentence))
         opened.update(*moments, kind="hang", verdict=found.verdict, ranks=found.ranks, action=action)
+        log.error("%s: hung: %s", opened.current.id, reason)
         self.pipeline.publisher.log(opened)
         self.pipeline.publisher.publish(opened)  # the story so far is safe before anything is killed
         self._act(opened, action, samples)
