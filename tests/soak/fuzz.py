@@ -60,8 +60,8 @@ from allranks.doctor.nodes import compare, read_answers
 from allranks.drill.plan import read_plan
 from allranks.elastic.config import check
 from allranks.errors import AllranksError
+from allranks.incidents.evidence import read_observed
 from allranks.incidents.folder import read_incidents
-from allranks.incidents.judge import read_observed
 from allranks.incidents.peers import pack_part, unpack_part
 from allranks.lighthouse import messages
 from allranks.lighthouse.grpc_wire import BadMessage, decode_quorum_request, encode_quorum_request

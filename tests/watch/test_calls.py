@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from allranks.incidents.evidence import Observed
 from allranks.incidents.folder import read_incidents
-from allranks.incidents.judge import Observed, judge
+from allranks.incidents.judge import correct
 from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.watch.calls import MAX_NAMED, CallComparison, read_calls
@@ -76,5 +77,5 @@ def test_the_incident_that_follows_tells_of_the_difference(
         finding.sentence
     ]
     hang = Diagnosis("fault", Finding("none_finished", (0, 1, 2), "", confidence=0.7))
-    result = judge(hang, None, Observed(diverged=finding))
+    result = correct(hang, None, Observed(diverged=finding))
     assert result is not None and result.verdict is not None and result.verdict.cause == "size_mismatch"

@@ -5,6 +5,7 @@ result shows itself in a notebook and turns into JSON and pandas.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -334,7 +335,9 @@ def diagnose(
         "pg_filters": frozenset(pg_filters),
         "allow_incomplete_ranks": allow_incomplete_ranks or wanted is not None,
     }
-    return DiagnosisResult(judge_dumps(loaded, loaded.traces, roots, **chosen), RecordedCalls(loaded.traces))
+    part = attempt is not None or any(chosen.values())
+    found = judge_dumps(loaded, loaded.traces, roots, chosen=part, **chosen)
+    return DiagnosisResult(found, RecordedCalls(loaded.traces))
 
 
 def load_dumps(roots: list[str], options: LoadOptions) -> LoadResult:
@@ -350,31 +353,30 @@ def load_dumps(roots: list[str], options: LoadOptions) -> LoadResult:
     return loaded
 
 
-def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], **options: Any) -> Diagnosis:
-    """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions."""
-    from allranks.api.extra_evidence import (
-        find_evidence,
-        is_post_mortem,
-        judge_stacks,
-        taken_ns,
-        with_evidence,
-    )
-    from allranks.diagnose.verdict import DiagnoseOptions
-    from allranks.diagnose.verdict import diagnose as judge
+def judge_dumps(
+    loaded: LoadResult, traces: list[RankTrace], roots: list[str], *, chosen: bool = False, **options: Any
+) -> Diagnosis:
+    """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions.
 
-    boxes = any(trace.kind.startswith("black box") for trace in traces)
-    ended = boxes and is_post_mortem(traces)
-    now_ns = taken_ns(traces, roots) if boxes and not ended else 0
-    evidence = find_evidence(loaded, traces, roots)
-    how = DiagnoseOptions(now_ns=now_ns, ended=ended, **options)
-    result = judge(traces, evidence.files, stacks=evidence.seen, options=how)
+    The folder of an incident is judged as its agent judged it, unless a part of the dumps was `chosen`.
+    """
+    from allranks.diagnose.verdict import DiagnoseOptions
+    from allranks.incidents.evidence import find_evidence, is_incident, read_incident
+    from allranks.incidents.judge import judge
+
+    if is_incident(roots) and not chosen:
+        evidence = read_incident(Path(roots[0]))
+    else:
+        evidence = find_evidence(loaded, traces, roots)
+    for line in evidence.missing:
+        print(f"left out: {line}", file=sys.stderr)
+    how = DiagnoseOptions(**options)
+    result = judge(evidence, how)
     names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
     if traces and (absent := how.pg_filters - names):
         known = sorted({group.desc or group.name for trace in traces for group in trace.groups})
         raise InputError(f"no group {min(absent)!r} in these dumps", hint=f"Groups: {', '.join(known[:20])}.")
-    if not traces and result.verdict is None and evidence.captures:
-        result = judge_stacks(result, evidence.captures)
-    return with_evidence(result, evidence)
+    return result
 
 
 def stacks(

@@ -106,15 +106,11 @@ def make_plan(paths: list[str], processes: int) -> ReplayPlan:
 
 def _circumstances(paths: list[str], loaded: LoadResult) -> tuple[list[RankNow], DiagnoseOptions]:
     """(ranks whose process was gone, when the files were taken). Stacks do not count: a replay repeats calls."""
-    from allranks.api.extra_evidence import find_evidence, is_post_mortem, taken_ns
     from allranks.diagnose import DiagnoseOptions
-    from allranks.incidents.judge import read_observed
-    from allranks.model.diagnosis import RankNow
+    from allranks.incidents.evidence import find_evidence, is_incident, read_incident
 
-    observed = read_observed(Path(paths[0])) if len(paths) == 1 else None
-    if observed is not None:
-        gone = [RankNow(rank, "gone", "", "its process is gone") for rank in observed.gone]
-        return gone, DiagnoseOptions(now_ns=observed.taken_ns, quiet_s=observed.quiet_s)
-    seen = [now for now in find_evidence(loaded, loaded.traces, paths).seen if now.cause == "gone"]
-    ended = is_post_mortem(loaded.traces)
-    return seen, DiagnoseOptions(now_ns=0 if ended else taken_ns(loaded.traces, paths), ended=ended)
+    incident = is_incident(paths)
+    found = read_incident(Path(paths[0])) if incident else find_evidence(loaded, loaded.traces, paths)
+    gone = [now for now in found.seen if now.cause == "gone"]
+    quiet_s = found.observed.quiet_s if found.observed is not None else 0.0
+    return gone, DiagnoseOptions(now_ns=found.now_ns, quiet_s=quiet_s, ended=found.ended)

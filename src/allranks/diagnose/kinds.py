@@ -78,7 +78,7 @@ CAUSES = {
     "missing_dump": CauseInfo("there is no file of a rank", "the file", "the file is there"),
     "timeout_too_short": CauseInfo("a timeout leaves no room", "times of calls", "the timeout is longer"),
     "skew": CauseInfo("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
-    "pause": CauseInfo("ranks declared a pause", "the mark of the pause", "the pause has ended"),
+    "pause": CauseInfo("ranks pause, or paused", "the mark of the pause, or later progress", "the ranks never move again"),
     "folded": CauseInfo("more of the same", "", ""),
 }
 # fmt: on

@@ -1,4 +1,4 @@
-"""The agent's watch over one node's ranks: notices deaths and standstills, and has them looked into.
+"""The agent's watch over one node's ranks: notices deaths and stalls, and has them examined.
 
 One thread per node, named allranks-watch, which never waits for anything but the ranks: it is woken by deaths, and a
 suspicion is examined on a thread of its own (allranks-examine). It never touches a rank by itself: actions go to the
@@ -100,7 +100,7 @@ class Watch:
         self.pipeline.publisher.upload = upload
 
     def expect_end(self, pids: Iterable[int]) -> None:
-        """These ranks are being asked to end: that they do, or take their time, is no incident. From any thread."""
+        """These ranks are being asked to end: that they do, or take their time, is not an incident. From any thread."""
         self._asked_to_end.add(asked := tuple(pids))
         self.pipeline.explained.tell(asked, self.options.folder)
 
@@ -138,7 +138,7 @@ class Watch:
             self.pipeline.note_divergence(found)
 
     def _note_ranks(self, samples: list[RankSample]) -> bool:
-        """Who runs and who does not, for whom it concerns; whether all that run have been asked to end."""
+        """Reports which ranks run; whether all that run have been asked to end."""
         running = [s for s in samples if s.alive and not s.closed]
         ours = [s for s in running if self._is_ours(s)]
         self._ours = {s.process: self._ours[s.process] for s in running}
@@ -155,10 +155,7 @@ class Watch:
         if self._thread is None:
             work()
             return
-        self._examining = threading.Thread(
-            target=_carefully, args=(work,), name="allranks-examine", daemon=True
-        )
-        self._examining.start()
+        self._examining = self.pipeline.start(work, "allranks-examine")
 
     def _is_ours(self, sample: RankSample) -> bool:
         """Whether it is a process of this agent: two agents of one host share the job's folder."""

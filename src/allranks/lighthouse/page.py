@@ -53,7 +53,7 @@ def page_view(service: Service) -> dict[str, object]:
         "token_file": service.ranks.token_file() or service.token_file,
         "goodput": service.goodput,
         "address": service.address,
-        "reason": service.former.reason if service.state.number else "",
+        "reason": service.coordinator.reason if service.state.number else "",
     }
 
 

@@ -255,7 +255,7 @@ def write_health(motion: Motion, sentence: str) -> str:
 def read_health(text: str) -> tuple[Motion, str]:
     """The motion and the sentence of a reported health."""
     word, colon, sentence = text.partition(": ")
-    motion = next((one for one in MOTIONS[1:] if colon and one == word), "moving")
+    motion: Motion = next((one for one in MOTIONS[1:] if colon and one == word), "moving")
     return motion, text if motion == "moving" else sentence
 
 

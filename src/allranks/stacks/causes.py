@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from allranks.model.stacks import ProcessCapture, StackFrame, is_user_file
+from allranks.model.stacks import WAITS, ProcessCapture, StackFrame, is_user_file
 from allranks.stacks.patterns import PatternMatch, StackPattern, library, match_thread
 from allranks.stacks.views import (
     NO_CHILDREN,
@@ -19,8 +19,6 @@ from allranks.stacks.views import (
     where,
 )
 
-#: Waits for other ranks, or for the device.
-WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
 _SHAPES = ("lock_wait", "thread_wait", "background")
 #: Waits that are telling even in a thread without a line of the user's own.
 _STRONG = WAITS | {"checkpoint_io", "dataloader_wait", "file_lock_wait"}

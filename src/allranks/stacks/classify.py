@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from allranks.model.stacks import Capture, ChildState, ProcessCapture, RankState, StacksReport
+from allranks.model.stacks import WAITS, Capture, ChildState, ProcessCapture, RankState, StacksReport
 from allranks.stacks import ras
-from allranks.stacks.causes import WAITS, Cause, find_cause
+from allranks.stacks.causes import Cause, find_cause
 from allranks.stacks.patterns import StackPattern, load_patterns
 from allranks.stacks.progress import HangDecision, Stillness, decide_by_counts, decide_progress
 from allranks.stacks.text import compress

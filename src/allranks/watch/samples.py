@@ -86,7 +86,7 @@ def read_samples(folder: Path) -> list[RankSample]:
 
 
 def read_sample(path: str | Path) -> RankSample | None:
-    """Reads one header; None when the file is no whole black box of a version that we know."""
+    """Reads one header; None when the file is not a whole black box of a known version."""
     try:
         page = read_regular(path, HEADER_BYTES)
         head = parse_header(page)
