@@ -315,9 +315,9 @@ def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], *
 
     boxes = any(trace.kind.startswith("black box") for trace in traces)
     ended = boxes and is_post_mortem(traces)
-    now_ns = taken_ns(traces, roots) if boxes and not ended else 0
+    now_ns, copied = taken_ns(traces, roots) if boxes and not ended else (0, False)
     evidence = find_evidence(loaded, traces, roots)
-    how = DiagnoseOptions(now_ns=now_ns, ended=ended, **options)
+    how = DiagnoseOptions(now_ns=now_ns, copied=copied, ended=ended, **options)
     result = judge(traces, evidence.files, stacks=evidence.seen, options=how)
     names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
     if traces and (absent := how.pg_filters - names):

@@ -117,4 +117,5 @@ def _circumstances(paths: list[str], loaded: LoadResult) -> tuple[list[RankNow],
         return gone, DiagnoseOptions(now_ns=observed.taken_ns, quiet_s=observed.quiet_s)
     seen = [now for now in find_evidence(loaded, loaded.traces, paths).seen if now.cause == "gone"]
     ended = is_post_mortem(loaded.traces)
-    return seen, DiagnoseOptions(now_ns=0 if ended else taken_ns(loaded.traces, paths), ended=ended)
+    now_ns = 0 if ended else taken_ns(loaded.traces, paths)[0]
+    return seen, DiagnoseOptions(now_ns=now_ns, ended=ended)

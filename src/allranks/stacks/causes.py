@@ -70,9 +70,26 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern
         return _follow(view, main, first, patterns)
     if first.pattern.cause in ("request_wait", "event_loop_idle"):
         return _behind_loop(view, main, first, patterns)
+    if first.pattern.cause == "shutdown_join":
+        return _at_exit(view, main, first, patterns)
     if first.pattern.cause == "background":
         return _cause(first, main, view, "queue_wait")
     return _behind_backward(view, main, patterns) or _cause(first, main, view)
+
+
+def _at_exit(
+    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
+) -> Cause:
+    """The interpreter waits for threads of the program: the line of the first that runs the user's code is what keeps it."""
+    found = _cause(first, main, view)
+    left = [t for t in view.threads if not t.main and user_frame(t.python) and _has_own_code(t)]
+    if not left or user_frame(main.python):
+        return found
+    thread = max(left, key=lambda t: bool(_told(view, [t], patterns)))
+    told = _told(view, [thread], patterns)
+    doing = f", which {_evidence_text(told[0][1], thread)}" if told else ""
+    says = f"{found.evidence}; thread {thread.name} is at {where(thread.python)}{doing}"
+    return replace(found, where=where(thread.python), evidence=says, thread=thread.name, stack=thread.python)
 
 
 def _behind_backward(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause | None:
