@@ -438,3 +438,30 @@ def test_ranks_that_wait_for_remote_calls_are_not_taken_for_exiting() -> None:
     report = classify(Capture(processes))
     assert [report.ranks[rank].cause for rank in frames] == ["rendezvous_wait", "p2p_wait", "sleep"]
     assert report.culprits == (2,) and "exiting" not in report.ranks[0].evidence
+
+
+@pytest.mark.parametrize("holder", [True, False])
+def test_a_lock_is_called_a_deadlock_only_where_no_thread_could_release_it(holder: bool) -> None:
+    """The thread that holds it may wait for a server: it is named, and nobody says that it waits for the other."""
+
+    def thread(tid: int, name: str, *frames: tuple[str, str, int]) -> ThreadStack:
+        return ThreadStack(tid, name, tuple(StackFrame(*frame) for frame in frames))
+
+    lock = ("__enter__", "/usr/lib/python3.11/threading.py", 90)
+    stacks = [thread(5, "MainThread", lock, ("step", "/home/user/t.py", 30))]
+    facts = [ThreadFacts(5, state="S", syscall="futex")]
+    if holder:
+        stacks.append(
+            thread(
+                6,
+                "uploader",
+                ("read", "/usr/lib/python3.11/http/client.py", 5),
+                ("put", "/home/user/t.py", 7),
+            )
+        )
+        facts.append(ThreadFacts(6, state="S", syscall="recvfrom"))
+    shots = tuple(Snapshot(number, None, tuple(stacks), tuple(facts)) for number in (1, 2))
+    state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
+    assert "the other holds" not in state.evidence
+    assert ("held perhaps by uploader at t.py:7" in state.evidence) == holder, state.evidence
+    assert ("no other thread can release" in state.evidence) != holder
