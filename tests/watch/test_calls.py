@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_samples_that_come_too_fast_and_ranks_that_do_not_move_are_not_compared(
     """The cost is bounded, and a hang that lasts for hours costs nothing."""
     samples, calls = boxes("different_operations", tmp_path), CallComparison()
     assert [calls.look(now, samples) for now in (100.0, 100.1, 1000.0, 2000.0)] == [None] * 4
+
+
+@pytest.mark.parametrize("change", [{"attempt": 1}, {"alive": True, "start_ns": 1 << 62}])
+def test_ranks_of_an_earlier_run_are_not_compared(tmp_path: Path, change: dict[str, int]) -> None:
+    """After a restart the boxes of ranks that have not come again are still there."""
+    samples, calls = boxes("different_operations", tmp_path), CallComparison()
+    samples[2] = replace(samples[2], **change)  # type: ignore[arg-type]
+    assert [calls.look(now, samples) for now in (100.0, 110.0, 115.0)] == [None] * 3
 
 
 def test_a_healthy_job_has_no_difference(tmp_path: Path) -> None:

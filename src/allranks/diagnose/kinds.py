@@ -194,7 +194,7 @@ KINDS = {
         "{waits} in {call}; {who} [many?are not seen there, but their dumps are|is not seen there, but its dump is] damaged, too old, "
         "or without the calls of this group", _INSIDE),
     "some_left": Kind("none_finished", 0.55,
-        "{call} finished on {passed} but not on {who}, {wait} later: look at the network or device of the latter", _INSIDE),
+        "{call} finished on {passed} but not on {who}[, {later} later]: look at the network or device of the latter", _INSIDE),
     "maybe_older": Kind("none_finished", 0.35,
         "{call} finished on {passed} but not on {who}: it hangs there, or that dump is a moment older", _INSIDE, _SECOND),
     "other_root": Kind("root_mismatch", 0.5,
@@ -347,7 +347,7 @@ PHRASES = {
     "call": "{op} #{seq} of group {label}",
     "op_at": "{op}[ at {at}]",
     "in_batch": "(call {part} of a batch) ",
-    "waited": "{number} {has} waited {wait}",
+    "waited": "{number} {has} waited [at_most?at most ]{wait}",
     "waits_for_it": "{number} {wait} for it",
     "waited_in_it": "{number} waited in it",
     "wait_in_it": "{number} {wait} in it",

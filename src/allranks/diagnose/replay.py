@@ -1,21 +1,22 @@
 """A recorded hang as a small program: what each process of a replay does, in order. Pure; `replay_script.py` writes it down.
 
 A rank's calls are posted in the order of its record. A call is waited for before the first later call that the rank made after its end:
-it had ended without that later call, so waiting there cannot block what did not block before. Calls that never ended are waited
+it had ended, or all had entered it, without that later call, so waiting there cannot block what did not block before. Calls that never ended are waited
 for last. A rank that came to no further call sleeps, ends or dies there, as it did.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from allranks.diagnose.align import is_world
 from allranks.diagnose.job import GroupView, Job, Now, RankCalls
 from allranks.diagnose.ops import EVEN_ONLY, Family, is_p2p
-from allranks.diagnose.phrasing import one_line, user_frames
+from allranks.diagnose.phrasing import user_frames
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import REDUCE_OPS, Flag, Frame
 
@@ -204,6 +205,9 @@ class _Writer:
     groups: tuple[tuple[int, ...], ...]
     starts: dict[int, int]
     scale: dict[int, int]
+    ways: dict[tuple[Frame, ...], dict[int, int]] = field(
+        default_factory=dict
+    )  # user's lines → stacks, numbered
 
     def program(self, rank: int, died: bool, gone: bool) -> tuple[Action, ...]:
         view = self.job.ranks.get(rank)
@@ -231,8 +235,8 @@ class _Writer:
         firsts = []
         for rank, start in self.starts.items():
             lane = group.lanes.get(rank)
-            kept = lane.seqs[lane.rows >= start] if lane is not None else ()
-            firsts += [int(kept[0])] if len(kept) else []
+            kept = lane.seqs[lane.rows >= start].tolist() if lane is not None else []
+            firsts += kept[:1]
         return max(firsts, default=0) if any(self.starts.values()) else 0
 
     def _actions(self, view: RankCalls) -> Iterator[Action]:
@@ -276,8 +280,17 @@ class _Writer:
             return NEVER
         ended = int(view.trace.calls["completed_ns"][row])
         if ended:
-            return ended
+            return min(ended, self._entered_ns(view, row))
         return -1 if is_p2p(view.family[row : row + 1])[0] else 0
+
+    def _entered_ns(self, view: RankCalls, row: int) -> int:
+        """When the last member entered a collective: its end, which may be noticed late, needs no later call. NEVER: unknown."""
+        group, seq = self.job.groups[int(view.group[row])], int(view.trace.calls["seq"][row])
+        rows = {rank: lane.row(seq) for rank, lane in group.lanes.items()}
+        message = is_p2p(view.family[row : row + 1])[0]
+        if message or rows.get(view.rank) != row or min(rows.values()) < 0 or len(rows) < len(group.members):
+            return NEVER
+        return max(int(self.job.ranks[rank].trace.calls["created_ns"][at]) for rank, at in rows.items())
 
     def _of_others(self, rank: int) -> Iterator[Action]:
         """The program of a rank without a file: what others have finished with it."""
@@ -301,7 +314,7 @@ class _Writer:
         if closed == "exit":
             return EndProcess("exit")
         if closed:
-            return EndProcess("raise", one_line(closed))
+            return EndProcess("raise", re.sub(r"^exception: \w+ \([^)]*\): ", "", closed)[:600])
         if died and (gone or not rows):
             return EndProcess("kill")
         if inside in ("init_process_group", "new_group"):
@@ -320,17 +333,25 @@ class _Writer:
         given = given or self._counted(int(call["in_numel"]))
         taken = taken or self._counted(int(call["out_numel"]))
         dtypes = shapes.input_dtypes or shapes.output_dtypes
-        frames = self.job.frames(view.rank, row)
+        path = self._path(view, row)
         post = PostCall(
             op,
             group,
-            user_frames(frames),
+            path,
             given,
             taken,
             dtypes[0] if dtypes else "Float",
             number=int(call["seq"]),
         )
         return _FIT.get(op, _fit_nothing)(self, replace(post, op=self._variant(op, name, post)), view, row)
+
+    def _path(self, view: RankCalls, row: int) -> tuple[Frame, ...]:
+        """The user's lines of a call; ways through torch that differ behind the same lines have another outermost frame."""
+        number = int(view.stack[row])
+        lines = user_frames(self.job.frames(view.rank, row))
+        ways = self.ways.setdefault(lines, {})
+        way = ways.setdefault(number, len(ways))
+        return (*lines, Frame(f"torch_{way}", "torch", way)) if way else lines
 
     def _variant(self, op: str, name: str, post: PostCall) -> str:
         """The form of an operation that takes these tensors."""

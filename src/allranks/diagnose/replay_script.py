@@ -29,6 +29,7 @@ rank waited. After {{QUIET_S:g}} s without a move the positions of all processes
 Under a launcher that sets RANK (torchrun, `allranks run`) each process is one rank. Written by `allranks replay`.
 """
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -130,7 +131,8 @@ def perform(action, groups, works, position):
         if works[rest[0]] is not None:
             works[rest[0]].wait()
     elif kind == "destroy":
-        dist.destroy_process_group(groups[rest[0]])
+        with contextlib.suppress(ValueError, AssertionError):  # with the group of all, the others went
+            dist.destroy_process_group(groups[rest[0]])
     else:
         path, op, group, *sizes = rest
         works.append(None)
@@ -145,7 +147,7 @@ def end(action, works, position):
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "raise":
-        raise RuntimeError("as recorded: " + text)
+        raise RuntimeError(text)
     if how == "new_group":
         dist.new_group()
     for work in works if how == "wait" else ():
@@ -340,4 +342,4 @@ def _action(action: Action, numbers: dict[Frame, int]) -> Iterator[str]:
         case DestroyGroup(group):
             yield f"('destroy', {group}),"
         case EndProcess(how, text):
-            yield f"('end', {how!r}, {escaped(text)!r}),"
+            yield f"('end', {how!r}, {escaped(text, 600)!r}),"

@@ -62,12 +62,12 @@ def run_replay(plan: ReplayPlan, script: Path) -> ReplayResult:
 
 def _record(rank: int, world: int, script: str) -> None:
     """A process: records, and runs the script as if it had been started by itself."""
-    import allranks
+    from allranks.record import record
 
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    recorder = allranks.record()
+    recorder = record()
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit:
@@ -80,7 +80,7 @@ def _record(rank: int, world: int, script: str) -> None:
 
 def _wait(folder: Path, pids: Sequence[int]) -> None:
     """Until nothing moves any more, or all processes have ended."""
-    last: list[tuple[object, ...]] = []
+    last: list[tuple[int, tuple[int, int, int], bool]] = []
     begin = moved = time.monotonic()
     while (now := time.monotonic()) - begin < LIMIT_S:
         samples = read_samples(folder)

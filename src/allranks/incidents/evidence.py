@@ -104,6 +104,7 @@ class Evidence:
     ended: bool = False  # all processes are gone, and nothing tells since when
     captures: tuple[Capture, ...] = ()
     missing: tuple[str, ...] = ()  # what could not be used
+    copied: bool = False  # `now_ns` is the time of copies: the job may have stopped long before
 
     @property
     def report(self) -> StacksReport | None:
@@ -221,9 +222,9 @@ def _find_evidence(
         for note in loaded.files
     ]
     seen = tuple(found[rank] for rank in sorted(found))
-    now_ns = _taken_ns(traces, paths.roots) if boxes and not ended else 0
+    now_ns, copied = _taken_ns(traces, paths.roots) if boxes and not ended else (0, False)
     return Evidence(
-        traces, files, seen, reports, logs, ras, None, now_ns, ended, tuple(captures), tuple(missing)
+        traces, files, seen, reports, logs, ras, None, now_ns, ended, tuple(captures), tuple(missing), copied
     )
 
 
@@ -303,8 +304,8 @@ def _is_post_mortem(traces: list[RankTrace]) -> bool:
     return bool(boxes) and len(boxes) == len(traces) and not any(_is_running(trace) for trace in boxes)
 
 
-def _taken_ns(traces: list[RankTrace], roots: list[str]) -> int:
-    """When black boxes were as they are: now, where one of them is still written to; the time of the copies where
+def _taken_ns(traces: list[RankTrace], roots: list[str]) -> tuple[int, bool]:
+    """When black boxes were as they are, and whether that is the time of copies: now, where one of them is still written to; the time of the copies where
     none is; 0 when nothing tells (a copy that kept the time of the original)."""
     from allranks.blackbox.reader import boxes_of_process
 
@@ -316,10 +317,10 @@ def _taken_ns(traces: list[RankTrace], roots: list[str]) -> int:
             # whether the process writes to this very file; taken for true where we may not look
             hidden = not os.access(f"/proc/{pid}/maps", os.R_OK)
             if hidden or any(os.path.samefile(box, file) for box in boxes_of_process(pid)):
-                return time.time_ns()
+                return time.time_ns(), False
     newest = max((trace.header.written_ns for trace in boxes), default=0)
     copied = max((os.stat(place).st_mtime_ns for place in files.values()), default=0)
-    return copied if copied > newest else 0
+    return (copied, True) if copied > newest else (0, False)
 
 
 def _gone(traces: list[RankTrace]) -> list[RankNow]:

@@ -26,7 +26,7 @@ TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxe
 def judge(evidence: Evidence, options: DiagnoseOptions | None = None) -> Diagnosis:
     """The verdict on all evidence."""
     observed, how = evidence.observed, options or DiagnoseOptions()
-    how = replace(how, now_ns=evidence.now_ns, ended=evidence.ended)
+    how = replace(how, now_ns=evidence.now_ns, copied=evidence.copied, ended=evidence.ended)
     if observed is not None:
         how = replace(how, quiet_s=observed.quiet_s)
     if evidence.traces or observed is None:

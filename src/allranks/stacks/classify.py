@@ -30,7 +30,7 @@ _VERBS = {
     "checkpoint_io": "is stuck in file I/O",
     "file_lock_wait": "waits for a file lock",
     "network_io": "waits for the network",
-    "lock_deadlock": "is deadlocked on a lock",
+    "lock_deadlock": "waits for a lock that is not released",
     "queue_wait": "waits on a queue",
     "gil_held_native": "holds the GIL in C code",
     "gil_contention": "waits for the GIL",

@@ -35,6 +35,7 @@ class CallComparison:
 
     def look(self, now_s: float, samples: Sequence[RankSample]) -> Finding | None:
         """The difference that these ranks show, the first time that it is sure."""
+        samples = _of_one_run(samples)
         if now_s < self._next_s or not self._due(now_s, samples):
             return None
         begin = time.thread_time()
@@ -56,6 +57,13 @@ class CallComparison:
             self._marks, self._moved_s = marks, now_s
         calling = sum(sample.calls_started > 0 for sample in samples)
         return calling > 1 and now_s - self._moved_s < IDLE_S
+
+
+def _of_one_run(samples: Sequence[RankSample]) -> list[RankSample]:
+    """The ranks of the newest attempt, without those that ended before another one started: their calls are of an earlier run."""
+    newest = max((sample.attempt for sample in samples), default=0)
+    started = max((sample.start_ns for sample in samples if sample.alive), default=0)
+    return [s for s in samples if s.attempt == newest and (s.alive or s.last_ns > started)]
 
 
 def read_calls(paths: Sequence[str]) -> list[RankTrace]:
