@@ -343,8 +343,10 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
 def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
     """Books where the ranks' time goes, beside the incidents."""
     from allranks.goodput.agent import LedgerKeeper
+    from allranks.goodput.history import start_history
 
     keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
+    keeper.history = start_history(os.environ)
     keeper.start()
     watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
     job.stack.callback(_end_ledger, keeper)

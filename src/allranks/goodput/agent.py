@@ -19,7 +19,9 @@ from allranks.errors import InputError
 from allranks.goodput.accounts import Accounts
 from allranks.goodput.arrivals import wait_shares
 from allranks.goodput.booking import Sampled
-from allranks.goodput.file import LedgerFile, NodeLedger, ledger_path
+from allranks.goodput.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
+from allranks.goodput.history import HistoryWriter
+from allranks.goodput.nodes import outage_events
 from allranks.goodput.records import Booked, Outage, Record, RunEnd, RunStart
 from allranks.goodput.summary import JobAccount, account
 from allranks.model.incident import Incident
@@ -44,13 +46,13 @@ class BoxSample(Sampled):
 
 @dataclass
 class LedgerKeeper:
-    """`start()` and `close()` own the file. `on_incident` gets every record of an incident, for the history of nodes."""
+    """`start()` and `close()` own the file."""
 
     folder: Path  # of the incidents
     job: str
     node: str
     mode: str
-    on_outage: Callable[[Outage], None] = lambda outage: None
+    history: HistoryWriter | None = None  # nodes across jobs
     rows: list[Booked] = field(default_factory=list)  # of this run, for the line at its end
     outages: dict[str, Outage] = field(default_factory=dict)
     _accounts: Accounts | None = None
@@ -98,7 +100,15 @@ class LedgerKeeper:
         )
         self._carefully(lambda: self._append(last))
         self._carefully(self._file.close)
+        self._remember()
         return account([NodeLedger(self._file.path, [self._start, *self.rows, *self.outages.values()])])
+
+    def _remember(self) -> None:
+        """The whole job as its ledgers have it now, those of other nodes included."""
+        if self.history is not None:
+            folder, job = self.folder, self.job
+            self.history.put_job(lambda: account([read_ledger(path) for path in find_ledgers(folder, job)]))
+            self.history.close()
 
     # inside
 
@@ -125,7 +135,9 @@ class LedgerKeeper:
         if changed is not None:
             self.outages[changed.id] = changed
             self._append([changed])
-            self.on_outage(changed)
+            if self.history is not None and changed.closed:
+                own = dict.fromkeys(self._paths, self.node)
+                self.history.put(outage_events(self.job, changed, own))
 
     def _append(self, records: Sequence[Record]) -> None:
         self.rows += [one for one in records if isinstance(one, Booked)]
@@ -149,7 +161,6 @@ class LedgerKeeper:
         try:
             with self._lock:
                 work()
-            self._failed = False
         except Exception as error:
             if not self._failed:
                 log.warning(

@@ -53,6 +53,7 @@ class JobAccount:
     damaged: int = 0
     crashed: int = 0  # runs whose agent ended without its last record
     nodes: tuple[str, ...] = ()
+    node_of: dict[int, str] = field(default_factory=dict)  # the node that booked a rank last
 
     @property
     def rank_seconds(self) -> float:
@@ -123,22 +124,24 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
     """Everything that the ledgers of one job say, of the time between `since` and `until`."""
     nodes = [_read(ledger) for ledger in ledgers]
     rows = [NodeRow(node.name, part) for node in nodes for part in _within(node.rows.values(), since, until)]
+    sums: dict[tuple[str, str], Seconds] = {}
+    for one in rows:
+        total = sums.setdefault((one.node, one.row.ranks), {})
+        for state, lost in one.row.seconds.items():
+            total[state] = total.get(state, 0.0) + lost
     seconds: Seconds = defaultdict(float)
     by_node: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))
     by_rank: dict[int, Seconds] = defaultdict(lambda: defaultdict(float))
     waiting: dict[int, float] = defaultdict(float)
     stalled: dict[str, float] = defaultdict(float)
-    members: dict[str, tuple[int, ...]] = {}
-    for one in rows:
-        row = one.row
-        if row.ranks not in members:
-            members[row.ranks] = ranks_in(row.ranks)
-        ranks = members[row.ranks]
-        of_node = by_node[one.node]
-        for state, lost in row.seconds.items():
+    node_of: dict[int, str] = {}
+    for (name, text), states in sums.items():
+        ranks = ranks_in(text)
+        node_of |= dict.fromkeys(ranks, name)
+        for state, lost in states.items():
             kind, _, what = state.partition(":")
             seconds[kind] += lost
-            of_node[kind] += lost
+            by_node[name][kind] += lost
             for rank in ranks:
                 by_rank[rank][kind] += lost / len(ranks)
             if kind == WAITING:
@@ -168,6 +171,7 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
         damaged=sum(ledger.damaged for ledger in ledgers),
         crashed=sum(node.crashed for node in nodes),
         nodes=tuple(sorted(node.name for node in nodes)),
+        node_of=node_of,
     )
 
 
