@@ -6,7 +6,7 @@ from __future__ import annotations
 GROUPS: dict[str, tuple[str, ...]] = {
     "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
     "Keep my job running": ("run", "record", "watch", "lighthouse", "slurm", "drill"),
-    "Where does the time go": ("goodput", "history"),
+    "Where does the time go": ("goodput", "slow", "history"),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
     "This machine": ("demo", "doctor", "etcd", "completion"),
@@ -78,6 +78,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks goodput my-job --since 7d --window 1d --gpu-hour 2.5",
         "allranks goodput allranks-incidents/ --html goodput.html",
     ),
+    "slow": ("allranks slow my-job", "allranks slow dumps/ --json"),
     "history": (
         "allranks history                          # nodes that fail again and again",
         "sbatch --exclude=$(allranks history --slurm-exclude) job.sh",
