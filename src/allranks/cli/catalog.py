@@ -6,7 +6,7 @@ from __future__ import annotations
 GROUPS: dict[str, tuple[str, ...]] = {
     "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
     "Keep my job running": ("run", "record", "watch", "lighthouse", "slurm", "drill"),
-    "Where does the time go": ("goodput", "slow", "history"),
+    "Where does the time go": ("goodput", "slow", "advise", "history"),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
     "This machine": ("demo", "doctor", "etcd", "completion"),
@@ -79,6 +79,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks goodput allranks-incidents/ --html goodput.html",
     ),
     "slow": ("allranks slow my-job", "allranks slow dumps/ --json"),
+    "advise": ("allranks advise my-job", "allranks advise allranks-incidents/ --since 7d --json"),
     "history": (
         "allranks history                          # nodes that fail again and again",
         "sbatch --exclude=$(allranks history --slurm-exclude) job.sh",

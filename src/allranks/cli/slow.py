@@ -67,7 +67,7 @@ def saved_steps(traces: list[RankTrace]) -> set[int]:
 
     from allranks.blackbox.header import HEADER_BYTES, read_regular
     from allranks.blackbox.phases import read_phases
-    from allranks.goodput.records import SAVING, state_of
+    from allranks.goodput.records import SAVING, kind_of, state_of
 
     found: set[int] = set()
     for trace in traces:
@@ -78,7 +78,7 @@ def saved_steps(traces: list[RankTrace]) -> set[int]:
         except OSError:
             continue
         for mark in marks:
-            if state_of(mark.name) == SAVING:
+            if kind_of(state_of(mark.name)) == SAVING:
                 after = int(np.searchsorted(trace.calls["created_ns"], mark.begin_ns))
                 if after < len(trace.calls):
                     found.add(int(trace.calls["step"][after]))

@@ -22,26 +22,23 @@ from allranks.goodput.booking import Sampled
 from allranks.goodput.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
 from allranks.goodput.history import HistoryWriter
 from allranks.goodput.nodes import outage_events
-from allranks.goodput.records import Booked, Outage, Record, RunEnd, RunStart
+from allranks.goodput.records import USEFUL, Booked, Outage, Record, RunEnd, RunStart, kind_of
+from allranks.goodput.slow import Lateness
 from allranks.goodput.summary import JobAccount, account
 from allranks.model.incident import Incident
+from allranks.model.metrics import Metric, labels
 from allranks.model.trace import RankTrace
 
 log = logging.getLogger("allranks.agent")
 
 OPEN_S = 5.0  # how often the open rows are written
+SLOW_S = 30.0  # how often ranks are compared
 MAX_ENDED = 64
 FAULTS = (
     "died",
     "fault",
     "last good step",
 )  # the moment at which the time of an incident begins, the best known first
-
-
-class BoxSample(Sampled):
-    """A sample that knows its box."""
-
-    path: str
 
 
 @dataclass
@@ -62,6 +59,9 @@ class LedgerKeeper:
     _paths: dict[int, str] = field(default_factory=dict)
     _ended: list[str] = field(default_factory=list)  # boxes of processes that ended since the last row
     _opened_s: float = 0.0
+    _open: list[Booked] = field(default_factory=list)
+    _slow: Lateness = field(default_factory=Lateness)
+    _looked_s: float = 0.0
     _failed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,7 +80,7 @@ class LedgerKeeper:
         reached = max((one.step for one in earlier if isinstance(one, Booked)), default=-1)
         self._accounts = Accounts(began, reached, self._waits)
 
-    def observe(self, samples: Sequence[BoxSample], running: Sequence[int], now: float | None = None) -> None:
+    def observe(self, samples: Sequence[Sampled], running: Sequence[int], now: float | None = None) -> None:
         """One look of the watch; `running` are the ranks of this agent that run, samples may be of others too."""
         at = time.time() if now is None else now
         self._carefully(lambda: self._observe(samples, set(running), at))
@@ -103,6 +103,22 @@ class LedgerKeeper:
         self._remember()
         return account([NodeLedger(self._file.path, [self._start, *self.rows, *self.outages.values()])])
 
+    def metrics(self) -> list[Metric]:
+        """For /metrics: this node's share of useful time, and its rank-seconds by state, as of a few seconds ago."""
+        sums: dict[str, float] = {}
+        for row in (*self.rows, *self._open):
+            for state, seconds in row.seconds.items():
+                sums[kind_of(state)] = sums.get(kind_of(state), 0.0) + seconds
+        total = sum(sums.values())
+        if not total:
+            return []
+        by_state = {labels(node=self.node, state=state): round(s, 3) for state, s in sums.items()}
+        useful = {labels(node=self.node): round(sums.get(USEFUL, 0.0) / total, 4)}
+        return [
+            ("goodput_ratio", "gauge", "share of the ranks' time that was useful training", useful),
+            ("rank_seconds", "gauge", "time of the ranks by what they did", by_state),
+        ]
+
     def _remember(self) -> None:
         """The whole job as its ledgers have it now, those of other nodes included."""
         if self.history is not None:
@@ -112,7 +128,7 @@ class LedgerKeeper:
 
     # inside
 
-    def _observe(self, samples: Sequence[BoxSample], running: set[int], now: float) -> None:
+    def _observe(self, samples: Sequence[Sampled], running: set[int], now: float) -> None:
         assert self._accounts is not None
         self._ours |= {(s.pid, s.start_ns) for s in samples if s.rank in running}
         ours = [s for s in samples if (s.pid, s.start_ns) in self._ours]
@@ -124,9 +140,26 @@ class LedgerKeeper:
         if rows := self._accounts.observe(now, ours):
             self._append(rows)
             self._opened_s = 0.0
+        if now - self._looked_s >= SLOW_S:
+            self._looked_s = now
+            self._look_for_slow(now)
         if ours and now - self._opened_s >= OPEN_S and self._file is not None and self._start is not None:
             self._opened_s = now
-            self._file.write_open(self._start, self._accounts.open_rows(now))
+            self._open = self._accounts.open_rows(now)
+            self._file.write_open(self._start, self._open)
+
+    def _look_for_slow(self, now: float) -> None:
+        """Reports a rank that became slow and stayed slow, once."""
+        for change in self._slow.add(_read_boxes(self._paths.values())):
+            log.warning("%s: the others wait for it (allranks slow %s)", change.sentence, self.job)
+            id = f"slow-rank{change.rank}-{int(change.at)}"
+            outage = Outage(
+                id, "slow", "became_slow", self.node, (change.rank,), change.at, now, text=change.sentence
+            )
+            self.outages[id] = outage
+            self._append([outage])
+            if self.history is not None:
+                self.history.put(outage_events(self.job, outage, {change.rank: self.node}))
 
     def _note(self, incident: Incident) -> None:
         if self._accounts is None or incident.kind == "request":

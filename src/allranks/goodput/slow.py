@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from allranks.model.formatting import duration, rank_list, ranks_text
 from allranks.model.trace import RankTrace
 
 MIN_STEPS = 8
+MIN_RANKS = 2
+MEMORY, AGAIN_S = 400, 600.0
 MIN_GAIN = 0.02  # of a step: less is noise
 OFTEN = 0.6  # of the steps: the same rank is the last
 
@@ -229,3 +231,35 @@ def rank_change(times: OwnTimes, index: int, rank: int) -> ChangePoint | None:
     """When a rank became slower than the others, if it did."""
     others = np.median(np.delete(times.own, index, axis=0), axis=0)
     return find_change(times.own[index] - others, others, times.at, rank)
+
+
+@dataclass
+class Lateness:
+    """The own times of a running job's last steps, to notice when a rank becomes slow. One for each node."""
+
+    times: OwnTimes | None = None
+    _told: dict[int, float] = field(default_factory=dict)  # rank -> when it became slow
+
+    def add(self, traces: Sequence[RankTrace]) -> list[ChangePoint]:
+        """With newer boxes of the same ranks: who became slow, each once."""
+        ranks, events = read_events(find_meetings(traces))
+        if len(ranks) < MIN_RANKS:
+            return []
+        new, old = own_times(ranks, events), self.times
+        if old is not None and old.ranks == new.ranks and len(old.steps) and len(new.steps):
+            fresh = new.steps > old.steps[-1]
+            new = OwnTimes(
+                ranks,
+                np.concatenate([old.steps, new.steps[fresh]])[-MEMORY:],
+                np.concatenate([old.at, new.at[fresh]])[-MEMORY:],
+                np.concatenate([old.own, new.own[:, fresh]], axis=1)[:, -MEMORY:],
+                np.concatenate([old.step_s, new.step_s[fresh]])[-MEMORY:],
+            )
+        self.times = new
+        found = []
+        for index, rank in enumerate(ranks):
+            change = rank_change(new, index, rank)
+            if change is not None and change.at > self._told.get(rank, 0.0) + AGAIN_S:
+                self._told[rank] = change.at
+                found.append(change)
+        return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from allranks.goodput.file import NodeLedger
 from allranks.goodput.records import (
+    SAVING,
     STALLED,
     USEFUL,
     WAITING,
@@ -49,7 +50,7 @@ class JobAccount:
     outages: tuple[Outage, ...]
     rows: tuple[NodeRow, ...] = ()
     step: int = -1
-    saves: int = 0
+    saves: dict[str, tuple[int, float]] = field(default_factory=dict)  # tier -> number, seconds of one
     damaged: int = 0
     crashed: int = 0  # runs whose agent ended without its last record
     nodes: tuple[str, ...] = ()
@@ -167,7 +168,7 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
         outages=tuple(sorted(outages.values(), key=lambda one: one.begin)),
         rows=tuple(rows),
         step=max((one.row.step for one in rows), default=-1),
-        saves=sum(_saves(node.rows.values()) for node in nodes[:1]),
+        saves=_saves(nodes[0].rows.values()) if nodes else {},
         damaged=sum(ledger.damaged for ledger in ledgers),
         crashed=sum(node.crashed for node in nodes),
         nodes=tuple(sorted(node.name for node in nodes)),
@@ -175,12 +176,21 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
     )
 
 
-def _saves(rows: Iterable[Booked]) -> int:
-    """Of one rank of a node: rows of ranks that saved together do not count twice."""
-    found: dict[str, int] = defaultdict(int)
+def _saves(rows: Iterable[Booked]) -> dict[str, tuple[int, float]]:
+    """Tier -> (saves, mean seconds of one), of the ranks of a node that saved most often."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    took: dict[tuple[str, str], float] = defaultdict(float)
     for row in rows:
-        found[row.ranks] += row.counts.get("saving", 0)
-    return max(found.values(), default=0)
+        for state, number in row.counts.items():
+            if kind_of(state) == SAVING:
+                counts[state, row.ranks] += number
+                took[state, row.ranks] += row.seconds.get(state, 0.0) / max(len(ranks_in(row.ranks)), 1)
+    found: dict[str, tuple[int, float]] = {}
+    for (state, ranks), number in counts.items():
+        tier = state.partition(":")[2]
+        if number > found.get(tier, (0, 0.0))[0]:
+            found[tier] = number, took[state, ranks] / number
+    return found
 
 
 def _within(rows: Iterable[Booked], since: float, until: float) -> Iterable[Booked]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 METRICS_KIND = "text/plain; version=0.0.4; charset=utf-8"
 #: name, type, help ("": none), and the samples: one value, or one for each set of labels
 Metric = tuple[str, str, str, float | Mapping[str, float]]
+#: What else this process knows: the ledger of the agent that holds the lighthouse.
+SOURCES: list[Callable[[], Iterable[Metric]]] = []
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
