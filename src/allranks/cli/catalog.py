@@ -82,7 +82,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "advise": ("allranks advise my-job", "allranks advise allranks-incidents/ --since 7d --json"),
     "history": (
         "allranks history                          # nodes that fail again and again",
-        "sbatch --exclude=$(allranks history --slurm-exclude) job.sh",
+        "allranks history --slurm-exclude          # for sbatch --exclude",
         "allranks history --node node17 --week --json",
     ),
     "demo": ("allranks demo",),
