@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from allranks.goodput.history import History
+from allranks.goodput.history import NodeHistory
 from allranks.goodput.nodes import NodeEvent
 
 
 def main(place: str, writer: str, first: int) -> None:
-    history = History(place)
+    history = NodeHistory(place)
     for number in range(first, first + 100_000):
         events = [NodeEvent(f"n{writer}", f"job{number}", float(number), cause) for cause in ("a", "b", "c")]
         while True:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.goodput.history import History, HistoryWriter, default_place, known_bad
+from allranks.goodput.history import HistoryWriter, NodeHistory, default_place, known_bad
 from allranks.goodput.nodes import BadNode, NodeEvent, judge_nodes, outage_events
 from allranks.goodput.records import Outage
 
@@ -68,7 +68,7 @@ def test_commands_and_doctor_show_it(
     place = str(tmp_path / "state" / "history.sqlite")
     monkeypatch.setenv("ALLRANKS_HISTORY", place)
     here, now = socket.gethostname(), time.time()
-    History(place).record([NodeEvent(here, f"j{k}", now - k, "rank_died") for k in range(4)])
+    NodeHistory(place).record([NodeEvent(here, f"j{k}", now - k, "rank_died") for k in range(4)])
     assert main(["history", "--slurm-exclude"]) == 0
     assert capsys.readouterr().out == f"{here}\n"
     assert main(["history", "--week"]) == 1
@@ -81,7 +81,7 @@ def test_commands_and_doctor_show_it(
 
 def writes_in_time(place: str, caplog: pytest.LogCaptureFixture) -> str:
     """The warning of an agent that writes there; putting and closing return within their limits."""
-    writer = HistoryWriter(History(place))
+    writer = HistoryWriter(NodeHistory(place))
     for number in range(3):
         writer.put([event("n1", f"j{number}", 0)])
     writer.close()
@@ -106,12 +106,12 @@ def test_a_missing_or_forbidden_folder_is_one_warning(
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """/dev/full takes no byte; the rollback journal of a database in a read-only place is refused alike."""
     place = tmp_path / "h"
-    History(str(place)).record([event("n1", "j", 1)])
+    NodeHistory(str(place)).record([event("n1", "j", 1)])
     with sqlite3.connect(place) as connection:
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
-    full = History(str(place))
+    full = NodeHistory(str(place))
 
-    class Full(History):
+    class Full(NodeHistory):
         def _open_file(self, make: bool) -> sqlite3.Connection:
             connection = super()._open_file(make)
             connection.execute(f"PRAGMA max_page_count = {pages}")
@@ -126,17 +126,17 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_a_locked_file_does_not_hold_up_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = str(tmp_path / "h")
-    History(place).record([event("n1", "j", 1)])
+    NodeHistory(place).record([event("n1", "j", 1)])
     monkeypatch.setattr("allranks.goodput.history.BUSY_S", 0.05)
     monkeypatch.setattr("allranks.goodput.history.CLOSE_S", 0.5)
     holder = sqlite3.connect(place, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
-    writer = HistoryWriter(History(place))
+    writer = HistoryWriter(NodeHistory(place))
     writer.put([event("n2", "j", 1)])  # returns at once
     writer.close()  # and so does this, after its limit
     holder.execute("ROLLBACK")
     holder.close()
-    assert {one.node for one in History(place).events()} <= {"n1", "n2"}
+    assert {one.node for one in NodeHistory(place).events()} <= {"n1", "n2"}
 
 
 def storm(place: str, rounds: int, writers: int = 8) -> None:
@@ -162,7 +162,7 @@ def storm(place: str, rounds: int, writers: int = 8) -> None:
             acknowledged += [(f"n{n}", f"job{line.strip()}") for line in lines if line.strip()]
         first += 1_000_000
     found: dict[tuple[str, str], set[str]] = {}
-    for one in History(place).events():
+    for one in NodeHistory(place).events():
         if one.job.startswith("job"):  # not what the test wrote before
             found.setdefault((one.node, one.job), set()).add(one.cause)
     assert acknowledged
@@ -208,7 +208,7 @@ def postgres(folder: Path) -> Iterator[str]:
 
 def test_postgres_remembers_the_same(tmp_path: Path) -> None:
     with postgres(tmp_path) as place:
-        history = History(place)
+        history = NodeHistory(place)
         history.record(
             [event("n3", "j1", 1), event("n3", "j2", 2), event("n3", "j2", 2)],
             [("n3", "j1", 1.0, NOW, 8.0, 4.0)],

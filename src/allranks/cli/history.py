@@ -44,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 no bad node, 1 there are some, 2 the history cannot be read. --slurm-exclude: always 0."""
-    from allranks.goodput.history import History, default_place
+    from allranks.goodput.history import NodeHistory, default_place
 
     place = args.place or default_place(os.environ)
     if not place:
         raise InputError("the history is off (ALLRANKS_HISTORY=off)", hint="Name one with --place FILE.")
-    history, now, forgive_s = History(place), time.time(), seconds_of(args.forgive_after)
+    history, now, forgive_s = NodeHistory(place), time.time(), seconds_of(args.forgive_after)
     try:
         for folder in args.ledgers:
             for found in read_accounts([folder]):

@@ -19,7 +19,7 @@ from allranks.cli.terminal import note
 from allranks.errors import AllranksError, InputError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
 from allranks.model.cluster import AGENT
-from allranks.model.metrics import SOURCES
+from allranks.model.metrics import SPENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:
@@ -351,8 +351,8 @@ def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
     keeper.start()
     watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
     job.stack.callback(_end_ledger, keeper)
-    SOURCES.append(keeper.metrics)
-    job.stack.callback(SOURCES.remove, keeper.metrics)
+    SPENT.append(keeper.spent)
+    job.stack.callback(SPENT.remove, keeper.spent)
 
 
 def _end_ledger(keeper: LedgerKeeper) -> None:

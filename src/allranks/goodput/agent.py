@@ -22,11 +22,10 @@ from allranks.goodput.booking import Sampled
 from allranks.goodput.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
 from allranks.goodput.history import HistoryWriter
 from allranks.goodput.nodes import outage_events
-from allranks.goodput.records import USEFUL, Booked, Outage, Record, RunEnd, RunStart, kind_of
+from allranks.goodput.records import STATES, Booked, Outage, Record, RunEnd, RunStart, kind_of
 from allranks.goodput.slow import Lateness
 from allranks.goodput.summary import JobAccount, account
 from allranks.model.incident import Incident
-from allranks.model.metrics import Metric, labels
 from allranks.model.trace import RankTrace
 
 log = logging.getLogger("allranks.agent")
@@ -103,21 +102,13 @@ class LedgerKeeper:
         self._remember()
         return account([NodeLedger(self._file.path, [self._start, *self.rows, *self.outages.values()])])
 
-    def metrics(self) -> list[Metric]:
-        """For /metrics: this node's share of useful time, and its rank-seconds by state, as of a few seconds ago."""
+    def spent(self) -> dict[str, float]:
+        """Rank-seconds by state of this node's ranks, as of a few seconds ago."""
         sums: dict[str, float] = {}
         for row in (*self.rows, *self._open):
             for state, seconds in row.seconds.items():
                 sums[kind_of(state)] = sums.get(kind_of(state), 0.0) + seconds
-        total = sum(sums.values())
-        if not total:
-            return []
-        by_state = {labels(node=self.node, state=state): round(s, 3) for state, s in sums.items()}
-        useful = {labels(node=self.node): round(sums.get(USEFUL, 0.0) / total, 4)}
-        return [
-            ("goodput_ratio", "gauge", "share of the ranks' time that was useful training", useful),
-            ("rank_seconds", "gauge", "time of the ranks by what they did", by_state),
-        ]
+        return {state: sums[state] for state in STATES if state in sums}
 
     def _remember(self) -> None:
         """The whole job as its ledgers have it now, those of other nodes included."""

@@ -54,7 +54,7 @@ def default_place(environment: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class History:
+class NodeHistory:
     """Opens a connection for each piece of work. Errors are OSError, whatever the database."""
 
     place: str  # a path, or postgresql://…
@@ -157,7 +157,7 @@ class History:
 class HistoryWriter:
     """Of an agent: puts work on a thread and forgets it; what fails is tried a few times, then logged once."""
 
-    history: History
+    history: NodeHistory
     _worker: Worker = field(default_factory=lambda: Worker("allranks-history"))
     _failed: bool = False
 
@@ -192,7 +192,7 @@ class HistoryWriter:
 def start_history(environment: Mapping[str, str]) -> HistoryWriter | None:
     """The writer of this agent; None when it is off."""
     place = default_place(environment)
-    return HistoryWriter(History(place)) if place else None
+    return HistoryWriter(NodeHistory(place)) if place else None
 
 
 def known_bad(node: str, environment: Mapping[str, str] = os.environ) -> BadNode | None:
@@ -200,5 +200,5 @@ def known_bad(node: str, environment: Mapping[str, str] = os.environ) -> BadNode
     place = default_place(environment)
     with suppress(OSError, InputError, ValueError):
         if place:
-            return next((one for one in History(place).bad_nodes(time.time()) if one.node == node), None)
+            return next((one for one in NodeHistory(place).bad_nodes(time.time()) if one.node == node), None)
     return None
