@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C ends the programs that tests start, also in a shell's background job, which ignores SIGINT."""
+    os.environ.setdefault("ALLRANKS_HISTORY", "off")  # the jobs of tests say nothing of this machine
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

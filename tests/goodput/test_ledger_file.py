@@ -127,17 +127,17 @@ def month(ranks: int, per_node: int, days: int) -> list[tuple[str, list[Record]]
     return ledgers
 
 
-def test_a_month_of_a_thousand_ranks_is_small_and_read_in_seconds(tmp_path: Path) -> None:
-    """The limit of the project is 5 s; here the work is checked to be of that order on any machine."""
-    for name, records in month(1000, 8, 30):
+def test_a_month_of_a_large_job_is_small_and_read_in_seconds(tmp_path: Path) -> None:
+    """The limit for a thousand ranks is 5 s (benchmarks/goodput.py measures it): here an eighth of them."""
+    for name, records in month(128, 8, 30):
         ledger_path(tmp_path, "month", name).write_bytes(b"".join(line_of(one) for one in records))
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert size < 64 << 20
+    assert size < 8 << 20
     begin = time.process_time()
     found = account([read_ledger(path) for path in find_ledgers(tmp_path)])
     assert time.process_time() - begin < 30.0
-    assert found.ranks == 1000
-    assert found.rank_seconds == pytest.approx(found.running_s * 1000, rel=0.005)
+    assert found.ranks == 128
+    assert found.rank_seconds == pytest.approx(found.running_s * 128, rel=0.005)
     assert sum(found.stalled_by.values()) == pytest.approx(found.seconds["stalled"])
     assert "".join(render_text(found, Price(2.5), 86400.0))
     assert len(render_page(found, Price(2.5), 0.0)) < 3 << 20
@@ -150,11 +150,12 @@ def test_the_windows_of_a_long_job_grow(tmp_path: Path) -> None:
     rank.start(0.0)
     rank.mark(1.0, 0)
     rows = []
-    sample = rank.at(1.0)
+    rank.mark(2.0, 1)
+    sample = rank.at(2.0)
     assert sample is not None
-    for minute in range(0, 10 * 1440, 5):
+    for minute in range(5, 10 * 1440, 5):
         now = T0 + 60.0 * minute + 2
-        sample = replace(sample, step=minute + 1, step_ns=round((now - 1) * 1e9))
+        sample = replace(sample, step=minute + 2, step_ns=round((now - 1) * 1e9))
         rows += accounts.observe(now, [sample])
     assert 300 < len(rows) < 700
     assert sum(sum(row.seconds.values()) for row in rows) == pytest.approx(10 * 86400, rel=0.01)

@@ -302,7 +302,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def _save(
         self, state: CheckpointState, tiers: tuple[Tier, ...], may_skip: bool
     ) -> dict[Tier, str | None]:
-        with during("saving"):
+        with during(f"saving {tiers[-1].name.lower()}" if tiers else "saving"):
             return self._save_now(state, tiers, may_skip)
 
     def _save_now(

@@ -6,7 +6,7 @@ from __future__ import annotations
 GROUPS: dict[str, tuple[str, ...]] = {
     "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
     "Keep my job running": ("run", "record", "watch", "lighthouse", "slurm", "drill"),
-    "Where does the time go": ("goodput",),
+    "Where does the time go": ("goodput", "slow", "advise", "history"),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
     "This machine": ("demo", "doctor", "mcp", "etcd", "completion"),
@@ -77,6 +77,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks goodput my-job                   # across restarts and requeues",
         "allranks goodput my-job --since 7d --window 1d --gpu-hour 2.5",
         "allranks goodput allranks-incidents/ --html goodput.html",
+    ),
+    "slow": ("allranks slow my-job", "allranks slow dumps/ --json"),
+    "advise": ("allranks advise my-job", "allranks advise allranks-incidents/ --since 7d --json"),
+    "history": (
+        "allranks history                          # nodes that fail again and again",
+        "allranks history --slurm-exclude          # for sbatch --exclude",
+        "allranks history --node node17 --week --json",
     ),
     "demo": ("allranks demo",),
     "frtrace": ("allranks frtrace dumps/", "allranks frtrace dumps/ -j --selected-ranks 0 1"),

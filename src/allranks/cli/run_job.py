@@ -19,6 +19,7 @@ from allranks.cli.terminal import note
 from allranks.errors import AllranksError, InputError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
 from allranks.model.cluster import AGENT
+from allranks.model.metrics import SPENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:
@@ -343,11 +344,15 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
 def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
     """Books where the ranks' time goes, beside the incidents."""
     from allranks.goodput.agent import LedgerKeeper
+    from allranks.goodput.history import start_history
 
     keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
+    keeper.history = start_history(os.environ)
     keeper.start()
     watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
     job.stack.callback(_end_ledger, keeper)
+    SPENT.append(keeper.spent)
+    job.stack.callback(SPENT.remove, keeper.spent)
 
 
 def _end_ledger(keeper: LedgerKeeper) -> None:

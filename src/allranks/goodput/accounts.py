@@ -119,7 +119,7 @@ class Accounts:
             sums[part.state] = sums.get(part.state, 0.0) + part.end - part.begin
             low, high = self._times.get(part.rank, (part.begin, part.end))
             self._times[part.rank] = min(low, part.begin), max(high, part.end)
-            if part.state in COUNTED:
+            if kind_of(part.state) in COUNTED:
                 counts = self._counts.setdefault(part.rank, {})
                 counts[part.state] = counts.get(part.state, 0) + 1
 

@@ -19,8 +19,11 @@ from allranks.errors import InputError
 from allranks.goodput.accounts import Accounts
 from allranks.goodput.arrivals import wait_shares
 from allranks.goodput.booking import Sampled
-from allranks.goodput.file import LedgerFile, NodeLedger, ledger_path
-from allranks.goodput.records import Booked, Outage, Record, RunEnd, RunStart
+from allranks.goodput.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
+from allranks.goodput.history import HistoryWriter
+from allranks.goodput.nodes import outage_events
+from allranks.goodput.records import STATES, Booked, Outage, Record, RunEnd, RunStart, kind_of
+from allranks.goodput.slow import Lateness
 from allranks.goodput.summary import JobAccount, account
 from allranks.model.incident import Incident
 from allranks.model.trace import RankTrace
@@ -28,6 +31,7 @@ from allranks.model.trace import RankTrace
 log = logging.getLogger("allranks.agent")
 
 OPEN_S = 5.0  # how often the open rows are written
+SLOW_S = 30.0  # how often ranks are compared
 MAX_ENDED = 64
 FAULTS = (
     "died",
@@ -36,21 +40,15 @@ FAULTS = (
 )  # the moment at which the time of an incident begins, the best known first
 
 
-class BoxSample(Sampled):
-    """A sample that knows its box."""
-
-    path: str
-
-
 @dataclass
 class LedgerKeeper:
-    """`start()` and `close()` own the file. `on_incident` gets every record of an incident, for the history of nodes."""
+    """`start()` and `close()` own the file."""
 
     folder: Path  # of the incidents
     job: str
     node: str
     mode: str
-    on_outage: Callable[[Outage], None] = lambda outage: None
+    history: HistoryWriter | None = None  # nodes across jobs
     rows: list[Booked] = field(default_factory=list)  # of this run, for the line at its end
     outages: dict[str, Outage] = field(default_factory=dict)
     _accounts: Accounts | None = None
@@ -60,6 +58,9 @@ class LedgerKeeper:
     _paths: dict[int, str] = field(default_factory=dict)
     _ended: list[str] = field(default_factory=list)  # boxes of processes that ended since the last row
     _opened_s: float = 0.0
+    _open: list[Booked] = field(default_factory=list)
+    _slow: Lateness = field(default_factory=Lateness)
+    _looked_s: float = 0.0
     _failed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -78,7 +79,7 @@ class LedgerKeeper:
         reached = max((one.step for one in earlier if isinstance(one, Booked)), default=-1)
         self._accounts = Accounts(began, reached, self._waits)
 
-    def observe(self, samples: Sequence[BoxSample], running: Sequence[int], now: float | None = None) -> None:
+    def observe(self, samples: Sequence[Sampled], running: Sequence[int], now: float | None = None) -> None:
         """One look of the watch; `running` are the ranks of this agent that run, samples may be of others too."""
         at = time.time() if now is None else now
         self._carefully(lambda: self._observe(samples, set(running), at))
@@ -98,11 +99,27 @@ class LedgerKeeper:
         )
         self._carefully(lambda: self._append(last))
         self._carefully(self._file.close)
+        self._remember()
         return account([NodeLedger(self._file.path, [self._start, *self.rows, *self.outages.values()])])
+
+    def spent(self) -> dict[str, float]:
+        """Rank-seconds by state of this node's ranks, as of a few seconds ago."""
+        sums: dict[str, float] = {}
+        for row in (*self.rows, *self._open):
+            for state, seconds in row.seconds.items():
+                sums[kind_of(state)] = sums.get(kind_of(state), 0.0) + seconds
+        return {state: sums[state] for state in STATES if state in sums}
+
+    def _remember(self) -> None:
+        """The whole job as its ledgers have it now, those of other nodes included."""
+        if self.history is not None:
+            folder, job = self.folder, self.job
+            self.history.put_job(lambda: account([read_ledger(path) for path in find_ledgers(folder, job)]))
+            self.history.close()
 
     # inside
 
-    def _observe(self, samples: Sequence[BoxSample], running: set[int], now: float) -> None:
+    def _observe(self, samples: Sequence[Sampled], running: set[int], now: float) -> None:
         assert self._accounts is not None
         self._ours |= {(s.pid, s.start_ns) for s in samples if s.rank in running}
         ours = [s for s in samples if (s.pid, s.start_ns) in self._ours]
@@ -114,9 +131,26 @@ class LedgerKeeper:
         if rows := self._accounts.observe(now, ours):
             self._append(rows)
             self._opened_s = 0.0
+        if now - self._looked_s >= SLOW_S:
+            self._looked_s = now
+            self._look_for_slow(now)
         if ours and now - self._opened_s >= OPEN_S and self._file is not None and self._start is not None:
             self._opened_s = now
-            self._file.write_open(self._start, self._accounts.open_rows(now))
+            self._open = self._accounts.open_rows(now)
+            self._file.write_open(self._start, self._open)
+
+    def _look_for_slow(self, now: float) -> None:
+        """Reports a rank that became slow and stayed slow, once."""
+        for change in self._slow.add(_read_boxes(self._paths.values())):
+            log.warning("%s: the others wait for it (allranks slow %s)", change.sentence, self.job)
+            id = f"slow-rank{change.rank}-{int(change.at)}"
+            outage = Outage(
+                id, "slow", "became_slow", self.node, (change.rank,), change.at, now, text=change.sentence
+            )
+            self.outages[id] = outage
+            self._append([outage])
+            if self.history is not None:
+                self.history.put(outage_events(self.job, outage, {change.rank: self.node}))
 
     def _note(self, incident: Incident) -> None:
         if self._accounts is None or incident.kind == "request":
@@ -125,7 +159,9 @@ class LedgerKeeper:
         if changed is not None:
             self.outages[changed.id] = changed
             self._append([changed])
-            self.on_outage(changed)
+            if self.history is not None and changed.closed:
+                own = dict.fromkeys(self._paths, self.node)
+                self.history.put(outage_events(self.job, changed, own))
 
     def _append(self, records: Sequence[Record]) -> None:
         self.rows += [one for one in records if isinstance(one, Booked)]
@@ -149,7 +185,6 @@ class LedgerKeeper:
         try:
             with self._lock:
                 work()
-            self._failed = False
         except Exception as error:
             if not self._failed:
                 log.warning(

@@ -89,10 +89,9 @@ def _match(name: str, lane: dict[int, tuple[RankTrace, np.ndarray]]) -> Meetings
     done = (ended > 0).all(axis=0)
     took = np.where(ended > 0, ended - arrived, 0.0)
     late = arrived.max(axis=0) - arrived if len(hosts) == 1 else took - took.min(axis=0)
-    if len(hosts) > 1:
-        arrived, late, blocks, elements, took, step = (
-            a[..., done] for a in (arrived, late, blocks, elements, took, step)
-        )
+    if len(hosts) > 1:  # by the clock of the first rank
+        parts = (arrived[0] + late[0] - late, late, blocks, elements, took, step)
+        arrived, late, blocks, elements, took, step = (part[..., done] for part in parts)
     return Meetings(name, ranks, arrived, late, step, blocks, elements, np.where(blocks, late, 0.0), took)
 
 

@@ -122,8 +122,8 @@ class LedgerFile:
 
     def write_open(self, start: RunStart, rows: Sequence[Booked]) -> None:
         """Replaces the open rows."""
-        data = b"".join(line_of(one) for one in (start, *rows))
-        write_atomically(self.path.with_name(self.path.name + NOW), data)
+        lines = [line_of(start), *(line_of(one) for one in rows)]
+        write_atomically(self.path.with_name(self.path.name + NOW), b"".join(lines))
 
     def close(self) -> None:
         self.path.with_name(self.path.name + NOW).unlink(missing_ok=True)

@@ -92,7 +92,9 @@ Record = RunStart | RunEnd | Booked | Outage
 
 
 def state_of(phase: str) -> str:
-    """The state that a phase is booked to."""
+    """The state that a phase is booked to; saves with the tier that they go to: "saving:nvme"."""
+    if phase.startswith("saving "):
+        return f"{SAVING}:{phase.removeprefix('saving ')}"
     return PHASES.get(phase) or f"{PHASE}:{phase}"
 
 

@@ -157,7 +157,8 @@ class Bar:
 
 def waterfall(found: JobAccount) -> list[Bar]:
     """One bar for each state, each beginning where the one above ends; 1000 wide, 24 high each."""
-    total, x, bars = max(found.rank_seconds, 1e-9), 0.0, []
+    total, x = max(found.rank_seconds, 1e-9), 0.0
+    bars: list[Bar] = []
     for kind in STATES:
         lost = found.seconds.get(kind, 0.0)
         if lost / total >= 0.0005:
@@ -173,7 +174,7 @@ def waterfall(found: JobAccount) -> list[Bar]:
 def timeline(found: JobAccount) -> list[Bar]:
     """Columns of equal time, each with the shares of its states; 1000 x 160."""
     length = max(found.end - found.begin, 1e-9)
-    bars = []
+    bars: list[Bar] = []
     for begin, states in by_window(found, length / BINS):
         total, y = max(sum(states.values()), 1e-9), 160.0
         x = 1000 * (begin - found.begin) / length

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from allranks.goodput.file import NodeLedger
 from allranks.goodput.records import (
+    SAVING,
     STALLED,
     USEFUL,
     WAITING,
@@ -49,10 +50,11 @@ class JobAccount:
     outages: tuple[Outage, ...]
     rows: tuple[NodeRow, ...] = ()
     step: int = -1
-    saves: int = 0
+    saves: dict[str, tuple[int, float]] = field(default_factory=dict)  # tier -> number, seconds of one
     damaged: int = 0
     crashed: int = 0  # runs whose agent ended without its last record
     nodes: tuple[str, ...] = ()
+    node_of: dict[int, str] = field(default_factory=dict)  # the node that booked a rank last
 
     @property
     def rank_seconds(self) -> float:
@@ -123,22 +125,24 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
     """Everything that the ledgers of one job say, of the time between `since` and `until`."""
     nodes = [_read(ledger) for ledger in ledgers]
     rows = [NodeRow(node.name, part) for node in nodes for part in _within(node.rows.values(), since, until)]
+    sums: dict[tuple[str, str], Seconds] = {}
+    for one in rows:
+        total = sums.setdefault((one.node, one.row.ranks), {})
+        for state, lost in one.row.seconds.items():
+            total[state] = total.get(state, 0.0) + lost
     seconds: Seconds = defaultdict(float)
     by_node: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))
     by_rank: dict[int, Seconds] = defaultdict(lambda: defaultdict(float))
     waiting: dict[int, float] = defaultdict(float)
     stalled: dict[str, float] = defaultdict(float)
-    members: dict[str, tuple[int, ...]] = {}
-    for one in rows:
-        row = one.row
-        if row.ranks not in members:
-            members[row.ranks] = ranks_in(row.ranks)
-        ranks = members[row.ranks]
-        of_node = by_node[one.node]
-        for state, lost in row.seconds.items():
+    node_of: dict[int, str] = {}
+    for (name, text), states in sums.items():
+        ranks = ranks_in(text)
+        node_of |= dict.fromkeys(ranks, name)
+        for state, lost in states.items():
             kind, _, what = state.partition(":")
             seconds[kind] += lost
-            of_node[kind] += lost
+            by_node[name][kind] += lost
             for rank in ranks:
                 by_rank[rank][kind] += lost / len(ranks)
             if kind == WAITING:
@@ -164,19 +168,29 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
         outages=tuple(sorted(outages.values(), key=lambda one: one.begin)),
         rows=tuple(rows),
         step=max((one.row.step for one in rows), default=-1),
-        saves=sum(_saves(node.rows.values()) for node in nodes[:1]),
+        saves=_saves(nodes[0].rows.values()) if nodes else {},
         damaged=sum(ledger.damaged for ledger in ledgers),
         crashed=sum(node.crashed for node in nodes),
         nodes=tuple(sorted(node.name for node in nodes)),
+        node_of=node_of,
     )
 
 
-def _saves(rows: Iterable[Booked]) -> int:
-    """Of one rank of a node: rows of ranks that saved together do not count twice."""
-    found: dict[str, int] = defaultdict(int)
+def _saves(rows: Iterable[Booked]) -> dict[str, tuple[int, float]]:
+    """Tier -> (saves, mean seconds of one), of the ranks of a node that saved most often."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    took: dict[tuple[str, str], float] = defaultdict(float)
     for row in rows:
-        found[row.ranks] += row.counts.get("saving", 0)
-    return max(found.values(), default=0)
+        for state, number in row.counts.items():
+            if kind_of(state) == SAVING:
+                counts[state, row.ranks] += number
+                took[state, row.ranks] += row.seconds.get(state, 0.0) / max(len(ranks_in(row.ranks)), 1)
+    found: dict[str, tuple[int, float]] = {}
+    for (state, ranks), number in counts.items():
+        tier = state.partition(":")[2]
+        if number > found.get(tier, (0, 0.0))[0]:
+            found[tier] = number, took[state, ranks] / number
+    return found
 
 
 def _within(rows: Iterable[Booked], since: float, until: float) -> Iterable[Booked]:

@@ -64,7 +64,6 @@ class Service:
     history: History = field(default_factory=History)  # for the page
     on_health: Callable[[], object] = lambda: None  # an agent says something else of its ranks
     token_file: str = ""  # where people find the job token
-    goodput: dict[str, float] | None = None  # seconds by what the job did, once the ledger is known
     _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
     _applied: dict[str, float] = field(
