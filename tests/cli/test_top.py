@@ -69,7 +69,7 @@ def test_the_answer_is_whole_every_rank_can_be_reached_and_filter_and_sort_work(
             assert "it is at hang.py:7 in load_batch (sleep)" in words(app, "#line")
             assert shown.size.height >= 3  # wrapped, not cut
             assert table.row_count == 1024
-            await pilot.press("end")
+            await pilot.press("ctrl+end")
             assert app.chosen() is not None and app.chosen().rank == 1023  # type: ignore[union-attr]
             await pilot.press("s", "s")  # by silence, then by who is waited for
             assert app.by == "doing" and app.shown[0].rank == 2
