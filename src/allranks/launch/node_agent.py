@@ -20,9 +20,9 @@ from allranks.incidents.deaths import ECHO_S
 from allranks.incidents.folder import keep_newest
 from allranks.incidents.loop import Watch
 from allranks.incidents.node_losses import NodeLosses
+from allranks.incidents.node_report import NodeReporter
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.publish import EVIDENCE
-from allranks.launch.node_report import NodeReporter
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import (
     CollectEvidence,

@@ -99,6 +99,8 @@ class History:
         """One more; those of a longer tier follow when its time is full."""
         for tier, (seconds, _) in enumerate(TIERS):
             waiting = self._open[tier]
+            if waiting and sample.at < waiting[0].at:
+                waiting.clear()  # the clock was set back
             waiting.append(sample)
             if tier == 0 or sample.at - waiting[0].at >= seconds - TIERS[0][0] / 2:
                 self._write(tier, join(waiting) if tier else sample)
@@ -110,11 +112,16 @@ class History:
         self._data[len(MAGIC) : HEAD_BYTES] = text.ljust(HEAD_BYTES - len(MAGIC), b"\0")
 
     def since(self, begin: float, span_s: float) -> dict[str, list[float | None]]:
-        """Columns of the samples from `begin` on, in the shortest tier that reaches back so far; None: not known."""
+        """Columns of the samples from `begin` on, in the shortest tier that reaches back so far; None: not known.
+
+        What a longer tier does not have yet comes from the shorter ones.
+        """
         tier = next((i for i, (s, rows) in enumerate(TIERS) if s * rows >= span_s), len(TIERS) - 1)
-        chosen = sorted(
-            (sample for _, sample in self._rows(tier) if sample.at >= begin), key=lambda one: one.at
-        )
+        chosen: list[Sample] = []
+        for each in range(tier, -1, -1):
+            last = max((sample.at for sample in chosen), default=begin)
+            chosen += [sample for _, sample in self._rows(each) if sample.at > last]
+        chosen.sort(key=lambda sample: sample.at)
         return {one.name: [tidy(getattr(sample, one.name)) for sample in chosen] for one in fields(Sample)}
 
     def _rows(self, tier: int) -> Iterator[tuple[int, Sample]]:

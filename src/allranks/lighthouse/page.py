@@ -142,7 +142,7 @@ def overview(service: Service) -> list[dict[str, object]]:
 
 def tick(service: Service) -> None:
     """Once a second: a row of the history, and what the job says now."""
-    cells = service.ranks.cells() or _replicas(service)[2]
+    cells = service.ranks.cells()
     training = service.training.describe(make_scene(service))
     service.history.note(take_sample(service, training, cells))
     service.history.describe(
@@ -152,7 +152,7 @@ def tick(service: Service) -> None:
             "at": round(time.time(), 1),
             "level": training.state,
             "text": training.sentence[:1500],
-            "ranks": len(cells),
+            "ranks": len(cells) or training.replicas,
             "replicas": training.replicas,
         }
     )

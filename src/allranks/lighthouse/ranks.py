@@ -78,7 +78,16 @@ class RankTable:
     def nodes(self) -> dict[str, object]:
         """The layout: nodes with their ranks and GPUs, and the process groups."""
         rows = [
-            {"node": one.node, "ranks": one.ranks, "gpus": one.gpus}
+            {
+                "node": one.node,
+                "ranks": one.ranks,
+                "gpus": one.gpus,
+                "pids": one.pids,
+                "doing": one.doing,
+                "steps": one.steps,
+                "calls": one.calls,
+                "places": one.places,
+            }
             for one in sorted(self.reports.values(), key=lambda one: min(one.ranks, default=MAX_RANK))
         ]
         groups: dict[str, tuple[int, ...]] = {}

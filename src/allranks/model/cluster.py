@@ -337,6 +337,8 @@ class RankRow:
     waits_for: tuple[int, ...] = ()  # only when it is silent for longer than is usual
     steps_per_s: float | None = None
     phase: str = ""
+    gpu: str = ""  # "97 %, 61.0 GB" of the GPU that it uses, where that is known
+    box: str = ""  # its black box; "" of a rank of another node
 
 
 @dataclass(frozen=True)
@@ -346,13 +348,19 @@ class JobView:
     at: float  # epoch seconds
     rows: tuple[RankRow, ...]
     lighthouse: str = ""
-    quorum: str = ""  # the lighthouse's own sentence
+    line: str = ""  # the state of the job in words (model/job_state.py), the same as on its page
+    level: str = "good"  # good | warn | bad
+    state: str = ""  # in one word
     incidents: tuple[str, ...] = ()  # one line each, newest last
-    motion: Motion = "moving"  # as the open incidents say
 
     @property
     def running(self) -> bool:
         return any(row.alive for row in self.rows)
+
+    @property
+    def still(self) -> bool:
+        """Whether the detector says that the ranks do not move."""
+        return self.state in ("looking", "hung", "stalled")
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "running": self.running, **asdict(self)}
