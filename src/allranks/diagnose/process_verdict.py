@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from allranks.diagnose.processes import SOON_S, Unit, Waits, find_waits
-from allranks.model.processes import ChainLink, Guilty, JobLook, Process, ProcessFinding, Where
+from allranks.model.processes import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
 from allranks.model.stacks import StackFrame
 
 #: Waits for the end of a process or thread: that others run is no trouble.
@@ -72,13 +72,13 @@ class Root:
             return False
         unit = self.units[0]
         if unit.active or self.circle:
-            alone = not self.behind
+            alone = not self.behind and len(self.nodes) == 1
             return not alone or self._is_whole_job(unit)
         return self.demanded
 
     def _is_whole_job(self, unit: Unit) -> bool:
         """Nobody waits for it: trouble only in a main thread, in a process that serves nobody."""
-        beside = [t for t in unit.process.threads if t is not unit.thread and t.wait.kind == "idle" and t.frames]
+        beside = [t for t in unit.process.threads if t is not unit.thread and t.wait.kind == "idle" and t.frames and not _is_helper(t)]
         return unit.thread.main and not beside and unit.thread.wait.kind not in ("child", "thread", "poll")
 
     @property
@@ -87,6 +87,11 @@ class Root:
         stopped = any(u.thread.wait.kind == "stopped" for u in self.units)
         busy = self.units[0].active or self.circle
         return (not stopped, not busy, -len(self.waiting))
+
+
+def _is_helper(thread: ThreadLook) -> bool:
+    """A thread that a library of queues or pools keeps for itself."""
+    return any(f.file.endswith(("multiprocessing/queues.py", "concurrent/futures/thread.py")) for f in thread.frames)
 
 
 def explain_processes(look: JobLook) -> ProcessFinding:
@@ -126,6 +131,7 @@ def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     guilty = tuple(Guilty(p.pid, p.name, wait=p.ended, node=p.node) for p in dead[:MAX_NAMED])
+    guilty += tuple(_guilty(unit) for unit in root.units[:2])
     names = _listed(f"{p.name} (pid {p.pid}) has ended: {p.ended}" for p in dead[:3])
     tail = _waiters(root, {u.process.where for u in root.units})
     blocked = "; ".join(dict.fromkeys(_says(u) for u in root.units[:2] if u.active))

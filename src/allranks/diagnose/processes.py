@@ -104,10 +104,12 @@ class _Finder:
         if not wait.setters:
             return [] if wait.lock else self._beside(number, unit)
         inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
-        return inside or self._clients(unit)
+        return inside or ([] if wait.lost else self._clients(unit))
 
     def _queue(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait
+        if wait.lock == "_rlock" and any(p.ended for p in self.look.processes):
+            return []  # a reader that was killed in get() keeps the readers' lock for ever
         if wait.ends:
             return self._shared(number, unit)
         found = self._event(number, unit)
@@ -139,7 +141,7 @@ class _Finder:
 
     def _poll(self, number: int, unit: Unit) -> list[int]:
         """Something that another process changes, in memory that they share."""
-        ends = [one.end for one in unit.process.links if one.kind == "shared"]
+        ends = [one.end for one in unit.process.links if one.owner == "memory"]
         found = [n for p in self._sharers(unit, ends) for n in self.of.get(p.where, ())]
         return [n for n in found if self.units[n].active and self.units[n].thread.wait.kind != "poll"]
 
@@ -170,12 +172,16 @@ class _Finder:
             if link.kind == "pipe":
                 others = [p for p in others if not self._on_same_side(p, link, unit)]
             for process in _unique(others):
-                found += self._serving(process, link.peer, number)
+                own = process is unit.process  # both ends are ours: only a thread that uses the other one can help
+                found += self._users(process, link.peer) if own else self._serving(process, link.peer, number)
         return found
 
     def _on_same_side(self, process: Process, link: Link, unit: Unit) -> bool:
         """Whether a process with both ends of a pipe uses the same one as this unit: another reader of a queue."""
         return any(link.end in self.units[n].thread.wait.ends for n in self.of.get(process.where, ()) )
+
+    def _users(self, process: Process, end: str) -> list[int]:
+        return [n for n in self.of.get(process.where, ()) if end in self.units[n].thread.wait.ends]
 
     def _serving(self, process: Process, end: str, number: int) -> list[int]:
         here = [n for n in self.of.get(process.where, ()) if n != number]
@@ -191,6 +197,18 @@ class _Finder:
             if chosen:
                 return chosen
         return [n for n in here if self.units[n].thread.main]
+
+    def _connect(self, number: int, unit: Unit) -> list[int]:
+        """The process that listens at the address."""
+        kind, _, name = unit.thread.wait.path.partition(" ")
+        found = [p for end, rows in self.ends.items() if end.startswith(kind) and end.endswith(f" listen {name}") for p, _ in rows]
+        return [n for p in _unique(found) if p is not unit.process for n in self._whole(p.where)]
+
+    def _open(self, number: int, unit: Unit) -> list[int]:
+        """Threads whose function names the same file in or behind its line: they open its other end."""
+        name = unit.thread.wait.path.rsplit("/", 1)[-1]
+        others = [n for n, u in enumerate(self.units) if u.process is not unit.process]
+        return [n for n in others if name in self.units[n].thread.later]
 
     def _child(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import struct
-import time
 from collections.abc import Mapping
 from typing import BinaryIO
 
 from allranks.model.stacks import ThreadFacts
 from allranks.stacks.links import epoll_members
-from allranks.stacks.procfs import PROC, read_proc
+from allranks.stacks.procfs import PROC, peek, read_proc
 from allranks.stacks.waits import ThreadExtra
 
 _DIRECT_TEXT = "read readv write writev recvfrom recvmsg recvmmsg sendto sendmsg connect splice sendfile"
@@ -52,15 +52,25 @@ def _extra(
         child = number if 0 < number < 1 << 22 else 0
     return ThreadExtra(
         fds=_descriptors(pid, name, args, memory),
-        left_s=_time_left(name, args, memory),
+        left_s=fact.left_s,
         futex=f"{futex:x}" if futex else "",
-        shared=f"{file}+{futex - next(f for f, _, key in shared if key == file):x}" if file else "",
+        shared=file,
+        connects=_address(_peek(memory, args[1], min(args[2], 112))) if name == "connect" and len(args) > 2 else "",
+        opens=_peek(memory, args[1], 512).split(b"\0")[0].decode("utf-8", "replace") if name == "openat" and len(args) > 1 else "",
         owner=fact.mutex_owner,
         child=child,
         holders=holders if name in ("flock", "fcntl") else (),
         selves=selves,
         switches=fact.switches,
     )
+
+
+def _address(data: bytes) -> str:
+    """Where a socket connects to: "unix /path", or "tcp port"."""
+    family = struct.unpack_from("=H", data)[0] if len(data) > 4 else 0
+    if family == socket.AF_UNIX:
+        return "unix " + data[2:].split(b"\0")[0].decode("utf-8", "replace")
+    return f"tcp {struct.unpack_from('>H', data, 2)[0]}" if family in (socket.AF_INET, socket.AF_INET6) else ""
 
 
 def _shared_maps(pid: int) -> list[tuple[int, int, str]]:
@@ -75,13 +85,7 @@ def _shared_maps(pid: int) -> list[tuple[int, int, str]]:
 
 
 def _peek(memory: BinaryIO | None, address: int, count: int) -> bytes:
-    if memory is None or not address:
-        return b""
-    try:
-        memory.seek(address)
-        return memory.read(count)
-    except (OSError, ValueError, OverflowError):
-        return b""
+    return peek(memory, address, count) if memory is not None else b""
 
 
 def _descriptors(pid: int, name: str, args: tuple[int, ...], memory: BinaryIO | None) -> tuple[int, ...]:
@@ -98,20 +102,6 @@ def _descriptors(pid: int, name: str, args: tuple[int, ...], memory: BinaryIO | 
     if name.startswith("epoll"):
         return tuple(epoll_members(pid, args[0])[:MAX_FDS])
     return ()
-
-
-def _time_left(name: str, args: tuple[int, ...], memory: BinaryIO | None) -> float | None:
-    """Seconds until a wait with an absolute end is over; None when it has none, or only a relative one."""
-    clock, at = time.CLOCK_MONOTONIC, 0
-    if name == "clock_nanosleep" and len(args) > 2 and args[1] & 1:
-        clock, at = args[0], args[2]
-    elif name == "futex" and len(args) > 3 and args[1] & 0x7F == 9:
-        clock, at = time.CLOCK_REALTIME if args[1] & 0x100 else clock, args[3]
-    data = _peek(memory, at, 16)
-    if len(data) < 16 or clock not in (0, 1):
-        return None
-    seconds, nanos = struct.unpack("=qq", data)
-    return float(seconds + nanos / 1e9 - time.clock_gettime(clock))
 
 
 _LOCK_LINE = re.compile(r"^(\d+): (->)?\s*\S+\s+\S+\s+\S+\s+(-?\d+) ")

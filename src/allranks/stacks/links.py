@@ -69,7 +69,7 @@ def _sockets(pid: int, scope: str, ours: bool) -> dict[int, Socket]:
             for family in (socket.AF_INET, socket.AF_INET6):
                 for row in _ask_kernel(struct.pack("=BBBBI48x", family, 6, 2, 0, 0xFFFFFFFF)):
                     _add_times(found, row)
-            for row in _ask_kernel(struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 4, 0)):
+            for row in _ask_kernel(struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 5, 0)):
                 if (one := _unix(row, scope)) is not None:
                     found[one.inode] = one
     return found
@@ -138,7 +138,10 @@ def _add_times(found: dict[int, Socket], row: bytes) -> None:
 
 def _unix(row: bytes, scope: str) -> Socket | None:
     inode, peer = struct.unpack_from("=I", row, 4)[0], _attributes(row[16:]).get(2, b"")
-    if row[2] == _LISTEN or len(peer) < 4:
+    if row[2] == _LISTEN:
+        name = _attributes(row[16:]).get(0, b"").rstrip(b"\0").decode("utf-8", "replace")
+        return Socket(inode, "listen", f"unix {scope} listen {name}", "") if name else None
+    if len(peer) < 4:
         return None
     return Socket(inode, "unix", f"unix {scope} {inode}", f"unix {scope} {struct.unpack('=I', peer[:4])[0]}")
 
@@ -154,9 +157,18 @@ def _links_of(pid: int, sockets: dict[int, Socket], node: str) -> Iterable[Link]
         elif target.startswith("pipe:[") or _is_fifo(pid, fd, target):
             side = "read" if mode & 0o400 else "write"
             yield Link(fd, "pipe", f"pipe {node} {target} {side}", f"pipe {node} {target} {'write' if side == 'read' else 'read'}", side)
+    for key, owner in _shared(pid).items():
+        yield Link(-1, "shared", key, key, owner=owner)
     for inode, one in sockets.items():
         if inode < 0 and one.port in listens:
             yield replace(_link(-1, one, ""), turn="owes")
+
+
+def _shared(pid: int) -> dict[str, str]:
+    """Identity -> "semaphore" or "memory" of what a process has mapped of /dev/shm."""
+    rows = (line.split(None, 5) for line in read_proc(pid, "maps").splitlines() if "/dev/shm/" in line)
+    names = {f"shared {row[3]} {row[4]}": row[5] for row in rows if row[1].startswith("rw-s")}
+    return {key: "semaphore" if "/sem." in name else "memory" for key, name in names.items()}
 
 
 def _link(fd: int, one: Socket, owner: str) -> Link:

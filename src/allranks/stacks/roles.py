@@ -69,6 +69,9 @@ def give_roles(
 ) -> tuple[Process, ...]:
     """The processes with their roles, numbered where several have the same one."""
     root = min((p.pid for p in processes if p.ppid not in entries), default=0)
+    orphans = [p.title for p in processes if p.ppid not in entries and p.pid != root and p.alive]
+    # A process that has ended has no title any more: a child that it left has the same one.
+    processes = [replace(p, title=orphans[0]) if not p.alive and orphans else p for p in processes]
     named = [_with_role(one, entries.get(one.pid), rules, one.pid == root) for one in processes]
     counts: dict[str, list[Process]] = {}
     for one in sorted(named, key=lambda p: (p.started_s, p.pid)):

@@ -6,6 +6,7 @@ The interpreter does not record who holds a lock. A thread that stands inside `w
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import lru_cache
 
 _LOCKS = ("lock", "mutex", "sem", "cond", "guard")
@@ -52,7 +53,7 @@ def held_locks(text: str, line: int) -> tuple[str, ...]:
     if around:
         calls = [
             node
-            for node in ast.walk(around[0])
+            for node in _own_nodes(around[0])
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.lineno < line
         ]
         for call in sorted(calls, key=lambda node: node.lineno):
@@ -63,6 +64,14 @@ def held_locks(text: str, line: int) -> tuple[str, ...]:
             elif call.func.attr == "release":
                 held.pop(name, None)
     return tuple(held)
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions inside it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield node
+            yield from _own_nodes(node)
 
 
 def asked_lock(text: str, line: int) -> str:
@@ -92,7 +101,7 @@ def same_lock(one: str, other: str) -> bool:
 
 #: What a call waits for -> the calls that end the wait.
 _ENDED_BY = {
-    "wait": ("set", "notify", "notify_all", "wait", "release"),
+    "wait": ("set", "notify", "notify_all", "abort"),
     "wait_for": ("notify", "notify_all"),
     "get": ("put", "put_nowait", "send"),
     "put": ("get", "get_nowait", "task_done"),
@@ -131,6 +140,28 @@ def find_setters(text: str, name: str, method: str) -> tuple[str, ...]:
                     if node.func.attr in _ENDED_BY.get(method, ()) and _last_word(node.func.value) == name:
                         found[function.name] = None
     return tuple(found)
+
+
+def is_started(text: str, function: str) -> bool:
+    """Whether a file runs a function beside others: as the target of a thread or process, or as a task."""
+    tree = _tree(text)
+    for node in ast.walk(tree) if tree is not None else ():
+        if not isinstance(node, ast.Call):
+            continue
+        given = [k.value for k in node.keywords if k.arg == "target"]
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called in ("create_task", "ensure_future", "submit", "run_coroutine_threadsafe", "start_soon"):
+            given += [a.func if isinstance(a, ast.Call) else a for a in node.args]
+        if any(_last_word(one) == function for one in given):
+            return True
+    return False
+
+
+def mentions_later(text: str, line: int, word: str) -> bool:
+    """Whether the function around a line has a word in or behind that line."""
+    around = _last_function(_around(text, line))
+    last = around[0].end_lineno or line if around else line
+    return bool(word) and any(word in one for one in text.splitlines()[line - 1 : last])
 
 
 def _last_word(node: ast.expr) -> str:

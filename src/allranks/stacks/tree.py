@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from allranks.errors import InputError
 from allranks.model.processes import JobLook, Link, Process, ThreadLook
 from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadStack
-from allranks.stacks import debuggers
+from allranks.stacks import debuggers, source
 from allranks.stacks.collect import SourceLines
 from allranks.stacks.extras import file_locks, read_extras
 from allranks.stacks.links import mark_moved, read_links
@@ -25,7 +26,8 @@ from allranks.stacks.patterns import load_patterns
 from allranks.stacks.procfs import PROC, ProcessEntry, parse_facts, read_entry, read_facts, read_proc, renumber
 from allranks.stacks.roles import RoleRule, give_roles, load_roles
 from allranks.stacks.views import Children, view_process
-from allranks.stacks.waits import Surroundings, look_at_threads
+from allranks.stacks.tasks import read_tasks
+from allranks.stacks.waits import Surroundings, Task, look_at_threads
 
 MANY = 48  # processes; of more, those that look alike from outside are sampled
 ALIKE = 4  # of each kind
@@ -46,8 +48,10 @@ def find_tree(pids: Sequence[int]) -> list[ProcessEntry]:
     """These processes and all below them, of the same user; never our own."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir(PROC):
-        if name.isdigit() and (fields := read_proc(int(name), "stat").rsplit(")", 1)[-1].split())[1:]:
-            parents.setdefault(int(fields[1]), []).append(int(name))
+        fields = read_proc(int(name), "stat").rsplit(")", 1)[-1].split() if name.isdigit() else []
+        if len(fields) > 3:
+            for above in {int(fields[1]), int(fields[3])}:  # its parent; the leader of its session
+                parents.setdefault(above, []).append(int(name))
     users = {_owner(pid) for pid in pids} - {-1}
     if not users:
         raise InputError(f"process {', '.join(map(str, pids))} does not exist on {socket.gethostname()}")
@@ -95,6 +99,8 @@ class _Case:
     inner: dict[int, int] = field(default_factory=dict)
     work: list[tuple[int, int]] = field(default_factory=list)  # ticks of all threads, switches of the main one
     ended: bool = False
+    exit: str = ""
+    tasks: list[Task] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -115,7 +121,7 @@ class _Look:
         if number == 0:
             self.first_links = read_links(list(self.cases), self.node)
             moved = choose_typical(moved)
-        list(pool.map(self._read, (case for case in moved if case.python and not case.ended)))
+        list(pool.map(self._read, (case for case in moved if not case.ended)))
 
     def _count(self, case: _Case) -> bool:
         """Reads how much a process has run; whether that is more than before."""
@@ -126,12 +132,13 @@ class _Look:
             return False
         if fields[0] in "ZX":
             case.ended = True
+            case.exit = how_ended(int(fields[49]) if len(fields) > 49 else 0)
         switches = sum(int(l.split()[1]) for l in read_proc(pid, "status").splitlines() if "ctxt_switches" in l)
         case.work.append((int(fields[11]) + int(fields[12]), switches))
         return len(case.work) > 1 and case.work[-1] != case.work[-2]
 
     def _read(self, case: _Case) -> None:
-        stacks = self._stacks(case) if self.pyspy else ()
+        stacks = self._stacks(case) if self.pyspy and case.python else ()
         if stacks or not case.snapshots:
             case.snapshots.append(Snapshot(len(case.snapshots), time.time(), stacks, self._facts(case, stacks)))
 
@@ -166,9 +173,21 @@ class _Look:
         for case in self.cases.values():
             children.setdefault(case.entry.ppid, []).append(case.entry.pid)
         found = [self._process(case, links.get(pid, ()), locks, tuple(children.get(pid, ()))) for pid, case in self.cases.items()]
-        copied = copy_typical(found, {pid: case.entry for pid, case in self.cases.items()})
         rules = self.options.rules or load_roles()
-        return JobLook(give_roles(copied, {p: c.entry for p, c in self.cases.items()}, rules), seconds, self._notes())
+        named = give_roles(self._with_fifos(found), {p: c.entry for p, c in self.cases.items()}, rules)
+        return JobLook(named, seconds, self._notes())
+
+    def _with_fifos(self, processes: list[Process]) -> list[Process]:
+        """Marks threads whose function still mentions a FIFO that another one opens."""
+        names = {t.wait.path.rsplit("/", 1)[-1] for p in processes for t in p.threads if t.wait.kind == "open"}
+        return [replace(p, threads=tuple(self._with_later(p, t, names) for t in p.threads)) for p in processes] if names else processes
+
+    def _with_later(self, process: Process, thread: ThreadLook, names: set[str]) -> ThreadLook:
+        user = thread.user
+        if user is None:
+            return thread
+        text = self.sources.text(user.file, process.pid)
+        return replace(thread, later=tuple(n for n in names if source.mentions_later(text, user.line, n)))
 
     def _process(
         self, case: _Case, links: tuple[Link, ...], locks: Mapping[int, tuple[int, ...]], children: tuple[int, ...]
@@ -189,6 +208,7 @@ class _Look:
             ticks=last[0] - first[0],
             switches=last[1] - first[1],
             alive=not case.ended,
+            ended=case.exit,
             started_s=entry.start_ticks / os.sysconf("SC_CLK_TCK"),
             read=any(shot.stacks for shot in case.snapshots),
             notes=tuple(case.notes),
@@ -211,7 +231,8 @@ class _Look:
             children=children,
             extras=extras,
         )
-        return look_at_threads(around)
+        loops = any(frame.file.endswith("asyncio/base_events.py") for one in shots[-1].stacks for frame in one.frames)
+        return look_at_threads(around, read_tasks(entry.pid) if loops else ())
 
     def _notes(self) -> tuple[str, ...]:
         """One line for what kept us from looking, however many processes it concerns."""
@@ -224,6 +245,13 @@ class _Look:
             for text, pids in problems.items()
         ]
         return (*lines, *(() if self.pyspy else ("py-spy was not found: only /proc was read. pip install py-spy",)))
+
+
+def how_ended(status: int) -> str:
+    """What /proc says of a process that has ended and was not waited for; "" for a clean end."""
+    if status & 127:
+        return f"killed by {signal.Signals(status & 127).name}"
+    return f"exit code {status >> 8}" if status else ""
 
 
 def _kind(entry: ProcessEntry) -> tuple[object, ...]:
@@ -242,8 +270,3 @@ def choose_typical(cases: list[_Case]) -> list[_Case]:
     for case in cases:
         kinds.setdefault(_kind(case.entry), []).append(case)
     return [case for group in kinds.values() for case in group[:ALIKE]]
-
-
-def copy_typical(processes: list[Process], entries: Mapping[int, ProcessEntry]) -> list[Process]:
-    """Marks those that were not read because others look like them."""
-    return processes

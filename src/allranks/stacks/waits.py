@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.model.processes import Link, ThreadLook, Wait
-from allranks.model.stacks import StackFrame
+from allranks.model.stacks import StackFrame, ThreadStack, is_user_file
 from allranks.stacks import source
 from allranks.stacks.patterns import StackPattern, frame_matches, match_thread
 from allranks.stacks.views import ProcessView, ThreadView, user_frame
@@ -32,6 +32,8 @@ class ThreadExtra:
     owner: int | None = None  # the thread that holds the native mutex
     child: int | None = None  # the process that it waits for in wait4; 0 any
     holders: tuple[int, ...] = ()  # processes that hold the file lock it waits for
+    connects: str = ""  # the address that it connects to: "unix /path", "tcp port"
+    opens: str = ""  # the path that it opens
     selves: tuple[str, ...] = ()  # address of `self` for each frame
     switches: int = 0
 
@@ -61,10 +63,9 @@ _SERVES = (
 _IDLE = (
     *("serve_forever@socketserver.py", "accept@socket.py", "accept@multiprocessing/connection.py", "_serve@grpc/_server.py"),
     *("_run_once@asyncio/base_events.py", "main@multiprocessing/resource_tracker.py", "main@multiprocessing/forkserver.py"),
-    *("_feed@multiprocessing/queues.py", "_serve@multiprocessing/resource_sharer.py", "sigwait@signal.py"),
+    *("_feed@multiprocessing/queues.py", "_serve@multiprocessing/resource_sharer.py", "sigwait@signal.py", "serve_forever@multiprocessing/managers.py"),
     *("_event_loop@grpc/", "_poll@grpc/", "channel_spin@grpc/_channel.py", "consume@grpc/_channel.py"),
 )
-_BODY = ("parse_request@http/server.py", "do_*@*", "finish_request@socketserver.py")
 _RAY = ("get@ray/_private/worker.py", "wait@ray/_private/worker.py", "get_objects@ray/_private/worker.py", "_get@ray/util/", "*@ray/util/queue.py", "get@ray/dag/")
 _HTTP = ("*@urllib/request.py", "*@http/client.py", "*@urllib3/", "*@requests/", "*@httpx/", "*@httpcore/", "*@aiohttp/", "*@grpc/")
 _EVENT = ("wait@threading.py", "wait_for@threading.py", "acquire@threading.py", "result@concurrent/futures/_base.py", "wait@concurrent/futures/_base.py", "result_iterator@concurrent/futures/_base.py", "as_completed@concurrent/futures/_base.py", "wait@asyncio/locks.py", "acquire@asyncio/locks.py", "get@asyncio/queues.py", "put@asyncio/queues.py", "join@asyncio/queues.py")
@@ -73,13 +74,41 @@ _FUTURE = ("result@concurrent/futures/_base.py", "wait@concurrent/futures/_base.
 _SHARED = ("get@multiprocessing/queues.py", "put@multiprocessing/queues.py", "join@multiprocessing/queues.py", "acquire@multiprocessing/synchronize.py", "__enter__@multiprocessing/synchronize.py", "wait@multiprocessing/synchronize.py", "wait_for@multiprocessing/synchronize.py")
 
 
-def look_at_threads(around: Surroundings) -> tuple[ThreadLook, ...]:
-    """Every thread that has Python frames, or is the main one."""
-    return tuple(
+def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[ThreadLook, ...]:
+    """Every thread that has Python frames, or is the main one; then the suspended tasks."""
+    threads = [
         look_at_thread(thread, around)
         for thread in around.view.threads
         if thread.tid is not None and (thread.python or thread.main)
-    )
+    ]
+    return (*threads, *(_look_at_task(-1 - n, task, around) for n, task in enumerate(tasks)))
+
+
+#: Frames of a suspended task, innermost first, and how long it sleeps.
+Task = tuple[tuple[StackFrame, ...], float | None]
+_TASK_IDLE = ("serve_forever@asyncio/base_events.py", "wait_closed@asyncio/base_events.py", "main_loop@uvicorn/server.py", "on_tick@uvicorn/server.py", "_serve@uvicorn/server.py", "_wait@aiohttp/", "*@ray/", "run_until_cancelled@*", "*@aiohttp/web*", "lifespan*@*", "main@uvicorn/lifespan/on.py", "receive@*")
+_STREAM = ("*@asyncio/streams.py", "sock_recv*@asyncio/selector_events.py", "sock_accept@asyncio/selector_events.py")
+
+
+def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
+    """A suspended task with what it awaits."""
+    frames, delay = task
+    stack = ThreadStack(tid, "task", frames, False, False)
+    view = ThreadView(tid, "task", False, (stack,), None, ())
+    user = user_frame(frames)
+    awaits = any(link.side == "client" and link.turn == "awaits" for link in around.links.values())
+    if user is None or any(_is(frame, _TASK_IDLE) for frame in frames[:2]):
+        wait = Wait("idle", "waits for its next work")
+    elif delay is not None:
+        wait = Wait("sleep", f"sleeps {delay:g} s", left_s=delay)
+    elif any(_is(frame, _HTTP) for frame in frames[:12]):
+        wait = Wait("answer", "waits for the answer to its request")
+    elif any(_is(frame, _STREAM) for frame in frames[:3]):
+        wait = Wait("answer", "waits for data on a connection") if awaits else Wait("idle", "waits for its next request")
+    else:
+        wait = _by_thread(view, ThreadExtra(), around, "thread_wait", "", source.waited_object(around.text(user.file), user.line))
+    holds = tuple(name for frame in frames for name in _held(frame, around.text))
+    return ThreadLook(tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=True, user=user)
 
 
 def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
@@ -111,8 +140,6 @@ def _is(frame: StackFrame, patterns: Sequence[str]) -> bool:
 
 
 def _held(frame: StackFrame, text: ReadText) -> tuple[str, ...]:
-    from allranks.model.stacks import is_user_file
-
     return source.held_locks(text(frame.file), frame.line) if is_user_file(frame.file) else ()
 
 
@@ -158,15 +185,17 @@ Rule = Callable[[ThreadView, ThreadExtra, Surroundings, str, str, tuple[str, str
 
 def _is_idle(thread: ThreadView, around: Surroundings) -> bool:
     """Whether a thread only waits for its next request, task or event."""
-    frames = thread.python
+    frames, call = thread.python, thread.now.syscall if thread.now is not None else ""
     if not frames:
-        return not thread.main or thread.now is None or thread.now.syscall != "running"
+        return not thread.main or not call or call.startswith(("epoll", "accept", "poll", "ppoll", "select", "pselect"))
+    if call in ("write", "writev", "sendto", "sendmsg", "connect"):
+        return False
     top = next((i for i, frame in enumerate(frames) if _is(frame, _SERVES)), None)
     if top is not None and user_frame(frames[:top]) is None and not thread.busy:
-        return not any(_is(frame, _BODY[:0]) for frame in frames[:top])
+        return not (thread.main and any(frame_matches("handle_one_request@http/server.py", f) for f in frames[: top + 1]))
     if _is(frames[0], _IDLE) or any(_is(frame, _IDLE) for frame in frames[:4]):
         return not thread.busy
-    return thread.now is not None and thread.now.syscall in ("accept", "accept4")
+    return call in ("accept", "accept4")
 
 
 def _by_torch(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
@@ -210,10 +239,10 @@ def _by_shared(thread, extra, around, cause, operation, waited):  # type: ignore
     if pipe := _ends(extra, around):
         return Wait("pipe", "waits for an item of a queue between processes", ends=pipe, strong=not soft)
     if any(frame_matches("get@multiprocessing/queues.py", frame) for frame in thread.python[:3]):
-        return Wait("queue", "waits for its turn at a queue between processes", ends=(extra.shared,), lock="_rlock", strong=False)
+        return Wait("queue", "waits for its turn at a queue between processes", ends=(extra.shared,) if extra.shared else (), lock="_rlock", strong=False)
     is_put = any(frame_matches("put@multiprocessing/queues.py", frame) for frame in thread.python[:3])
-    says = "puts into a full queue between processes" if is_put else f"waits for {asked or 'a lock'} between processes"
-    return Wait("queue" if is_put else "lock", says, lock=asked, ends=(extra.shared,) if extra.shared else ())
+    says = "puts into a full queue between processes" if is_put else f"waits for {asked or 'other processes'} between processes".replace("other processes between", "others of several")
+    return Wait("queue" if is_put else "lock" if asked else "event", says, lock=asked, ends=(extra.shared,) if extra.shared else ())
 
 
 def _by_lock(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
@@ -240,12 +269,17 @@ def _by_thread(thread, extra, around, cause, operation, waited):  # type: ignore
     if not kind:
         return None
     user = user_frame(frames)
-    setters = source.find_setters(around.text(user.file), name, method) if user is not None else ()
+    text = around.text(user.file) if user is not None else ""
+    if method == "acquire" or any(frame_matches("acquire@threading.py", f) or frame_matches("acquire@asyncio/locks.py", f) for f in near):
+        lock = source.asked_lock(text, user.line) if user is not None else ""
+        return Wait("lock", f"waits for {lock}" if lock else "waits for a lock", key=extra.futex, lock=lock)
+    setters = source.find_setters(text, name, method)
+    lost = next((one for one in setters if source.is_started(text, one)), "")
     full = method == "put"
     what = {"queue": "puts into a full queue" if full else "waits for an item of a queue", "event": "waits for an event"}[kind]
     key = _self_of(frames[:5], extra, (*_QUEUE, *_EVENT)) or extra.futex
     soft = kind == "queue" and not full and _is_consumer(thread, around)
-    return Wait(kind, f"{what} ({name})" if name else what, key=key, lock=name, setters=setters, strong=not soft, left_s=extra.left_s, operation=method)
+    return Wait(kind, f"{what} ({name})" if name else what, key=key, lock=name, setters=setters, lost=lost, strong=not soft, left_s=extra.left_s, operation=method)
 
 
 def _is_consumer(thread: ThreadView, around: Surroundings) -> bool:
@@ -262,6 +296,10 @@ def _ends(extra: ThreadExtra, around: Surroundings) -> tuple[str, ...]:
 
 def _by_links(thread, extra, around, cause, operation, waited):  # type: ignore[no-untyped-def]
     links = [around.links[fd] for fd in extra.fds if fd in around.links]
+    if extra.opens:
+        return Wait("open", f"opens {extra.opens.rsplit('/', 1)[-1]} and waits for the other side", path=extra.opens)
+    if extra.connects:
+        return Wait("connect", f"connects to {extra.connects.split(' ', 1)[1]}", path=extra.connects)
     client = any(_is(frame, _HTTP) for frame in thread.python)
     what = "the answer to its request" if client else "data"
     if links and all(one.kind == "listen" for one in links):
