@@ -13,7 +13,20 @@ from allranks.model.stacks import StackFrame
 
 #: What a thread can do. `idle`: waits for its next work; `work`: is in code that waits for no other process.
 KINDS = (
-    *("idle", "work", "sleep", "stopped", "device", "stdin", "lock", "thread", "event", "queue", "child", "socket"),
+    *(
+        "idle",
+        "work",
+        "sleep",
+        "stopped",
+        "device",
+        "stdin",
+        "lock",
+        "thread",
+        "event",
+        "queue",
+        "child",
+        "socket",
+    ),
     *("answer", "pipe", "collective", "rendezvous", "store", "ray", "file_lock", "poll", "open", "connect"),
 )
 #: (node, pid): a process of a job.

@@ -21,7 +21,10 @@ MAX_FDS = 64
 
 
 def read_extras(
-    pid: int, facts: Mapping[int, ThreadFacts], selves: Mapping[int, tuple[str, ...]], locks: Mapping[int, tuple[int, ...]]
+    pid: int,
+    facts: Mapping[int, ThreadFacts],
+    selves: Mapping[int, tuple[str, ...]],
+    locks: Mapping[int, tuple[int, ...]],
 ) -> dict[int, ThreadExtra]:
     """What each thread waits for, by its id. `locks`: process -> those that hold the file lock it waits for."""
     found: dict[int, ThreadExtra] = {}
@@ -55,8 +58,12 @@ def _extra(
         left_s=fact.left_s,
         futex=f"{futex:x}" if futex else "",
         shared=file,
-        connects=_address(_peek(memory, args[1], min(args[2], 112))) if name == "connect" and len(args) > 2 else "",
-        opens=_peek(memory, args[1], 512).split(b"\0")[0].decode("utf-8", "replace") if name == "openat" and len(args) > 1 else "",
+        connects=_address(_peek(memory, args[1], min(args[2], 112)))
+        if name == "connect" and len(args) > 2
+        else "",
+        opens=_peek(memory, args[1], 512).split(b"\0")[0].decode("utf-8", "replace")
+        if name == "openat" and len(args) > 1
+        else "",
         owner=fact.mutex_owner,
         child=child,
         holders=holders if name in ("flock", "fcntl") else (),
@@ -70,7 +77,9 @@ def _address(data: bytes) -> str:
     family = struct.unpack_from("=H", data)[0] if len(data) > 4 else 0
     if family == socket.AF_UNIX:
         return "unix " + data[2:].split(b"\0")[0].decode("utf-8", "replace")
-    return f"tcp {struct.unpack_from('>H', data, 2)[0]}" if family in (socket.AF_INET, socket.AF_INET6) else ""
+    return (
+        f"tcp {struct.unpack_from('>H', data, 2)[0]}" if family in (socket.AF_INET, socket.AF_INET6) else ""
+    )
 
 
 def _shared_maps(pid: int) -> list[tuple[int, int, str]]:
@@ -98,7 +107,11 @@ def _descriptors(pid: int, name: str, args: tuple[int, ...], memory: BinaryIO | 
         return tuple(struct.unpack_from("=i", data, at)[0] for at in range(0, len(data) - 7, 8))
     if name in ("select", "pselect6"):
         sets = [_peek(memory, at, (min(args[0], 1024) + 7) // 8) for at in args[1:3]]
-        return tuple(fd for fd in range(min(args[0], 1024)) if any(len(s) > fd // 8 and s[fd // 8] >> fd % 8 & 1 for s in sets))
+        return tuple(
+            fd
+            for fd in range(min(args[0], 1024))
+            if any(len(s) > fd // 8 and s[fd // 8] >> fd % 8 & 1 for s in sets)
+        )
     if name.startswith("epoll"):
         return tuple(epoll_members(pid, args[0])[:MAX_FDS])
     return ()

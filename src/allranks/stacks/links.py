@@ -46,7 +46,9 @@ def read_links(pids: Sequence[int], node: str) -> dict[int, tuple[Link, ...]]:
     return {pid: tuple(_links_of(pid, tables[spaces[pid]], node)) for pid in pids}
 
 
-def mark_moved(first: dict[int, tuple[Link, ...]], pids: Sequence[int], node: str) -> dict[int, tuple[Link, ...]]:
+def mark_moved(
+    first: dict[int, tuple[Link, ...]], pids: Sequence[int], node: str
+) -> dict[int, tuple[Link, ...]]:
     """The links now, those marked over which bytes went since `first`."""
     before = {(pid, link.end): link.volume for pid, links in first.items() for link in links}
     return {
@@ -76,7 +78,9 @@ def _sockets(pid: int, scope: str, ours: bool) -> dict[int, Socket]:
 
 
 def _tcp_rows(pid: int, scope: str) -> Iterable[Socket]:
-    rows = [line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]]
+    rows = [
+        line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]
+    ]
     ports = {(scope, _address(row[1])[1]) for row in rows if row[3] == "0A"}
     for row in rows:
         (host, port), (far, far_port), inode = _address(row[1]), _address(row[2]), int(row[9])
@@ -84,7 +88,10 @@ def _tcp_rows(pid: int, scope: str) -> Iterable[Socket]:
             yield Socket(inode, "listen", f"tcp {scope} listen {port}", "", port)
         elif inode or (scope, port) in ports:
             here = f"{scope} " if ipaddress.ip_address(host).is_loopback else ""
-            end, peer = f"tcp {here}{host}:{port}>{far}:{far_port}", f"tcp {here}{far}:{far_port}>{host}:{port}"
+            end, peer = (
+                f"tcp {here}{host}:{port}>{far}:{far_port}",
+                f"tcp {here}{far}:{far_port}>{host}:{port}",
+            )
             server = (scope, port) in ports
             # a connection that nobody has accepted has no file yet: it belongs to the listener
             yield Socket(inode or -port - 65536 * far_port, "server" if server else "client", end, peer, port)
@@ -156,7 +163,13 @@ def _links_of(pid: int, sockets: dict[int, Socket], node: str) -> Iterable[Link]
             yield _link(fd, one, owners.get(fd, ""))
         elif target.startswith("pipe:[") or _is_fifo(pid, fd, target):
             side = "read" if mode & 0o400 else "write"
-            yield Link(fd, "pipe", f"pipe {node} {target} {side}", f"pipe {node} {target} {'write' if side == 'read' else 'read'}", side)
+            yield Link(
+                fd,
+                "pipe",
+                f"pipe {node} {target} {side}",
+                f"pipe {node} {target} {'write' if side == 'read' else 'read'}",
+                side,
+            )
     for key, owner in _shared(pid).items():
         yield Link(-1, "shared", key, key, owner=owner)
     for inode, one in sockets.items():
@@ -176,7 +189,9 @@ def _link(fd: int, one: Socket, owner: str) -> Link:
     if one.sent_ms is not None and one.received_ms is not None and abs(one.sent_ms - one.received_ms) > 1:
         turn = "awaits" if one.sent_ms < one.received_ms else "owes"
     kind = one.kind if one.kind in ("listen", "unix") else "tcp"
-    return Link(fd, kind, one.end, one.peer, one.kind if kind == "tcp" else "", turn, False, owner, one.volume)
+    return Link(
+        fd, kind, one.end, one.peer, one.kind if kind == "tcp" else "", turn, False, owner, one.volume
+    )
 
 
 def _descriptors(pid: int) -> Iterable[tuple[int, str, int]]:
@@ -193,7 +208,11 @@ def _descriptors(pid: int) -> Iterable[tuple[int, str, int]]:
 def _is_fifo(pid: int, fd: int, target: str) -> bool:
     import stat
 
-    if not target.startswith("/") or target.startswith(("/dev/", "/proc/")) or "." in target.rsplit("/", 1)[-1][-4:]:
+    if (
+        not target.startswith("/")
+        or target.startswith(("/dev/", "/proc/"))
+        or "." in target.rsplit("/", 1)[-1][-4:]
+    ):
         return False
     try:
         return stat.S_ISFIFO(os.stat(PROC / str(pid) / "fd" / str(fd)).st_mode)

@@ -102,7 +102,9 @@ def is_foreign_port(port: int, pids: Sequence[int]) -> bool:
 
 def _tcp(pid: int, state: str, port: int | None = None) -> set[str]:
     """The TCP sockets that a process can see in this state, as its open files name them."""
-    rows = [line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]]
+    rows = [
+        line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]
+    ]
     at = "" if port is None else f":{port:04X}"
     return {f"socket:[{row[9]}]" for row in rows if row[3] == state and row[1].endswith(at)}
 

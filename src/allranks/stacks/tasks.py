@@ -104,20 +104,31 @@ def _heaps(pid: int) -> Iterator[tuple[int, int]]:
             yield first, last - first
 
 
-def _read(memory: BinaryIO, data: bytes, at: int, layout: _Layout, symbols: dict[str, int]) -> Coroutine | None:
+def _read(
+    memory: BinaryIO, data: bytes, at: int, layout: _Layout, symbols: dict[str, int]
+) -> Coroutine | None:
     """The coroutine at an offset of the data; None when it is none, or not suspended."""
     frame = at + layout.frame
     if at < 0 or frame + layout.locals + 8 > len(data):
         return None
-    references, state = struct.unpack_from("<q", data, at)[0], struct.unpack_from("b", data, at + layout.state)[0]
+    references, state = (
+        struct.unpack_from("<q", data, at)[0],
+        struct.unpack_from("b", data, at + layout.state)[0],
+    )
     if state not in layout.suspended or not 0 < references < 1 << 32:
         return None
-    code, instruction = struct.unpack_from("<Q", data, frame + layout.code)[0], struct.unpack_from("<Q", data, frame + layout.instruction)[0]
+    code, instruction = (
+        struct.unpack_from("<Q", data, frame + layout.code)[0],
+        struct.unpack_from("<Q", data, frame + layout.instruction)[0],
+    )
     top = struct.unpack_from("<i", data, frame + layout.stack_top)[0]
     head = _peek(memory, code, layout.adaptive)
     if len(head) < layout.adaptive or not 0 < top < 10_000:
         return None
-    file, name = (_text(memory, struct.unpack_from("<Q", head, where)[0], layout) for where in (layout.file, layout.name))
+    file, name = (
+        _text(memory, struct.unpack_from("<Q", head, where)[0], layout)
+        for where in (layout.file, layout.name)
+    )
     table = _bytes(memory, struct.unpack_from("<Q", head, layout.lines)[0])
     first = struct.unpack_from("<i", head, layout.first_line)[0]
     if not file or not name:
@@ -196,7 +207,9 @@ def _symbols(pid: int) -> tuple[dict[str, int], _Layout | None]:
         match = _PYTHON.search(words[5]) if len(words) > 5 and words[2] == "00000000" else None
         if match is not None:
             base = int(words[0].split("-")[0], 16)
-            found = _elf_symbols(Path(f"/proc/{pid}/root{words[5]}"), ("PyCoro_Type", "PyFloat_Type", "PyLong_Type"), base)
+            found = _elf_symbols(
+                Path(f"/proc/{pid}/root{words[5]}"), ("PyCoro_Type", "PyFloat_Type", "PyLong_Type"), base
+            )
             if found:
                 return found, _LAYOUTS.get(int(match[2]))
     return {}, None
@@ -219,7 +232,10 @@ def _elf_symbols(path: Path, names: tuple[str, ...], base: int) -> dict[str, int
                     file.seek(rows[row[6]][4])
                     text = file.read(rows[row[6]][5])
                     file.seek(row[4])
-                    entries = np.frombuffer(file.read(row[5]), [("name", "<u4"), ("info", "V4"), ("value", "<u8"), ("size", "<u8")])
+                    entries = np.frombuffer(
+                        file.read(row[5]),
+                        [("name", "<u4"), ("info", "V4"), ("value", "<u8"), ("size", "<u8")],
+                    )
                     for name in names:
                         where = text.find(b"\0" + name.encode() + b"\0") + 1
                         values = entries["value"][entries["name"] == where] if where else ()
