@@ -64,6 +64,7 @@ class ThreadFacts:
     mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
     switches: int = 0  # context switches since the thread began
     wait_s: float | None = None  # how long its system call may last; -1 without limit, None when not known
+    left_s: float | None = None  # until its system call ends by itself; None: never, or unknown
 
 
 @dataclass(frozen=True)
