@@ -233,3 +233,23 @@ FAULTS: dict[str, Callable[[float], object]] = {
     "file_lock": _file_lock, "network": _network, "store": _store, "recv": _recv, "extra": _extra, "pause": _pause,
     "partition": _partition,
 }  # fmt: skip
+
+
+def around(
+    target: object,
+    name: str,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> None:
+    """Wraps one method of one object."""
+    real = getattr(target, name)
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        if before is not None:
+            before()
+        result = real(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
+
+    setattr(target, name, wrapped)
