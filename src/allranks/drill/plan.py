@@ -20,7 +20,7 @@ from pathlib import Path
 
 from allranks.drill.self_faults import STEP
 from allranks.errors import InputError
-from allranks.model.parsing import read_yaml
+from allranks.model.yaml_tree import read_yaml
 
 #: kind -> (what it does, causes that a right verdict may name; empty: no verdict is expected)
 KINDS: dict[str, tuple[str, frozenset[str]]] = {
