@@ -47,7 +47,9 @@ class StacksFlags:
     folder: str = _which(
         "", "read captures made earlier instead of sampling", flags="--from", metavar="FOLDER"
     )
-    tree: bool = _which(False, "the process of --pid and all below it, with their roles and who waits for whom")
+    tree: bool = _which(
+        False, "the process of --pid and all below it, with their roles and who waits for whom"
+    )
     role: str = _which("", "show only processes whose role contains this text", metavar="R")
     for_s: float = option(5.0, "how long to look", flags="--for", unit="s", above=0)
     all_nodes: bool = _which(

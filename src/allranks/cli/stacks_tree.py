@@ -41,7 +41,21 @@ def finding_json(finding: ProcessFinding, look: JobLook, role: str = "") -> Json
 
 
 def _process(one: Process) -> Json:
-    names = ("pid", "ppid", "node", "role", "number", "group", "title", "rank", "world", "alive", "ended", "ticks", "switches")
+    names = (
+        "pid",
+        "ppid",
+        "node",
+        "role",
+        "number",
+        "group",
+        "title",
+        "rank",
+        "world",
+        "alive",
+        "ended",
+        "ticks",
+        "switches",
+    )
     return {
         "name": one.name,
         **{name: getattr(one, name) for name in names},
@@ -86,9 +100,15 @@ def _does(process: Process) -> str:
     """What a process does: its thread that tells most."""
     if not process.alive:
         return f"has ended {process.ended}".strip()
-    told = sorted(process.threads, key=lambda t: (t.wait.kind == "idle" or not t.wait.strong, not t.handles, not t.main))
+    told = sorted(
+        process.threads, key=lambda t: (t.wait.kind == "idle" or not t.wait.strong, not t.handles, not t.main)
+    )
     if not told:
         return "not read" if process.read else "is not Python"
     user = told[0].user
-    where = f" at {user.file.rsplit('/', 1)[-1]}:{user.line} in {user.name.rsplit('.', 1)[-1]}" if user is not None else ""
+    where = (
+        f" at {user.file.rsplit('/', 1)[-1]}:{user.line} in {user.name.rsplit('.', 1)[-1]}"
+        if user is not None
+        else ""
+    )
     return f"{told[0].wait.says}{where}"
