@@ -239,9 +239,9 @@ def _object_store_hint(text: str, number: int | None, store: str, options: Mappi
     if "TimeTooSkewed" in text or "request time" in text.lower():
         return f"the clock of this machine is wrong: date -u; set it (chronyd, ntpd), then try: allranks checkpoint ls {store}{keys}"
     if "InvalidAccessKeyId" in text:
-        return f"the access key is not known there: check AWS_ACCESS_KEY_ID and the endpoint; try it: allranks checkpoint ls {store}"
+        return f"the access key is not known there: check AWS_ACCESS_KEY_ID and the endpoint; try it: allranks checkpoint ls {store}{keys}"
     if "SignatureDoesNotMatch" in text:
-        return f"the secret key is wrong: check AWS_SECRET_ACCESS_KEY; try it: allranks checkpoint ls {store}"
+        return f"the secret key does not belong to the access key: check AWS_SECRET_ACCESS_KEY; try it: allranks checkpoint ls {store}{keys}"
     if "NotImplemented" in text:
         return (
             "this store cannot put an object on condition (If-None-Match), which keeps two savers of one checkpoint apart: "
