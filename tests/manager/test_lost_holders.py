@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from allranks.drill.faults import Fault
 from allranks.lighthouse.options import Options
 
 from .cluster import LIMIT_S, Cluster, Job, LighthouseProcess
+from .faults import Fault
 from .test_failures import assert_equal_states
 
 JOB = Job(until_told=True, pause_s=0.02)

@@ -6,26 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from allranks.diagnose.align import align
-from allranks.diagnose.cells import Cells, Mismatch
+from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.job import GroupView, Job
-from allranks.diagnose.match import find_mismatches, suspect_seqs
+from allranks.diagnose.match import find_mismatches
 from allranks.diagnose.p2p import match_p2p
 from allranks.diagnose.verdict import DiagnoseOptions, diagnose
 from allranks.diagnose.waits import Blocked, find_blocked, is_hung, usual_pause
-from allranks.frtrace.types import MatchInfo, MatchState
 from allranks.model.diagnosis import FileNote
-from allranks.model.trace import Flag, RankTrace, State
+from allranks.model.trace import RankTrace, State
 
 #: Words for states, as torch writes them; it has none for the last two.
 STATES = {state: state.name.lower() for state in State}
-#: Collectives of a group that are compared behind its first problem; --mismatch_cap shows far fewer.
-MAX_LATER = 1000
 NOT_ALL = "Not all ranks joining collective, sequence number"
 
 
-def state_text(want: str, have: str) -> str:
-    """The words for two states of one collective."""
-    return f"Expected state: '{want}' does not match found state: '{have}'"
+def _error(kind: str, text: str) -> str:
+    return f"Error type: {kind}, Expected {text}"
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,10 @@ class TraceProblem:
     row: int
     expected: tuple[int, ...]
     missing: tuple[int, ...] = ()
-    errors: tuple[tuple[int, MatchInfo], ...] = ()
+    errors: tuple[tuple[int, str], ...] = ()  # rank, and what it did, in torchfrtrace's words
     totals: tuple[int, int] | None = None
     involved: tuple[int, ...] = ()
     bare: bool = False  # the headline alone, without the lines of the collective
-    later: bool = False  # of a group in which something went wrong before
 
 
 @dataclass(frozen=True)
@@ -74,11 +69,8 @@ def analyse(traces: Sequence[RankTrace], files: Sequence[FileNote] = (), now_ns:
     found += [
         _blocked(job, blocked) for blocked in sorted(explained, key=lambda b: (_began_ns(job, b), b.index))
     ]
-    found += find_later(job, found)
     order = {(finding.group, finding.sequence): -i for i, finding in enumerate(reversed(diagnosis.findings))}
-    found.sort(
-        key=lambda problem: (order.get((job.groups[problem.group].label, problem.seq), 1), problem.later)
-    )
+    found.sort(key=lambda problem: order.get((job.groups[problem.group].label, problem.seq), 1))
     return Analysis(job, tuple(found))
 
 
@@ -108,65 +100,6 @@ def _blocked(job: Job, blocked: Blocked) -> TraceProblem:
     return replace(problem, bare=True, headline=headline)
 
 
-def find_later(job: Job, first: Sequence[TraceProblem]) -> list[TraceProblem]:
-    """What else is wrong in groups that have a problem: other calls, missing ranks, states, as they come.
-
-    In groups in which nothing is wrong, states differ only by when each dump was taken: these are not looked at.
-    """
-    starts: dict[int, int] = {}
-    for problem in first:
-        starts[problem.group] = min(starts.get(problem.group, problem.seq), problem.seq)
-    known = {(problem.group, problem.seq) for problem in first}
-    found = []
-    for index, start in sorted(starts.items()):
-        group = job.groups[index]
-        misfits = _misfits(job, group, start)
-        for seq in range(start, min(group.last, start + MAX_LATER) + 1):
-            later = misfits.get(seq) or _unequal(job, group, seq)
-            if later is not None and (index, seq) not in known:
-                found.append(replace(later, later=True))
-    return found
-
-
-def _misfits(job: Job, group: GroupView, start: int) -> dict[int, TraceProblem]:
-    """Collectives behind `start` whose calls do not fit together, by sequence number."""
-    suspects = suspect_seqs(job, group)
-    suspects = suspects[(suspects > start) & (suspects <= start + MAX_LATER)]
-    if not len(suspects):
-        return {}
-    cells = Cells.gather(job, group, suspects)
-    mismatches = [cells.explain(int(column)) for column in cells.bad_columns()]
-    return {mismatch.seq: _mismatched(job, mismatch, set()) for mismatch in mismatches}
-
-
-def _unequal(job: Job, group: GroupView, seq: int) -> TraceProblem | None:
-    """A collective that ranks have not joined or left in another state than the lowest rank; None when all is well."""
-    rows = {rank: row for rank, lane in sorted(group.lanes.items()) if (row := lane.row(seq)) >= 0}
-    if not rows:
-        return None
-    reference, row = next(iter(rows.items()))
-    missing = tuple(rank for rank, lane in sorted(group.lanes.items()) if not lane.cut and lane.last < seq)
-    problem = TraceProblem("", group.index, seq, reference, row, group.members, missing, involved=tuple(rows))
-    if missing:
-        involved = tuple(sorted({*rows, *missing}))
-        return replace(problem, headline=f"{NOT_ALL}: {seq}", involved=involved)
-    states = {rank: _state(job, rank, row) for rank, row in rows.items()}
-    errors = tuple(
-        (rank, MatchInfo(MatchState.COLLECTIVE_STATE_MISMATCH, state_text(states[reference], state)))
-        for rank, state in states.items()
-        if state and states[reference] and state != states[reference]
-    )
-    headline = f"Collective sequence number: {seq} has errors"
-    return replace(problem, headline=headline, errors=errors) if errors else None
-
-
-def _state(job: Job, rank: int, row: int) -> str:
-    """The state of a call; "" where the library does not tell."""
-    call = job.ranks[rank].trace.calls[row]
-    unknowable = Flag.STATE_UNKNOWN | Flag.CAPTURED | Flag.COALESCED_PART
-    return "" if int(call["flags"]) & unknowable else STATES[State(int(call["state"]))]
-
-
 def _mismatched(job: Job, mismatch: Mismatch, guilty: set[int]) -> TraceProblem:
     """Calls that do not fit together; the largest class without a rank that `diagnose` blames is taken for right."""
     group = job.groups[mismatch.group]
@@ -193,26 +126,25 @@ def _totals(job: Job, group: GroupView, seq: int) -> tuple[int, int]:
     return sum(int(call["in_numel"]) for call in known), sum(int(call["out_numel"]) for call in known)
 
 
-def _match_info(job: Job, mismatch: Mismatch, group: GroupView, reference: int, rank: int) -> MatchInfo:
+def _match_info(job: Job, mismatch: Mismatch, group: GroupView, reference: int, rank: int) -> str:
     """The disagreement of one rank with the reference, in torchfrtrace's words."""
     inside = dict(mismatch.rows)  # of a coalesced batch
     one, two = (inside.get(r, group.lanes[r].row(mismatch.seq)) for r in (reference, rank))
     right, wrong = job.shapes(reference, one), job.shapes(rank, two)
     if mismatch.cause == "type_mismatch" and job.op(reference, one) != job.op(rank, two):
         text = f"collective type: '{job.op(reference, one)}' does not match found collective type: '{job.op(rank, two)}'"
-        return MatchInfo(MatchState.COLLECTIVE_TYPE_MISMATCH, f"Expected {text}")
+        return _error("COLLECTIVE_TYPE_MISMATCH", text)
     if mismatch.cause == "dtype_mismatch":
         found = f"{_set(right.output_dtypes)}/{_set(wrong.input_dtypes)}/{_set(wrong.output_dtypes)}"
-        text = f"Expected dtypes: '{_set(right.input_dtypes)}' does not match found dtype: '{found}'"
-        return MatchInfo(MatchState.COLLECTIVE_DTYPE_MISMATCH, text)
+        text = f"dtypes: '{_set(right.input_dtypes)}' does not match found dtype: '{found}'"
+        return _error("COLLECTIVE_DTYPE_MISMATCH", text)
     if mismatch.cause == "size_mismatch":
         side = "output" if mismatch.aspect == "output" else "input"
         want, have = (lists(s.outputs if side == "output" else s.inputs) for s in (right, wrong))
-        text = f"Expected {side} sizes: '{want}' does not match found {side} sizes: '{have}'"
-        return MatchInfo(MatchState.SIZE_OR_SYNTAX_MISMATCH, text)
+        text = f"{side} sizes: '{want}' does not match found {side} sizes: '{have}'"
+        return _error("SIZE_OR_SYNTAX_MISMATCH", text)
     words = {member: text for text, ranks in mismatch.classes for member in ranks}
-    text = f"Expected {words[reference]} does not match found {words[rank]}"
-    return MatchInfo(MatchState.SIZE_OR_SYNTAX_MISMATCH, text)
+    return _error("SIZE_OR_SYNTAX_MISMATCH", f"{words[reference]} does not match found {words[rank]}")
 
 
 def _set(words: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Faults from inside a rank, at an exact place of an exact step: for tests and drills of one's own training.
+"""Faults from inside a rank, at an exact place of an exact step.
 
     plan = FaultPlan((Fault("kill", replica="replica-1", at_step=12, at="inside vote"),))
     inject(manager, plan)           # after the manager was made, before the first step
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from allranks.drill.self_faults import around
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
@@ -171,23 +172,3 @@ def _watch_tells(box: VoteMesh, injector: Injector) -> None:
             injector.reach("inside vote")
 
     box._tell = tell  # type: ignore[method-assign]
-
-
-def around(
-    target: object,
-    name: str,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-) -> None:
-    """Wraps one method of one object."""
-    real = getattr(target, name)
-
-    def wrapped(*args: object, **kwargs: object) -> object:
-        if before is not None:
-            before()
-        result = real(*args, **kwargs)
-        if after is not None:
-            after()
-        return result
-
-    setattr(target, name, wrapped)

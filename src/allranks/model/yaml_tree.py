@@ -170,7 +170,7 @@ _TOO_DEEP = "values are nested too deeply to be read: a bracket that is never cl
 
 @dataclass
 class Tree:
-    """`values` is None when the text is no YAML at all; `marks` holds (line, column), from 1, of every path."""
+    """`values` is None when the text is not valid YAML; `marks` holds (line, column), from 1, of every path."""
 
     values: object = None
     marks: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
@@ -230,6 +230,14 @@ def read_tree(text: str) -> Tree:
     except RecursionError:
         tree.problems.append(ConfigProblem(_TOO_DEEP))
     return tree
+
+
+def read_yaml(text: str) -> object:
+    """Plain data; ValueError for text that is not valid YAML, with every mistake and its line."""
+    tree = read_tree(text)
+    if tree.problems:
+        raise ValueError("; ".join(tree.problems))
+    return tree.values
 
 
 def _mark(node: yaml.Node) -> tuple[int, int]:
