@@ -258,7 +258,10 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Rules]] = {
     ),
     "A4 lies": (_lies_are_believed, (("start", "b", "", 3.0), ("start", "c", "liar", 40.0))),
     "A4 claims": (_claims_are_not_checked, (("start", "b", "garbage", 3.0),)),
-    "A5 pace": (_no_pace, (("start", "b", "hasty", 1.0), ("start", "c", "hasty", 1.0))),
+    "A5 pace": (
+        _no_pace,
+        (("change", 0, "kill", 1.0), ("start", "b", "hasty", 0.05), ("start", "c", "hasty", 3.0)),
+    ),
     "A8 order": (
         _the_latest_group_wins,
         (("change", 0, "freeze", 40.0), ("start", "b", "", 3.0), ("change", 0, "thaw", 8.0)),
