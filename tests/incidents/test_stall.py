@@ -14,6 +14,7 @@ from allranks.incidents.stall import (
     find_activity,
     judge_stall,
     limits_of,
+    next_look_s,
 )
 from allranks.model.diagnosis import Finding
 from allranks.model.stacks import (
@@ -169,6 +170,14 @@ def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
     assert limits_of(10.0, 300.0, 0.0) == StallLimits(92.0, 300.0, 0.0)
     assert limits_of(10.0, 300.0, 50.0).hung_s == 150.0
     assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
+
+
+def test_looks_become_rarer_and_do_not_miss_a_limit() -> None:
+    """Each one asks all nodes for their stacks."""
+    seen = [12.0]
+    while seen[-1] < 300:
+        seen.append(next_look_s(seen[-1], LIMITS))
+    assert 92.0 in seen and 300.0 in seen and len(seen) == 14
 
 
 def test_activity_is_of_threads_that_may_wake_another() -> None:

@@ -163,6 +163,12 @@ def limits_of(floor_s: float, cap_s: float, longest_s: float) -> StallLimits:
     return StallLimits(min(cap_s, hung_s), cap_s, longest_s)
 
 
+def next_look_s(quiet_s: float, limits: StallLimits) -> float:
+    """The length of the silence at which to look again: each time a third longer, and when a limit is reached."""
+    later = quiet_s * 4 / 3
+    return next((limit for limit in (limits.hung_s, limits.cap_s) if quiet_s < limit < later), later)
+
+
 def find_guilty(look: Look) -> list[RankState]:
     """The culprits, or those of them that the verdict on all evidence names: a collective of NCCL is waited for in
     whatever CUDA call comes next, in a stack that looks like work."""
