@@ -173,9 +173,9 @@ def read_facts(pid: int, only: Container[int] | None = None) -> dict[str, object
     if not threads:
         raise ProcessLookupError(f"process {pid} is gone")
     machine = platform.machine()
-    calls = {int(str(row["tid"])): parse_syscall(str(row["syscall"]), machine) for row in threads}
-    for tid, limit_s in read_wait_limits(pid, calls).items():
-        next(row for row in threads if row["tid"] == tid)["wait_s"] = round(limit_s, 3)
+    calls = {number: parse_syscall(str(row["syscall"]), machine) for number, row in enumerate(threads)}
+    for number, limit_s in read_wait_limits(pid, calls).items():
+        threads[number]["wait_s"] = round(limit_s, 3)
     return {
         "pid": pid,
         "cmdline": _command_line(pid),

@@ -31,7 +31,7 @@ _UNLIMITED = frozenset(
     ]
 )
 _MILLISECONDS = {"poll": 2, "epoll_wait": 3, "epoll_pwait": 3}  # the argument that holds them
-_ADDRESS = {"ppoll": 2, "pselect6": 4, "nanosleep": 0, "rt_sigtimedwait": 2, "epoll_pwait2": 3}
+_ADDRESS = {"ppoll": 2, "pselect6": 4, "select": 4, "nanosleep": 0, "rt_sigtimedwait": 2, "epoll_pwait2": 3}
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_REALTIME = 0, 9, 0x100
 _ABSOLUTE = 1  # flag of clock_nanosleep
 
@@ -66,7 +66,7 @@ def _left(until_s: float | None, clock: int) -> float | None:
 
 
 def read_wait_limits(pid: int, calls: Mapping[int, tuple[str, tuple[int, ...]]]) -> dict[int, float]:
-    """The limits of the calls that threads of a process are in, as far as they can be known."""
+    """The limits of the calls that threads of a process are in, under their keys, as far as they can be known."""
     try:
         memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -81,8 +81,8 @@ def read_wait_limits(pid: int, calls: Mapping[int, tuple[str, tuple[int, ...]]])
         return seconds + nanoseconds / 1e9 if whole else None
 
     try:
-        found = {tid: wait_limit_s(name, args, read) for tid, (name, args) in calls.items()}
+        found = {key: wait_limit_s(name, args, read) for key, (name, args) in calls.items()}
     finally:
         if memory >= 0:
             os.close(memory)
-    return {tid: limit for tid, limit in found.items() if limit is not None}
+    return {key: limit for key, limit in found.items() if limit is not None}
