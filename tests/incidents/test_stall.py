@@ -120,6 +120,10 @@ HANGS = {
         "sleeps for another",
     ),
     "a mismatch": (looks("sleep", finding=replace(LATE, cause="size_mismatch")), "do not match"),
+    "a mismatch of two ranks": (
+        looks("collective_wait", finding=replace(LATE, cause="type_mismatch", confidence=0.5)),
+        "do not match",
+    ),
     "ranks that wait for each other": (looks("collective_wait"), "waits for another"),
     "calls in another order": (
         looks("collective_wait", finding=replace(LATE, cause="order_inversion")),
