@@ -358,14 +358,17 @@ def judge_dumps(
 ) -> Diagnosis:
     """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions.
 
-    The folder of an incident is judged as its agent judged it, unless a part of the dumps was `chosen`.
+    The folder of an incident, and a job of which a hang is open, are judged as the agent judged it, unless a part of the
+    dumps was `chosen`.
     """
     from allranks.diagnose.verdict import DiagnoseOptions
     from allranks.incidents.evidence import find_evidence, is_incident, read_incident
+    from allranks.incidents.job_overview import find_open_hang
     from allranks.incidents.judge import judge
 
-    if is_incident(roots) and not chosen:
-        evidence = read_incident(Path(roots[0]))
+    hang = None if chosen or len(roots) != 1 else find_open_hang(Path(roots[0]))
+    if not chosen and (hang is not None or is_incident(roots)):
+        evidence = read_incident(hang or Path(roots[0]))
     else:
         evidence = find_evidence(loaded, traces, roots)
     for line in evidence.missing:
