@@ -191,6 +191,7 @@ VIEW = JobView(
     "llama", "/x", 0.0,
     (RankRow(0, 4711, "n", True, 165, 9000, 33.0, "all_reduce #9000 of default_pg", (2,)),
      RankRow(2, 4713, "n", True, 165, 8999, 33.1, "computes")),
+    state="hung",
 )  # fmt: skip
 
 
