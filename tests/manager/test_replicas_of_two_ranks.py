@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 import allranks.torchft as torchft
-from allranks.drill.faults import Fault, FaultPlan, inject
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options
 from allranks.manager.ddp import DistributedDataParallel
 
 from .cluster import LIMIT_S, LighthouseProcess, batch
+from .faults import Fault, FaultPlan, inject
 
 TOGETHER = 3  # steps of both replicas before one is killed
 
