@@ -26,7 +26,7 @@ from allranks.stacks import debuggers, source
 from allranks.stacks.collect import SourceLines
 from allranks.stacks.extras import file_locks, read_extras
 from allranks.stacks.find import Selection, find_targets
-from allranks.stacks.links import mark_moved, read_links
+from allranks.stacks.links import read_links, read_volumes
 from allranks.stacks.patterns import load_patterns
 from allranks.stacks.procfs import (
     PROC,
@@ -203,13 +203,13 @@ class _Look:
         self.pyspy = options.pyspy or debuggers.find_pyspy() or ""
         self.cases = {e.pid: _Case(e, e.python and e.state not in "ZX") for e in entries}
         self.sources = SourceLines()
-        self.first_links: dict[int, tuple[Link, ...]] = {}
+        self.volumes: dict[str, int] = {}
 
     def sample(self, number: int, pool: ThreadPoolExecutor) -> None:
         """One round: counters of all, stacks and facts of those that ran since the last one."""
         moved = [case for case in self.cases.values() if self._count(case) or number == 0]
         if number == 0:
-            self.first_links = read_links(list(self.cases), self.node)
+            self.volumes = read_volumes(list(self.cases), self.node)
             moved = choose_typical(moved)
         list(pool.map(self._read, (case for case in moved if not case.ended)))
 
@@ -261,7 +261,7 @@ class _Look:
     def finish(self, pool: ThreadPoolExecutor, seconds: float) -> JobLook:
         """Reads what belongs to the last moment, and puts all together."""
         alive = [pid for pid, case in self.cases.items() if not case.ended]
-        links = mark_moved(self.first_links, alive, self.node)
+        links = read_links(alive, self.node, self.volumes)
         locks = file_locks()
         children: dict[int, list[int]] = {}
         for case in self.cases.values():
