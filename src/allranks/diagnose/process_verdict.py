@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,7 +156,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     chosen = [best]
     guilty: dict[tuple[int, int], Guilty] = {}
     for root in chosen:
-        for unit in root.units:
+        for unit in _to_blame(root.units):
             one = _guilty(unit)
             guilty.setdefault((one.pid, one.line), one)
     for unit in best.units if len(best.units) == 1 else ():
@@ -168,6 +169,23 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
         _chain(best),
         f"nothing of this moved for {look.seconds:.0f} s",
     )
+
+
+def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
+    """Of a circle all, but of calls of a group those that wait for one partner, else those in another call than most."""
+    if any(u.thread.wait.kind != "collective" for u in units):
+        return units
+    partners = [u for u in units if u.thread.wait.operation in _P2P]
+    sites = Counter((u.thread.wait.operation, u.thread.user and u.thread.user.line) for u in units)
+    (common, count), *rest = sites.most_common()
+    if partners or not rest or count * 2 <= len(units):
+        return partners
+    return [u for u in units if (u.thread.wait.operation, u.thread.user and u.thread.user.line) != common]
+
+
+_P2P = frozenset(
+    {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+)
 
 
 def _starters(root: Root, unit: Unit) -> list[Guilty]:
