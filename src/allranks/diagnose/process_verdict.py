@@ -141,7 +141,7 @@ def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     guilty = tuple(Guilty(p.pid, p.name, wait=p.ended, node=p.node) for p in dead[:MAX_NAMED])
-    guilty += tuple(_guilty(unit) for unit in root.units[:2])
+    guilty += () if root.circle else tuple(_guilty(unit) for unit in root.units)
     names = _listed(f"{p.name} (pid {p.pid}) has ended: {p.ended}" for p in dead[:3])
     tail = _waiters(root, {u.process.where for u in root.units})
     blocked = "; ".join(dict.fromkeys(_says(u) for u in root.units[:2] if u.active))
@@ -293,18 +293,21 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     busy = [u for u in waits.units if u.thread.busy and not u.process.system]
     links = [p for p in look.processes for link in p.links if link.moved and not p.system and p.read]
     ticks = [p for p in look.processes if p.ticks > 10 and not p.system and not p.ours]
+    if moving:
+        names = _listed(dict.fromkeys(f"{u.process.name} (pid {u.process.pid})" for u in moving[:3]))
+        return ProcessFinding("moving", f"stacks change in {names}", reason="stacks change")
     if soon := [
         root
         for root in roots
-        if root.soon_s is not None and root.still and (root.behind or root.units[0].thread.main)
+        if root.soon_s is not None
+        and not root.units[0].process.system
+        and root.still
+        and (root.behind or root.units[0].thread.main)
     ]:
         unit = soon[0].units[0]
         return ProcessFinding(
             "moving", f"{_says(unit)}; then the job continues", reason="a sleep that ends soon"
         )
-    if moving:
-        names = _listed(dict.fromkeys(f"{u.process.name} (pid {u.process.pid})" for u in moving[:3]))
-        return ProcessFinding("moving", f"stacks change in {names}", reason="stacks change")
     if links:
         names = _listed(dict.fromkeys(f"{p.name} (pid {p.pid})" for p in links[:3]))
         return ProcessFinding("moving", f"data moves between processes: {names}", reason="data moves")
@@ -315,6 +318,8 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
             f"{where} for the whole {look.seconds:.0f} s",
             reason="look longer: --for 30 tells whether it leaves this line",
         )
+    if not any(p.read for p in look.processes):
+        return ProcessFinding("unclear", "no stack of this job could be read", reason="see the notes")
     if all(not u.active or u.thread.wait.kind in _LIFE for u in waits.units if not u.process.system):
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]

@@ -271,6 +271,7 @@ class _Look:
             for pid, case in self.cases.items()
         ]
         rules = self.options.rules or load_roles()
+        found += ended_actors([case.entry for case in self.cases.values()], self.node)
         named = give_roles(self._with_fifos(found), {p: c.entry for p, c in self.cases.items()}, rules)
         return JobLook(named, seconds, self._notes())
 
@@ -364,6 +365,41 @@ class _Look:
             *lines,
             *(() if self.pyspy else ("py-spy was not found: only /proc was read. pip install py-spy",)),
         )
+
+
+_LOG_FOLDER = re.compile(r"--log[_-]dir=(\S+)")
+_WORKER_LOG = re.compile(r"worker-(\w+)-(?!ffffffff)\w+-(\d+)\.out$")
+
+
+def ended_actors(entries: Iterable[ProcessEntry], node: str) -> list[Process]:
+    """Actors of Ray that have ended without saying so: their logs are there, their processes are not. Ray waits for its
+    workers itself, so no other trace is left."""
+    folders = {match[1] for entry in entries if (match := _LOG_FOLDER.search(entry.title))}
+    found = []
+    for path in (path for folder in folders for path in Path(folder).glob("worker-*.out")):
+        match = _WORKER_LOG.match(path.name)
+        if match is None or os.path.exists(PROC / match[2]):
+            continue
+        name = re.search(r"^:actor_name:(\w+)", _tail(path, first=True), re.MULTILINE)
+        core = _tail(path.parent / f"python-core-worker-{match[1]}_{match[2]}.log")
+        if name is not None and not re.search(r"(?i)\bexit|shut|disconnect", core):
+            found.append(
+                Process(
+                    int(match[2]), node=node, title=f"ray::{name[1]}", alive=False, ended="killed, or crashed"
+                )
+            )
+    return found
+
+
+def _tail(path: Path, first: bool = False) -> str:
+    """The end of a log file, or its beginning."""
+    try:
+        with path.open("rb") as file:
+            if not first:
+                file.seek(max(0, path.stat().st_size - 4096))
+            return file.read(4096).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def how_ended(status: int) -> str:

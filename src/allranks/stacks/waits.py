@@ -83,7 +83,11 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     view = ThreadView(tid, "task", False, (stack,), None, ())
     user = user_frame(frames)
     awaits = any(link.side == "client" and link.turn == "awaits" for link in around.links.values())
-    if user is None or any(_is(frame, _table()["task_idle"]) for frame in frames[:2]):
+    if any(f.file.endswith("ray/util/queue.py") for f in frames[:4]):
+        full = any(f.name.endswith("put") for f in frames[:2])
+        says = "waits for room in the queue" if full else "waits for an item of the queue"
+        wait = Wait("queue", says, setters=("clients",))
+    elif user is None or any(_is(frame, _table()["task_idle"]) for frame in frames[:2]):
         wait = Wait("idle", "waits for its next work")
     elif delay is not None:
         wait = Wait("sleep", f"sleeps {delay:g} s", left_s=delay)
@@ -170,6 +174,7 @@ def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> 
         return Wait("stopped", "is stopped by a signal or held by a debugger")
     if _is_idle(thread, around):
         return Wait("idle", "waits for its next work")
+    thread = _above_server(thread)
     match = match_thread(around.patterns, thread, around.view)
     cause, operation = (match.pattern.cause, match.operation) if match is not None else ("unknown", "")
     user = user_frame(frames)
@@ -179,6 +184,19 @@ def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> 
         if wait is not None:
             return wait
     return Wait("work", "is in code that waits for nobody")
+
+
+def _above_server(thread: ThreadView) -> ThreadView:
+    """The thread without the frames of the server that called the user's code: it does what that code does."""
+    frames = thread.python
+    serves = next((i for i, frame in enumerate(frames) if _is(frame, _table()["serves"])), None)
+    if serves is None or user_frame(frames[:serves]) is None:
+        return thread
+    below = frames[serves:]
+    stacks = tuple(
+        replace(one, frames=tuple(f for f in one.frames if f not in below)) for one in thread.stacks
+    )
+    return replace(thread, stacks=stacks)
 
 
 @dataclass(frozen=True)
