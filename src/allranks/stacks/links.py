@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.model.processes import Link
+from allranks.model.processes import ProcessLink
 from allranks.stacks.procfs import PROC, read_proc
 
 _LISTEN, _DUMP, _DONE, _ERROR = 10, 0x301, 3, 2
@@ -40,7 +40,9 @@ def read_volumes(pids: Sequence[int], node: str) -> dict[str, int]:
     return {one.end: one.volume for table in _tables(pids, node).values() for one in table.values()}
 
 
-def read_links(pids: Sequence[int], node: str, before: Mapping[str, int]) -> dict[int, tuple[Link, ...]]:
+def read_links(
+    pids: Sequence[int], node: str, before: Mapping[str, int]
+) -> dict[int, tuple[ProcessLink, ...]]:
     """The links of each process, by pid, those marked over which bytes went since `before`. Sockets of a network namespace
     that is not ours have no turn."""
     tables = _tables(pids, node)
@@ -151,7 +153,9 @@ def _unix(row: bytes, scope: str) -> Socket | None:
     return Socket(inode, "unix", f"unix {scope} {inode}", f"unix {scope} {struct.unpack('=I', peer[:4])[0]}")
 
 
-def _links_of(pid: int, sockets: dict[int, Socket], node: str, before: Mapping[str, int]) -> Iterable[Link]:
+def _links_of(
+    pid: int, sockets: dict[int, Socket], node: str, before: Mapping[str, int]
+) -> Iterable[ProcessLink]:
     listens = set()
     owners = _library_sockets(pid)
     for fd, target, mode in _descriptors(pid):
@@ -161,7 +165,7 @@ def _links_of(pid: int, sockets: dict[int, Socket], node: str, before: Mapping[s
             yield _link(fd, one, owners.get(fd, ""), before)
         elif target.startswith("pipe:[") or _is_fifo(pid, fd, target):
             side = "read" if mode & 0o400 else "write"
-            yield Link(
+            yield ProcessLink(
                 fd,
                 "pipe",
                 f"pipe {node} {target} {side}",
@@ -169,7 +173,7 @@ def _links_of(pid: int, sockets: dict[int, Socket], node: str, before: Mapping[s
                 side,
             )
     for key, owner in _shared(pid).items():
-        yield Link(-1, "shared", key, key, owner=owner)
+        yield ProcessLink(-1, "shared", key, key, owner=owner)
     for inode, one in sockets.items():
         if inode < 0 and one.port in listens:
             yield replace(_link(-1, one, "", before), turn="owes")
@@ -182,14 +186,14 @@ def _shared(pid: int) -> dict[str, str]:
     return {key: "semaphore" if "/sem." in name else "memory" for key, name in names.items()}
 
 
-def _link(fd: int, one: Socket, owner: str, before: Mapping[str, int]) -> Link:
+def _link(fd: int, one: Socket, owner: str, before: Mapping[str, int]) -> ProcessLink:
     turn = ""
     if one.sent_ms is not None and one.received_ms is not None and abs(one.sent_ms - one.received_ms) > 1:
         turn = "awaits" if one.sent_ms < one.received_ms else "owes"
     kind = one.kind if one.kind in ("listen", "unix") else "tcp"
     moved = before.get(one.end, -1) != one.volume  # a new connection, too
     side = one.kind if kind == "tcp" else ""
-    return Link(fd, kind, one.end, one.peer, side, turn, moved, owner, one.volume)
+    return ProcessLink(fd, kind, one.end, one.peer, side, turn, moved, owner, one.volume)
 
 
 def _descriptors(pid: int) -> Iterable[tuple[int, str, int]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from allranks.errors import InputError
-from allranks.model.processes import JobLook, Link, Process, ThreadLook
+from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook
 from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadStack
 from allranks.stacks import debuggers, source
 from allranks.stacks.collect import SourceLines
@@ -296,7 +296,7 @@ class _Look:
     def _process(
         self,
         case: _Case,
-        links: tuple[Link, ...],
+        links: tuple[ProcessLink, ...],
         locks: Mapping[int, tuple[int, ...]],
         children: tuple[int, ...],
     ) -> Process:
@@ -325,7 +325,7 @@ class _Look:
     def _threads(
         self,
         case: _Case,
-        links: tuple[Link, ...],
+        links: tuple[ProcessLink, ...],
         locks: Mapping[int, tuple[int, ...]],
         children: tuple[int, ...],
     ) -> tuple[ThreadLook, ...]:
