@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from allranks.diagnose.process_verdict import explain_processes
-from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook, ThreadWait
+from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook, WaitFor
 from allranks.model.stacks import StackFrame
 
 
 def thread(tid: int, kind: str, line: int = 0, **facts: object) -> ThreadLook:
-    """A thread at a line of job.py; `facts` of ThreadLook, and of ThreadWait behind `wait_`."""
+    """A thread at a line of job.py; `facts` of ThreadLook, and of WaitFor behind `wait_`."""
     wait = {name.removeprefix("wait_"): value for name, value in facts.items() if name.startswith("wait_")}
     rest = {name: value for name, value in facts.items() if not name.startswith("wait_")}
     user = StackFrame("work", "/job/job.py", line) if line else None
     frames = (user,) if user is not None else ()
-    return ThreadLook(tid, f"t{tid}", ThreadWait(kind, f"({kind})", **wait), frames, user=user, **rest)  # type: ignore[arg-type]
+    return ThreadLook(tid, f"t{tid}", WaitFor(kind, f"({kind})", **wait), frames, user=user, **rest)  # type: ignore[arg-type]
 
 
 def process(pid: int, *threads: ThreadLook, links: tuple[ProcessLink, ...] = (), **facts: object) -> Process:

@@ -49,7 +49,7 @@ class ProcessLink:
 
 
 @dataclass(frozen=True)
-class ThreadWait:
+class WaitFor:
     """What one thread waits for, as far as the thread itself tells."""
 
     kind: str  # one of KINDS
@@ -73,7 +73,7 @@ class ThreadLook:
 
     tid: int
     name: str
-    wait: ThreadWait
+    wait: WaitFor
     frames: tuple[StackFrame, ...] = ()  # innermost first
     main: bool = False
     task: bool = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 
-from allranks.model.processes import ProcessLink, ThreadLook, ThreadWait
+from allranks.model.processes import ProcessLink, ThreadLook, WaitFor
 from allranks.model.stacks import StackFrame, ThreadStack, is_user_file
 from allranks.model.yaml_tree import read_yaml
 from allranks.stacks import source
@@ -86,18 +86,18 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     if any(f.file.endswith("ray/util/queue.py") for f in frames[:4]):
         full = any(f.name.endswith("put") for f in frames[:2])
         says = "waits for room in the queue" if full else "waits for an item of the queue"
-        wait = ThreadWait("queue", says, setters=("clients",))
+        wait = WaitFor("queue", says, setters=("clients",))
     elif user is None or any(_is(frame, _table()["task_idle"]) for frame in frames[:2]):
-        wait = ThreadWait("idle", "waits for its next work")
+        wait = WaitFor("idle", "waits for its next work")
     elif delay is not None:
-        wait = ThreadWait("sleep", f"sleeps {delay:g} s", left_s=delay)
+        wait = WaitFor("sleep", f"sleeps {delay:g} s", left_s=delay)
     elif any(_is(frame, _table()["http"]) for frame in frames[:12]):
-        wait = ThreadWait("answer", "waits for the answer to its request")
+        wait = WaitFor("answer", "waits for the answer to its request")
     elif any(_is(frame, _table()["stream"]) for frame in frames[:3]):
         wait = (
-            ThreadWait("answer", "waits for data on a connection")
+            WaitFor("answer", "waits for data on a connection")
             if awaits
-            else ThreadWait("idle", "waits for its next request")
+            else WaitFor("idle", "waits for its next request")
         )
     else:
         wait = _by_thread(
@@ -109,7 +109,7 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
                 "",
                 source.waited_object(around.text(user.file), user.line),
             )
-        ) or ThreadWait("work")
+        ) or WaitFor("work")
     holds = tuple(name for frame in frames for name in _held(frame, around.text))
     return ThreadLook(tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=True, user=user)
 
@@ -168,12 +168,12 @@ def _self_of(frames: Sequence[StackFrame], extra: ThreadExtra, patterns: Sequenc
     return found[-1] if found else ""
 
 
-def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> ThreadWait:
+def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> WaitFor:
     now, frames = thread.now, thread.python
     if now is not None and now.state in ("T", "t"):
-        return ThreadWait("stopped", "is stopped by a signal or held by a debugger")
+        return WaitFor("stopped", "is stopped by a signal or held by a debugger")
     if _is_idle(thread, around):
-        return ThreadWait("idle", "waits for its next work")
+        return WaitFor("idle", "waits for its next work")
     thread = _above_server(thread)
     match = match_thread(around.patterns, thread, around.view)
     cause, operation = (match.pattern.cause, match.operation) if match is not None else ("unknown", "")
@@ -183,7 +183,7 @@ def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> 
         wait = rule(_Asked(thread, extra, around, cause, operation, (name, method)))
         if wait is not None:
             return wait
-    return ThreadWait("work", "is in code that waits for nobody")
+    return WaitFor("work", "is in code that waits for nobody")
 
 
 def _above_server(thread: ThreadView) -> ThreadView:
@@ -233,7 +233,7 @@ def _is_idle(thread: ThreadView, around: Surroundings) -> bool:
     return call in ("accept", "accept4")
 
 
-def _by_torch(a: _Asked) -> ThreadWait | None:
+def _by_torch(a: _Asked) -> WaitFor | None:
     kinds = {
         "collective_wait": "collective",
         "p2p_wait": "collective",
@@ -244,7 +244,7 @@ def _by_torch(a: _Asked) -> ThreadWait | None:
         "dataloader_wait": "queue",
     }
     if a.cause == "dataloader_wait":
-        return ThreadWait(
+        return WaitFor(
             "child",
             "waits for a batch of its data loader's workers",
             pids=a.around.children,
@@ -254,27 +254,27 @@ def _by_torch(a: _Asked) -> ThreadWait | None:
         return None
     if a.cause == "store_wait" and a.extra.fds:
         ends = _ends(a.extra, a.around)
-        return ThreadWait("store", "waits for a key of the store", ends=ends, operation=a.operation)
+        return WaitFor("store", "waits for a key of the store", ends=ends, operation=a.operation)
     says = {
         "collective": f"waits in {a.operation or 'a collective'}",
         "rendezvous": "waits for its process group to form",
         "device": "waits for the device",
     }
     kind = kinds[a.cause]
-    return ThreadWait(kind, says.get(kind, "waits for a key of the store"), operation=a.operation)
+    return WaitFor(kind, says.get(kind, "waits for a key of the store"), operation=a.operation)
 
 
-def _by_ray(a: _Asked) -> ThreadWait | None:
+def _by_ray(a: _Asked) -> WaitFor | None:
     if any(_is(frame, _table()["ray"]) for frame in a.thread.python[:8]) and not any(
         frame_matches("main_loop@ray/_private/worker.py", f) for f in a.thread.python[:1]
     ):
-        return ThreadWait("ray", "waits for a task of Ray", operation=a.waited[1])
+        return WaitFor("ray", "waits for a task of Ray", operation=a.waited[1])
     return None
 
 
-def _by_child(a: _Asked) -> ThreadWait | None:
+def _by_child(a: _Asked) -> WaitFor | None:
     if a.extra.child is not None:
-        return ThreadWait(
+        return WaitFor(
             "child",
             "waits for a process that it started",
             pids=(a.extra.child,) if a.extra.child > 0 else a.around.children,
@@ -284,18 +284,18 @@ def _by_child(a: _Asked) -> ThreadWait | None:
         and a.around.children
         and not any(_is(f, _table()["shared"]) for f in a.thread.python)
     ):
-        return ThreadWait(
+        return WaitFor(
             "child",
             "waits for a process that it started",
             ends=_ends(a.extra, a.around),
             pids=a.around.children,
         )
     if a.extra.holders:
-        return ThreadWait("file_lock", "waits for a lock on a file", pids=a.extra.holders)
+        return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders)
     return None
 
 
-def _by_shared(a: _Asked) -> ThreadWait | None:
+def _by_shared(a: _Asked) -> WaitFor | None:
     """Queues and locks of multiprocessing: a pipe, or a semaphore in shared memory."""
     if not any(_is(frame, _table()["shared"]) for frame in a.thread.python[:4]) and not a.extra.shared:
         return None
@@ -304,11 +304,9 @@ def _by_shared(a: _Asked) -> ThreadWait | None:
     asked = source.asked_lock(text, user.line) if user is not None else ""
     soft = _is_consumer(a.thread, a.around)
     if pipe := _ends(a.extra, a.around):
-        return ThreadWait(
-            "pipe", "waits for an item of a queue between processes", ends=pipe, strong=not soft
-        )
+        return WaitFor("pipe", "waits for an item of a queue between processes", ends=pipe, strong=not soft)
     if any(frame_matches("get@multiprocessing/queues.py", frame) for frame in a.thread.python[:3]):
-        return ThreadWait(
+        return WaitFor(
             "queue",
             "waits for its turn at a queue between processes",
             ends=(a.extra.shared,) if a.extra.shared else (),
@@ -323,7 +321,7 @@ def _by_shared(a: _Asked) -> ThreadWait | None:
         if asked
         else "waits for other processes"
     )
-    return ThreadWait(
+    return WaitFor(
         "queue" if is_put else "lock" if asked else "event",
         says,
         lock=asked,
@@ -331,19 +329,19 @@ def _by_shared(a: _Asked) -> ThreadWait | None:
     )
 
 
-def _by_lock(a: _Asked) -> ThreadWait | None:
+def _by_lock(a: _Asked) -> WaitFor | None:
     if a.extra.owner is not None:
-        return ThreadWait("lock", "waits for a native mutex", key=a.extra.futex, tids=(a.extra.owner,))
+        return WaitFor("lock", "waits for a native mutex", key=a.extra.futex, tids=(a.extra.owner,))
     user = user_frame(a.thread.python)
     if a.cause not in ("lock_wait", "lock_deadlock") or user is None:
         return None
     lock = source.asked_lock(a.around.text(user.file), user.line)
-    return ThreadWait(
+    return WaitFor(
         "lock", f"waits for the lock {lock}" if lock else "waits for a lock", key=a.extra.futex, lock=lock
     )
 
 
-def _by_thread(a: _Asked) -> ThreadWait | None:
+def _by_thread(a: _Asked) -> WaitFor | None:
     """Other threads of the process: join, events, conditions, futures, queues."""
     frames, (name, method) = a.thread.python, a.waited
     near = frames[:5]
@@ -351,13 +349,13 @@ def _by_thread(a: _Asked) -> ThreadWait | None:
         _is(f, ("join@threading.py", "_wait_for_tstate_lock@threading.py", "_shutdown@threading.py"))
         for f in near
     ):
-        return ThreadWait(
+        return WaitFor(
             "thread",
             "waits for a thread to end",
             key=_self_of(frames[:5], a.extra, ("join@threading.py", "_wait_for_tstate_lock@threading.py")),
         )
     if any(_is(f, _table()["future"]) for f in near):
-        return ThreadWait("event", "waits for the result of a task that it started", key="future")
+        return WaitFor("event", "waits for the result of a task that it started", key="future")
     kind = (
         "queue"
         if any(_is(f, _table()["queue"]) for f in near)
@@ -375,7 +373,7 @@ def _by_thread(a: _Asked) -> ThreadWait | None:
         frame_matches("acquire@threading.py", f) or frame_matches("acquire@asyncio/locks.py", f) for f in near
     ):
         lock = source.asked_lock(text, user.line) if user is not None else ""
-        return ThreadWait(
+        return WaitFor(
             "lock", f"waits for {lock}" if lock else "waits for a lock", key=a.extra.futex, lock=lock
         )
     setters = source.find_setters(text, name, method)
@@ -387,7 +385,7 @@ def _by_thread(a: _Asked) -> ThreadWait | None:
     }[kind]
     key = _self_of(frames[:5], a.extra, (*_table()["queue"], *_table()["event"])) or a.extra.futex
     soft = kind == "queue" and not full and _is_consumer(a.thread, a.around)
-    return ThreadWait(
+    return WaitFor(
         kind,
         f"{what} ({name})" if name else what,
         key=key,
@@ -412,51 +410,47 @@ def _ends(extra: ThreadExtra, around: Surroundings) -> tuple[str, ...]:
     return tuple(around.links[fd].end for fd in extra.fds if fd in around.links)
 
 
-def _by_links(a: _Asked) -> ThreadWait | None:
+def _by_links(a: _Asked) -> WaitFor | None:
     links = [a.around.links[fd] for fd in a.extra.fds if fd in a.around.links]
     if a.extra.opens:
-        return ThreadWait(
+        return WaitFor(
             "open",
             f"opens {a.extra.opens.rsplit('/', 1)[-1]} and waits for the other side",
             path=a.extra.opens,
         )
     if a.extra.connects:
-        return ThreadWait(
-            "connect", f"connects to {a.extra.connects.split(' ', 1)[1]}", path=a.extra.connects
-        )
+        return WaitFor("connect", f"connects to {a.extra.connects.split(' ', 1)[1]}", path=a.extra.connects)
     client = any(_is(frame, _table()["http"]) for frame in a.thread.python)
     what = "the answer to its request" if client else "data"
     if links and all(one.kind == "listen" for one in links):
-        return ThreadWait("idle", "waits for a connection")
+        return WaitFor("idle", "waits for a connection")
     if any(one.kind == "pipe" for one in links):
-        return ThreadWait(
-            "pipe", "waits for a pipe", ends=tuple(one.end for one in links if one.kind == "pipe")
-        )
+        return WaitFor("pipe", "waits for a pipe", ends=tuple(one.end for one in links if one.kind == "pipe"))
     if links:
         near = [one for one in links if one.kind != "listen"]
-        return ThreadWait("socket", f"waits for {what} on a connection", ends=tuple(one.end for one in near))
+        return WaitFor("socket", f"waits for {what} on a connection", ends=tuple(one.end for one in near))
     if (
         client
         or a.cause == "request_wait"
         or any("/zmq/" in frame.file or frame.file.startswith("zmq/") for frame in a.thread.python[:6])
     ):
-        return ThreadWait("answer", f"waits for {what}", operation="zmq" if not client else "")
+        return WaitFor("answer", f"waits for {what}", operation="zmq" if not client else "")
     return None
 
 
-def _by_rest(a: _Asked) -> ThreadWait | None:
+def _by_rest(a: _Asked) -> WaitFor | None:
     user = user_frame(a.thread.python)
     if a.cause == "sleep":
         polls = user is not None and source.is_poll(a.around.text(user.file), user.line)
         if polls and (a.extra.left_s is None or a.extra.left_s <= SHORT_S):
             memory = user is not None and source.polls_memory(a.around.text(user.file), user.line)
             text = "looks again and again for something that does not come"
-            return ThreadWait("poll", text, left_s=a.extra.left_s, operation="memory" if memory else "")
-        return ThreadWait("sleep", "sleeps", left_s=a.extra.left_s)
+            return WaitFor("poll", text, left_s=a.extra.left_s, operation="memory" if memory else "")
+        return WaitFor("sleep", "sleeps", left_s=a.extra.left_s)
     if a.cause == "stdin_wait":
-        return ThreadWait("stdin", "waits for input")
+        return WaitFor("stdin", "waits for input")
     if a.cause in ("request_wait", "event_loop_idle", "background"):
-        return ThreadWait("idle", "waits for its next work")
+        return WaitFor("idle", "waits for its next work")
     says = {
         "native_call": "is inside native code",
         "busy_python": "runs Python code",
@@ -466,4 +460,4 @@ def _by_rest(a: _Asked) -> ThreadWait | None:
         "d_state": "is in an uninterruptible system call",
         "gil_contention": "waits for the interpreter lock",
     }
-    return ThreadWait("work", says.get(a.cause, "is in code that waits for nobody"))
+    return WaitFor("work", says.get(a.cause, "is in code that waits for nobody"))
