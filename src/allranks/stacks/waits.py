@@ -343,56 +343,49 @@ def _by_lock(a: _Asked) -> WaitFor | None:
 
 def _by_thread(a: _Asked) -> WaitFor | None:
     """Other threads of the process: join, events, conditions, futures, queues."""
-    frames, (name, method) = a.thread.python, a.waited
-    near = frames[:5]
-    if any(
-        _is(f, ("join@threading.py", "_wait_for_tstate_lock@threading.py", "_shutdown@threading.py"))
-        for f in near
-    ):
-        return WaitFor(
-            "thread",
-            "waits for a thread to end",
-            key=_self_of(frames[:5], a.extra, ("join@threading.py", "_wait_for_tstate_lock@threading.py")),
-        )
+    near = a.thread.python[:5]
+    ends = ("join@threading.py", "_wait_for_tstate_lock@threading.py")
+    if any(_is(f, (*ends, "_shutdown@threading.py")) for f in near):
+        return WaitFor("thread", "waits for a thread to end", key=_self_of(near, a.extra, ends))
     if any(_is(f, _table()["future"]) for f in near):
         return WaitFor("event", "waits for the result of a task that it started", key="future")
-    kind = (
-        "queue"
-        if any(_is(f, _table()["queue"]) for f in near)
-        else "event"
-        if any(_is(f, _table()["event"]) for f in near) or a.cause == "thread_wait"
-        else ""
-    )
-    if not kind and a.cause == "queue_wait" and a.extra.futex:
-        kind = "queue"
+    kind = _kind_of_object(a, near)
     if not kind:
         return None
-    user = user_frame(frames)
+    user = user_frame(a.thread.python)
     text = a.around.text(user.file) if user is not None else ""
-    if method == "acquire" or any(
-        frame_matches("acquire@threading.py", f) or frame_matches("acquire@asyncio/locks.py", f) for f in near
+    if a.waited[1] == "acquire" or any(
+        _is(f, ("acquire@threading.py", "acquire@asyncio/locks.py")) for f in near
     ):
         lock = source.asked_lock(text, user.line) if user is not None else ""
-        return WaitFor(
-            "lock", f"waits for {lock}" if lock else "waits for a lock", key=a.extra.futex, lock=lock
-        )
+        says = f"waits for {lock}" if lock else "waits for a lock"
+        return WaitFor("lock", says, key=a.extra.futex, lock=lock)
+    return _wait_for_object(a, kind, text)
+
+
+def _kind_of_object(a: _Asked, near: Sequence[StackFrame]) -> str:
+    """Queue, event, or "" for something else."""
+    if any(_is(f, _table()["queue"]) for f in near) or (a.cause == "queue_wait" and a.extra.futex):
+        return "queue"
+    return "event" if any(_is(f, _table()["event"]) for f in near) or a.cause == "thread_wait" else ""
+
+
+def _wait_for_object(a: _Asked, kind: str, text: str) -> WaitFor:
+    """A queue, event or condition, with the functions of its file that would end the wait."""
+    name, method = a.waited
     setters = source.find_setters(text, name, method)
-    lost = next((one for one in setters if source.is_started(text, one)), "")
     full = method == "put"
-    what = {
-        "queue": "puts into a full queue" if full else "waits for an item of a queue",
-        "event": "waits for an event",
-    }[kind]
-    key = _self_of(frames[:5], a.extra, (*_table()["queue"], *_table()["event"])) or a.extra.futex
-    soft = kind == "queue" and not full and _is_consumer(a.thread, a.around)
+    says = "waits for an event" if kind == "event" else "waits for an item of a queue"
+    says = "puts into a full queue" if full else says
+    key = _self_of(a.thread.python[:5], a.extra, (*_table()["queue"], *_table()["event"])) or a.extra.futex
     return WaitFor(
         kind,
-        f"{what} ({name})" if name else what,
+        f"{says} ({name})" if name else says,
         key=key,
         lock=name,
         setters=setters,
-        lost=lost,
-        strong=not soft,
+        lost=next((one for one in setters if source.is_started(text, one)), ""),
+        strong=not (kind == "queue" and not full and _is_consumer(a.thread, a.around)),
         left_s=a.extra.left_s,
         operation=method,
     )
