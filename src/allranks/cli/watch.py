@@ -32,7 +32,9 @@ class WatchFlags:
         flags="--tree",
     )
     config: str = option(
-        "", "YAML with a `debug:` section (docs/reference/job_file.md); flags win over it", metavar="FILE"
+        "",
+        "YAML with a `debug:` section, and `roles:` for --tree (docs/reference/job_file.md); flags win over it",
+        metavar="FILE",
     )
     json: bool = option(False, "one JSON line for each collection on stderr")
 
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the sidecar; the exit code is that of the watched command."""
+    from allranks.watch.role_actions import read_policy
     from allranks.watch.role_sidecar import RoleSidecar
     from allranks.watch.sidecar import Sidecar
 
@@ -84,8 +87,11 @@ def main(args: argparse.Namespace) -> int:
         _say(f"Wrote {done.folder}")
 
     folder = options.folder()
+    policy = read_policy(args.config) if args.config and args.tree else None
     sidecar = (
-        RoleSidecar(options, folder, _say, show_roles) if args.tree else Sidecar(options, folder, _say, show)
+        RoleSidecar(options, folder, _say, show_roles, policy)
+        if args.tree
+        else Sidecar(options, folder, _say, show)
     )
     if words:
         sidecar.start_command(words)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,13 +29,14 @@ from allranks.stacks.links import read_links
 from allranks.stacks.procfs import ProcessEntry, main_thread_work, read_proc
 from allranks.stacks.roles import give_roles, load_roles
 from allranks.stacks.tree import LookOptions, find_tree, look_at_processes
+from allranks.watch.role_actions import RolePolicy, choose_restart
 from allranks.watch.role_progress import SAMPLE_S, EngineMetrics, PhaseHistory, RoleWork, parse_metrics
 from allranks.watch.samples import RankSample, read_sample
 from allranks.watch.sidecar import Sidecar
 
 RESCAN_S, RESCAN_LATER_S, YOUNG_S = 5.0, 20.0, 120.0
 ENGINE = re.compile(r"(?i)vllm|sglang")
-MAX_PORTS, METRICS_LIMIT_S = 8, 1.0
+MAX_PORTS, METRICS_LIMIT_S, RESTART_LIMIT_S = 8, 1.0, 600.0
 #: Between two looks for a silence that settled nothing.
 LOOK_AGAIN_S, LOOK_SELDOM_S = 30.0, 600.0
 #: Processes that are sampled every two seconds; more of them less often.
@@ -60,9 +63,12 @@ class RoleSidecar(Sidecar):
         folder: Path,
         say: Callable[[str], None] = lambda text: None,
         on_report: Callable[[RoleReport], None] = lambda report: None,
+        policy: RolePolicy | None = None,
     ) -> None:
         super().__init__(replace(options, rank_lost=False), folder, say)
         self._on_report = on_report
+        self._policy = policy or RolePolicy()
+        self._restarts: list[tuple[str, float]] = []  # role, when
         self._processes: list[Process] = []
         self._entries: dict[int, ProcessEntry] = {}
         self._boxes: dict[int, LiveBox] = {}
@@ -98,7 +104,7 @@ class RoleSidecar(Sidecar):
         bare = [
             Process(e.pid, e.ppid, title=e.title, started_s=float(e.start_ticks)) for e in entries.values()
         ]
-        named = give_roles(bare, entries, load_roles())
+        named = give_roles(bare, entries, (*self._policy.rules, *load_roles()))
         ours = [one for one in named if not (one.system or one.ours)]
         # a look has seen stacks, which tell more than titles
         self._processes = [known.get(one.pid, one) for one in ours]
@@ -167,7 +173,9 @@ class RoleSidecar(Sidecar):
 
     def _collect(self, reason: str) -> None:
         """Looks at all processes; reports when they are stuck, or when a person asked."""
-        look = look_at_processes(find_tree(self._roots), LookOptions(for_s=self.options.interval_s))
+        look = look_at_processes(
+            find_tree(self._roots), LookOptions(self.options.interval_s, rules=self._policy.rules)
+        )
         self._processes = [one for one in look.processes if not (one.system or one.ours) and one.alive]
         finding = explain_processes(look)
         now, silent = time.monotonic() - self._began_s, reason.startswith("no progress")
@@ -189,6 +197,24 @@ class RoleSidecar(Sidecar):
         found = {"reason": reason, **asdict(finding), "processes": asdict(look)["processes"]}
         (folder / "roles.json").write_text(json.dumps(found, indent=1))
         self._on_report(RoleReport(reason, folder, finding))
+        if self._policy.restart:
+            self._restart(finding)
+
+    def _restart(self, finding: ProcessFinding) -> None:
+        """By the role's own command; its exit code is reported, and nothing else is tried."""
+        now = time.monotonic()
+        role, why = choose_restart(finding, self._policy, self._restarts, now)
+        if not role:
+            self._say(f"no restart: {why}")
+            return
+        self._restarts.append((role, now))
+        words = self._policy.restart[role]
+        env = {**os.environ, "ALLRANKS_ROLE": role, "ALLRANKS_PID": str(finding.guilty[0].pid)}
+        try:
+            done = subprocess.run(words, env=env, timeout=RESTART_LIMIT_S, check=False).returncode
+            self._say(f"{why}: `{shlex.join(words)}` ended with exit code {done}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._say(f"{why}: `{shlex.join(words)}` failed: {error}")
 
 
 def _read_metrics(address: str) -> EngineMetrics | None:
