@@ -38,7 +38,7 @@ def running(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
         yield job
     finally:
         os.killpg(job.pid, 9)
-        job.wait()
+        job.communicate()
 
 
 def look_at(pid: int, seconds: float = 1.0) -> JobLook:
@@ -51,15 +51,18 @@ SERVER = """
     def reward(port):
         connection = socket.create_connection(("127.0.0.1", int(port)))
         connection.sendall(b"x")
-        judge = threading.Lock()
+        judge, held, asks = threading.Lock(), threading.Event(), threading.Event()
 
         def refresh():
             with judge:
+                held.set()
+                asks.wait()
                 print("ready")
                 threading.Event().wait()
 
         threading.Thread(target=refresh, name="refresh").start()
-        threading.Event().wait(0.2)
+        held.wait()
+        asks.set()
         with judge:
             connection.sendall(b"answer")
 

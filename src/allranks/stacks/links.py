@@ -52,7 +52,7 @@ def mark_moved(
     """The links now, those marked over which bytes went since `first`."""
     before = {(pid, link.end): link.volume for pid, links in first.items() for link in links}
     return {
-        pid: tuple(replace(one, moved=before.get((pid, one.end), one.volume) != one.volume) for one in links)
+        pid: tuple(replace(one, moved=before.get((pid, one.end), -1) != one.volume) for one in links)
         for pid, links in read_links(pids, node).items()
     }
 

@@ -73,7 +73,10 @@ def give_roles(
     orphans = [p.title for p in processes if p.ppid not in entries and p.pid != root and p.alive]
     # A process that has ended has no title any more: a child that it left has the same one.
     processes = [replace(p, title=orphans[0]) if not p.alive and orphans else p for p in processes]
-    named = [_with_role(one, entries.get(one.pid), rules, one.pid == root) for one in processes]
+    named = [
+        _with_role(one, entries.get(one.pid), rules, one.pid == root and len(processes) > 1)
+        for one in processes
+    ]
     counts: dict[str, list[Process]] = {}
     for one in sorted(named, key=lambda p: (p.started_s, p.pid)):
         counts.setdefault(one.role, []).append(one)
@@ -110,7 +113,8 @@ def _with_role(
         return replace(process, role=ray[1])
     if process.rank is not None:
         return replace(process, role="rank" if seen["function"] in ("", "_wrap") else seen["function"])
-    name = seen["function"] or _argument(process.title) or _first_function(process) or _program(process.title)
+    name = seen["function"] or _argument(process.title) or _first_function(process)
+    name = name or ("driver" if root else _program(process.title))
     return replace(process, role=name.replace("_", " ") or "process")
 
 

@@ -327,6 +327,7 @@ class _Look:
             links={link.fd: link for link in links},
             text=lambda file: self.sources.text(file, entry.pid),
             children=children,
+            first=frozenset(f.tid for f in shots[0].facts) | {one.tid for one in shots[0].stacks if one.tid},
             extras=extras,
         )
         loops = any(

@@ -58,6 +58,7 @@ class Surroundings:
     links: Mapping[int, Link]
     text: ReadText
     children: tuple[int, ...] = ()
+    first: frozenset[int] = frozenset()  # threads that were there at the first look
     extras: Mapping[int, ThreadExtra] = field(default_factory=dict)
 
 
@@ -124,8 +125,8 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
         wait=wait,
         frames=frames,
         main=thread.main,
-        moved=_moved(thread, extra),
-        busy=bool(thread.busy) and (thread.ticks_moved or 0) > 1,
+        moved=_moved(thread, around),
+        busy=any(fact.state == "R" for fact in thread.facts) or (thread.ticks_moved or 0) > 5,
         holds=tuple(dict.fromkeys(holds)),
         handles=serving is not None and user_frame(frames[:serving]) is not None,
         thread_key=_thread_key(frames, extra),
@@ -141,10 +142,12 @@ def _held(frame: StackFrame, text: ReadText) -> tuple[str, ...]:
     return source.held_locks(text(frame.file), frame.line) if is_user_file(frame.file) else ()
 
 
-def _moved(thread: ThreadView, extra: ThreadExtra) -> bool:
+def _moved(thread: ThreadView, around: Surroundings) -> bool:
     """Whether the thread did something while we looked. A wait that polls wakes up and is no movement."""
     paths = {tuple((f.file, f.name, f.line) for f in path if f is not None) for path in thread.paths}
     users = {next(((f.file, f.line) for f in path if user_frame([f])), None) for path in thread.paths}
+    if thread.tid is not None and thread.tid not in around.first:
+        return True  # it was started while we looked
     return len(users) > 1 or (len(paths) > 1 and (thread.ticks_moved or 0) > 2)
 
 
