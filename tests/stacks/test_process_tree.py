@@ -18,7 +18,8 @@ from allranks.diagnose.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
 from allranks.model.processes import JobLook, Process
 from allranks.stacks import source
-from allranks.stacks.roles import give_roles, load_roles, parse_roles
+from allranks.stacks.debug_config import DebugOptions
+from allranks.stacks.roles import give_roles, load_roles, parse_roles, with_roles
 from allranks.stacks.tasks import line_at, read_tasks
 from allranks.stacks.tree import LookOptions, find_tree, how_ended, look_at_processes, read_looks, write_look
 
@@ -232,5 +233,8 @@ def test_roles_by_title(title: str, role: str) -> None:
 def test_a_job_file_adds_roles_before_ours() -> None:
     rules = (*parse_roles([{"role": "shop", "ray": "^Shop"}]), *load_roles())
     assert give_roles([Process(2, title="ray::Shop.sell")], {}, rules)[0].role == "shop"
+    assert give_roles([Process(2, title="ray::Shop.sell")], {}, with_roles(["till=Shop"]))[0].role == "till"
+    with pytest.raises(ConfigurationError, match="no ROLE=EXPRESSION"):
+        DebugOptions(roles=("Shop",))
     with pytest.raises(ConfigurationError, match="row 1"):
         parse_roles([{"role": "x", "titel": "y"}])

@@ -119,7 +119,8 @@ def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Of units that wait for each other those of the shortest circles: the others only wait for these."""
     if len(nodes) < 3:
         return nodes
-    inside, best, found = set(nodes), len(nodes) + 1, set()
+    inside, best = set(nodes), len(nodes) + 1
+    found: set[int] = set()
     for start in nodes:
         steps, seen, length = [start], {start}, 0
         while steps and length < best:

@@ -38,7 +38,7 @@ class Link:
     """One end of a connection, pipe or shared semaphore. Two ends belong together when `peer` of one is `end` of the other."""
 
     fd: int
-    kind: Literal["tcp", "listen", "unix", "pipe", "shared"]
+    kind: str  # "tcp", "listen", "unix", "pipe", "shared"
     end: str
     peer: str
     side: str = ""  # tcp: "client" or "server"; pipe: "read" or "write"

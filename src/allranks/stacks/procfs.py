@@ -220,7 +220,7 @@ def time_left(name: str, args: tuple[int, ...], memory: BinaryIO) -> float | Non
     if len(data) < 16 or clock not in (0, 1):
         return None
     seconds, nanos = struct.unpack("=qq", data)
-    return round(seconds + nanos / 1e9 - time.clock_gettime(clock), 3)
+    return round(float(seconds + nanos / 1e9) - time.clock_gettime(clock), 3)
 
 
 def peek(memory: BinaryIO, address: int, count: int) -> bytes:

@@ -49,6 +49,12 @@ def load_roles() -> tuple[RoleRule, ...]:
     return parse_roles(read_yaml(text))
 
 
+def with_roles(given: Sequence[str]) -> tuple[RoleRule, ...]:
+    """Our rules behind those of a job file: ROLE=EXPRESSION."""
+    pairs = [one.partition("=")[::2] for one in given]
+    return (*(RoleRule(role.strip(), title=text) for role, text in pairs), *load_roles())
+
+
 def parse_roles(rows: object) -> tuple[RoleRule, ...]:
     """Rules from YAML data; says which row is wrong."""
     if not isinstance(rows, list):

@@ -25,6 +25,7 @@ from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadS
 from allranks.stacks import debuggers, source
 from allranks.stacks.collect import SourceLines
 from allranks.stacks.extras import file_locks, read_extras
+from allranks.stacks.find import Selection, find_targets
 from allranks.stacks.links import mark_moved, read_links
 from allranks.stacks.patterns import load_patterns
 from allranks.stacks.procfs import (
@@ -79,6 +80,20 @@ def find_tree(pids: Sequence[int]) -> list[ProcessEntry]:
             found[pid] = entry
             todo += parents.get(pid, [])
     return list(found.values())
+
+
+def only_roles() -> bool:
+    """Whether this node has processes with roles of this user, and no rank but what a title of Ray seems to be."""
+    try:
+        ranks = find_targets(Selection())
+    except InputError:
+        ranks = []
+    plain = [
+        one
+        for one in ranks
+        if one.child is None and (one.box is not None or not one.title.startswith("ray::"))
+    ]
+    return not plain and bool(find_roots())
 
 
 def find_roots(ray: bool = False) -> list[int]:

@@ -424,8 +424,8 @@ def _by_rest(a: _Asked) -> Wait | None:
         polls = user is not None and source.is_poll(a.around.text(user.file), user.line)
         if polls and (a.extra.left_s is None or a.extra.left_s <= SHORT_S):
             memory = user is not None and source.polls_memory(a.around.text(user.file), user.line)
-            says = "looks again and again for something that does not come"
-            return Wait("poll", says, left_s=a.extra.left_s, operation="memory" if memory else "")
+            text = "looks again and again for something that does not come"
+            return Wait("poll", text, left_s=a.extra.left_s, operation="memory" if memory else "")
         return Wait("sleep", "sleeps", left_s=a.extra.left_s)
     if a.cause == "stdin_wait":
         return Wait("stdin", "waits for input")
