@@ -5,23 +5,59 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
 
+from allranks.cli.terminal import note
 from allranks.diagnose.process_verdict import explain_processes
 from allranks.model.parsing import printable
 from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook
-from allranks.stacks.tree import LookOptions, find_tree, look_at_processes
+from allranks.stacks.debug_config import read_debug_options
+from allranks.stacks.roles import with_roles
+from allranks.stacks.tree import LookOptions, find_tree, look_at_processes, read_looks, write_look
 
 Json = dict[str, object]
 
 
-def show_tree(pids: Sequence[int], for_s: float, role: str, as_json: bool) -> int:
+class Shown(Protocol):
+    """The flags that say what is shown."""
+
+    @property
+    def for_s(self) -> float: ...
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def json(self) -> bool: ...
+
+    @property
+    def bundle(self) -> str: ...
+
+    @property
+    def config(self) -> str: ...
+
+
+def show_tree(pids: Sequence[int], flags: Shown) -> int:
     """0 moving, 1 stuck or unclear."""
-    look = look_at_processes(find_tree(pids), LookOptions(for_s))
+    rules = with_roles(read_debug_options(flags.config).roles) if flags.config else ()
+    look = look_at_processes(find_tree(pids), LookOptions(flags.for_s, rules=rules))
+    if flags.bundle:
+        note(f"allranks stacks: Wrote {write_look(look, Path(flags.bundle))}")
+    return _show(look, flags)
+
+
+def join_bundles(folders: Sequence[str], flags: Shown) -> int:
+    """The same from folders of --bundle, one of each node."""
+    return _show(read_looks(folders), flags)
+
+
+def _show(look: JobLook, flags: Shown) -> int:
     finding = explain_processes(look)
-    if as_json:
-        print(json.dumps(finding_json(finding, look, role), indent=1))
+    if flags.json:
+        print(json.dumps(finding_json(finding, look, flags.role), indent=1))
     else:
-        for line in render(finding, look, role):
+        for line in render(finding, look, flags.role):
             print(printable(line, 100_000))
     return 0 if finding.state == "moving" else 1
 
@@ -41,7 +77,21 @@ def finding_json(finding: ProcessFinding, look: JobLook, role: str = "") -> Json
 
 
 def _process(one: Process) -> Json:
-    names = ("pid", "ppid", "node", "role", "number", "group", "title", "rank", "world", "alive", "ended", "ticks", "switches")
+    names = (
+        "pid",
+        "ppid",
+        "node",
+        "role",
+        "number",
+        "group",
+        "title",
+        "rank",
+        "world",
+        "alive",
+        "ended",
+        "ticks",
+        "switches",
+    )
     return {
         "name": one.name,
         **{name: getattr(one, name) for name in names},
@@ -74,8 +124,7 @@ def render(finding: ProcessFinding, look: JobLook, role: str = "") -> Iterator[s
         pids = ", ".join(str(p.pid) for p in members[:6]) + (" …" if len(members) > 6 else "")
         sign = " ◄" if guilty & {p.pid for p in members} else ""
         yield f"{name}{numbers}{sign} (pid {pids}): {does}"
-    for note in look.notes:
-        yield f"note: {note}"
+    yield from (f"note: {text}" for text in look.notes)
 
 
 def _order(members: list[Process], guilty: set[int]) -> tuple[bool, bool, int, int]:
@@ -86,9 +135,15 @@ def _does(process: Process) -> str:
     """What a process does: its thread that tells most."""
     if not process.alive:
         return f"has ended {process.ended}".strip()
-    told = sorted(process.threads, key=lambda t: (t.wait.kind == "idle" or not t.wait.strong, not t.handles, not t.main))
+    told = sorted(
+        process.threads, key=lambda t: (t.wait.kind == "idle" or not t.wait.strong, not t.handles, not t.main)
+    )
     if not told:
         return "not read" if process.read else "is not Python"
     user = told[0].user
-    where = f" at {user.file.rsplit('/', 1)[-1]}:{user.line} in {user.name.rsplit('.', 1)[-1]}" if user is not None else ""
+    where = (
+        f" at {user.file.rsplit('/', 1)[-1]}:{user.line} in {user.name.rsplit('.', 1)[-1]}"
+        if user is not None
+        else ""
+    )
     return f"{told[0].wait.says}{where}"

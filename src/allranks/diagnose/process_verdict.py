@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from allranks.diagnose.processes import SOON_S, Unit, Waits, find_waits
-from allranks.model.processes import ChainLink, Guilty, JobLook, Process, ProcessFinding, Where
+from allranks.model.processes import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
 from allranks.model.stacks import StackFrame
 
 #: Waits for the end of a process or thread: that others run is no trouble.
@@ -46,7 +46,9 @@ class Root:
     @cached_property
     def waiting(self) -> set[Where]:
         """The processes behind it."""
-        return {self.waits.units[n].process.where for n in self.behind} - {u.process.where for u in self.units}
+        return {self.waits.units[n].process.where for n in self.behind} - {
+            u.process.where for u in self.units
+        }
 
     @property
     def demanded(self) -> bool:
@@ -72,13 +74,17 @@ class Root:
             return False
         unit = self.units[0]
         if unit.active or self.circle:
-            alone = not self.behind
+            alone = not self.behind and len(self.nodes) == 1
             return not alone or self._is_whole_job(unit)
         return self.demanded
 
     def _is_whole_job(self, unit: Unit) -> bool:
         """Nobody waits for it: trouble only in a main thread, in a process that serves nobody."""
-        beside = [t for t in unit.process.threads if t is not unit.thread and t.wait.kind == "idle" and t.frames]
+        beside = [
+            t
+            for t in unit.process.threads
+            if t is not unit.thread and t.wait.kind == "idle" and t.frames and not _is_helper(t)
+        ]
         return unit.thread.main and not beside and unit.thread.wait.kind not in ("child", "thread", "poll")
 
     @property
@@ -87,6 +93,13 @@ class Root:
         stopped = any(u.thread.wait.kind == "stopped" for u in self.units)
         busy = self.units[0].active or self.circle
         return (not stopped, not busy, -len(self.waiting))
+
+
+def _is_helper(thread: ThreadLook) -> bool:
+    """A thread that a library of queues or pools keeps for itself."""
+    return any(
+        f.file.endswith(("multiprocessing/queues.py", "concurrent/futures/thread.py")) for f in thread.frames
+    )
 
 
 def explain_processes(look: JobLook) -> ProcessFinding:
@@ -106,7 +119,8 @@ def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Of units that wait for each other those of the shortest circles: the others only wait for these."""
     if len(nodes) < 3:
         return nodes
-    inside, best, found = set(nodes), len(nodes) + 1, set()
+    inside, best = set(nodes), len(nodes) + 1
+    found: set[int] = set()
     for start in nodes:
         steps, seen, length = [start], {start}, 0
         while steps and length < best:
@@ -126,11 +140,14 @@ def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     guilty = tuple(Guilty(p.pid, p.name, wait=p.ended, node=p.node) for p in dead[:MAX_NAMED])
+    guilty += tuple(_guilty(unit) for unit in root.units[:2])
     names = _listed(f"{p.name} (pid {p.pid}) has ended: {p.ended}" for p in dead[:3])
     tail = _waiters(root, {u.process.where for u in root.units})
     blocked = "; ".join(dict.fromkeys(_says(u) for u in root.units[:2] if u.active))
     sentence = ". ".join(text for text in (names, blocked, tail) if text)
-    return ProcessFinding("stuck", sentence, guilty, _chain(root), "a process of the job has ended, and others wait")
+    return ProcessFinding(
+        "stuck", sentence, guilty, _chain(root), "a process of the job has ended, and others wait"
+    )
 
 
 def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
@@ -145,7 +162,11 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
         if not unit.process.read:  # not Python: the line that started it is what people can see
             guilty |= {(g.pid, g.line): g for g in _starters(best, unit)}
     return ProcessFinding(
-        "stuck", _sentence(best), tuple(guilty.values())[: 2 * MAX_NAMED], _chain(best), f"nothing of this moved for {look.seconds:.0f} s"
+        "stuck",
+        _sentence(best),
+        tuple(guilty.values())[: 2 * MAX_NAMED],
+        _chain(best),
+        f"nothing of this moved for {look.seconds:.0f} s",
     )
 
 
@@ -158,7 +179,13 @@ def _guilty(unit: Unit) -> Guilty:
     frame = unit.thread.user or next((f for f in unit.thread.frames if not f.native), None)
     where = (frame.file, frame.line, frame.name.rsplit(".", 1)[-1]) if frame is not None else ("", 0, "")
     thread = "" if unit.thread.main or unit.thread.task else f" (thread {unit.thread.name})"
-    return Guilty(unit.process.pid, unit.process.name, *where, wait=unit.thread.wait.says + thread, node=unit.process.node)
+    return Guilty(
+        unit.process.pid,
+        unit.process.name,
+        *where,
+        wait=unit.thread.wait.says + thread,
+        node=unit.process.node,
+    )
 
 
 def _at(frame: StackFrame | None) -> str:
@@ -211,11 +238,16 @@ def _chain(root: Root) -> tuple[ChainLink, ...]:
         groups: dict[tuple[object, ...], list[tuple[Unit, Unit]]] = {}
         for unit, target, _ in found.values():
             user = unit.thread.user
-            key = (unit.process.role, unit.thread.wait.says, user and (user.file, user.line), target.process.role)
+            key = (
+                unit.process.role,
+                unit.thread.wait.says,
+                user and (user.file, user.line),
+                target.process.role,
+            )
             groups.setdefault(key, []).append((unit, target))
         links += [_link(pairs) for pairs in groups.values()]
         done |= set(found)
-        inside = {w for w in found}
+        inside = set(found)
         level = [n for n, u in enumerate(waits.units) if u.process.where in inside and n in root.behind]
     return tuple(links)
 
@@ -227,7 +259,9 @@ def _link(pairs: Sequence[tuple[Unit, Unit]]) -> ChainLink:
     name = processes[0].name if len(processes) == 1 else f"{processes[0].role} {_runs(numbers)}".strip()
     says = unit.thread.wait.says if len(processes) == 1 else unit.thread.wait.says.replace("waits", "wait", 1)
     to = f", needs {target.process.name} (pid {target.process.pid})"
-    return ChainLink(name, tuple(p.pid for p in processes), f"{says}{to}", _at(unit.thread.user).removeprefix(" at "))
+    return ChainLink(
+        name, tuple(p.pid for p in processes), f"{says}{to}", _at(unit.thread.user).removeprefix(" at ")
+    )
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -241,9 +275,15 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     busy = [u for u in waits.units if u.thread.busy and not u.process.system]
     links = [p for p in look.processes for link in p.links if link.moved and not p.system and p.read]
     ticks = [p for p in look.processes if p.ticks > 10 and not p.system and not p.ours]
-    if soon := [root for root in roots if root.soon_s is not None and root.still and (root.behind or root.units[0].thread.main)]:
+    if soon := [
+        root
+        for root in roots
+        if root.soon_s is not None and root.still and (root.behind or root.units[0].thread.main)
+    ]:
         unit = soon[0].units[0]
-        return ProcessFinding("moving", f"{_says(unit)}; then the job continues", reason="a sleep that ends soon")
+        return ProcessFinding(
+            "moving", f"{_says(unit)}; then the job continues", reason="a sleep that ends soon"
+        )
     if moving:
         names = _listed(dict.fromkeys(f"{u.process.name} (pid {u.process.pid})" for u in moving[:3]))
         return ProcessFinding("moving", f"stacks change in {names}", reason="stacks change")
@@ -252,9 +292,17 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
         return ProcessFinding("moving", f"data moves between processes: {names}", reason="data moves")
     if busy or ticks:
         where = _says(busy[0]) if busy else f"{ticks[0].name} (pid {ticks[0].pid}) uses the processor"
-        return ProcessFinding("unclear", f"{where} for the whole {look.seconds:.0f} s", reason="look longer: --for 30 tells whether it leaves this line")
-    if all(not u.active for u in waits.units if not u.process.system):
+        return ProcessFinding(
+            "unclear",
+            f"{where} for the whole {look.seconds:.0f} s",
+            reason="look longer: --for 30 tells whether it leaves this line",
+        )
+    if all(not u.active or u.thread.wait.kind in _LIFE for u in waits.units if not u.process.system):
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]
     text = _sentence(still[0]) if still else "no process could be judged"
-    return ProcessFinding("unclear", text, reason="nobody waits for it; look again in a minute: a line that is still the same then is stuck")
+    return ProcessFinding(
+        "unclear",
+        text,
+        reason="nobody waits for it; look again in a minute: a line that is still the same then is stuck",
+    )

@@ -86,7 +86,11 @@ class _Finder:
         near = self.of[unit.process.where]
         if wait.tids:
             return [n for n in near if self.units[n].thread.tid in wait.tids]
-        places = near if not wait.ends else [n for p in self._sharers(unit, wait.ends) for n in self.of.get(p.where, ())] + near
+        places = (
+            near
+            if not wait.ends
+            else [n for p in self._sharers(unit, wait.ends) for n in self.of.get(p.where, ())] + near
+        )
         return [n for n in places if any(_same(one, wait.lock) for one in self.units[n].thread.holds)]
 
     def _thread(self, number: int, unit: Unit) -> list[int]:
@@ -104,10 +108,12 @@ class _Finder:
         if not wait.setters:
             return [] if wait.lock else self._beside(number, unit)
         inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
-        return inside or self._clients(unit)
+        return inside or ([] if wait.lost else self._clients(unit))
 
     def _queue(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait
+        if wait.lock == "_rlock" and any(p.ended for p in self.look.processes):
+            return []  # a reader that was killed in get() keeps the readers' lock for ever
         if wait.ends:
             return self._shared(number, unit)
         found = self._event(number, unit)
@@ -139,7 +145,9 @@ class _Finder:
 
     def _poll(self, number: int, unit: Unit) -> list[int]:
         """Something that another process changes, in memory that they share."""
-        ends = [one.end for one in unit.process.links if one.kind == "shared"]
+        ends = [one.end for one in unit.process.links if one.owner == "memory"]
+        if unit.thread.wait.operation != "memory":
+            return []
         found = [n for p in self._sharers(unit, ends) for n in self.of.get(p.where, ())]
         return [n for n in found if self.units[n].active and self.units[n].thread.wait.kind != "poll"]
 
@@ -170,12 +178,18 @@ class _Finder:
             if link.kind == "pipe":
                 others = [p for p in others if not self._on_same_side(p, link, unit)]
             for process in _unique(others):
-                found += self._serving(process, link.peer, number)
+                own = (
+                    process is unit.process
+                )  # both ends are ours: only a thread that uses the other one can help
+                found += self._users(process, link.peer) if own else self._serving(process, link.peer, number)
         return found
 
     def _on_same_side(self, process: Process, link: Link, unit: Unit) -> bool:
         """Whether a process with both ends of a pipe uses the same one as this unit: another reader of a queue."""
-        return any(link.end in self.units[n].thread.wait.ends for n in self.of.get(process.where, ()) )
+        return any(link.end in self.units[n].thread.wait.ends for n in self.of.get(process.where, ()))
+
+    def _users(self, process: Process, end: str) -> list[int]:
+        return [n for n in self.of.get(process.where, ()) if end in self.units[n].thread.wait.ends]
 
     def _serving(self, process: Process, end: str, number: int) -> list[int]:
         here = [n for n in self.of.get(process.where, ()) if n != number]
@@ -192,6 +206,23 @@ class _Finder:
                 return chosen
         return [n for n in here if self.units[n].thread.main]
 
+    def _connect(self, number: int, unit: Unit) -> list[int]:
+        """The process that listens at the address."""
+        kind, _, name = unit.thread.wait.path.partition(" ")
+        found = [
+            p
+            for end, rows in self.ends.items()
+            if end.startswith(kind) and end.endswith(f" listen {name}")
+            for p, _ in rows
+        ]
+        return [n for p in _unique(found) if p is not unit.process for n in self._whole(p.where)]
+
+    def _open(self, number: int, unit: Unit) -> list[int]:
+        """Threads whose function names the same file in or behind its line: they open its other end."""
+        name = unit.thread.wait.path.rsplit("/", 1)[-1]
+        others = [n for n, u in enumerate(self.units) if u.process is not unit.process]
+        return [n for n in others if name in self.units[n].thread.later]
+
     def _child(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait
         over = self._over(number, unit, wait.ends)
@@ -206,10 +237,21 @@ class _Finder:
 
     def _ray(self, number: int, unit: Unit) -> list[int]:
         """Actors that this process is connected to and that run something."""
-        peers = {p.where for one in unit.process.links for p, _ in self.ends.get(one.peer, ()) if one.kind == "tcp"}
-        actors = [p for p in self.look.processes if p.alive and p.title.startswith("ray::") and p is not unit.process and not p.system]
+        peers = {
+            p.where for one in unit.process.links for p, _ in self.ends.get(one.peer, ()) if one.kind == "tcp"
+        }
+        actors = [
+            p
+            for p in self.look.processes
+            if p.alive and p.title.startswith("ray::") and p is not unit.process and not p.system
+        ]
         near = [p for p in actors if p.where in peers] or actors
-        return [n for p in near for n in self.of.get(p.where, ()) if self.units[n].active and self.units[n].thread.handles]
+        return [
+            n
+            for p in near
+            for n in self.of.get(p.where, ())
+            if self.units[n].active and self.units[n].thread.handles
+        ]
 
     # --- process groups -----------------------------------------------------------------------------------
 
@@ -221,7 +263,10 @@ class _Finder:
                 groups.setdefault(link.owner, []).append(link)
         if any(link.moved for links in groups.values() for link in links):
             self.moved.add(number)
-        sets = [_unique(p for link in links for p, _ in self.ends.get(link.peer, ()) if p is not unit.process) for links in groups.values()]
+        sets = [
+            _unique(p for link in links for p, _ in self.ends.get(link.peer, ()) if p is not unit.process)
+            for links in groups.values()
+        ]
         waiting = [[p for p in members if self._collects(p)] for members in sets]
         if any(waiting):  # another member waits, too: that is the group
             sets = [members for members, come in zip(sets, waiting, strict=True) if come]
@@ -247,9 +292,24 @@ class _Finder:
     def _store(self, number: int, unit: Unit) -> list[int]:
         """All that are connected to the store and do not wait for a key themselves."""
         ends = unit.thread.wait.ends
-        servers = _unique(p for link in unit.process.links if link.end in ends for p, _ in self.ends.get(link.peer, ()))
-        ports = {link.end.rsplit(">", 1)[0].rsplit(":", 1)[-1] for p in servers for link in p.links if any(link.end == o.peer for o in unit.process.links if o.end in ends)}
-        users = [p for p in self.look.processes if p.alive and any(link.kind == "tcp" and link.side == "client" and link.end.rsplit(":", 1)[-1] in ports for link in p.links)]
+        servers = _unique(
+            p for link in unit.process.links if link.end in ends for p, _ in self.ends.get(link.peer, ())
+        )
+        ports = {
+            link.end.rsplit(">", 1)[0].rsplit(":", 1)[-1]
+            for p in servers
+            for link in p.links
+            if any(link.end == o.peer for o in unit.process.links if o.end in ends)
+        }
+        users = [
+            p
+            for p in self.look.processes
+            if p.alive
+            and any(
+                link.kind == "tcp" and link.side == "client" and link.end.rsplit(":", 1)[-1] in ports
+                for link in p.links
+            )
+        ]
         others = [p for p in _unique([*servers, *users]) if p is not unit.process]
         found = [n for p in others for n in self._whole(p.where)]
         return [n for n in found if self.units[n].thread.wait.kind != "store"]
@@ -264,7 +324,9 @@ def _same(held: str, lock: str) -> bool:
 
 def _is_task(thread: ThreadLook) -> bool:
     """Whether it runs a task of a pool."""
-    return thread.task or any(f.name.endswith("run") and f.file.endswith("concurrent/futures/thread.py") for f in thread.frames)
+    return thread.task or any(
+        f.name.endswith("run") and f.file.endswith("concurrent/futures/thread.py") for f in thread.frames
+    )
 
 
 def _is_in(thread: ThreadLook, functions: Sequence[str], like: ThreadLook) -> bool:

@@ -13,8 +13,21 @@ from allranks.model.stacks import StackFrame
 
 #: What a thread can do. `idle`: waits for its next work; `work`: is in code that waits for no other process.
 KINDS = (
-    *("idle", "work", "sleep", "stopped", "device", "stdin", "lock", "thread", "event", "queue", "child", "socket"),
-    *("answer", "pipe", "collective", "rendezvous", "store", "ray", "file_lock", "poll"),
+    *(
+        "idle",
+        "work",
+        "sleep",
+        "stopped",
+        "device",
+        "stdin",
+        "lock",
+        "thread",
+        "event",
+        "queue",
+        "child",
+        "socket",
+    ),
+    *("answer", "pipe", "collective", "rendezvous", "store", "ray", "file_lock", "poll", "open", "connect"),
 )
 #: (node, pid): a process of a job.
 Where = tuple[str, int]
@@ -25,7 +38,7 @@ class Link:
     """One end of a connection, pipe or shared semaphore. Two ends belong together when `peer` of one is `end` of the other."""
 
     fd: int
-    kind: Literal["tcp", "listen", "unix", "pipe", "shared"]
+    kind: str  # "tcp", "listen", "unix", "pipe", "shared"
     end: str
     peer: str
     side: str = ""  # tcp: "client" or "server"; pipe: "read" or "write"
@@ -45,6 +58,8 @@ class Wait:
     lock: str = ""  # the lock's name in the source: "self.lock_kv"
     ends: tuple[str, ...] = ()  # own ends of the links that it waits on
     pids: tuple[int, ...] = ()  # processes of this node that it waits for
+    lost: str = ""  # the function that would end it ran beside others, and does not any more
+    path: str = ""  # the FIFO that it opens
     setters: tuple[str, ...] = ()  # functions of its file that would end the wait
     tids: tuple[int, ...] = ()  # threads of this process that it waits for
     left_s: float | None = None  # a wait that ends by itself: after so many seconds
@@ -68,6 +83,7 @@ class ThreadLook:
     handles: bool = False  # it serves a request
     thread_key: str = ""  # address of the Thread object that it runs
     user: StackFrame | None = None  # the innermost line of the user's own code
+    later: tuple[str, ...] = ()  # names of FIFOs of the job that its function still mentions
 
 
 @dataclass(frozen=True)

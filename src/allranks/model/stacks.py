@@ -60,6 +60,7 @@ class ThreadFacts:
     kernel_stack: tuple[str, ...] = ()  # function names, innermost first
     mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
     switches: int = 0  # context switches since the thread began
+    left_s: float | None = None  # until its system call ends by itself; None: never, or unknown
 
 
 @dataclass(frozen=True)

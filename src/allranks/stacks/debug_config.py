@@ -13,6 +13,7 @@ debug:
   native: suspects                      # suspects, all, never
   cuda_gdb: false
   patterns: ["^my_worker"]              # further process titles that are ranks
+  roles: ["reward=^my_judge"]           # further roles of processes
 """
 
 from __future__ import annotations
@@ -69,11 +70,15 @@ class DebugOptions:
     )
     cuda_gdb: bool = option(False, "take device kernels by cuda-gdb, too")
     patterns: tuple[str, ...] = option((), "further process titles that are ranks")
+    roles: tuple[str, ...] = option((), "further roles of processes: ROLE=EXPRESSION that its title has")
 
     def __post_init__(self) -> None:
         check_options(self, "debug: ")
         for complaint in bad_patterns(self.patterns):
             raise ConfigurationError(f"debug: patterns: {complaint}")
+        for one in self.roles:
+            for complaint in bad_patterns([one.partition("=")[2]]) if "=" in one else ["no ROLE=EXPRESSION"]:
+                raise ConfigurationError(f"debug: roles: {one!r}: {complaint}")
 
     def fixed_points(self) -> tuple[float, ...]:
         """Seconds after the start at which to collect whatever happens."""

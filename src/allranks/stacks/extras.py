@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import struct
-import time
 from collections.abc import Mapping
 from typing import BinaryIO
 
 from allranks.model.stacks import ThreadFacts
 from allranks.stacks.links import epoll_members
-from allranks.stacks.procfs import PROC, read_proc
+from allranks.stacks.procfs import PROC, peek, read_proc
 from allranks.stacks.waits import ThreadExtra
 
 _DIRECT_TEXT = "read readv write writev recvfrom recvmsg recvmmsg sendto sendmsg connect splice sendfile"
@@ -21,7 +21,10 @@ MAX_FDS = 64
 
 
 def read_extras(
-    pid: int, facts: Mapping[int, ThreadFacts], selves: Mapping[int, tuple[str, ...]], locks: Mapping[int, tuple[int, ...]]
+    pid: int,
+    facts: Mapping[int, ThreadFacts],
+    selves: Mapping[int, tuple[str, ...]],
+    locks: Mapping[int, tuple[int, ...]],
 ) -> dict[int, ThreadExtra]:
     """What each thread waits for, by its id. `locks`: process -> those that hold the file lock it waits for."""
     found: dict[int, ThreadExtra] = {}
@@ -52,14 +55,30 @@ def _extra(
         child = number if 0 < number < 1 << 22 else 0
     return ThreadExtra(
         fds=_descriptors(pid, name, args, memory),
-        left_s=_time_left(name, args, memory),
+        left_s=fact.left_s,
         futex=f"{futex:x}" if futex else "",
-        shared=f"{file}+{futex - next(f for f, _, key in shared if key == file):x}" if file else "",
+        shared=file,
+        connects=_address(_peek(memory, args[1], min(args[2], 112)))
+        if name == "connect" and len(args) > 2
+        else "",
+        opens=_peek(memory, args[1], 512).split(b"\0")[0].decode("utf-8", "replace")
+        if name == "openat" and len(args) > 1
+        else "",
         owner=fact.mutex_owner,
         child=child,
         holders=holders if name in ("flock", "fcntl") else (),
         selves=selves,
         switches=fact.switches,
+    )
+
+
+def _address(data: bytes) -> str:
+    """Where a socket connects to: "unix /path", or "tcp port"."""
+    family = struct.unpack_from("=H", data)[0] if len(data) > 4 else 0
+    if family == socket.AF_UNIX:
+        return "unix " + data[2:].split(b"\0")[0].decode("utf-8", "replace")
+    return (
+        f"tcp {struct.unpack_from('>H', data, 2)[0]}" if family in (socket.AF_INET, socket.AF_INET6) else ""
     )
 
 
@@ -75,13 +94,7 @@ def _shared_maps(pid: int) -> list[tuple[int, int, str]]:
 
 
 def _peek(memory: BinaryIO | None, address: int, count: int) -> bytes:
-    if memory is None or not address:
-        return b""
-    try:
-        memory.seek(address)
-        return memory.read(count)
-    except (OSError, ValueError, OverflowError):
-        return b""
+    return peek(memory, address, count) if memory is not None else b""
 
 
 def _descriptors(pid: int, name: str, args: tuple[int, ...], memory: BinaryIO | None) -> tuple[int, ...]:
@@ -94,24 +107,14 @@ def _descriptors(pid: int, name: str, args: tuple[int, ...], memory: BinaryIO | 
         return tuple(struct.unpack_from("=i", data, at)[0] for at in range(0, len(data) - 7, 8))
     if name in ("select", "pselect6"):
         sets = [_peek(memory, at, (min(args[0], 1024) + 7) // 8) for at in args[1:3]]
-        return tuple(fd for fd in range(min(args[0], 1024)) if any(len(s) > fd // 8 and s[fd // 8] >> fd % 8 & 1 for s in sets))
+        return tuple(
+            fd
+            for fd in range(min(args[0], 1024))
+            if any(len(s) > fd // 8 and s[fd // 8] >> fd % 8 & 1 for s in sets)
+        )
     if name.startswith("epoll"):
         return tuple(epoll_members(pid, args[0])[:MAX_FDS])
     return ()
-
-
-def _time_left(name: str, args: tuple[int, ...], memory: BinaryIO | None) -> float | None:
-    """Seconds until a wait with an absolute end is over; None when it has none, or only a relative one."""
-    clock, at = time.CLOCK_MONOTONIC, 0
-    if name == "clock_nanosleep" and len(args) > 2 and args[1] & 1:
-        clock, at = args[0], args[2]
-    elif name == "futex" and len(args) > 3 and args[1] & 0x7F == 9:
-        clock, at = time.CLOCK_REALTIME if args[1] & 0x100 else clock, args[3]
-    data = _peek(memory, at, 16)
-    if len(data) < 16 or clock not in (0, 1):
-        return None
-    seconds, nanos = struct.unpack("=qq", data)
-    return float(seconds + nanos / 1e9 - time.clock_gettime(clock))
 
 
 _LOCK_LINE = re.compile(r"^(\d+): (->)?\s*\S+\s+\S+\s+\S+\s+(-?\d+) ")

@@ -46,11 +46,13 @@ def read_links(pids: Sequence[int], node: str) -> dict[int, tuple[Link, ...]]:
     return {pid: tuple(_links_of(pid, tables[spaces[pid]], node)) for pid in pids}
 
 
-def mark_moved(first: dict[int, tuple[Link, ...]], pids: Sequence[int], node: str) -> dict[int, tuple[Link, ...]]:
+def mark_moved(
+    first: dict[int, tuple[Link, ...]], pids: Sequence[int], node: str
+) -> dict[int, tuple[Link, ...]]:
     """The links now, those marked over which bytes went since `first`."""
     before = {(pid, link.end): link.volume for pid, links in first.items() for link in links}
     return {
-        pid: tuple(replace(one, moved=before.get((pid, one.end), one.volume) != one.volume) for one in links)
+        pid: tuple(replace(one, moved=before.get((pid, one.end), -1) != one.volume) for one in links)
         for pid, links in read_links(pids, node).items()
     }
 
@@ -69,14 +71,16 @@ def _sockets(pid: int, scope: str, ours: bool) -> dict[int, Socket]:
             for family in (socket.AF_INET, socket.AF_INET6):
                 for row in _ask_kernel(struct.pack("=BBBBI48x", family, 6, 2, 0, 0xFFFFFFFF)):
                     _add_times(found, row)
-            for row in _ask_kernel(struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 4, 0)):
+            for row in _ask_kernel(struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 5, 0)):
                 if (one := _unix(row, scope)) is not None:
                     found[one.inode] = one
     return found
 
 
 def _tcp_rows(pid: int, scope: str) -> Iterable[Socket]:
-    rows = [line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]]
+    rows = [
+        line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]
+    ]
     ports = {(scope, _address(row[1])[1]) for row in rows if row[3] == "0A"}
     for row in rows:
         (host, port), (far, far_port), inode = _address(row[1]), _address(row[2]), int(row[9])
@@ -84,7 +88,10 @@ def _tcp_rows(pid: int, scope: str) -> Iterable[Socket]:
             yield Socket(inode, "listen", f"tcp {scope} listen {port}", "", port)
         elif inode or (scope, port) in ports:
             here = f"{scope} " if ipaddress.ip_address(host).is_loopback else ""
-            end, peer = f"tcp {here}{host}:{port}>{far}:{far_port}", f"tcp {here}{far}:{far_port}>{host}:{port}"
+            end, peer = (
+                f"tcp {here}{host}:{port}>{far}:{far_port}",
+                f"tcp {here}{far}:{far_port}>{host}:{port}",
+            )
             server = (scope, port) in ports
             # a connection that nobody has accepted has no file yet: it belongs to the listener
             yield Socket(inode or -port - 65536 * far_port, "server" if server else "client", end, peer, port)
@@ -138,7 +145,10 @@ def _add_times(found: dict[int, Socket], row: bytes) -> None:
 
 def _unix(row: bytes, scope: str) -> Socket | None:
     inode, peer = struct.unpack_from("=I", row, 4)[0], _attributes(row[16:]).get(2, b"")
-    if row[2] == _LISTEN or len(peer) < 4:
+    if row[2] == _LISTEN:
+        name = _attributes(row[16:]).get(0, b"").rstrip(b"\0").decode("utf-8", "replace")
+        return Socket(inode, "listen", f"unix {scope} listen {name}", "") if name else None
+    if len(peer) < 4:
         return None
     return Socket(inode, "unix", f"unix {scope} {inode}", f"unix {scope} {struct.unpack('=I', peer[:4])[0]}")
 
@@ -153,10 +163,25 @@ def _links_of(pid: int, sockets: dict[int, Socket], node: str) -> Iterable[Link]
             yield _link(fd, one, owners.get(fd, ""))
         elif target.startswith("pipe:[") or _is_fifo(pid, fd, target):
             side = "read" if mode & 0o400 else "write"
-            yield Link(fd, "pipe", f"pipe {node} {target} {side}", f"pipe {node} {target} {'write' if side == 'read' else 'read'}", side)
+            yield Link(
+                fd,
+                "pipe",
+                f"pipe {node} {target} {side}",
+                f"pipe {node} {target} {'write' if side == 'read' else 'read'}",
+                side,
+            )
+    for key, owner in _shared(pid).items():
+        yield Link(-1, "shared", key, key, owner=owner)
     for inode, one in sockets.items():
         if inode < 0 and one.port in listens:
             yield replace(_link(-1, one, ""), turn="owes")
+
+
+def _shared(pid: int) -> dict[str, str]:
+    """Identity -> "semaphore" or "memory" of what a process has mapped of /dev/shm."""
+    rows = (line.split(None, 5) for line in read_proc(pid, "maps").splitlines() if "/dev/shm/" in line)
+    names = {f"shared {row[3]} {row[4]}": row[5] for row in rows if row[1].startswith("rw-s")}
+    return {key: "semaphore" if "/sem." in name else "memory" for key, name in names.items()}
 
 
 def _link(fd: int, one: Socket, owner: str) -> Link:
@@ -164,7 +189,9 @@ def _link(fd: int, one: Socket, owner: str) -> Link:
     if one.sent_ms is not None and one.received_ms is not None and abs(one.sent_ms - one.received_ms) > 1:
         turn = "awaits" if one.sent_ms < one.received_ms else "owes"
     kind = one.kind if one.kind in ("listen", "unix") else "tcp"
-    return Link(fd, kind, one.end, one.peer, one.kind if kind == "tcp" else "", turn, False, owner, one.volume)
+    return Link(
+        fd, kind, one.end, one.peer, one.kind if kind == "tcp" else "", turn, False, owner, one.volume
+    )
 
 
 def _descriptors(pid: int) -> Iterable[tuple[int, str, int]]:
@@ -181,7 +208,11 @@ def _descriptors(pid: int) -> Iterable[tuple[int, str, int]]:
 def _is_fifo(pid: int, fd: int, target: str) -> bool:
     import stat
 
-    if not target.startswith("/") or target.startswith(("/dev/", "/proc/")) or "." in target.rsplit("/", 1)[-1][-4:]:
+    if (
+        not target.startswith("/")
+        or target.startswith(("/dev/", "/proc/"))
+        or "." in target.rsplit("/", 1)[-1][-4:]
+    ):
         return False
     try:
         return stat.S_ISFIFO(os.stat(PROC / str(pid) / "fd" / str(fd)).st_mode)

@@ -11,10 +11,12 @@ import json
 import os
 import platform
 import re
+import struct
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
@@ -100,7 +102,9 @@ def is_foreign_port(port: int, pids: Sequence[int]) -> bool:
 
 def _tcp(pid: int, state: str, port: int | None = None) -> set[str]:
     """The TCP sockets that a process can see in this state, as its open files name them."""
-    rows = [line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]]
+    rows = [
+        line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]
+    ]
     at = "" if port is None else f":{port:04X}"
     return {f"socket:[{row[9]}]" for row in rows if row[3] == state and row[1].endswith(at)}
 
@@ -164,7 +168,7 @@ def _command_line(pid: int) -> str:
 def read_facts(pid: int, only: Container[int] | None = None) -> dict[str, object]:
     """The facts of one process in the shape of the raw capture files; raises OSError when it is gone. Of threads that are
     not in `only` just the names."""
-    threads = _with_mutex_owners(pid, [row for row in _threads(pid, only) if row])
+    threads = _with_memory(pid, [row for row in _threads(pid, only) if row])
     if not threads:
         raise ProcessLookupError(f"process {pid} is gone")
     return {
@@ -205,27 +209,47 @@ def _threads(pid: int, only: Container[int] | None = None) -> Iterator[dict[str,
         }
 
 
-def _with_mutex_owners(pid: int, threads: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Adds who holds the native mutex that a thread waits for: glibc keeps the owner 8 bytes behind the futex."""
-    waiting = [row for row in threads if (address := _mutex_address(str(row["syscall"]))) and address]
-    if not waiting:
-        return threads
-    known = {row["tid"] for row in threads}
+def time_left(name: str, args: tuple[int, ...], memory: BinaryIO) -> float | None:
+    """Seconds until a system call with an absolute end is over; None when it has none, or only a relative one."""
+    clock, at = time.CLOCK_MONOTONIC, 0
+    if name == "clock_nanosleep" and len(args) > 2 and args[1] & 1:
+        clock, at = args[0], args[2]
+    elif name == "futex" and len(args) > 3 and args[1] & 0x7F == 9:
+        clock, at = time.CLOCK_REALTIME if args[1] & 0x100 else clock, args[3]
+    data = peek(memory, at, 16)
+    if len(data) < 16 or clock not in (0, 1):
+        return None
+    seconds, nanos = struct.unpack("=qq", data)
+    return round(float(seconds + nanos / 1e9) - time.clock_gettime(clock), 3)
+
+
+def peek(memory: BinaryIO, address: int, count: int) -> bytes:
+    """Some bytes of a process's memory; none where it cannot be read."""
     try:
-        with open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
-            for row in waiting:
-                memory.seek(_mutex_address(str(row["syscall"])) + 8)
-                owner = int.from_bytes(memory.read(4), "little")
+        memory.seek(address)
+        return memory.read(count) if address else b""
+    except (OSError, ValueError, OverflowError):
+        return b""
+
+
+def _with_memory(pid: int, threads: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Adds what only memory tells: when a wait ends by itself, and who holds the native mutex that a thread waits for
+    (glibc keeps the owner 8 bytes behind the futex)."""
+    known = {row["tid"] for row in threads}
+    with contextlib.suppress(OSError), open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
+        for row in threads:
+            name, args = parse_syscall(str(row["syscall"]), platform.machine())
+            if (left := time_left(name, args, memory)) is not None:
+                row["left_s"] = left
+            if address := _mutex_address(name, args):
+                owner = int.from_bytes(peek(memory, address + 8, 4), "little")
                 if owner in known:
                     row["mutex_owner"] = owner
-    except (OSError, ValueError, OverflowError):
-        pass
     return threads
 
 
-def _mutex_address(syscall: str) -> int:
+def _mutex_address(name: str, args: tuple[int, ...]) -> int:
     """The address of a mutex whose holder others wait for (futex WAIT of the value 2), else 0."""
-    name, args = parse_syscall(syscall, platform.machine())
     is_mutex = name == "futex" and len(args) > 2 and args[1] & 0x7F == 0 and args[2] & 0xFFFFFFFF == 2
     return args[0] if is_mutex else 0
 
@@ -371,6 +395,7 @@ def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
         args=args,
         ticks=_count(row.get("utime")) + _count(row.get("stime")),
         switches=_count(row.get("switches")),
+        left_s=float(left) if isinstance(left := row.get("left_s"), int | float) else None,
         kernel_stack=kernel_functions(str(row.get("kstack") or "")),
         mutex_owner=owner if isinstance(owner, int) else None,
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
+from itertools import pairwise
 
 from allranks.errors import ConfigurationError
 from allranks.model.parsing import read_yaml
@@ -48,6 +49,12 @@ def load_roles() -> tuple[RoleRule, ...]:
     return parse_roles(read_yaml(text))
 
 
+def with_roles(given: Sequence[str]) -> tuple[RoleRule, ...]:
+    """Our rules behind those of a job file: ROLE=EXPRESSION."""
+    pairs = [one.partition("=")[::2] for one in given]
+    return (*(RoleRule(role.strip(), title=text) for role, text in pairs), *load_roles())
+
+
 def parse_roles(rows: object) -> tuple[RoleRule, ...]:
     """Rules from YAML data; says which row is wrong."""
     if not isinstance(rows, list):
@@ -69,12 +76,21 @@ def give_roles(
 ) -> tuple[Process, ...]:
     """The processes with their roles, numbered where several have the same one."""
     root = min((p.pid for p in processes if p.ppid not in entries), default=0)
-    named = [_with_role(one, entries.get(one.pid), rules, one.pid == root) for one in processes]
+    orphans = [p.title for p in processes if p.ppid not in entries and p.pid != root and p.alive]
+    # A process that has ended has no title any more: a child that it left has the same one.
+    processes = [replace(p, title=orphans[0]) if not p.alive and orphans else p for p in processes]
+    named = [
+        _with_role(one, entries.get(one.pid), rules, one.pid == root and len(processes) > 1)
+        for one in processes
+    ]
     counts: dict[str, list[Process]] = {}
     for one in sorted(named, key=lambda p: (p.started_s, p.pid)):
         counts.setdefault(one.role, []).append(one)
     numbers = {
-        one.pid: number for group in counts.values() if len(group) > 1 for number, one in zip(_numbers(group), group, strict=False)
+        one.pid: number
+        for group in counts.values()
+        if len(group) > 1
+        for number, one in zip(_numbers(group), group, strict=False)
     }
     return tuple(replace(one, number=numbers.get(one.pid)) for one in named)
 
@@ -90,7 +106,9 @@ def _numbers(group: Sequence[Process]) -> list[int]:
     return list(range(len(group))) if not any(one.title.startswith("ray::") for one in group) else []
 
 
-def _with_role(process: Process, entry: ProcessEntry | None, rules: Sequence[RoleRule], root: bool) -> Process:
+def _with_role(
+    process: Process, entry: ProcessEntry | None, rules: Sequence[RoleRule], root: bool
+) -> Process:
     seen = {"title": process.title, "function": _target(process), "comm": entry.comm if entry else ""}
     ray = _RAY_TITLE.match(process.title)
     seen["ray"] = ray[1] if ray else ""
@@ -101,7 +119,8 @@ def _with_role(process: Process, entry: ProcessEntry | None, rules: Sequence[Rol
         return replace(process, role=ray[1])
     if process.rank is not None:
         return replace(process, role="rank" if seen["function"] in ("", "_wrap") else seen["function"])
-    name = seen["function"] or _argument(process.title) or _first_function(process) or _program(process.title)
+    name = seen["function"] or _argument(process.title) or _first_function(process)
+    name = name or ("driver" if root else _program(process.title))
     return replace(process, role=name.replace("_", " ") or "process")
 
 
@@ -109,7 +128,7 @@ def _target(process: Process) -> str:
     """The function that a process of multiprocessing was started with."""
     main = next((thread for thread in process.threads if thread.main), None)
     frames = main.frames if main is not None else ()
-    for inner, outer in zip(frames, frames[1:], strict=False):
+    for inner, outer in pairwise(frames):
         if outer.name.endswith("run") and outer.file.endswith("multiprocessing/process.py"):
             return short_name(inner.name)
     return ""
@@ -126,7 +145,9 @@ def _first_function(process: Process) -> str:
     main = next((thread for thread in process.threads if thread.main), None)
     frames = [f for f in reversed(main.frames) if is_user_file(f.file)] if main is not None else []
     names = [short_name(frame.name).rsplit(".", 1)[-1] for frame in frames]
-    return next((name for name in names if name not in ("<module>", "main", "run", "<lambda>", "start", "launch")), "")
+    return next(
+        (name for name in names if name not in ("<module>", "main", "run", "<lambda>", "start", "launch")), ""
+    )
 
 
 def _program(title: str) -> str:

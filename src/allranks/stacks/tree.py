@@ -8,25 +8,42 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
 
 from allranks.errors import InputError
 from allranks.model.processes import JobLook, Link, Process, ThreadLook
 from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadStack
-from allranks.stacks import debuggers
+from allranks.stacks import debuggers, source
 from allranks.stacks.collect import SourceLines
 from allranks.stacks.extras import file_locks, read_extras
+from allranks.stacks.find import Selection, find_targets
 from allranks.stacks.links import mark_moved, read_links
 from allranks.stacks.patterns import load_patterns
-from allranks.stacks.procfs import PROC, ProcessEntry, parse_facts, read_entry, read_facts, read_proc, renumber
+from allranks.stacks.procfs import (
+    PROC,
+    ProcessEntry,
+    open_files,
+    parse_facts,
+    read_entry,
+    read_facts,
+    read_proc,
+    renumber,
+)
 from allranks.stacks.roles import RoleRule, give_roles, load_roles
+from allranks.stacks.tasks import read_tasks
 from allranks.stacks.views import Children, view_process
-from allranks.stacks.waits import Surroundings, look_at_threads
+from allranks.stacks.waits import Surroundings, Task, look_at_threads
 
+LOOK = "processes.json"
 MANY = 48  # processes; of more, those that look alike from outside are sampled
 ALIKE = 4  # of each kind
 
@@ -46,8 +63,10 @@ def find_tree(pids: Sequence[int]) -> list[ProcessEntry]:
     """These processes and all below them, of the same user; never our own."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir(PROC):
-        if name.isdigit() and (fields := read_proc(int(name), "stat").rsplit(")", 1)[-1].split())[1:]:
-            parents.setdefault(int(fields[1]), []).append(int(name))
+        fields = read_proc(int(name), "stat").rsplit(")", 1)[-1].split() if name.isdigit() else []
+        if len(fields) > 3:
+            for above in {int(fields[1]), int(fields[3])}:  # its parent; the leader of its session
+                parents.setdefault(above, []).append(int(name))
     users = {_owner(pid) for pid in pids} - {-1}
     if not users:
         raise InputError(f"process {', '.join(map(str, pids))} does not exist on {socket.gethostname()}")
@@ -61,6 +80,79 @@ def find_tree(pids: Sequence[int]) -> list[ProcessEntry]:
             found[pid] = entry
             todo += parents.get(pid, [])
     return list(found.values())
+
+
+def only_roles() -> bool:
+    """Whether this node has processes with roles of this user, and no rank but what a title of Ray seems to be."""
+    try:
+        ranks = find_targets(Selection())
+    except InputError:
+        ranks = []
+    plain = [
+        one
+        for one in ranks
+        if one.child is None and (one.box is not None or not one.title.startswith("ray::"))
+    ]
+    return not plain and bool(find_roots())
+
+
+def find_roots(ray: bool = False) -> list[int]:
+    """The first processes of the jobs of this user that a role's title tells: engines, servers, actors of Ray; `ray`: only
+    those of Ray. A driver that joined a running Ray is known by the session's log that it has open."""
+    titles = ("ray::", "sglang::", "VLLM::", "vllm::")
+    mine = [int(name) for name in os.listdir(PROC) if name.isdigit() and _owner(int(name)) == os.geteuid()]
+    shown = {pid: read_proc(pid, "cmdline").replace("\0", " ") for pid in mine}
+    found = [pid for pid, title in shown.items() if title.startswith(titles[:1] if ray else titles)]
+    sessions = {match[1] for title in shown.values() if (match := _SESSION.search(title))}
+    tops = {_top(pid, shown) for pid in found}
+    tops |= {pid for pid in mine if "python" in shown[pid] and _joined(pid, sessions)}
+    return sorted(tops - {os.getpid()})
+
+
+_SESSION = re.compile(r"(/\S*/ray/session_[\w-]+)/sockets/raylet|--session-dir=(\S+)")
+
+
+def _joined(pid: int, sessions: set[str]) -> bool:
+    """Whether a process writes into the log folder of a session of Ray as a driver."""
+    files = open_files(pid) or set()
+    return any("/logs/python-core-driver" in file and file.split("/logs/")[0] in sessions for file in files)
+
+
+def _top(pid: int, shown: Mapping[int, str]) -> int:
+    """The first Python process above, of the same user; a shell or a service manager is not part of the job."""
+    while True:
+        fields = read_proc(pid, "stat").rsplit(")", 1)[-1].split()
+        above = int(fields[1]) if len(fields) > 1 else 0
+        if above not in shown or not re.search(
+            r"python|raylet|^(sglang|VLLM|vllm|ray)::", shown[above].split(" ")[0]
+        ):
+            return pid
+        pid = above
+
+
+def write_look(look: JobLook, folder: Path) -> Path:
+    """Keeps a look in a folder, to be joined with those of other nodes."""
+    path = folder / LOOK
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(look))
+    return path
+
+
+def read_looks(folders: Sequence[str | Path]) -> JobLook:
+    """The looks of several nodes as one: links are joined by their addresses."""
+    looks = []
+    for folder in folders:
+        for path in sorted(Path(folder).rglob(LOOK)):
+            try:
+                looks.append(msgspec.json.decode(path.read_bytes(), type=JobLook))
+            except (OSError, msgspec.MsgspecError) as error:
+                raise InputError(f"cannot read {path}: {error}") from error
+    if not looks:
+        raise InputError(f"no {LOOK} in {', '.join(map(str, folders))}")
+    notes = tuple(dict.fromkeys(note for look in looks for note in look.notes))
+    return JobLook(
+        tuple(p for look in looks for p in look.processes), min(look.seconds for look in looks), notes
+    )
 
 
 def _owner(pid: int) -> int:
@@ -93,8 +185,12 @@ class _Case:
     snapshots: list[Snapshot] = field(default_factory=list)
     selves: dict[int, tuple[str, ...]] = field(default_factory=dict)
     inner: dict[int, int] = field(default_factory=dict)
-    work: list[tuple[int, int]] = field(default_factory=list)  # ticks of all threads, switches of the main one
+    work: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # ticks of all threads, switches of the main one
     ended: bool = False
+    exit: str = ""
+    tasks: list[Task] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -115,7 +211,7 @@ class _Look:
         if number == 0:
             self.first_links = read_links(list(self.cases), self.node)
             moved = choose_typical(moved)
-        list(pool.map(self._read, (case for case in moved if case.python and not case.ended)))
+        list(pool.map(self._read, (case for case in moved if not case.ended)))
 
     def _count(self, case: _Case) -> bool:
         """Reads how much a process has run; whether that is more than before."""
@@ -126,14 +222,19 @@ class _Look:
             return False
         if fields[0] in "ZX":
             case.ended = True
-        switches = sum(int(l.split()[1]) for l in read_proc(pid, "status").splitlines() if "ctxt_switches" in l)
+            case.exit = how_ended(int(fields[49]) if len(fields) > 49 else 0)
+        switches = sum(
+            int(line.split()[1]) for line in read_proc(pid, "status").splitlines() if "ctxt_switches" in line
+        )
         case.work.append((int(fields[11]) + int(fields[12]), switches))
         return len(case.work) > 1 and case.work[-1] != case.work[-2]
 
     def _read(self, case: _Case) -> None:
-        stacks = self._stacks(case) if self.pyspy else ()
+        stacks = self._stacks(case) if self.pyspy and case.python else ()
         if stacks or not case.snapshots:
-            case.snapshots.append(Snapshot(len(case.snapshots), time.time(), stacks, self._facts(case, stacks)))
+            case.snapshots.append(
+                Snapshot(len(case.snapshots), time.time(), stacks, self._facts(case, stacks))
+            )
 
     def _stacks(self, case: _Case) -> tuple[ThreadStack, ...]:
         run = debuggers.run_pyspy(self.pyspy, case.entry.pid, variables=True)
@@ -165,13 +266,38 @@ class _Look:
         children: dict[int, list[int]] = {}
         for case in self.cases.values():
             children.setdefault(case.entry.ppid, []).append(case.entry.pid)
-        found = [self._process(case, links.get(pid, ()), locks, tuple(children.get(pid, ()))) for pid, case in self.cases.items()]
-        copied = copy_typical(found, {pid: case.entry for pid, case in self.cases.items()})
+        found = [
+            self._process(case, links.get(pid, ()), locks, tuple(children.get(pid, ())))
+            for pid, case in self.cases.items()
+        ]
         rules = self.options.rules or load_roles()
-        return JobLook(give_roles(copied, {p: c.entry for p, c in self.cases.items()}, rules), seconds, self._notes())
+        named = give_roles(self._with_fifos(found), {p: c.entry for p, c in self.cases.items()}, rules)
+        return JobLook(named, seconds, self._notes())
+
+    def _with_fifos(self, processes: list[Process]) -> list[Process]:
+        """Marks threads whose function still mentions a FIFO that another one opens."""
+        names = {
+            t.wait.path.rsplit("/", 1)[-1] for p in processes for t in p.threads if t.wait.kind == "open"
+        }
+        return (
+            [replace(p, threads=tuple(self._with_later(p, t, names) for t in p.threads)) for p in processes]
+            if names
+            else processes
+        )
+
+    def _with_later(self, process: Process, thread: ThreadLook, names: set[str]) -> ThreadLook:
+        user = thread.user
+        if user is None:
+            return thread
+        text = self.sources.text(user.file, process.pid)
+        return replace(thread, later=tuple(n for n in names if source.mentions_later(text, user.line, n)))
 
     def _process(
-        self, case: _Case, links: tuple[Link, ...], locks: Mapping[int, tuple[int, ...]], children: tuple[int, ...]
+        self,
+        case: _Case,
+        links: tuple[Link, ...],
+        locks: Mapping[int, tuple[int, ...]],
+        children: tuple[int, ...],
     ) -> Process:
         entry = case.entry
         first, last = (case.work[0], case.work[-1]) if case.work else ((0, 0), (0, 0))
@@ -189,17 +315,24 @@ class _Look:
             ticks=last[0] - first[0],
             switches=last[1] - first[1],
             alive=not case.ended,
+            ended=case.exit,
             started_s=entry.start_ticks / os.sysconf("SC_CLK_TCK"),
             read=any(shot.stacks for shot in case.snapshots),
             notes=tuple(case.notes),
         )
 
     def _threads(
-        self, case: _Case, links: tuple[Link, ...], locks: Mapping[int, tuple[int, ...]], children: tuple[int, ...]
+        self,
+        case: _Case,
+        links: tuple[Link, ...],
+        locks: Mapping[int, tuple[int, ...]],
+        children: tuple[int, ...],
     ) -> tuple[ThreadLook, ...]:
         entry = case.entry
         shots = [replace(s, stacks=renumber(s.stacks, case.inner)) for s in case.snapshots]
-        shots.append(replace(shots[-1], facts=self._facts(case, shots[-1].stacks)))  # counters of the last moment
+        shots.append(
+            replace(shots[-1], facts=self._facts(case, shots[-1].stacks))
+        )  # counters of the last moment
         selves = {case.inner.get(tid, tid): value for tid, value in case.selves.items()}
         extras = read_extras(entry.pid, {f.tid: f for f in shots[-1].facts if f.syscall}, selves, locks)
         capture = ProcessCapture(0, None, entry.pid, self.node, entry.title, tuple(shots))
@@ -209,9 +342,13 @@ class _Look:
             links={link.fd: link for link in links},
             text=lambda file: self.sources.text(file, entry.pid),
             children=children,
+            first=frozenset(f.tid for f in shots[0].facts) | {one.tid for one in shots[0].stacks if one.tid},
             extras=extras,
         )
-        return look_at_threads(around)
+        loops = any(
+            frame.file.endswith("asyncio/base_events.py") for one in shots[-1].stacks for frame in one.frames
+        )
+        return look_at_threads(around, read_tasks(entry.pid) if loops else ())
 
     def _notes(self) -> tuple[str, ...]:
         """One line for what kept us from looking, however many processes it concerns."""
@@ -223,13 +360,21 @@ class _Look:
             f"{len(pids)} processes ({', '.join(map(str, pids[:5]))}{' …' if len(pids) > 5 else ''}): {text}"
             for text, pids in problems.items()
         ]
-        return (*lines, *(() if self.pyspy else ("py-spy was not found: only /proc was read. pip install py-spy",)))
+        return (
+            *lines,
+            *(() if self.pyspy else ("py-spy was not found: only /proc was read. pip install py-spy",)),
+        )
+
+
+def how_ended(status: int) -> str:
+    """What /proc says of a process that has ended and was not waited for; "" for a clean end."""
+    if status & 127:
+        return f"killed by {signal.Signals(status & 127).name}"
+    return f"exit code {status >> 8}" if status else ""
 
 
 def _kind(entry: ProcessEntry) -> tuple[object, ...]:
     """What processes that look alike from outside have in common."""
-    import re
-
     words = read_proc(entry.pid, "syscall").split()[:1]
     return entry.ppid, re.sub(r"\d+", "#", entry.title[:200]), *words, read_proc(entry.pid, "wchan")
 
@@ -242,8 +387,3 @@ def choose_typical(cases: list[_Case]) -> list[_Case]:
     for case in cases:
         kinds.setdefault(_kind(case.entry), []).append(case)
     return [case for group in kinds.values() for case in group[:ALIKE]]
-
-
-def copy_typical(processes: list[Process], entries: Mapping[int, ProcessEntry]) -> list[Process]:
-    """Marks those that were not read because others look like them."""
-    return processes
