@@ -33,7 +33,7 @@ class WatchFlags:
     )
     config: str = option(
         "",
-        "YAML with a `debug:` section, and `roles:` for --tree (docs/reference/job_file.md); flags win over it",
+        "YAML with a `debug:` section (docs/reference/job_file.md); flags win over it",
         metavar="FILE",
     )
     json: bool = option(False, "one JSON line for each collection on stderr")
@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the sidecar; the exit code is that of the watched command."""
-    from allranks.watch.role_actions import read_policy
     from allranks.watch.role_sidecar import RoleSidecar
     from allranks.watch.sidecar import Sidecar
 
@@ -87,11 +86,8 @@ def main(args: argparse.Namespace) -> int:
         _say(f"Wrote {done.folder}")
 
     folder = options.folder()
-    policy = read_policy(args.config) if args.config and args.tree else None
     sidecar = (
-        RoleSidecar(options, folder, _say, show_roles, policy)
-        if args.tree
-        else Sidecar(options, folder, _say, show)
+        RoleSidecar(options, folder, _say, show_roles) if args.tree else Sidecar(options, folder, _say, show)
     )
     if words:
         sidecar.start_command(words)

@@ -27,9 +27,9 @@ from allranks.stacks.boxes import LiveBox, find_boxes
 from allranks.stacks.debug_config import DebugOptions
 from allranks.stacks.links import read_links
 from allranks.stacks.procfs import ProcessEntry, main_thread_work, read_proc
-from allranks.stacks.roles import give_roles, load_roles
-from allranks.stacks.tree import LookOptions, find_tree, look_at_processes
-from allranks.watch.role_actions import RolePolicy, choose_restart
+from allranks.stacks.roles import give_roles, with_roles
+from allranks.stacks.tree import LookOptions, find_tree, look_at_processes, write_look
+from allranks.watch.role_actions import choose_restart, restart_commands
 from allranks.watch.role_progress import SAMPLE_S, EngineMetrics, PhaseHistory, RoleWork, parse_metrics
 from allranks.watch.samples import RankSample, read_sample
 from allranks.watch.sidecar import Sidecar
@@ -63,11 +63,11 @@ class RoleSidecar(Sidecar):
         folder: Path,
         say: Callable[[str], None] = lambda text: None,
         on_report: Callable[[RoleReport], None] = lambda report: None,
-        policy: RolePolicy | None = None,
     ) -> None:
         super().__init__(replace(options, rank_lost=False), folder, say)
         self._on_report = on_report
-        self._policy = policy or RolePolicy()
+        self._rules = with_roles(options.roles)
+        self._commands = restart_commands(options.restart)
         self._restarts: list[tuple[str, float]] = []  # role, when
         self._processes: list[Process] = []
         self._entries: dict[int, ProcessEntry] = {}
@@ -104,7 +104,7 @@ class RoleSidecar(Sidecar):
         bare = [
             Process(e.pid, e.ppid, title=e.title, started_s=float(e.start_ticks)) for e in entries.values()
         ]
-        named = give_roles(bare, entries, (*self._policy.rules, *load_roles()))
+        named = give_roles(bare, entries, self._rules)
         ours = [one for one in named if not (one.system or one.ours)]
         # a look has seen stacks, which tell more than titles
         self._processes = [known.get(one.pid, one) for one in ours]
@@ -174,7 +174,7 @@ class RoleSidecar(Sidecar):
     def _collect(self, reason: str) -> None:
         """Looks at all processes; reports when they are stuck, or when a person asked."""
         look = look_at_processes(
-            find_tree(self._roots), LookOptions(self.options.interval_s, rules=self._policy.rules)
+            find_tree(self._roots), LookOptions(self.options.interval_s, rules=self._rules)
         )
         self._processes = [one for one in look.processes if not (one.system or one.ours) and one.alive]
         finding = explain_processes(look)
@@ -193,22 +193,21 @@ class RoleSidecar(Sidecar):
 
     def _report(self, reason: str, finding: ProcessFinding, look: JobLook) -> None:
         folder = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-roles"
-        folder.mkdir(parents=True, exist_ok=True)
-        found = {"reason": reason, **asdict(finding), "processes": asdict(look)["processes"]}
-        (folder / "roles.json").write_text(json.dumps(found, indent=1))
+        write_look(look, folder)  # `allranks stacks --from` reads it, with those of other nodes
+        (folder / "finding.json").write_text(json.dumps({"reason": reason, **asdict(finding)}, indent=1))
         self._on_report(RoleReport(reason, folder, finding))
-        if self._policy.restart:
+        if self._commands:
             self._restart(finding)
 
     def _restart(self, finding: ProcessFinding) -> None:
         """By the role's own command; its exit code is reported, and nothing else is tried."""
         now = time.monotonic()
-        role, why = choose_restart(finding, self._policy, self._restarts, now)
+        role, why = choose_restart(finding, self._commands, self._restarts, now)
         if not role:
             self._say(f"no restart: {why}")
             return
         self._restarts.append((role, now))
-        words = self._policy.restart[role]
+        words = self._commands[role]
         env = {**os.environ, "ALLRANKS_ROLE": role, "ALLRANKS_PID": str(finding.guilty[0].pid)}
         try:
             done = subprocess.run(words, env=env, timeout=RESTART_LIMIT_S, check=False).returncode

@@ -249,10 +249,7 @@ def _kind(hint: Any, meaning: Meaning) -> tuple[Any, tuple[str, ...]]:
 ALIASES = {("scaling", "rule"): "scaling_rule", ("data", "index_path"): "index"}
 
 #: Sections of other tools: accepted and not read, with a word on what to use.
-FOREIGN = {
-    "chaos": "use a fault plan with `allranks drill --plan FILE`",
-    "roles": "it is read by `allranks watch --tree --config FILE`",
-} | dict.fromkeys(
+FOREIGN = {"chaos": "use a fault plan with `allranks drill --plan FILE`"} | dict.fromkeys(
     ("name", "resources", "slurm", "frontend", "backend", "benchmark", "health_check", "output", "profiling"),
     "it belongs to a serving recipe, of which only `debug` is used here",
 )
