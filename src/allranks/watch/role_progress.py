@@ -93,10 +93,11 @@ class PhaseHistory:
         now, lasted = dict(self.now), dict(self.lasted_s)
         for pid, (role, phase) in phases.items():
             before = now.get(pid)
-            if before is not None and before[:2] == (role, phase):
+            if before is not None and before[1] == phase:
+                now[pid] = (role, phase, before[2])  # stacks may have told the role better
                 continue
             if before is not None and before[1]:
-                key = before[:2]
+                key = (role, before[1])
                 lasted[key] = (*lasted.get(key, ()), now_s - before[2])[-PHASES_KEPT:]
             now[pid] = (role, phase, now_s)
         now = {pid: one for pid, one in now.items() if pid in phases}

@@ -110,8 +110,9 @@ class RoleSidecar(Sidecar):
         self._processes = [known.get(one.pid, one) for one in ours]
         self._entries = entries
         folders = {Path(e.environ["ALLRANKS_DIR"]) for e in entries.values() if "ALLRANKS_DIR" in e.environ}
+        users = {os.stat(f"/proc/{pid}").st_uid for pid in self._roots}
         starts = {(e.pid, e.start_ticks): e.pid for e in entries.values()}
-        boxes = find_boxes(tuple(folders), uids={os.getuid()})
+        boxes = find_boxes(tuple(folders), uids=users)
         self._boxes = {starts[b.pid, b.start_ticks]: b for b in boxes if (b.pid, b.start_ticks) in starts}
         self._find_metrics([one for one in ours if ENGINE.search(one.title)])
 
@@ -134,9 +135,10 @@ class RoleSidecar(Sidecar):
         sample = read_sample(box.path) if box is not None else None
         if sample is not None and sample.takes_part:
             return replace(sample, rank=number, pid=pid, alive=alive), True
-        address = self._ports.get(pid, "")
+        address, work = self._ports.get(pid, ""), self._work_of.get(pid, RoleWork())
         metrics = _read_metrics(address) if address else None
-        work = self._work_of.get(pid, RoleWork()).after(now, _work_done(pid), _log_bytes(pid), metrics)
+        if metrics is not None or not address:  # an engine that does not answer has not moved
+            work = work.after(now, _work_done(pid), _log_bytes(pid), metrics)
         self._work_of[pid] = work
         calls = work.moves + 1
         start = self._entries[pid].start_ticks if pid in self._entries else 0
@@ -190,10 +192,12 @@ class RoleSidecar(Sidecar):
         elif finding.state == "stuck" and suspect != self._reported:
             self._reported = suspect
             self._report(reason, finding, look)
+        elif finding.state == "moving":
+            self._reported = frozenset()
 
     def _report(self, reason: str, finding: ProcessFinding, look: JobLook) -> None:
         folder = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-roles"
-        write_look(look, folder)  # `allranks stacks --from` reads it, with those of other nodes
+        write_look(look, folder)  # `allranks stacks FOLDER …` reads it, with those of other nodes
         (folder / "finding.json").write_text(json.dumps({"reason": reason, **asdict(finding)}, indent=1))
         self._on_report(RoleReport(reason, folder, finding))
         if self._commands:
