@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from allranks.channel import web_client
 from allranks.errors import ConfigurationError
 from allranks.model.processes import Guilty, ProcessFinding
 from allranks.stacks.debug_config import DebugOptions
 from allranks.stacks.debuggers import find_pyspy
 from allranks.watch.role_actions import MAX_RESTARTS, choose_restart, restart_commands
+from allranks.watch.role_sidecar import RoleSidecar
 
 ROLES = Path(__file__).parents[2] / "examples" / "roles"
 COMMANDS = restart_commands(["reward=systemctl --user restart 'the judge'"])
@@ -96,3 +98,42 @@ def test_a_stuck_role_is_reported_and_its_command_is_run(tmp_path: Path) -> None
     finally:
         os.killpg(watch.pid, signal.SIGKILL)
         watch.communicate()
+
+
+ENGINE = """
+import http.server, sys
+class Metrics(http.server.BaseHTTPRequestHandler):
+    served = 0
+    def do_GET(self):
+        Metrics.served += int(self.path == "/work")
+        text = f"vllm:num_requests_running 1.0\\nvllm:generation_tokens_total {Metrics.served}.0\\n".encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+    def log_message(self, *words): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_an_engine_moves_when_its_metrics_do(tmp_path: Path) -> None:
+    """They are found among the ports of a process whose title tells that it is an engine."""
+    script = tmp_path / "vllm_server.py"
+    script.write_text(ENGINE)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as engine:
+        try:
+            assert engine.stdout is not None
+            address = f"127.0.0.1:{int(engine.stdout.readline())}"
+            sidecar = RoleSidecar(DebugOptions(), tmp_path)
+            sidecar.take([engine.pid])
+            (first,) = sidecar._observe(0.0)
+            assert sidecar._ports == {engine.pid: address}
+            (still,) = sidecar._observe(10.0)
+            assert still.mark == first.mark
+            web_client.get(address, "/work", 30.0)
+            (moved,) = sidecar._observe(20.0)
+            assert moved.mark > still.mark
+        finally:
+            engine.kill()
