@@ -11,23 +11,30 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from allranks.blackbox.files import job_folder, remove_finished
 from allranks.blackbox.reader import read_trace
+from allranks.channel import web_client
 from allranks.cli import main
 from allranks.cli.status import render
 from allranks.errors import InputError
 from allranks.incidents.folder import open_incident, read_incidents, remove_oldest
-from allranks.incidents.job_overview import Overview, _correct, find_job, find_open
+from allranks.incidents.job_overview import Overview, find_job, find_open, local_facts
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
+from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import JobView, RankRow
+from allranks.model.job_state import describe
 from allranks.model.trace import State
 from allranks.watch.samples import read_sample, sleeps
 from boxes import write_box
+from pages.jobs import whole_job
 
 
 def row(rank: int, doing: str, waits_for: tuple[int, ...] = (), alive: bool = True) -> RankRow:
@@ -35,25 +42,25 @@ def row(rank: int, doing: str, waits_for: tuple[int, ...] = (), alive: bool = Tr
     return RankRow(rank, 100 + rank, "n", alive, 7, 14, 3.0, doing, waits_for)
 
 
+ANSWER = "Hung for 3.0 s, at step 7: rank 1 never entered all_reduce #8 of group dp; it is at train.py:7 in load_batch (sleep)"
+MOVING = {"line": "Training: step 7, 2.0 steps/s", "level": "good", "state": "training"}
 VIEW = JobView(
     "job", "/x", 0.0,
     (row(0, "all_reduce #8 of dp", (1,)), row(1, "computes"), row(2, "all_reduce #8 of dp", (1,)), row(3, "died", alive=False)),
     incidents=("20260101-030000-hang (hang, open): rank 1 never entered all_reduce #8 of group dp; it is at train.py:7 in load_batch (sleep)",),
-    hung=True,
+    line=ANSWER, level="bad", state="hung",
 )  # fmt: skip
 
 
 def test_the_rank_that_others_wait_for_stands_out() -> None:
     """Who waits says for whom, and the one waited for says how many wait."""
     lines = list(render(VIEW, colour=True))
-    assert lines[0] == "job: 3 of 4 ranks run, step 7"
-    assert "waits for rank 1" in lines[2] and "\x1b" not in lines[2]
-    assert lines[3].startswith("\x1b[31m") and "computes  <- 2 ranks wait for it" in lines[3]
-    assert lines[5].startswith("\x1b[31m") and "died" in lines[5]
-    calm = list(
-        render(replace(VIEW, hung=False), colour=True)
-    )  # a long wait that the agent knows to be usual
-    assert "<- 2 ranks wait for it" in calm[3] and "\x1b" not in calm[3]
+    assert lines[:2] == ["job: 3 of 4 ranks run", f"\x1b[31m{ANSWER}\x1b[0m"]
+    assert "waits for rank 1" in lines[3] and "\x1b" not in lines[3]
+    assert lines[4].startswith("\x1b[31m") and "computes  <- 2 ranks wait for it" in lines[4]
+    assert lines[6].startswith("\x1b[31m") and "died" in lines[6]
+    calm = list(render(replace(VIEW, **MOVING), colour=True))  # a long wait that the agent knows to be usual
+    assert not any("wait" in line for line in calm[:7]) and "\x1b" not in calm[4]
 
 
 def test_in_a_job_that_moves_nobody_is_said_to_wait(tmp_path: Path) -> None:
@@ -86,29 +93,51 @@ def test_a_large_job_is_summed_up_and_what_is_odd_is_listed() -> None:
     """`status` of 1,024 ranks printed 1,026 lines."""
     rows = [row(rank, "all_reduce #8 of dp", (11,)) for rank in range(1024)]
     rows[11], rows[700] = row(11, "sleeps"), row(700, "died", alive=False)
-    lines = list(render(JobView("job", "/x", 0.0, tuple(rows), hung=True)))
-    assert lines[1] == "1,022 ranks (0-10, 12-699, 701-1023): all_reduce #8 of dp, wait for rank 11"
-    assert "sleeps  <- 1022 ranks wait for it" in lines[2] and "died" in lines[3] and len(lines) == 4
+    lines = list(render(JobView("job", "/x", 0.0, tuple(rows), line=ANSWER, level="bad", state="hung")))
+    assert lines[2] == "1,022 ranks (0-10, 12-699, 701-1023): all_reduce #8 of dp, wait for rank 11"
+    assert "sleeps  <- 1,022 ranks wait for it" in lines[3] and "died" in lines[4] and len(lines) == 5
     apart = [row(rank, f"all_reduce #8 of dp_{rank // 8}") for rank in range(1024)]
-    lines = list(render(JobView("job", "/x", 0.0, tuple(apart))))
-    assert len(lines) == 18 and lines[-1] == "… and 896 more that do other things"
+    lines = list(render(JobView("job", "/x", 0.0, tuple(apart), **MOVING)))
+    assert len(lines) == 19 and lines[-1] == "… and 896 more that do other things"
 
 
-def test_the_line_of_the_lighthouse_does_not_say_training_beside_an_open_hang() -> None:
+def test_without_a_lighthouse_the_line_is_made_of_boxes_and_incidents() -> None:
     """`status` printed "Training: step 5" and, below, "incident … (hang, open)"."""
-    hang: dict[str, object] = {"kind": "hang", "job": "job"}
-    assert _correct("Training: step 5, 1 node", [hang], VIEW.rows) == (
-        "Stalled: no progress for 3 s; looking into it"
+    sentence = "rank 1 is at train.py:7"
+    hang: dict[str, Any] = {"kind": "hang", "job": "job", "verdict": {"sentence": sentence}}
+    found = describe(local_facts(VIEW.rows, [hang], watched=True))
+    assert (found.text, found.level) == (f"Hung for 3.0 s, at step 7: {sentence}", "bad")
+    found = describe(local_facts(VIEW.rows, [{**hang, "kind": "stall"}], watched=True))
+    assert (
+        found.text.startswith("Looking into it: no progress for 3.0 s, at step 7") and found.level == "warn"
     )
-    for incidents, rows in (
-        ([], VIEW.rows),
-        ([{**hang, "closed": 5.0}], VIEW.rows),
-        (
-            [hang],
-            [*VIEW.rows, replace(VIEW.rows[1], silent_s=0.1)],
-        ),  # a replica was left behind, the others train
-    ):
-        assert _correct("Training: step 5, 1 node", incidents, rows) == "Training: step 5, 1 node"
+    for incidents in ([], [{**hang, "closed": 5.0}]):
+        assert describe(local_facts(VIEW.rows, incidents, watched=True)).text == "Training: step 7"
+    done = replace(VIEW.rows[0], alive=False, doing="exit")
+    assert describe(local_facts([done], [], watched=False)).text == "Finished at step 7"
+
+
+def test_the_line_is_that_of_the_page_word_for_word(tmp_path: Path) -> None:
+    """With the ranks of other nodes, and GPUs, as their agents report them."""
+    server = ServerOptions(job="llama-pretrain-42")
+    with Lighthouse(Options(heartbeat_timeout_s=600.0), server, http=http_protocol()) as lighthouse:
+        lighthouse.call(lambda service: whole_job(service, 16, "hung"))
+        write_box(tmp_path, 3, 7)
+        (tmp_path / "job.json").write_text(json.dumps({"lighthouse": lighthouse.address, "job": "x"}))
+        view = Overview(tmp_path).look()
+        page = json.loads(web_client.get(lighthouse.address, "/api/page", timeout_s=20).body)
+    assert (
+        view.line.startswith("Hung for ")
+        and view.line.split(" s,")[1] == page["line"]["text"].split(" s,")[1]
+    )
+    assert (view.level, view.state) == ("bad", "hung") and view.incidents[0].endswith("in load_batch (sleep)")
+    assert [row.rank for row in view.rows] == list(range(16))
+    assert (
+        view.rows[1].doing == "sleeps"
+        and view.rows[1].gpu == "97 %, 61.0 GB"
+        and view.rows[9].host == "gpu-node-001"
+    )
+    assert view.line in "\n".join(render(view))
 
 
 def test_lines_fit_the_terminal_and_silent_ranks_come_first_when_not_all_fit() -> None:

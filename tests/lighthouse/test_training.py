@@ -10,10 +10,11 @@ from pathlib import Path
 import yaml
 
 from allranks.lighthouse.messages import Beat
+from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import Status, StatusEvent
 from allranks.lighthouse.training import Scene, TrainingView
-from allranks.lighthouse.web import render_metrics
+from allranks.model.job_state import AgentState, OpenIncident
 
 from .without_sockets import Desk, on_loop
 
@@ -49,7 +50,7 @@ def test_steps_that_come_are_green_with_their_speed() -> None:
     assert (found.sentence, found.state) == ("Training: step 20, 2.0 steps/s, 3 of 3 replicas", "good")
 
 
-def test_a_stall_of_seconds_is_amber_and_of_a_minute_red() -> None:
+def test_without_agents_a_stall_of_seconds_is_amber_and_of_a_minute_red() -> None:
     """Whatever the quorum thinks of it; the next step is green again."""
     view, clock = trained()
     clock.at += 33
@@ -62,7 +63,9 @@ def test_a_stall_of_seconds_is_amber_and_of_a_minute_red() -> None:
     assert view.describe(ALL).state == "good"
 
 
-WHOLE = Scene(members=0, agents=2)
+MOVING, LOOKING = AgentState(), AgentState("stalled", "rank 0 waits for rank 1 in all_reduce")
+HUNG = AgentState("hung", "Rank 1 never entered all_reduce #9; it is at train.py:7 in load_batch")
+WHOLE = Scene(members=0, nodes=2, agents=(MOVING, MOVING))
 
 
 def test_a_script_without_step_marks_is_judged_by_its_calls() -> None:
@@ -76,17 +79,22 @@ def test_a_script_without_step_marks_is_judged_by_its_calls() -> None:
         view.note_calls("agent-a", calls, clock.at)
         view.note_calls("agent-b", calls, clock.at)
     found = view.describe(WHOLE)
-    assert (found.sentence, found.state) == ("Running: 4,000 calls finished, 2 nodes", "good")
+    running = "Running: 4,000 calls finished, 200 calls/s, 2 nodes"
+    assert (found.sentence, found.state) == (running, "good")
     clock.at += 33
-    found = view.describe(replace(WHOLE, waits="rank 0 waits for rank 1 in all_reduce"))
-    assert (
-        found.sentence == "Stalled: no call finished for 33 s, 2 nodes; rank 0 waits for rank 1 in all_reduce"
+    found = view.describe(WHOLE)
+    late = "Running: 4,000 calls finished, the last one 33 s ago, 2 nodes"
+    assert (found.sentence, found.state) == (late, "good")  # its agents know that this is no hang
+    found = view.describe(replace(WHOLE, agents=(MOVING, LOOKING)))
+    assert found.sentence == (
+        "Looking into it: no progress for 33 s, 2 nodes; rank 0 waits for rank 1 in all_reduce"
     )
     assert (found.state, found.stalled_s) == ("warn", 33.0)
-    clock.at += 60
-    assert view.describe(WHOLE).state == "bad"
-    view.note_calls("agent-b", 5, clock.at)  # started again
-    assert view.describe(WHOLE).state == "good"
+    found = view.describe(replace(WHOLE, agents=(HUNG, MOVING)))
+    assert found.sentence == (
+        "Hung for 33 s: rank 1 never entered all_reduce #9; it is at train.py:7 in load_batch"
+    )
+    assert (found.state, found.word) == ("bad", "hung")
 
 
 def test_calls_far_apart_are_no_stall() -> None:
@@ -97,26 +105,31 @@ def test_calls_far_apart_are_no_stall() -> None:
         clock.at += 60.0
         view.note_calls("agent-a", calls, clock.at)
     clock.at += 100
-    assert view.describe(WHOLE).sentence == "Running: 9 calls finished, 2 nodes"
+    assert view.describe(replace(WHOLE, agents=())).sentence.startswith(
+        "Running: 9 calls finished, 60.0 s per call"
+    )
 
 
-def test_a_job_with_an_open_hang_does_not_look_as_if_it_ran() -> None:
-    """It hung a few calls after its start: what is usual is not known yet, but its incident is."""
-    clock = Clock()
-    view = TrainingView(clock)
-    view.note_calls("agent-a", 0, clock.at)
-    view.note_calls("agent-a", 80, clock.at)
-    clock.at += 18
-    assert view.describe(WHOLE).sentence == "Running: 80 calls finished, 2 nodes"
-    found = view.describe(replace(WHOLE, hung=True))
-    assert (found.sentence, found.state) == ("Stalled: no call finished for 18 s, 2 nodes", "warn")
-    view.note_calls("agent-a", 90, clock.at)
-    clock.at += 4  # the incident knows more than the last report of the agent
-    assert view.describe(replace(WHOLE, hung=True)).sentence.startswith("Stalled: no call finished for 4 s")
-    view, clock = trained(steps=2)
-    clock.at += 18
-    assert view.describe(ALL).sentence.startswith("Training: step 2")
-    assert view.describe(replace(ALL, hung=True)).sentence.startswith("Stalled: no step for 18 s, at step 2")
+def test_a_hang_in_the_first_steps_is_amber_from_the_suspicion_and_red_from_the_verdict() -> None:
+    """What is usual is not known yet, and the agents are: it said "Training, 4.0 steps/s" for 22 s."""
+    view, clock = trained(steps=5, pause_s=0.25)
+    clock.at += 22
+    hang = OpenIncident(
+        "hang", "Rank 1 sleeps at train.py:7", decided="would restart the job (--recovery on does it)"
+    )
+    suspected = view.describe(replace(WHOLE, agents=(LOOKING,)))
+    assert suspected.state == "warn" and suspected.sentence.startswith(
+        "Looking into it: no progress for 22 s, at step 5, 2 nodes; rank 0 waits"
+    )
+    assert suspected.steps_per_s is None
+    known = view.describe(replace(WHOLE, agents=(HUNG,), incidents=(hang,)))
+    assert (known.sentence, known.state) == (
+        "Hung for 22 s, at step 5: rank 1 sleeps at train.py:7. Would restart the job (--recovery on does it)",
+        "bad",
+    )
+    done = replace(hang, outcome="rank 1 was ended; the launcher restarts the job")
+    found = view.describe(replace(WHOLE, incidents=(done,)))
+    assert (found.word, found.state) == ("recovering", "warn") and done.outcome in found.sentence
 
 
 @on_loop
@@ -128,10 +141,10 @@ async def test_a_job_whose_agent_suspects_a_hang_is_not_green() -> None:
     for step, at in ((4, now - 21), (5, now - 20)):
         view.note_step("agent-a", step, at)
     assert take_snapshot(desk.service).training.sentence == "Training: step 5, 1.0 steps/s, 1 node"
-    desk.service.beat(agent, Beat(5, 5, 0.0, "looking into it: rank 0 waits for rank 1"))
+    desk.service.beat(agent, Beat(5, 5, 0.0, "stalled: rank 0 waits for rank 1"))
     found = take_snapshot(desk.service).training
     assert found.sentence == (
-        "Stalled: no step for 20 s, at step 5, 1 node; looking into it: rank 0 waits for rank 1"
+        "Looking into it: no progress for 20 s, at step 5, 1 node; rank 0 waits for rank 1"
     )
     assert found.state == "warn"
 
@@ -158,7 +171,7 @@ def test_a_lost_replica_is_amber_and_named_until_it_is_back() -> None:
     clock.at += 1
     view.note_step("replica-0", 22, clock.at)
     found = view.describe(TWO)
-    assert found.state == "warn" and found.sentence.endswith("2 of 3 replicas, replica-2 lost 1 s ago")
+    assert found.state == "warn" and found.sentence.endswith("2 of 3 replicas, replica-2 lost 1.0 s ago")
     assert view.departed["replica-2"].reason == "connection closed"
     clock.at += 19
     view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
@@ -175,7 +188,7 @@ def test_an_evicted_replica_is_missing_until_its_process_is_back() -> None:
     for kind, why in told:
         view.happened(StatusEvent(1.0, kind, f"replica-2 {kind}: {why}", "replica-2"))
     found = view.describe(TWO)
-    assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 lost 1 s ago")
+    assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 lost 1.0 s ago")
     view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
     found = view.describe(Scene(2, ALL.alive, joining=("replica-2",)))
     assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 joining")
@@ -191,14 +204,14 @@ def test_a_replica_that_is_evicted_and_readmitted_while_connected_is_there_at_on
     clock.at += 100
     view.note_step("replica-0", 21, clock.at)
     view.happened(StatusEvent(2.0, "lost", "replica-2 lost: gone", "replica-2"))
-    assert view.describe(TWO).sentence.endswith("replica-2 lost 1 s ago")
+    assert view.describe(TWO).sentence.endswith("replica-2 lost 1.0 s ago")
 
 
 def test_agents_are_no_replicas() -> None:
     """A job without replicas speaks of its nodes; an agent that goes is not missed as a replica."""
     view, _ = trained()
     view.happened(StatusEvent(1.0, "lost", "node n1 lost: gone", "agent-n1"))
-    assert view.describe(Scene(members=0, agents=2)).sentence == "Training: step 20, 2.0 steps/s, 2 nodes"
+    assert view.describe(Scene(members=0, nodes=2)).sentence == "Training: step 20, 2.0 steps/s, 2 nodes"
 
 
 def test_before_the_first_step_and_after_the_last() -> None:
@@ -236,23 +249,11 @@ def test_every_metric_is_documented_and_dashboard_and_alerts_use_what_exists() -
     assert set(re.findall(r"allranks_\w+", board + alerts)) <= made
 
 
-def test_a_stall_says_who_waits_for_whom_when_an_agent_knows() -> None:
-    """The reason stands in the first line."""
-    view, clock = trained()
-    clock.at += 10
-    found = view.describe(
-        Scene(0, agents=1, waits="ranks 0, 1 wait for rank 2 in all_reduce #9 of default_pg")
-    )
-    assert found.sentence == (
-        "Stalled: no step for 10 s, at step 20, 1 node; ranks 0, 1 wait for rank 2 in all_reduce #9 of default_pg"
-    )
-
-
 def test_replicas_that_left_do_not_train() -> None:
     """Between their good-bye and the end of the job."""
     view, _ = trained()
     view.happened(StatusEvent(1.0, "left", "replica-0 left: done", "replica-0"))
-    found = view.describe(Scene(0, agents=1))
+    found = view.describe(Scene(0, nodes=1))
     assert (found.sentence, found.state) == (
         "No replica trains: they have left; the last step was 20",
         "warn",
@@ -264,3 +265,19 @@ def test_before_the_first_quorum_the_job_starts() -> None:
     view = TrainingView(Clock())
     view.note_step("replica-0", 0, 1.0)
     assert view.describe(Scene(0, ("replica-0",))).sentence == "Starting, 0 of 1 replicas"
+
+
+def test_a_whole_job_that_was_started_again_starts_over_unless_it_is_too_far_for_that() -> None:
+    """What is possible in the time since the last step is taken for a start from 0; more must be a checkpoint."""
+    view, clock = trained(steps=1000)
+    clock.at += 10.0
+    lost = view.note_step("replica-0", 3, clock.at)
+    assert lost is not None and not lost.restored
+    assert lost.text.startswith(
+        "training starts over from step 0 after a restart: it had come to step 1000, and step 3 "
+    )
+    view, clock = trained(steps=1000)
+    clock.at += 10.0
+    lost = view.note_step("replica-0", 900, clock.at)
+    assert lost is not None and lost.restored
+    assert lost.text == "training continues from a checkpoint of step 900 or before; it had come to step 1000"

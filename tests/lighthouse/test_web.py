@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import queue
 import socket
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,9 +19,9 @@ from allranks.lighthouse.messages import Hello
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.status import StepSample
 from allranks.lighthouse.web import http_protocol
-from allranks.model.cluster import Member, PublishedIncident
+from allranks.model.cluster import Member, PublishedIncident, RestartWanted
+from pages.jobs import whole_job
 
 TOKEN = "right-token"
 
@@ -103,13 +103,13 @@ def test_actions_need_the_token(lighthouse: Lighthouse, replica: Client) -> None
 
 
 def test_events_push_every_change_to_listeners(lighthouse: Lighthouse, replica: Client) -> None:
-    """The first event is the whole status; an eviction arrives without asking again."""
+    """The first event is the whole view; an eviction arrives without asking again."""
     with urllib.request.urlopen(f"http://{lighthouse.address}/api/events", timeout=30) as stream:
         first = json.loads(stream.readline().removeprefix(b"data: "))
-        assert first["evicted"] == {}
+        assert first["odd"] == [] and first["replicas"] == {"member": 1}
         post(lighthouse, "/api/replicas/r%3Cb%3E%261/evict", {"reason": "x"})
         for line in stream:
-            if line.startswith(b"data: ") and json.loads(line[6:])["evicted"]:
+            if line.startswith(b"data: ") and json.loads(line[6:])["odd"]:
                 break
         else:
             pytest.fail("the eviction was never pushed")
@@ -187,9 +187,9 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         page.on("dialog", lambda dialog: dialog.accept())
         page.goto(f"http://{lighthouse.address}/")
         page.wait_for_selector("#live.good")
+        page.click("#who")
         page.locator("#rows td", has_text="r<b>&1").first.wait_for()
-        assert "1 of 1 replicas" in page.inner_text("#sentence")
-        assert "step 12" in page.inner_text("#sentence")
+        page.locator("#sentence", has_text="step 12, 1 of 1 replicas").wait_for()
         lighthouse.call(
             lambda service: service.agents.report_incident(
                 PublishedIncident("i1", "rank 5 <script>alert(1)</script> is stuck")
@@ -197,50 +197,82 @@ def test_the_page_is_live_and_escapes_in_a_real_browser(
         )
         page.wait_for_selector(".incident")
         assert "<script>alert(1)</script> is stuck" in page.inner_text("#incidents")
-        page.click("summary:text('Actions')")
-        page.fill("#token", TOKEN)
-        page.click("button[data-replica]")
-        page.locator("button[data-replica]", has_text="Readmit").wait_for()
         lighthouse.call(_a_thousand_replicas)
-        rows = page.locator("#rows tr")
-        page.click("#more")
-        rows.nth(1000).wait_for()
-        page.fill("#filter", "r0999")
-        rows.nth(1).wait_for(state="detached")
-        page.locator("button[data-replica='r0999']", has_text="Evict").click()
-        page.locator("button[data-replica='r0999']", has_text="Readmit").wait_for()
+        page.locator("#who", has_text="1,000 connected").wait_for()
+        page.click("#act")
+        page.fill("#token", TOKEN)
+        page.select_option("#replica", label="r0999")
+        page.click("#do")
+        page.locator("#odd", has_text="r0999: evicted").wait_for()
+        page.click("#act")
+        page.select_option("#replica", label="r<b>&1")
+        page.click("#do")
+        page.locator("#odd", has_text="r<b>&1: evicted").wait_for()
         page.screenshot(path=str(tmp_path / "page.png"))
         browser.close()
     assert set(lighthouse.status().evicted) == {"r<b>&1", "r0999"}
     assert errors == []
 
 
-def test_the_chart_of_steps_ends_at_the_last_sample_and_its_axis_says_the_speed(
-    lighthouse: Lighthouse, replica: Client
-) -> None:
-    """The axis said 1.5 beside a speed of 145, and the line of every healthy job fell to 0 at "now"."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not Path("/usr/bin/chromium").exists():
-        pytest.skip("chromium is not installed (Debian: chromium)")
+def test_the_parts_of_the_page_are_served(lighthouse: Lighthouse) -> None:
+    """The history, the layout, one rank with its evidence; what is not known is not invented."""
+    lighthouse.call(lambda service: whole_job(service, 16, "hung"))
+    view = json.loads(get(lighthouse, "/api/page")[2])
+    assert view["line"]["level"] == "bad" and view["cells"] == "wswwwwwwwwwwwwww" and view["guilty"] == [1]
+    past = json.loads(get(lighthouse, "/api/history?span=60")[2])
+    assert 55 <= len(past["at"]) <= 62 and past["steps_per_s"][5] == 0.0 and past["step_p50_s"][5] is None
+    day = json.loads(get(lighthouse, "/api/history?span=86400")[2])["at"]
+    assert 14 < len(day) < 100  # one row a minute, then one in 10 s, then one a second
+    assert get(lighthouse, "/api/history?span=long")[0] == 400
+    nodes = json.loads(get(lighthouse, "/api/nodes")[2])
+    assert [len(one["ranks"]) for one in nodes["nodes"]] == [8, 8] and nodes["groups"]["tp_0"][:2] == [0, 1]
+    rank = json.loads(get(lighthouse, "/api/ranks/1")[2])
+    assert rank["pid"] == 4001 and rank["doing"] == "sleeps" and rank["gpus"][0]["index"] == 1
+    assert rank["evidence"]["where"] == "gallery.py:40 in load_batch" and rank["evidence"]["source"]["lines"]
+    assert get(lighthouse, "/api/ranks/77")[0] == 404 and get(lighthouse, "/api/ranks/..")[0] == 404
 
-    def samples(service: Service) -> None:
-        now = time.time()
-        service.training.samples.clear()
-        service.training.samples.extend(StepSample(now - 60 + t, 145 * t) for t in range(51))
 
-    lighthouse.call(samples)
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(
-            executable_path="/usr/bin/chromium",
-            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+def test_a_whole_job_is_restarted_by_its_agents(lighthouse: Lighthouse) -> None:
+    """With the token only; a job of replicas is not."""
+    assert post(lighthouse, "/api/restart")[0] == 409
+    agent = Client(
+        ClientOptions(
+            (lighthouse.address,), TOKEN, role="observer", replica="agent-n1", node="n1", beacon=False
         )
-        page = browser.new_page()
-        page.goto(f"http://{lighthouse.address}/")
-        page.locator("#pace[data-highest]").wait_for()
-        drawn = page.locator("#pace").evaluate("(canvas) => ({...canvas.dataset})")
-        browser.close()
-    assert drawn["highest"] == "145"
-    assert float(drawn["last"]) == pytest.approx(145, rel=0.01)
+    ).start(30)
+    told: queue.Queue[object] = queue.Queue()
+    agent.subscribe(told.put)
+    try:
+        assert post(lighthouse, "/api/restart", token="wrong")[0] == 401
+        assert post(lighthouse, "/api/restart", {"reason": "by hand"}) == (200, {"restart": True})
+        assert told.get(timeout=20) == RestartWanted("by hand")
+    finally:
+        agent.close()
+
+
+def test_the_page_hears_of_a_suspicion_at_once(lighthouse: Lighthouse) -> None:
+    """Not with the next heartbeat, and not with the next refresh."""
+    agent = Client(
+        ClientOptions(
+            (lighthouse.address,),
+            TOKEN,
+            role="observer",
+            replica="agent-n1",
+            node="n1",
+            beacon=False,
+            heartbeat_s=25.0,
+        )
+    ).start(30)
+    agent.report(5, 5)
+    try:
+        with urllib.request.urlopen(f"http://{lighthouse.address}/api/events", timeout=20) as stream:
+            assert json.loads(stream.readline().removeprefix(b"data: "))["line"]["state"] != "looking"
+            agent.report(5, 5, "stalled: rank 0 waits for rank 1")
+            for line in stream:
+                if line.startswith(b"data: ") and json.loads(line[6:])["line"]["state"] == "looking":
+                    break
+    finally:
+        agent.close()
 
 
 def test_the_page_of_an_incident_is_served_in_a_sandbox(lighthouse: Lighthouse) -> None:

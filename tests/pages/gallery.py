@@ -200,7 +200,9 @@ def story_page(ranks: int) -> str:
     """The page of that incident, with everything opened."""
     incident, evidence = hang_incident(ranks)
     lines = ("rank 1 never entered all_reduce #60", "evidence", "  - ranks 0, 2 entered it")
-    return render_story(incident, lines, evidence).replace("<details ", "<details open ")
+    return render_story(incident, lines, evidence, make_traces(min(ranks, 8), 60, 1)).replace(
+        "<details ", "<details open "
+    )
 
 
 @contextmanager

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks.lighthouse.messages import Beat, Hello
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.service import Service
-from allranks.lighthouse.sessions import Session
 from allranks.lighthouse.web import http_protocol
-from allranks.model.cluster import Member, PublishedIncident
-from pages.gallery import Visit, gallery, hang_incident, running_browser, story_page
+from pages.gallery import Visit, gallery, running_browser
+from pages.jobs import replica_job, whole_job
 
 pytestmark = pytest.mark.everything
 
@@ -77,39 +73,125 @@ def test_every_report_says_job_host_date_and_version_and_can_be_copied_from(
         visit.page.close()
 
 
-@pytest.mark.parametrize("replicas", [3, 64, 1024])
-def test_the_page_of_a_job_is_as_good_at_every_width(browser: Any, replicas: int) -> None:
-    """With members, lost ones and an incident whose story is one click away."""
-    with Lighthouse(
-        Options(heartbeat_timeout_s=600.0), ServerOptions(job="llama-pretrain-42"), http=http_protocol()
-    ) as lighthouse:
-        lighthouse.call(lambda service: fill(service, replicas))
-        visit = Visit(browser, f"http://{lighthouse.address}/")
-        visit.page.wait_for_selector("body[data-ready=yes]")
-        visit.page.locator("summary", has_text="Stacks and last calls").press("Enter")
-        visit.page.locator(".evidence", has_text="gallery.py:40 in load_batch").wait_for()
-        assert "all_reduce #59" in visit.page.inner_text(".evidence .guilty")
-        visit.page.locator(
-            "#sentence", has_text=f"{replicas - 1} of {replicas} replicas, replica-1 lost"
-        ).wait_for()
-        flaws = visit.flaws_everywhere(f"job-{replicas}")
-        assert "lost" in visit.page.inner_text("#rows tr:first-child")
-        visit.page.click("text=Open the story")
-        visit.page.wait_for_selector("#guilty")
-        assert visit.errors == []
-        assert all(url.startswith(f"http://{lighthouse.address}/") for url in visit.requests)
-        visit.page.close()
+@pytest.fixture
+def lighthouse() -> Iterator[Lighthouse]:
+    """One whose replicas never fall silent."""
+    server = ServerOptions(job="llama-pretrain-42", token="t")
+    with Lighthouse(Options(heartbeat_timeout_s=600.0), server, http=http_protocol()) as running:
+        yield running
+
+
+def visit_job(browser: Any, lighthouse: Lighthouse) -> Visit:
+    visit = Visit(browser, f"http://{lighthouse.address}/")
+    visit.page.wait_for_selector("body[data-ready=yes]")
+    return visit
+
+
+@pytest.mark.parametrize("state", ["healthy", "looking", "hung", "recovered"])
+@pytest.mark.parametrize("ranks", [3, 64, 1024, 16384])
+def test_the_page_of_a_job_is_as_good_at_every_width(
+    browser: Any, lighthouse: Lighthouse, ranks: int, state: str
+) -> None:
+    """Nothing overlaps, the answer is whole, and nothing is asked of another host."""
+    lighthouse.call(lambda service: whole_job(service, ranks, state))
+    visit = visit_job(browser, lighthouse)
+    visit.page.wait_for_selector("#charts .uplot")
+    line, level = visit.page.locator("#sentence"), visit.page.get_attribute("#now", "class")
+    if state == "hung":
+        assert "it is at gallery.py:40 in load_batch (sleep). Not restarted" in line.inner_text()
+        visit.page.locator(".evidence .source .hit").first.wait_for()
+        frame = visit.page.frame_locator("iframe.timeline")
+        visit.page.locator("iframe.timeline").scroll_into_view_if_needed()
+        frame.locator("#legend i").first.wait_for()
+        assert not frame.locator("header").is_visible()
+    assert level == {"hung": "now bad", "looking": "now warn"}.get(state, "now good")
+    shown = visit.page.evaluate("Charts.shown().map((p) => p.title)")
+    assert shown == ["Step time", "Steps per second", "Loss", "Alive"]
+    flaws = visit.flaws_everywhere(f"job-{ranks}-{state}")
+    box = line.bounding_box()
+    assert box is not None and line.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1")
+    assert visit.errors == []
+    assert all(url.startswith(f"http://{lighthouse.address}/") for url in visit.requests)
+    visit.page.close()
     assert flaws == []
+
+
+def test_the_page_of_replicas_names_those_that_are_not_well(browser: Any, lighthouse: Lighthouse) -> None:
+    """A summary, and the table on demand, in natural order."""
+    lighthouse.call(lambda service: replica_job(service, 64))
+    visit = visit_job(browser, lighthouse)
+    visit.page.locator("#sentence", has_text="63 of 64 replicas, replica-1 lost").wait_for()
+    assert visit.page.inner_text("#who") == "Replicas: 63 member, 1 lost"
+    assert "replica-1: lost since" in visit.page.inner_text("#odd")
+    visit.page.click("#who")
+    visit.page.locator("#rows tr").nth(63).wait_for()
+    listed = visit.page.locator("#rows tr td:first-child").all_inner_texts()
+    assert listed[:4] == ["replica-1", "replica-0", "replica-2", "replica-3"]
+    flaws = visit.flaws_everywhere("job-replicas")
+    visit.page.close()
+    assert flaws == []
+
+
+def test_a_cell_opens_the_drawer_of_its_rank(browser: Any, lighthouse: Lighthouse) -> None:
+    """Stack beside source, last calls, memory, GPU."""
+    lighthouse.call(lambda service: whole_job(service, 16, "hung"))
+    visit = visit_job(browser, lighthouse)
+    visit.page.wait_for_function("() => Ranks.placeOf(1)")
+    x, y = visit.page.evaluate("Ranks.placeOf(1)")
+    visit.page.locator("#grid").click(position={"x": x + 4, "y": y + 4})
+    drawer = visit.page.locator("#drawer")
+    drawer.locator("text=4001").first.wait_for()
+    words = drawer.inner_text()
+    assert "sleeps" in words and "14.2 GB" in words and "64 °C" in words and "all_reduce #59" in words
+    assert drawer.locator(".source .hit").count() == 1
+    visit.page.keyboard.press("Escape")
+    assert not drawer.is_visible()
+    visit.page.close()
+
+
+def test_an_action_asks_for_the_token_and_says_where_it_is(browser: Any, lighthouse: Lighthouse) -> None:
+    """A wrong one changes nothing; the right one asks the agents."""
+    lighthouse.call(lambda service: whole_job(service, 8))
+    visit = visit_job(browser, lighthouse)
+    visit.page.click("#stacks")
+    assert "/dev/shm/allranks-1000/llama-pretrain-42/token on gpu-node-000" in visit.page.inner_text(
+        "#token-place"
+    )
+    visit.page.fill("#token", "wrong")
+    visit.page.click("#do")
+    visit.page.locator("#said", has_text="this needs the job token; it is in /dev/shm").wait_for()
+    visit.page.fill("#token", "t")
+    visit.page.click("#do")
+    visit.page.locator("#live", has_text="collecting stacks").wait_for()
+    assert lighthouse.call(lambda service: service.event_log.counts["collect"]) == 1
+    visit.page.close()
+
+
+def test_zoom_range_and_hover_belong_to_all_charts(browser: Any, lighthouse: Lighthouse) -> None:
+    """One time axis: what is dragged on one chart holds for all."""
+    lighthouse.call(lambda service: whole_job(service, 8, "recovered"))
+    visit = visit_job(browser, lighthouse)
+    box = visit.page.locator(".u-over").first.bounding_box()
+    assert box is not None
+    visit.page.mouse.move(box["x"] + 100, box["y"] + 30)
+    heads = visit.page.locator(".chart-head .soft").all_inner_texts()
+    assert all("·" in head and ":" in head for head in heads) and len({head[:8] for head in heads}) == 1
+    visit.page.mouse.down()
+    visit.page.mouse.move(box["x"] + 200, box["y"] + 30)
+    visit.page.mouse.up()
+    visit.page.locator("#zoom").wait_for()
+    visit.page.click("#unzoom")
+    assert not visit.page.is_visible("#zoom")
+    visit.page.click("text=3 h")
+    visit.page.wait_for_function("() => Charts.shown().length && Charts.shown()[0].at.length < 120")
+    visit.page.close()
 
 
 def test_the_first_line_does_not_outlive_the_lighthouse(browser: Any) -> None:
     """What it said may no longer be true: amber, and how old it is."""
-    with Lighthouse(
-        Options(heartbeat_timeout_s=600.0), ServerOptions(job="llama"), http=http_protocol()
-    ) as lighthouse:
-        lighthouse.call(lambda service: fill(service, 3))
-        visit = Visit(browser, f"http://{lighthouse.address}/")
-        visit.page.locator("#live", has_text="live").wait_for()
+    with Lighthouse(Options(), ServerOptions(job="llama"), http=http_protocol()) as lighthouse:
+        lighthouse.call(lambda service: whole_job(service, 3))
+        visit = visit_job(browser, lighthouse)
         assert visit.page.inner_text("#sentence").startswith("Training: step 1,652")
     visit.page.locator("#sentence", has_text="No news from the lighthouse for").wait_for()
     assert "Last known: Training: step 1,652" in visit.page.inner_text("#sentence")
@@ -117,104 +199,16 @@ def test_the_first_line_does_not_outlive_the_lighthouse(browser: Any) -> None:
     visit.page.close()
 
 
-def test_the_membership_strip_has_a_gap_from_the_loss_to_the_return(browser: Any) -> None:
-    """Also for one that was evicted and readmitted before its process was back."""
-    with Lighthouse(
-        Options(heartbeat_timeout_s=600.0), ServerOptions(job="x"), http=http_protocol()
-    ) as lighthouse:
-        lighthouse.call(lambda service: fill(service, 3))
-        log = ("evicted", "returned", "lost", "let_in")
-        for kind in log:
-            lighthouse.call(lambda service, kind=kind: service.event_log.event(kind, kind, "replica-1"))
-        visit = Visit(browser, f"http://{lighthouse.address}/")
-        strip = "() => document.getElementById('members').dataset.spans"
-        visit.page.wait_for_function(strip)
-        lighthouse.call(lambda service: service.event_log.event("connected", "back", "replica-1"))
-        visit.page.wait_for_function(f"() => JSON.parse(({strip})())['replica-1'].length == 2")
-        spans = json.loads(visit.page.evaluate(strip))
-        assert len(spans["replica-0"]) == 1 and spans["replica-1"][0][1] < spans["replica-1"][1][0]
-        visit.page.close()
-
-
-def test_the_page_of_a_script_without_step_marks_shows_no_empty_parts(browser: Any) -> None:
-    """The open incident comes first; nothing about steps, no column without content."""
-    with Lighthouse(
-        Options(heartbeat_timeout_s=600.0), ServerOptions(job="hf-finetune"), http=http_protocol()
-    ) as lighthouse:
-        lighthouse.call(lambda service: fill_without_steps(service, 2))
-        visit = Visit(browser, f"http://{lighthouse.address}/")
-        visit.page.locator("#sentence", has_text="Running: 240 calls finished, 2 nodes").wait_for()
-        assert not visit.page.is_visible("#pace-part") and not visit.page.is_visible("#members-part")
-        facts = visit.page.locator("#cards .fact span").all_inner_texts()
-        assert facts == ["Nodes", "Without a call", "Incidents", "Up"]
-        heads = visit.page.locator("#replicas th:visible").all_inner_texts()
-        assert heads == ["Node", "State", "Last heard", "Note"]
-        parts = "() => [...document.querySelectorAll('main > *, body > *')].map((one) => one.id)"
-        order = [one for one in visit.page.evaluate(parts) if one]
-        assert order.index("incident-part") < order.index("waits-part")
-        flaws = visit.flaws_everywhere("job-plain")
-        assert visit.errors == []
-        visit.page.close()
+def test_a_script_without_step_marks_gets_the_same_page(browser: Any, lighthouse: Lighthouse) -> None:
+    """Calls per second, the grid of ranks, incidents."""
+    lighthouse.call(lambda service: whole_job(service, 16, "hung", steps=False))
+    visit = visit_job(browser, lighthouse)
+    visit.page.wait_for_selector("#charts .uplot")
+    assert visit.page.evaluate("Charts.shown().map((p) => p.title)") == ["Calls per second", "Alive"]
+    top = visit.page.evaluate("Charts.shown()[0].top")
+    assert 1234 <= top < 1600  # the axis is not wrong by ten
+    assert "15 in a call" in visit.page.inner_text("#cell-legend")
+    flaws = visit.flaws_everywhere("job-plain")
+    assert visit.errors == []
+    visit.page.close()
     assert flaws == []
-
-
-class Silent:
-    """A replica that is only there."""
-
-    address = "10.0.0.1:1"
-
-    def deliver(self, message: object, frame: bytes) -> None:
-        """Takes it."""
-
-    def close(self) -> None:
-        """Goes."""
-
-
-def fill_without_steps(service: Service, nodes: int) -> None:
-    """A whole job of any script: agents, calls, an open incident."""
-    for i in range(nodes):
-        hello = Hello(replica=f"agent-{i}", session=f"a{i}", node=f"gpu-node-{i:03d}", role="observer")
-        found = service.hello(Silent(), hello)
-        assert isinstance(found, Session)
-        for calls in (0, 60, 120):
-            service.beat(found, Beat(step=-1, progress=calls, health="rank 0 waits for rank 1" if i else ""))
-    service.agents.report_incident(
-        PublishedIncident(
-            "20260301-030000-hang",
-            "Rank 1 (node0) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch",
-            node="gpu-node-000",
-            cause="stuck_before_collective",
-            at=1.7e9,
-            kind="hang",
-        )
-    )
-
-
-def fill(service: Service, replicas: int, incident_at: float = 1.7e9) -> None:
-    """A job in which one replica is lost and the others train."""
-    for i in range(replicas):
-        found = service.hello(
-            Silent(), Hello(replica=f"replica-{i}", session=f"s{i}", node=f"gpu-node-{i // 8:03d}")
-        )
-        assert isinstance(found, Session)
-        service.beat(found, Beat(step=1650 + i % 3, progress=1650))
-        service.join(found, Member(replica=f"replica-{i}", step=1650))
-    service.accuse("replica-1", "process 4711 exited")
-    sentence = "Rank 1 (node0) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch"
-    _, evidence = hang_incident(3)
-    service.agents.report_incident(
-        PublishedIncident(
-            "20260301-030000-hang",
-            sentence,
-            replicas=("replica-1",),
-            node="gpu-node-000",
-            path="/var/tmp/x",
-            cause="stuck_before_collective",
-            at=incident_at,
-            kind="hang",
-            outcome="replica-1 was evicted",
-            closed=True,
-            story=story_page(3),
-            evidence=json.dumps({"ranks": [one.to_dict() for one in evidence]}),
-        )
-    )

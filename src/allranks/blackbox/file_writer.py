@@ -63,6 +63,9 @@ class Box:
         for name, value in fields.items():
             self.words[FIELD[name]] = value
 
+    def set_loss(self, loss: float) -> None:
+        struct.pack_into("<d", self.memory, 8 * FIELD["loss"], loss)
+
     def get(self, field: str) -> int:
         return int(self.words[FIELD[field]])
 

@@ -53,6 +53,7 @@ class Header(NamedTuple):
     inside_ns: int
     setups: int  # how many of those functions were finished
     exit_message: bytes = b""  # see `closed`
+    loss: float = 0.0  # that the last step mark gave; 0: none
     path: Path = Path()  # where it was read
 
     @property
@@ -69,7 +70,7 @@ class Header(NamedTuple):
 
 
 #: The code of `struct` of every field in the file, in order.
-CODES = ("8s", *"IIQQQQQQ", *"qqqqqqqqqqqqqQq", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s")
+CODES = ("8s", *"IIQQQQQQ", *"qqqqqqqqqqqqqQq", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s", "d")
 STRUCT = struct.Struct("<" + "".join(CODES))
 
 

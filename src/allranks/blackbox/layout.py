@@ -49,7 +49,7 @@ class Item(IntEnum):
     DESTROYED = 7  # [id of a GROUP, epoch nanoseconds]
 
 
-_DTYPES = {"I": "<u4", "Q": "<u8", "q": "<i8", "8s": "S8", "64s": "S64", "512s": "S512"}
+_DTYPES = {"I": "<u4", "Q": "<u8", "q": "<i8", "8s": "S8", "64s": "S64", "512s": "S512", "d": "<f8"}
 #: The header as a row.
 HEADER = np.dtype(
     [

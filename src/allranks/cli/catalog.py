@@ -4,11 +4,12 @@ from __future__ import annotations
 
 #: Heading -> commands, in the order of `allranks --help`.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "My job hangs now": ("diagnose", "stacks", "dump", "status", "top", "page"),
+    "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
     "Keep my job running": ("run", "record", "watch", "lighthouse", "slurm", "drill"),
+    "Where does the time go": ("goodput", "slow", "advise", "history"),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
-    "This machine": ("demo", "doctor", "etcd", "completion"),
+    "This machine": ("demo", "doctor", "mcp", "etcd", "completion"),
 }
 
 #: command -> lines to copy; the help of an action shows those of its own.
@@ -28,6 +29,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks dump /mnt/scratch/boxes --format json --active",
         "allranks dump dumps/rank3.box --info --calls 20   # what a file holds",
         "allranks dump dumps/ --format pickle -o pickles/  # dumps into another format",
+    ),
+    "replay": (
+        "allranks replay INCIDENT -o hang.py        # python hang.py: the same hang, anywhere",
+        "allranks replay dumps/ -o hang.py --run    # and check that it hangs in the same way",
     ),
     "stacks": (
         "allranks stacks                           # every rank on this node",
@@ -69,6 +74,18 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "status": ("allranks status", "allranks status my-job --json"),
     "top": ("allranks top         # q quits", "allranks top my-job --interval 0.5"),
     "page": ("allranks page        # of the newest job on this node", "allranks page my-job --no-browser"),
+    "goodput": (
+        "allranks goodput my-job                   # across restarts and requeues",
+        "allranks goodput my-job --since 7d --window 1d --gpu-hour 2.5",
+        "allranks goodput allranks-incidents/ --html goodput.html",
+    ),
+    "slow": ("allranks slow my-job", "allranks slow dumps/ --json"),
+    "advise": ("allranks advise my-job", "allranks advise allranks-incidents/ --since 7d --json"),
+    "history": (
+        "allranks history                          # nodes that fail again and again",
+        "allranks history --slurm-exclude          # for sbatch --exclude",
+        "allranks history --node node17 --week --json",
+    ),
     "demo": ("allranks demo",),
     "frtrace": ("allranks frtrace dumps/", "allranks frtrace dumps/ -j --selected-ranks 0 1"),
     "doctor": (
@@ -86,6 +103,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks checkpoint export /nvme/run-7 model.safetensors",
         "allranks checkpoint import model.safetensors /nvme/run-8 --step 0",
         "allranks checkpoint set-aside /nvme/run-7",
+    ),
+    "mcp": (
+        "claude mcp add allranks -- allranks mcp   # or any other client that starts a server on stdio",
+        "allranks mcp --skill > .claude/skills/allranks/SKILL.md",
     ),
     "etcd": ("allranks etcd start", "allranks etcd status --json"),
     "config": (

@@ -144,13 +144,15 @@ def _run(
     set_aside_earlier(folder)
     _start_fresh(options, folder)
     write_token(folder / TOKEN_FILE, token)
-    lighthouse = _lighthouse(options, settings, token, stack, name)
+    lighthouse = _lighthouse(options, settings, token, stack, name, folder)
     keep = options.snapshots if options.snapshots is not None else not options.replicas
     snapshots = start_snapshot_server(token, torchrun, stack) if keep else ""
     environment = JobEnvironment(name, token, lighthouse, folder, snapshots, options.record)
     incidents = _incidents(options.incidents, folder)
     log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
-    facts = {"job": name, "lighthouse": lighthouse, "incidents": str(incidents.absolute())}
+    facts = {
+        "job": name, "lighthouse": lighthouse, "incidents": str(incidents.absolute()), "logs": str(Path(log_dir).absolute()),
+    }  # fmt: skip
     write_job(folder, {**facts, "pid": os.getpid()})
     _say(f"job {name}: black boxes in {folder}, logs in {log_dir}, job token in {folder / TOKEN_FILE}")
     if lighthouse and not options.lighthouse and may_have_several_nodes(torchrun):
@@ -317,7 +319,9 @@ def _start_fresh(options: RunFlags, folder: Path) -> None:
     os.environ[FRESH_VARIABLE] = "1"
 
 
-def _lighthouse(options: RunFlags, settings: Settings, token: str, stack: ExitStack, job: str) -> str:
+def _lighthouse(
+    options: RunFlags, settings: Settings, token: str, stack: ExitStack, job: str, folder: Path
+) -> str:
     """The address of the lighthouse to use; starts one in this process unless another is given."""
     if options.lighthouse:
         return options.lighthouse
@@ -329,7 +333,7 @@ def _lighthouse(options: RunFlags, settings: Settings, token: str, stack: ExitSt
             )
         return ""
     replicas = options.total_replicas or options.replicas or 0
-    return embed_lighthouse(options.bind, token, options.min_replicas, replicas, settings, stack, job)
+    return embed_lighthouse(options.bind, token, options.min_replicas, replicas, settings, stack, job, folder)
 
 
 ALONE = (

@@ -19,9 +19,11 @@ from allranks.cli.terminal import note
 from allranks.errors import AllranksError, InputError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
 from allranks.model.cluster import AGENT
+from allranks.model.metrics import SPENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:
+    from allranks.goodput.agent import LedgerKeeper
     from allranks.incidents.loop import Watch
     from allranks.incidents.policy import Mode, PolicyOptions
     from allranks.launch.node_agent import NodeAgent
@@ -265,14 +267,20 @@ def embed_lighthouse(
     settings: Settings,
     stack: ExitStack,
     job: str = "",
+    folder: Path | None = None,
 ) -> str:
     """Starts a lighthouse until the stack ends, and returns its address. `replicas` are expected; 0: unknown."""
+    from allranks.incidents.job_overview import TOKEN_FILE
+    from allranks.lighthouse.history import FILE_NAME
     from allranks.lighthouse.options import Options, ServerOptions
     from allranks.lighthouse.server import Lighthouse
     from allranks.lighthouse.web import http_protocol
 
     host, _, port = bind.rpartition(":")
-    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
+    kept = (
+        {} if folder is None else {"history": str(folder / FILE_NAME), "token_path": str(folder / TOKEN_FILE)}
+    )
+    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job, **kept)
     options = Options(min_replicas=min_replicas or 1, expect_replicas=replicas, **quorum_times(settings))
     # not what this process logs itself: incidents, and the address
     logging.getLogger("allranks.lighthouse").addFilter(
@@ -321,6 +329,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
             may_leave=may_leave,
         )
     )
+    keep_ledger(job, watch, mode)
     if store := options.incident_store or recovery.get("incident_store"):
         from allranks.checkpoint.stores import StoreSpec
         from allranks.checkpoint.stores.object_store import ObjectBlobs
@@ -330,6 +339,29 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
         job.stack.callback(uploader.close)
         watch.copy_to(uploader.keep)
     return watch
+
+
+def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
+    """Books where the ranks' time goes, beside the incidents."""
+    from allranks.goodput.agent import LedgerKeeper
+    from allranks.goodput.history import start_history
+
+    keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
+    keeper.history = start_history(os.environ)
+    keeper.start()
+    watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
+    job.stack.callback(_end_ledger, keeper)
+    SPENT.append(keeper.spent)
+    job.stack.callback(SPENT.remove, keeper.spent)
+
+
+def _end_ledger(keeper: LedgerKeeper) -> None:
+    """After the watch has ended: the last rows, and one line on the terminal."""
+    from allranks.goodput.report import end_line
+
+    found = keeper.close()
+    if found is not None and found.ranks:
+        note(f"[allranks] {end_line(found)} (allranks goodput {found.job})")
 
 
 def start_agent(job: NodeJob, watch: Watch | None, supervisor: Supervisor | None = None) -> NodeAgent:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
 import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from allranks.cli.terminal import full_screen, key_within, use_color
 from allranks.model.cluster import JobView, RankRow
-from allranks.model.formatting import count, rank_list, ranks_text
+from allranks.model.formatting import count, duration, rank_list, ranks_text
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:  # numpy comes with it
@@ -54,9 +55,13 @@ def main(args: argparse.Namespace) -> int:
     from allranks.incidents.job_overview import Overview, find_job
 
     overview = Overview(find_job(args.job))
-    live = args.watch or args.command == "top"
+    live, interval_s = args.watch or args.command == "top", max(0.1, args.interval)
     if live and not args.json and sys.stdout.isatty():
-        return _watch(overview, max(0.1, args.interval))
+        if sys.stdin.isatty() and importlib.util.find_spec("textual") is not None:
+            from allranks.cli.top import run
+
+            return run(overview, interval_s)
+        return _watch(overview, interval_s)
     while True:
         view = overview.look()
         print(
@@ -65,11 +70,11 @@ def main(args: argparse.Namespace) -> int:
         )
         if not live or not view.running:
             return 0 if view.running else 1
-        time.sleep(max(0.1, args.interval))
+        time.sleep(interval_s)
 
 
 def _watch(overview: Overview, interval_s: float) -> int:
-    """The live screen; ends with q, with the job or with Ctrl-C, and leaves its last state behind."""
+    """The live screen without textual; ends with q, with the job or with Ctrl-C, and leaves its last state behind."""
     lines: list[str] = []
     by_silence, paused, view = False, False, overview.look()
     with full_screen():
@@ -80,7 +85,7 @@ def _watch(overview: Overview, interval_s: float) -> int:
                     view, colour=use_color(), height=size.lines - 1, width=size.columns, by_silence=by_silence
                 )
                 lines = list(shown)
-                keys = f"q quit  s sort by {'rank' if by_silence else 'silence'}  p pause"
+                keys = f"q quit  s sort by {'rank' if by_silence else 'silence'}  p pause  (more: pip install 'allranks[tui]')"
                 sys.stdout.write("\x1b[H\x1b[2J" + "\n".join([*lines, _cut(keys, size.columns)]))
                 sys.stdout.flush()
             key = key_within(interval_s).lower()
@@ -92,6 +97,9 @@ def _watch(overview: Overview, interval_s: float) -> int:
     return 0 if view.running else 1
 
 
+LEVELS = {"good": "32", "warn": "33", "bad": "31"}
+
+
 def render(
     view: JobView,
     *,
@@ -100,36 +108,63 @@ def render(
     width: int = UNLIMITED,
     by_silence: bool = False,
 ) -> Iterator[str]:
-    """The screen: a headline, the table (the most silent ranks first when it does not fit), incidents. A narrow one
-    leaves out pid and calls: who waits for whom is what matters."""
-    yield _cut(_headline(view), width)
-    said = _wrap(f"lighthouse {view.lighthouse}: {view.quorum}", width) if view.quorum else []
-    yield from said
-    waiters = Counter(rank for row in view.rows if row.alive for rank in row.waits_for)
+    """The screen: the state of the job, the table (the most silent ranks first when it does not fit), incidents. A narrow
+    one leaves out node, pid and calls: who waits for whom is what matters."""
+    yield _cut(headline(view), width)
+    said = _wrap(view.line, width)
+    yield from (f"\x1b[{LEVELS[view.level]}m{line}\x1b[0m" if colour else line for line in said)
+    waiters = count_waiters(view)
     if height == UNLIMITED and len(view.rows) > MANY_RANKS:
         yield from _summary(view, waiters, colour)
         yield from (f"incident {printable(text, len(text))}" for text in view.incidents)
         return
-    middle = f"{'pid':>8} {'step':>8} {'calls':>9}" if width >= WIDE else f"{'step':>7}"
-    yield f"{'rank':>5} {middle} {'silent':>8}  doing"
+    columns = chosen_columns(view) if width >= WIDE else ("step", "silent")
+    yield f"{'rank':>5} " + "".join(f"{name:>{WIDTHS[name]}} " for name in columns) + " doing"
     rows = list(view.rows)
     told = [line for text in view.incidents for line in _wrap(f"incident {text}", width)]
     room = max(5, height - 6 - len(said[1:]) - len(told))
     if len(rows) > room or by_silence:
         rows = sorted(rows, key=lambda row: (row.alive, -(row.silent_s or 0.0)))[:room]
-    yield from (_line(row, waiters[row.rank], colour, width, view.hung) for row in rows)
+    yield from (_line(row, waiters[row.rank], columns, colour, width, view) for row in rows)
     if len(rows) < len(view.rows):
-        yield f"      … and {len(view.rows) - len(rows)} more"
+        yield f"      … and {len(view.rows) - len(rows):,} more"
     yield from told
+
+
+def count_waiters(view: JobView) -> Counter[int]:
+    """How many ranks wait for each; none while the detector says that the job moves."""
+    return Counter(rank for row in view.rows if row.alive and view.still for rank in row.waits_for)
+
+
+WIDTHS = {"node": 16, "pid": 8, "step": 9, "calls": 11, "silent": 8, "GPU": 16}
+
+
+def chosen_columns(view: JobView) -> tuple[str, ...]:
+    """Nodes where there are several, GPUs where they are known."""
+    several = len({row.host for row in view.rows}) > 1
+    known = any(row.gpu for row in view.rows)
+    return (*(["node"] if several else []), "pid", "step", "calls", "silent", *(["GPU"] if known else []))
+
+
+def cell(row: RankRow, column: str) -> str:
+    """What stands in a column, the same in `status`, `top` and on a narrow screen."""
+    if column == "silent":
+        return duration(row.silent_s) if row.silent_s is not None and row.alive else "-"
+    if column == "step":
+        return f"{row.step:,}" if row.step >= 0 else "-"
+    if column == "calls":
+        return f"{row.calls_completed:,}"
+    return {"node": row.host[:16], "pid": str(row.pid), "GPU": row.gpu or "-"}[column]
 
 
 def _summary(view: JobView, waiters: Counter[int], colour: bool) -> Iterator[str]:
     """A large job: ranks that do the same are one line; below, those that died or that others wait for."""
     alike: dict[tuple[str, tuple[int, ...]], list[RankRow]] = {}
     odd = [row for row in view.rows if row.doing == "died" or (row.alive and waiters[row.rank])]
+    exceptions = {row.rank for row in odd}
     for row in view.rows:
-        if row not in odd:
-            alike.setdefault((row.doing, row.waits_for), []).append(row)
+        if row.rank not in exceptions:
+            alike.setdefault((row.doing, row.waits_for if view.still else ()), []).append(row)
     groups = sorted(alike.items(), key=lambda each: -len(each[1]))
     for (doing, waits), rows in groups[:MANY_LINES]:
         ranks = ranks_text(row.rank for row in rows)
@@ -137,38 +172,31 @@ def _summary(view: JobView, waiters: Counter[int], colour: bool) -> Iterator[str
         yield printable(f"{count(len(rows), 'rank')} ({ranks.partition(' ')[2]}): {doing}{tail}", 1000)
     if len(groups) > MANY_LINES:
         yield f"… and {sum(len(rows) for _, rows in groups[MANY_LINES:]):,} more that do other things"
-    yield from (_line(row, waiters[row.rank], colour, UNLIMITED, view.hung) for row in odd[:MANY_LINES])
+    columns = chosen_columns(view)
+    yield from (_line(row, waiters[row.rank], columns, colour, UNLIMITED, view) for row in odd[:MANY_LINES])
     if len(odd) > MANY_LINES:
         yield f"… and {len(odd) - MANY_LINES:,} more that died or that others wait for"
 
 
-def _headline(view: JobView) -> str:
-    alive = [row for row in view.rows if row.alive]
-    speeds = sorted(row.steps_per_s for row in alive if row.steps_per_s is not None)
-    speed = f", {speeds[len(speeds) // 2]:.2f} steps/s" if speeds else ""
-    step = max((row.step for row in view.rows), default=-1)
-    return f"{view.job}: {len(alive)} of {len(view.rows)} ranks run, step {step if step >= 0 else '-'}{speed}"
+def headline(view: JobView) -> str:
+    alive = sum(row.alive for row in view.rows)
+    return f"{view.job}: {alive:,} of {count(len(view.rows), 'rank')} run"
 
 
-def _line(row: RankRow, waiters: int, colour: bool, width: int, hung: bool) -> str:
-    """One rank; one that others wait for stands out when the agent has opened an incident."""
+def _line(row: RankRow, waiters: int, columns: Sequence[str], colour: bool, width: int, view: JobView) -> str:
+    """One rank; one that others wait for has the colour of the job's state."""
     held = row.alive and waiters > 0
-    silent = f"{row.silent_s:.1f} s" if row.silent_s is not None and row.alive else "-"
-    step = str(row.step) if row.step >= 0 else "-"
-    tail = _doing(row, waiters if held else 0, narrow=width < WIDE)
-    if width >= WIDE:
-        text = f"{row.rank:>5} {row.pid:>8} {step:>8} {row.calls_completed:>9} {silent:>8}  {tail}"
-    else:
-        text = f"{row.rank:>5} {step:>7} {silent:>8}  {tail}"
-    code = "31" if row.doing == "died" or (held and hung) else "" if row.alive else "2"
+    text = f"{row.rank:>5} " + "".join(f"{cell(row, name):>{WIDTHS[name]}} " for name in columns)
+    text += " " + doing_text(row, waiters if held else 0, view.still, narrow=width < WIDE)
+    code = "31" if row.doing == "died" else LEVELS[view.level] if held else "" if row.alive else "2"
     return f"\x1b[{code}m{_cut(text, width)}\x1b[0m" if colour and code else _cut(text, width)
 
 
-def _doing(row: RankRow, waiters: int, narrow: bool) -> str:
+def doing_text(row: RankRow, waiters: int, still: bool, narrow: bool = False) -> str:
     """What it does, and who waits for whom; on a narrow screen that comes first."""
     phase = f" [{row.phase}]" if row.phase else ""
-    held = f"<- {waiters} {'rank waits' if waiters == 1 else 'ranks wait'} for it" if waiters else ""
-    waits = rank_list(row.waits_for, limit=8)
+    held = f"<- {waiters:,} {'rank waits' if waiters == 1 else 'ranks wait'} for it" if waiters else ""
+    waits = rank_list(row.waits_for, limit=8) if still else ""
     if narrow:
         first = held or (f"waits for {waits}" if waits else "")
         return f"{first}: {row.doing}{phase}" if first else f"{row.doing}{phase}"
@@ -177,7 +205,7 @@ def _doing(row: RankRow, waiters: int, narrow: bool) -> str:
 
 def _wrap(text: str, width: int) -> list[str]:
     """The whole text in lines of the screen: an answer is not cut."""
-    return textwrap.wrap(printable(text, len(text)), width, subsequent_indent="  ")
+    return textwrap.wrap(printable(text, len(text)), width, subsequent_indent="  ") or [""]
 
 
 def _cut(text: str, width: int) -> str:

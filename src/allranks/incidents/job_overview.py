@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from allranks.diagnose.phrasing import ranks_text, ranks_wait
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
-from allranks.model.cluster import LOOKING, JobView, RankRow
+from allranks.model.cluster import DOING, JobView, Motion, RankRow
+from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StateLine, describe
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.watch.samples import RankSample, read_sample, read_samples, sleeps
@@ -66,7 +67,7 @@ def find_job(name: str | None) -> Path:
     here; if none does, the newest."""
     if name and (path := Path(name)).is_dir() and ("/" in name or _last_written(path)):
         return path
-    folders = _jobs()
+    folders = recorded_jobs()
     if not name:
         return _newest_running(folders)
     exact = [folder for folder in folders if name in (folder.name, read_job(folder).get("job"))]
@@ -101,7 +102,7 @@ def read_job_token(folder: Path) -> str:
 
 def _meant(name: str | None) -> str:
     """What else there is, the nearest names first."""
-    known = _jobs()
+    known = recorded_jobs()
     near = get_close_matches(name or "", [folder.name for folder in known], 3, 0.5)
     if near:
         return f"Did you mean {' or '.join(near)}?"
@@ -110,7 +111,7 @@ def _meant(name: str | None) -> str:
     return hint or "Start one with `allranks run …`, or give the folder of its black boxes."
 
 
-def _jobs() -> list[Path]:
+def recorded_jobs() -> list[Path]:
     """The folders of recorded jobs, the newest first."""
     written = {folder: _last_written(folder) for folder in job_folders()}
     return sorted(filter(written.__getitem__, written), key=written.__getitem__, reverse=True)
@@ -119,6 +120,15 @@ def _jobs() -> list[Path]:
 def _some(folders: list[Path]) -> str:
     more = f" and {len(folders) - 8} older ones" if len(folders) > 8 else ""
     return ", ".join(folder.name for folder in folders[:8]) + more
+
+
+@dataclass(frozen=True)
+class LighthouseView:
+    """What the lighthouse of the job says; empty when it does not answer."""
+
+    line: StateLine | None = None
+    incidents: tuple[Story, ...] = ()
+    nodes: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass
@@ -133,20 +143,29 @@ class Overview:
         facts = read_job(self.folder)
         samples = read_samples(self.folder)
         traces = (
-            {t.header.rank: t for t in load_paths([s.path for s in samples], LoadOptions()).traces}
+            {
+                t.header.rank: t
+                for t in load_paths([s.path for s in samples], LoadOptions(allow_nothing=True)).traces
+            }
             if samples
             else {}
         )
         open_ = {rank: find_open(trace) for rank, trace in traces.items() if rank is not None}
-        rows = tuple(self._row(sample, now, traces.get(sample.rank), open_) for sample in samples)
+        rows = [self._row(sample, now, traces.get(sample.rank), open_) for sample in samples]
         lighthouse = str(facts.get("lighthouse", ""))
         job = str(facts.get("job", self.folder.name))
-        told = read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))
-        mine = [incident for incident in told if incident.get("job") == job]
+        seen = ask_lighthouse(lighthouse) if any(row.alive for row in rows) else LighthouseView()
+        incidents: Sequence[Story] = seen.incidents
+        if seen.line is None:
+            told = read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))
+            incidents = [incident for incident in told if incident.get("job") == job]
+        line = seen.line or describe(local_facts(rows, incidents, watched=bool(facts.get("pid"))))
+        if seen.line is None and lighthouse and any(row.alive for row in rows):
+            line = replace(line, text=f"{line.text} (the lighthouse at {lighthouse} does not answer)")
         return JobView(
-            job=job, folder=str(self.folder), at=now, rows=rows,
-            lighthouse=lighthouse, quorum=_correct(_quorum(lighthouse), mine, rows),
-            incidents=tuple(_incident_line(i) for i in mine)[-8:], hung=_is_hung(mine),
+            job=job, folder=str(self.folder), at=now, rows=with_nodes(rows, seen.nodes), lighthouse=lighthouse,
+            line=line.text, level=line.level, state=line.state,
+            incidents=tuple(_incident_line(i) for i in incidents)[-8:],
         )  # fmt: skip
 
     def _row(
@@ -178,7 +197,8 @@ class Overview:
         host = trace.header.host if trace is not None else ""
         phase = trace.progress.phase if trace is not None else ""
         return RankRow(
-            sample.rank, sample.pid, host, sample.alive, sample.step, sample.calls_completed, silent, doing, waits_for, speed, phase
+            sample.rank, sample.pid, host, sample.alive, sample.step, sample.calls_completed, silent, doing, waits_for, speed, phase,
+            box=sample.path,
         )  # fmt: skip
 
 
@@ -206,41 +226,84 @@ def find_absent(
     return tuple(rank for rank in members if rank in open_ and (group, sequence) not in open_[rank])
 
 
-def _incident_line(incident: Story) -> str:
-    verdict = incident.get("verdict")
-    text = (isinstance(verdict, dict) and verdict.get("sentence")) or incident.get("reason") or ""
-    state = "closed" if incident.get("closed") else "open"
-    return f"{incident.get('id')} ({incident.get('kind')}, {state}): {text}"
-
-
-def _is_hung(incidents: Iterable[Story]) -> bool:
-    return any(i.get("kind") == "hang" and not i.get("closed") for i in incidents)
-
-
-def _correct(said: str, incidents: Iterable[Story], rows: Iterable[RankRow]) -> str:
-    """The lighthouse learns of a hang a little later than its folder is there: until then it says that all is well."""
-    silent = min((row.silent_s for row in rows if row.alive and row.silent_s is not None), default=0.0)
-    if _is_hung(incidents) and silent >= SILENT_S and said.startswith(("Training:", "Running:")):
-        return f"Stalled: no progress for {silent:.0f} s; {LOOKING}"
-    return said
-
-
-def _quorum(lighthouse: str) -> str:
-    """The lighthouse's sentence, or '' when it does not answer at once."""
-    if not lighthouse:
-        return ""
+def ask_lighthouse(address: str) -> LighthouseView:
+    """What its page shows, as it shows it."""
+    if not address:
+        return LighthouseView()
     try:
-        status = web_client.get(lighthouse.split(",")[0], "/api/status", timeout_s=0.5).object()
-    except (OSError, ValueError):
-        return "the lighthouse does not answer"
-    training, quorum = (
-        part if isinstance(part := status.get(key), dict) else {} for key in ("training", "quorum")
+        first = address.split(",")[0]
+        view = web_client.get(first, "/api/page", timeout_s=0.5).object()
+        layout = web_client.get(first, "/api/nodes", timeout_s=0.5).object()
+        line = view["line"]
+        words = StateLine(*(printable(str(line[key])) for key in ("state", "level", "text")))  # type: ignore[arg-type]
+        incidents = tuple(one for one in reversed(view["incidents"]) if one.get("kind") != "request")
+        return LighthouseView(words, incidents, tuple(layout["nodes"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return LighthouseView()
+
+
+def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bool) -> JobFacts:
+    """The same without a lighthouse, from black boxes and the folder of incidents."""
+    opened = tuple(
+        OpenIncident(str(one.get("kind")), _sentence(one), _result(one))
+        for one in incidents
+        if not one.get("closed")
     )
-    if said := training.get("sentence"):
-        return printable(str(said))
-    return printable(
-        f"quorum {quorum.get('number', '-')}: {status.get('reason') or quorum.get('reason') or ''}"
+    alive = [row for row in rows if row.alive]
+    speeds = sorted(row.steps_per_s for row in alive if row.steps_per_s)
+    motion = find_motion(opened)
+    cause = next((one.sentence for one in reversed(opened) if one.kind in ("hang", "stall")), "")
+    return JobFacts(
+        agents=(AgentState(motion, cause),) if watched and alive else (),
+        incidents=opened if alive else (),
+        step=max((row.step for row in rows), default=-1),
+        steps_per_s=speeds[len(speeds) // 2] if speeds else None,
+        calls=sum(row.calls_completed for row in rows),
+        silent_s=min((row.silent_s for row in alive if row.silent_s is not None), default=0.0),
+        begun=any(row.calls_completed or row.step >= 0 for row in rows),
+        over=bool(rows) and not alive and all(row.doing == "exit" for row in rows),
+        gone="" if alive else "lost",
     )
+
+
+def with_nodes(rows: Sequence[RankRow], nodes: Iterable[Mapping[str, Any]]) -> tuple[RankRow, ...]:
+    """The ranks of this node, with those of the others as their agents report them; each with its GPU."""
+    known, found = {row.rank: row for row in rows}, {row.rank: row for row in rows}
+    for node in nodes:
+        gpus = {pid: gpu for gpu in node.get("gpus", ()) for pid in gpu.get("pids", ())}
+        for at, rank in enumerate(node.get("ranks", ())):
+            if rank not in known:
+                letter, place = node["doing"][at], node["places"][at]
+                doing = place or DOING.get(letter, "")
+                found[rank] = RankRow(
+                    rank, node["pids"][at], node["node"], letter not in "de", node["steps"][at], node["calls"][at], None, doing
+                )  # fmt: skip
+            gpu = gpus.get(found[rank].pid)
+            if gpu is not None:
+                found[rank] = replace(found[rank], gpu=f"{gpu['busy']} %, {gpu['used_mb'] / 1000:.1f} GB")
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def _sentence(incident: Story) -> str:
+    verdict = incident.get("verdict")
+    said = isinstance(verdict, dict) and verdict.get("sentence")
+    return str(said or incident.get("sentence") or incident.get("reason") or "")
+
+
+def _result(incident: Story) -> str:
+    action = incident.get("action")
+    return str(action.get("result") or "") if isinstance(action, dict) else ""
+
+
+def _incident_line(incident: Story) -> str:
+    state = "closed" if incident.get("closed") else "open"
+    return f"{incident.get('id')} ({incident.get('kind')}, {state}): {_sentence(incident)}"
+
+
+def find_motion(opened: Iterable[OpenIncident]) -> Motion:
+    """What the open incidents say of a job."""
+    kinds = {incident.kind for incident in opened if not incident.outcome}
+    return "hung" if "hang" in kinds else "stalled" if "stall" in kinds else "moving"
 
 
 @dataclass

@@ -29,6 +29,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from allranks.channel.worker import Worker
 from allranks.errors import ConfigurationError, InputError, require
 from allranks.incidents.folder import IncidentFolder, keep_newest
+from allranks.incidents.rank_logs import find_logs, tail
 from allranks.load import LoadOptions, load_paths
 from allranks.model.files import write_atomically
 from allranks.model.incident import Incident
@@ -36,6 +37,7 @@ from allranks.model.parsing import only_host, printable
 from allranks.model.trace import RankTrace
 from allranks.report import as_json
 from allranks.report.story import chosen_ranks, headline, rank_evidence, render_story
+from allranks.watch.samples import read_samples
 
 
 def write_tensorboard(folder: str, incident: Incident, sentence: str) -> None:
@@ -148,7 +150,7 @@ def check_address(address: str) -> None:
     is_url = scheme not in ("tensorboard", "wandb")
     if not rest or (is_url and not _is_url(rest if scheme in ("slack", "otlp") else address)):
         raise ConfigurationError(
-            "a webhook is no address that incidents can be sent to (not shown: it may hold a secret)",
+            "a webhook is not an address that incidents can be sent to (not shown: it may hold a secret)",
             hint="--webhook, recovery.webhooks and ALLRANKS_WEBHOOK take http://…, https://…, slack:https://…, "
             "otlp:http://…, tensorboard:DIR and wandb:PROJECT.",
         )
@@ -177,8 +179,10 @@ class IncidentPublisher:
     """A receiver that fails stops neither the others nor the loop; a slow one holds up webhooks only."""
 
     webhooks: tuple[str, ...] = ()
+    folder: Path | None = None  # of the job on this node, for the last lines of its ranks
     on_incident: Callable[[Incident], None] = lambda incident: None
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
+    book: Callable[[Incident], None] = lambda incident: None  # of the ledger
     last: str = ""  # the newest verdict, as it was logged
     timeout_s: float = 5.0  # of one attempt to reach a webhook, as a whole
     _sender: Worker = field(default_factory=lambda: Worker("allranks-webhook"))
@@ -186,6 +190,7 @@ class IncidentPublisher:
     def publish(self, opened: IncidentFolder) -> None:
         receivers: tuple[Callable[[], object], ...] = (
             lambda: self.write_page(opened),
+            lambda: self.book(opened.current),
             lambda: self.on_incident(opened.current),
             lambda: self.send(opened.current),
             lambda: self.upload(opened.path),
@@ -197,8 +202,8 @@ class IncidentPublisher:
                 log.exception("%s could not be published everywhere", opened.current.id)
 
     def send(self, incident: Incident) -> None:
-        """To every webhook, soon; of an incident that changed meanwhile the newest state."""
-        for address in self.webhooks:
+        """To every webhook, soon; of an incident that changed meanwhile the newest state. A stall needs nobody."""
+        for address in self.webhooks if incident.kind != "stall" else ():
             work = partial(deliver, address, incident, headline(incident), timeout_s=self.timeout_s)
             self._sender.put(work, (address, incident.id))
 
@@ -220,10 +225,17 @@ class IncidentPublisher:
             if report.exists()
             else ()
         )
-        evidence = rank_evidence(opened.current, _traces(opened))
-        body = {"incident": opened.current.id, "ranks": [one.to_dict() for one in evidence]}
+        traces = _traces(opened)
+        logs = {} if self.folder is None else self._logs(self.folder, chosen_ranks(opened.current))
+        evidence = rank_evidence(opened.current, traces, logs)
+        ranks = [one.to_dict() for one in evidence]
+        body = {"incident": opened.current.id, "ranks": ranks, "timeline": bool(traces)}
         write_atomically(opened.path / EVIDENCE, json.dumps(body))
-        write_atomically(opened.path / "story.html", render_story(opened.current, lines, evidence))
+        write_atomically(opened.path / "story.html", render_story(opened.current, lines, evidence, traces))
+
+    def _logs(self, folder: Path, ranks: Iterable[int]) -> dict[int, tuple[str, ...]]:
+        boxes = {sample.rank: sample.path for sample in read_samples(folder)}
+        return {rank: tail(find_logs(folder, rank, boxes[rank])) for rank in ranks if rank in boxes}
 
 
 def payload(address: str, incident: Incident, sentence: str) -> tuple[str, dict[str, object]]:

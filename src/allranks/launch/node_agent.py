@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,13 +20,21 @@ from allranks.incidents.deaths import ECHO_S
 from allranks.incidents.folder import keep_newest
 from allranks.incidents.loop import Watch
 from allranks.incidents.node_losses import NodeLosses
+from allranks.incidents.node_report import NodeReporter
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.publish import EVIDENCE
 from allranks.lighthouse.client.client import Client
-from allranks.model.cluster import CollectEvidence, Evicted, MemberLeft, MemberLost, PublishedIncident
+from allranks.model.cluster import (
+    CollectEvidence,
+    Evicted,
+    MemberLeft,
+    MemberLost,
+    PublishedIncident,
+    RestartWanted,
+)
 from allranks.model.incident import Action, Failure, Incident
 from allranks.record.dump import dump_ended_ranks
-from allranks.report.story import headline
+from allranks.report.story import headline, lasted
 from allranks.supervise.replicas import Event, Request, Supervisor
 from allranks.supervise.restarts import SAME_FAILURES, find_program_error
 from allranks.watch.exits import Death, Ending, find_deaths, find_first
@@ -78,6 +87,7 @@ class NodeAgent:
     peers: PeerAgents | None = None  # None: this node's agent is the only one, or there is no lighthouse
     holds_lighthouse: bool = False  # in this process: it goes with this node
     _nodes: NodeMonitor | None = None
+    _reporter: NodeReporter | None = None
     _evicted: set[int] = field(default_factory=set)
     _told: dict[str, str] = field(default_factory=dict)
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -96,8 +106,8 @@ class NodeAgent:
             client = self.client
             client.subscribe(self._noticed)
             if self.watch is not None:
-                self.watch.on_look = lambda step, calls, waits: client.report(
-                    step, step if step >= 0 else calls, waits
+                self.watch.on_look = lambda step, calls, health: client.report(
+                    step, step if step >= 0 else calls, health
                 )
             self._watch_nodes(self.client)
         if self.supervisor is not None:
@@ -111,8 +121,9 @@ class NodeAgent:
     def close(self) -> None:
         """Stops watching; the supervisor and the lighthouse belong to the caller."""
         self._closing.set()
-        if self._nodes is not None:
-            self._nodes.close()
+        for each in (self._reporter, self._nodes):
+            if each is not None:
+                each.close()
         if self.watch is not None:
             self.watch.close()
             self._write_torch_dumps(self.watch.options.folder)
@@ -146,6 +157,8 @@ class NodeAgent:
         client.subscribe(nodes.noticed)
         nodes.start()
         self._nodes = nodes
+        self._reporter = NodeReporter(client, options.folder, options.node, lambda: watch.ranks)
+        self._reporter.start()
 
     # actions, asked for by the watch
 
@@ -211,9 +224,7 @@ class NodeAgent:
         if event.kind == "rank_exited" and event.exit_code and not event.expected:
             at = time.time()
             death = Death(event.rank or 0, event.pid or 0, at, event.detail, seen=at)
-            threading.Thread(
-                target=self._note_death, args=(event.replica, death), name="allranks-death", daemon=True
-            ).start()
+            self._start(lambda: self._note_death(event.replica, death), "allranks-death")
         elif event.kind == "finished":
             self._calls.put(lambda: self._note_finished(event.replica))
         elif event.kind == "started" and event.replica in self._evicted:
@@ -289,30 +300,32 @@ class NodeAgent:
                 self.supervisor.request(Request("stop", replica, "the training is over"))
 
     def _note_death(self, replica: int, death: Death) -> None:
-        """The lighthouse first: it tells the survivors."""
-        try:
-            self._ask(lambda client: client.accuse(replica_name(replica), death.reason))
-            if self.watch is not None:
-                samples = [s for s in read_samples(self.watch.options.folder) if s.pid == death.pid]
-                said = find_deaths(samples, {}, since_ns=0, raised_only=True)  # its own words tell more
-                self.watch.deaths.note_death(replace(said[0], seen=death.seen) if said else death)
-        except Exception:  # a full disk, say: the death itself is known to the lighthouse and in the log
-            log.exception("the evidence of %s could not be kept", death.sentence)
+        """The lighthouse first: it notifies the survivors."""
+        self._ask(lambda client: client.accuse(replica_name(replica), death.reason))
+        if self.watch is not None:
+            samples = [s for s in read_samples(self.watch.options.folder) if s.pid == death.pid]
+            said = find_deaths(samples, {}, since_ns=0, raised_only=True)  # its own message tells more
+            self.watch.deaths.note_death(replace(said[0], seen=death.seen) if said else death)
+
+    def _start(self, work: Callable[[], object], name: str) -> None:
+        """Beside the thread that calls this, which must be quick."""
+        if self.watch is not None:
+            self.watch.pipeline.start(work, name)
+        else:
+            self._calls.put(work)
 
     def _noticed(self, notice: object) -> None:
         """What the lighthouse says; runs on the client's thread: be quick."""
         if isinstance(notice, (MemberLost, MemberLeft)) and self.peers is not None:
             self.peers.give_up(notice.replica)
         if isinstance(notice, CollectEvidence) and self.watch is not None:
-            threading.Thread(
-                target=self._collect, args=(notice,), name="allranks-collect", daemon=True
-            ).start()
+            self._start(lambda: self._collect(notice), "allranks-collect")
+        elif isinstance(notice, RestartWanted) and self.watch is not None and self.supervisor is None:
+            log.warning("restarting the job: %s", notice.reason)
+            self._calls.put(lambda: log.warning("%s", self._kill(Action("restart_job", notice.reason))))
         elif isinstance(notice, MemberLost) and self.watch is not None:
-            later = threading.Timer(
-                STILL_THERE_S, self._look_after, args=(notice, self._pids(notice), time.time())
-            )
-            later.daemon = True
-            later.start()
+            pids, at = self._pids(notice), time.time()
+            self._start(lambda: self._look_after(notice, pids, at), "allranks-lost")
         elif isinstance(notice, Evicted) and self.supervisor is not None and self.peers is not None:
             replica, (incident, _, reason) = replica_number(notice.replica), notice.reason.partition(": ")
             if replica is not None and self.supervisor.has(replica) and self.peers.took_part_in(incident):
@@ -320,15 +333,10 @@ class NodeAgent:
 
     def _collect(self, wanted: CollectEvidence) -> None:
         assert self.watch is not None
-        try:
-            if wanted.upload and self.peers is not None:
-                self.peers.contribute(wanted, self.watch.pipeline.collect_part)
-            else:
-                self.watch.pipeline.collect_now(f"asked for by the lighthouse: {wanted.reason}")
-        except Exception:
-            log.exception(
-                "the evidence that %s asked for could not be collected", wanted.lead or "the lighthouse"
-            )
+        if wanted.upload and self.peers is not None:
+            self.peers.contribute(wanted, self.watch.pipeline.collect_part)
+        else:
+            self.watch.pipeline.collect_now(f"asked for by the lighthouse: {wanted.reason}")
 
     def _pids(self, notice: MemberLost) -> dict[int, int]:
         """The lost replica's ranks that run here: rank -> pid."""
@@ -337,7 +345,7 @@ class NodeAgent:
         if supervisor is None or self.watch is None or replica is None or not supervisor.has(replica):
             return {}
         size = self.watch.options.ranks_per_replica
-        # a process that has begun nothing yet is not the one that was lost: its line is the next life's
+        # a process that has begun nothing yet is not the one that was lost: its connection belongs to the next process
         samples = read_samples(self.watch.options.folder)
         trained = {s.pid for s in samples if s.calls_started or s.step >= 0}
         found = {rank: pid for rank, pid in supervisor.pids().items() if rank // size == replica}
@@ -345,6 +353,7 @@ class NodeAgent:
 
     def _look_after(self, notice: MemberLost, before: dict[int, int], at: float) -> None:
         """A replica was lost a moment ago: if its processes run on, it is cut off. A frozen one is the watch's case."""
+        self._closing.wait(STILL_THERE_S)
         replica = replica_number(notice.replica)
         if not before or replica is None or self._pids(notice) != before or self.supervisor is None:
             return
@@ -377,6 +386,9 @@ class NodeAgent:
             at=incident.opened,
             kind=incident.kind,
             outcome=outcome,
+            decided=incident.action.reason if incident.action is not None and not outcome else "",
+            ranks=incident.ranks,
+            took_s=round(lasted(incident, time.time()), 1),
             closed=incident.closed is not None,
             story=_read_file(incident, "story.html"),
             evidence=_read_file(incident, EVIDENCE),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from allranks.lighthouse.quorum_coordinator import Timers
+from allranks.lighthouse.ranks import RankTable
 from allranks.lighthouse.sessions import EventLog, Session, Sessions
 from allranks.model import cluster
 
@@ -67,7 +68,7 @@ class Current:
 def decide_gathering(
     now_s: float, wanted: cluster.CollectEvidence, current: Current | None, observers: Collection[str]
 ) -> tuple[cluster.Gathering, bool]:
-    """The gathering that whoever asks belongs to, and whether agents must be told of it."""
+    """The gathering to which a request belongs, and whether agents must be notified of it."""
     if (
         wanted.alone
         and current is not None
@@ -90,6 +91,7 @@ class Agents:
     now: Callable[[], float]
     serving: Callable[[], bool]  # whether this lighthouse leads and is not closing
     nodes: Nodes = field(default_factory=Nodes)
+    ranks: RankTable = field(default_factory=RankTable)
     incidents: deque[cluster.PublishedIncident] = field(default_factory=lambda: deque(maxlen=200))
     stories: dict[str, str] = field(default_factory=dict)  # incident -> its page
     evidence: dict[str, str] = field(default_factory=dict)  # incident -> stacks and last calls as JSON
@@ -99,6 +101,7 @@ class Agents:
         """An observer said good-bye; its node, if it has one, is not lost."""
         if name.startswith(cluster.AGENT):
             self.nodes.leave(name)
+            self.ranks.drop(name, lost=False)
             self.event_log.notify(cluster.MemberLeft(name, reason), self.sessions.observers)
             self.event_log.flush()
 
@@ -117,6 +120,7 @@ class Agents:
             return
         now = self.now()
         found = self.nodes.lose(name, session.node)
+        self.ranks.drop(name, lost=True)
         heard = f"nothing heard of its agent for {now - session.heard:.1f} s"
         if session.cut:
             reason = "its agent's connection was cut and did not come back"
@@ -137,6 +141,12 @@ class Agents:
         self.event_log.notify(cluster.CollectEvidence(incident, reason, names), targets)
         self.event_log.flush()
         return incident
+
+    def restart(self, reason: str) -> None:
+        """Asks all agents to end their ranks, which the launcher starts again."""
+        self.event_log.event("restart", f"restart of the job: {reason}")
+        self.event_log.notify(cluster.RestartWanted(reason), self.sessions.observers)
+        self.event_log.flush()
 
     def gather(self, wanted: cluster.CollectEvidence) -> cluster.Gathering:
         """Asks all agents but the leading one to send it their part of an incident; says who leads."""

@@ -133,13 +133,20 @@ class ServerOptions:
     )
     hello_timeout_s: float = option(5.0, "within which a client must authenticate", above=0)
     max_connections: int = option(16000, "open connections", above=0)
-    max_strangers: int = option(
+    max_unauthenticated: int = option(
         1000, "connections before authentication; beyond it the oldest is dropped", above=0
     )
     max_frame_bytes: int = option(16 << 20, "longest message", above=0)
     max_hello_bytes: int = option(16 << 10, "longest first message", above=0)
     drain_s: float = option(2.0, "for answers on shutdown", at_least=0)
     job: str = option("", "name of the job, for the page")
+    history: str = option(
+        "",
+        "file with the last 24 hours of the page's charts (default: in memory)",
+        metavar="FILE",
+        group="server",
+    )
+    token_path: str = option("", "where people find the job token, for the page")
 
     def __post_init__(self) -> None:
         check_options(self, "lighthouse: ")

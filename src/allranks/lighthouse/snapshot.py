@@ -9,7 +9,8 @@ from allranks.lighthouse.sessions import Session, Sessions
 from allranks.lighthouse.state import QuorumState, Replica
 from allranks.lighthouse.status import ReplicaStatus, Status
 from allranks.lighthouse.training import Scene
-from allranks.model.cluster import LOOKING
+from allranks.model.cluster import AGENT, read_health
+from allranks.model.job_state import AgentState, OpenIncident
 
 if TYPE_CHECKING:
     from allranks.lighthouse.service import Service
@@ -24,8 +25,8 @@ def take_snapshot(service: Service) -> Status:
         leader=service.address if service.leading else service.leader,
         epoch=state.epoch,
         number=state.number,
-        reason=service.former.reason,
-        waiting=service.former.waiting,
+        reason=service.coordinator.reason,
+        waiting=service.coordinator.waiting,
         quorum=state.last,
         replicas=replica_rows(state, service.sessions, now),
         lost={name: gone.reason for name, gone in state.gone.items() if not gone.finished},
@@ -39,51 +40,73 @@ def take_snapshot(service: Service) -> Status:
         events=dict(service.event_log.counts),
         job=service.job,
         version=__version__,
-        training=service.training.describe(_scene(service)),
-        pace=tuple(service.training.samples),
+        training=service.training.describe(make_scene(service)),
         departed=tuple(one for name, one in service.training.departed.items() if name not in state.replicas),
     )
 
 
-def _scene(service: Service) -> Scene:
+def make_scene(service: Service) -> Scene:
     """What the first line of the page needs besides steps; spares are not missed."""
     state = service.state
     spares = frozenset(state.last.spares) if state.last else frozenset()
     alive = frozenset(
         name for name, replica in state.replicas.items() if not replica.observer and name not in spares
     )
-    health = next((each.health for each in service.sessions if each.observer and each.health), "")
-    hung = any(one.kind == "hang" and not one.closed for one in service.agents.incidents)
-    return Scene(
-        sum(1 for name in state.members if name in state.replicas),
-        alive,
-        service.agents.count,
-        service.former.waiting,
-        health,
-        state.over,
-        service.leading,
-        service.leader,
-        alive - state.members - state.evicted.keys() - state.cooling.keys(),
-        hung or any(each.observer and each.health.startswith(LOOKING) for each in service.sessions),
+    opened = tuple(
+        OpenIncident(one.kind, one.sentence, one.outcome, one.decided)
+        for one in service.agents.incidents
+        if not one.closed
     )
+    return Scene(
+        members=sum(1 for name in state.members if name in state.replicas),
+        alive=alive,
+        nodes=service.agents.count,
+        agents=tuple(
+            AgentState(*read_health(each.health))
+            for name in service.sessions.observers
+            if name.startswith(AGENT)
+            for each in service.sessions.of(name)
+        ),
+        incidents=opened,
+        waiting=service.coordinator.waiting,
+        over=state.over,
+        leading=service.leading,
+        leader=service.leader,
+        joining=alive - state.members - state.evicted.keys() - state.cooling.keys(),
+    )
+
+
+def standing_of(state: QuorumState, now: float) -> dict[str, str]:
+    """The state of every replica that is here, and of lost members of the last quorum, in the order of their names."""
+    members = state.members
+    spares = frozenset(state.last.spares) if state.last else frozenset()
+    found = {
+        name: _standing(replica, state, members, spares, now) for name, replica in state.replicas.items()
+    }
+    for name, gone in state.gone.items():
+        found.setdefault(name, "finished" if gone.finished else "left" if gone.left else "lost")
+    return dict(sorted(found.items(), key=lambda item: natural(item[0])))
+
+
+def natural(name: str) -> tuple[str, int]:
+    """Sorts replica-2 before replica-10."""
+    digits = len(name) - len(name.rstrip("0123456789"))
+    return (name[: len(name) - digits], int(name[-digits:])) if 0 < digits < 19 else (name, -1)
 
 
 def replica_rows(state: QuorumState, sessions: Sessions, now: float) -> tuple[ReplicaStatus, ...]:
     """One row per living replica and per lost member of the last quorum, sorted by name."""
-    members = state.members
-    spares = frozenset(state.last.spares) if state.last else frozenset()
     rows = []
-    for name, replica in state.replicas.items():
-        standing = _standing(replica, state, members, spares, now)
-        rows.append(_row(replica, sessions.of(name), standing, now))
-    for name, gone in state.gone.items():
-        if name not in state.replicas:
-            standing = "finished" if gone.finished else "left" if gone.left else "lost"
+    for name, standing in standing_of(state, now).items():
+        if name in state.replicas:
+            rows.append(_row(state.replicas[name], sessions.of(name), standing, now))
+        else:
+            gone = state.gone[name]
             heard_s = round(now - gone.at, 3)
             rows.append(
                 ReplicaStatus(name, gone.session, "", standing, -1, -1, 0.0, gone.reason, heard_s, "", 0)
             )
-    return tuple(sorted(rows, key=lambda row: row.replica))
+    return tuple(rows)
 
 
 def _standing(

@@ -47,14 +47,9 @@ class TrainingStatus:
     stalled_s: float = 0.0  # since the last step, when that is unusually long
     members: int = 0
     replicas: int = 0  # those there and those missed
-
-
-@dataclass(frozen=True)
-class StepSample:
-    """The highest step at a moment."""
-
-    at: float  # Unix time
-    step: int
+    word: str = ""  # the state in one word (model/job_state.py: StateLine)
+    calls: int = 0  # finished by all ranks, of a script without step marks
+    calls_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,6 @@ class Status:
     job: str = ""
     version: str = ""
     training: TrainingStatus = field(default_factory=TrainingStatus)
-    pace: tuple[StepSample, ...] = ()  # for the steps over time, oldest first
     departed: tuple[Departed, ...] = ()
 
 

@@ -1,43 +1,58 @@
-"""What the training does now, in one sentence and one colour, and who is missing. On the loop's thread; no sockets.
+"""What the lighthouse remembers of the training: steps, calls, who is missing. On the loop's thread; no sockets.
 
 Steps come from heartbeats (replicas, and agents that read them off black boxes); comings and goings from events. A script
-without step marks is judged by the collectives that its ranks have finished.
+without step marks is judged by the collectives that its ranks have finished. `model/job_state.py` makes the line of it.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from allranks.lighthouse.status import Departed, StatusEvent, StepSample, TrainingStatus
+from allranks.lighthouse.status import Departed, StatusEvent, TrainingStatus
 from allranks.model.cluster import AGENT
+from allranks.model.formatting import duration
+from allranks.model.job_state import AgentState, JobFacts, OpenIncident, describe
 
 NOTE_S = 0.05  # steps that follow each other faster are noted together
-SAMPLE_S = 1.0  # at most one sample of the step in this time
-MAX_SAMPLES = 900
 RATE_S = 15.0  # the speed is measured over so long
 LEAST_RATE_S = 1.0  # over less it would be noise
-LEAST_STALL_S = 3.0  # a shorter silence is no stall, however quick the steps are
+LEAST_STALL_S = 3.0  # a shorter silence is not a stall, however quick the steps are
 LEAST_CALL_STALL_S = 10.0  # the same for calls: agents report them every second or two
 FIRST_STALL_S = 60.0  # until a few steps have told what is usual
-RED_STALL_S = 60.0
 MAX_DEPARTED = 2000
 _CONNECTED = ("connected", "returned")
 _DISCONNECTED = ("lost", "left", "finished")
 
 
-def describe_lost_steps(step: int, reached: int, replicas: bool) -> str:
-    """The training begins again at `step`, or a little before, after it had come to `reached`."""
-    gone = f"all replicas that had come to step {reached} are gone"
-    if replicas and step == 0:
-        return f"training starts over from step 0: {gone}"
-    if replicas:
-        return f"training continues from step {step}: {gone}, and the steps after {step} with them"
-    restored = "Unless it restored an early checkpoint, it starts over from step 0"
-    return f"a restart took the training back from step {reached} to step {step} or before. {restored}"
+@dataclass(frozen=True)
+class LostSteps:
+    """The training begins again at `step` (whole job: or a little before) after it had come to `reached`."""
+
+    step: int
+    reached: int
+    replicas: bool = (
+        False  # all replicas that held the later steps are gone; else all ranks were started again
+    )
+    restored: bool = False  # `step` is more than the time since then allows: a checkpoint was restored
+
+    @property
+    def text(self) -> str:
+        gone = f"all replicas that had come to step {self.reached} are gone"
+        if self.replicas and self.step == 0:
+            return f"training starts over from step 0: {gone}"
+        if self.replicas:
+            return (
+                f"training continues from step {self.step}: {gone}, and the steps after {self.step} with them"
+            )
+        if self.restored:
+            return f"training continues from a checkpoint of step {self.step} or before; it had come to step {self.reached}"
+        return (
+            f"training starts over from step 0 after a restart: it had come to step {self.reached}, and step {self.step} is the "
+            "first one seen now. If the script restored an early checkpoint, it continues from that"
+        )
 
 
 @dataclass(frozen=True)
@@ -46,14 +61,14 @@ class Scene:
 
     members: int  # of the quorum, still there
     alive: Collection[str] = ()  # replicas that are connected
-    agents: int = 0
+    nodes: int = 0  # agents that are connected
+    agents: tuple[AgentState, ...] = ()  # what those say that have said something
+    incidents: tuple[OpenIncident, ...] = ()
     waiting: str = ""  # why there is no new quorum
-    waits: str = ""  # which ranks wait for which, from an agent
     over: bool = False
     leading: bool = True
     leader: str = ""
     joining: Collection[str] = ()  # connected, not evicted, and not in the quorum yet
-    hung: bool = False  # an open incident says so, or an agent suspects it
 
 
 @dataclass
@@ -61,14 +76,12 @@ class TrainingView:
     """Remembers steps and departures. `now` is the lighthouse's clock in seconds."""
 
     now: Callable[[], float]
-    samples: deque[StepSample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     departed: dict[str, Departed] = field(default_factory=dict)
     step: int = -1
     _steps: dict[str, int] = field(default_factory=dict)
     _fallen_from: int = -1  # the step before it was started again, until a quorum begins there
     _noted: int = -1  # the step at `_moved`
     _moved: float = -NOTE_S  # when the step changed last, to NOTE_S
-    _sampled: float = -SAMPLE_S
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     _rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=120))
     _left_at: dict[str, float] = field(default_factory=dict)
@@ -77,12 +90,13 @@ class TrainingView:
     _calls: dict[str, int] = field(default_factory=dict)  # finished ones, by agent
     _called: float = 0.0  # when one of these changed last
     _call_gaps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    _call_rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=120))
 
-    def note_step(self, source: str, step: int, now: float) -> int:
-        """A heartbeat told a step. With thousands of replicas nothing may be looked through here. The step that the training
-        had come to when it went back by this; else -1."""
+    def note_step(self, source: str, step: int, now: float) -> LostSteps | None:
+        """A heartbeat reported a step. With thousands of replicas nothing may be searched here. What was lost if the
+        training has gone back by it."""
         if step < 0:
-            return -1
+            return None
         before, self._steps[source] = self._steps.get(source, -1), step
         if step > self.step:
             self.step, self._fallen_from = step, -1
@@ -90,20 +104,21 @@ class TrainingView:
                 self._note(now)
         elif before == self.step != step and max(self._steps.values()) < self.step:
             self._fallen_from = max(self._fallen_from, self.step)
+            restored = bool(self._gaps) and step > 2 + 2 * (now - self._moved) / median(self._gaps)
             self._start_again(max(self._steps.values()))
             self._note(now)
-            return self._fallen_from
-        return -1
+            return LostSteps(step, self._fallen_from, restored=restored)
+        return None
 
-    def begin_at(self, step: int, members: Iterable[str]) -> int:
-        """A quorum of other members begins at this step. The step that the training had come to when it is further than any
-        of them; else -1. The step that a member asked with may be some steps old."""
+    def begin_at(self, step: int, members: Iterable[str]) -> LostSteps | None:
+        """A quorum of other members begins at this step. What is lost if the training had come further than any of them.
+        The step that a member asked with may be some steps old."""
         reached, self._fallen_from = max(self.step, self._fallen_from), -1
         if max([step, *(self._steps.get(name, -1) for name in members)]) >= reached - 1:
-            return -1
+            return None
         self._start_again(step)
         self._fallen_from = reached  # until a step is made: these members may refuse to begin there
-        return reached
+        return LostSteps(step, reached, replicas=True)
 
     def _start_again(self, step: int) -> None:
         self.step = self._noted = step
@@ -115,6 +130,7 @@ class TrainingView:
             if self._called < now and self._calls:
                 self._call_gaps.append(now - self._called)
             self._calls[agent], self._called = calls, now
+            self._call_rates.append((now, sum(self._calls.values())))
 
     def _note(self, now: float) -> None:
         """The step has changed since it was noted last."""
@@ -122,9 +138,6 @@ class TrainingView:
             self._gaps.append((now - self._moved) / (self.step - self._noted))
         self._noted, self._moved = self.step, now
         self._rates.append((now, self.step))
-        if now - self._sampled >= SAMPLE_S:
-            self._sampled = now
-            self.samples.append(StepSample(round(time.time(), 2), self.step))
 
     def happened(self, event: StatusEvent) -> None:
         """A replica came or went."""
@@ -159,17 +172,45 @@ class TrainingView:
             self._disconnected.discard(oldest)
 
     def describe(self, scene: Scene) -> TrainingStatus:
-        """The sentence, its colour, and the numbers in it."""
+        """The line, its colour, and the numbers in it."""
+        facts = self.facts(scene)
+        line = describe(facts)
+        stalled = facts.silent_s if line.state in ("looking", "hung", "stalled") else 0.0
+        rate = None if stalled or facts.steps_per_s is None else round(facts.steps_per_s, 3)
+        calls = None if stalled or facts.calls_per_s is None else round(facts.calls_per_s, 3)
+        return TrainingStatus(
+            line.text, line.level, facts.step, rate, round(stalled, 1), facts.members, facts.replicas,
+            line.state, facts.calls, calls,
+        )  # fmt: skip
+
+    def facts(self, scene: Scene) -> JobFacts:
+        """All that the line depends on."""
         now, gone = self.now(), self._absent(scene)
         total = len({*scene.alive, *(one.replica for one in gone)})
-        if self.step < 0 and not total and scene.agents and scene.leading and any(self._calls.values()):
-            return self._by_calls(scene, now)
-        stalled = self._stalled_s(scene, now)
-        rate = None if stalled else self._rate(now)
-        sentence, state = self._sentence(scene, gone, total, rate, stalled, now)
-        speed = None if rate is None else round(rate, 3)
-        members = min(scene.members, total)
-        return TrainingStatus(sentence, state, self.step, speed, round(stalled, 1), members, total)
+        by_calls = self.step < 0 and not total and any(self._calls.values())
+        limit = self._call_limit() if by_calls else self._limit()
+        silent = now - (self._called if by_calls else self._moved)
+        here = min(scene.members, total)
+        return JobFacts(
+            agents=scene.agents,
+            incidents=scene.incidents,
+            step=self.step,
+            steps_per_s=self._rate(self._rates, now, limit),
+            calls=sum(self._calls.values()),
+            calls_per_s=self._rate(self._call_rates, now, limit),
+            silent_s=silent if by_calls or self.step >= 0 else 0.0,
+            usual_s=limit,
+            members=here,
+            replicas=total,
+            nodes=scene.nodes,
+            begun=by_calls or self._has_begun(scene, total),
+            gone=self._nobody(scene),
+            missing=self._missing(gone, now) + _joining(scene),
+            waiting=scene.waiting,
+            over=scene.over,
+            leading=scene.leading,
+            leader=scene.leader,
+        )
 
     def _absent(self, scene: Scene) -> list[Departed]:
         """Those who should be here."""
@@ -179,66 +220,28 @@ class TrainingView:
             if one.kind == "evicted" or (one.kind == "lost" and name not in scene.alive)
         ]
 
-    def _stalled_s(self, scene: Scene, now: float) -> float:
-        """For how long there was no step; 0 while that is usual."""
-        silent = now - self._moved
-        limit = LEAST_STALL_S if scene.hung else self._limit()
-        return silent if self.step >= 0 and silent >= limit and not scene.over else 0.0
-
-    def _by_calls(self, scene: Scene, now: float) -> TrainingStatus:
-        """The same of a whole job without step marks."""
-        limit = LEAST_STALL_S if scene.hung else _stall_limit(self._call_gaps, LEAST_CALL_STALL_S)
-        silent, nodes = now - self._called, _count(scene, 0)
-        if silent < limit:
-            sentence = f"Running: {sum(self._calls.values()):,} calls finished{nodes}"
-            return TrainingStatus(sentence, "good", -1, None, 0.0, 0, 0)
-        why = f"; {scene.waits}" if scene.waits else ""
-        state = "bad" if silent >= max(RED_STALL_S, 2 * limit) else "warn"
-        sentence = f"Stalled: no call finished for {_age(silent)}{nodes}{why}"
-        return TrainingStatus(sentence, state, -1, None, round(silent, 1), 0, 0)
-
     def _limit(self) -> float:
         return _stall_limit(self._gaps, LEAST_STALL_S)
 
-    def _rate(self, now: float) -> float | None:
-        recent = [(at, step) for at, step in self._rates if now - at <= max(RATE_S, 3 * self._limit())]
+    def _call_limit(self) -> float:
+        return _stall_limit(self._call_gaps, LEAST_CALL_STALL_S)
+
+    def _rate(self, rates: Iterable[tuple[float, int]], now: float, limit: float) -> float | None:
+        recent = [(at, number) for at, number in rates if now - at <= max(RATE_S, 3 * limit)]
         if len(recent) < 2:
             return None
         (first, low), (last, high) = recent[0], recent[-1]
-        return (high - low) / (last - first) if last - first >= LEAST_RATE_S else None
+        return max(0, high - low) / (last - first) if last - first >= LEAST_RATE_S else None
 
-    def _sentence(
-        self, scene: Scene, gone: list[Departed], total: int, rate: float | None, stalled: float, now: float
-    ) -> tuple[str, str]:
-        count, missing = _count(scene, total), self._missing(gone, now) + _joining(scene)
-        if (found := self._not_training(scene, count, missing, total)) is not None:
-            return found
-        if stalled:
-            cause = scene.waits or scene.waiting
-            why = f"; {cause}" if cause else missing
-            state = "bad" if stalled >= max(RED_STALL_S, 2 * self._limit()) else "warn"
-            return f"Stalled: no step for {_age(stalled)}, at step {self.step:,}{count}{why}", state
-        speed = f", {_speed(rate)}" if rate is not None else ""
-        complete = not total or scene.members >= total
-        return f"Training: step {self.step:,}{speed}{count}{missing}", "good" if complete else "warn"
+    def _has_begun(self, scene: Scene, total: int) -> bool:
+        begun = self.step > 0 or bool(self._rates and scene.members)
+        return begun and not (total and not scene.members and len(self._rates) < 2)
 
-    def _not_training(self, scene: Scene, count: str, missing: str, total: int) -> tuple[str, str] | None:
-        """It has not begun yet, is over, or nobody is there."""
-        if not scene.leading:
-            return f"Standby: the leader is {scene.leader or 'not known'}", "warn"
-        if scene.over:
-            return f"Finished at step {self.step:,}" if self.step >= 0 else "Finished", "good"
-        begun = self.step > 0 or bool(self.samples and scene.members)
-        if not begun or (total and not scene.members and len(self._rates) < 2):
-            return f"Starting{count}" + (f": {scene.waiting}" if scene.waiting else missing), "warn"
-        if not scene.alive and (self.departed or not scene.agents):
-            return self._nobody(missing)
-        return None
-
-    def _nobody(self, missing: str) -> tuple[str, str]:
-        if any(one.kind == "left" for one in self.departed.values()):
-            return f"No replica trains: they have left; the last step was {self.step:,}{missing}", "warn"
-        return f"Stopped: no replica is connected; the last step was {self.step:,}{missing}", "bad"
+    def _nobody(self, scene: Scene) -> str:
+        """Whether no replica is there although some were: "left", "lost" or ""."""
+        if scene.alive or not (self.departed or not scene.nodes):
+            return ""
+        return "left" if any(one.kind == "left" for one in self.departed.values()) else "lost"
 
     def _missing(self, gone: list[Departed], now: float) -> str:
         """ ", replica-2 back in about 20 s" for the first two that are gone."""
@@ -249,9 +252,9 @@ class TrainingView:
             if one.kind == "evicted":
                 parts.append(f"{one.replica} evicted")
             elif usual is not None and away < usual:
-                parts.append(f"{one.replica} back in about {_age(usual - away)}")
+                parts.append(f"{one.replica} back in about {duration(max(1.0, usual - away))}")
             else:
-                parts.append(f"{one.replica} lost {_age(away)} ago")
+                parts.append(f"{one.replica} lost {duration(max(1.0, away))} ago")
         more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""
         return f", {', '.join(parts)}{more}" if parts else ""
 
@@ -261,24 +264,7 @@ def _stall_limit(gaps: Collection[float], least_s: float) -> float:
     return max(least_s, 4 * median(gaps)) if len(gaps) >= 3 else FIRST_STALL_S
 
 
-def _count(scene: Scene, total: int) -> str:
-    """ ", 3 of 4 replicas"; of a whole job ", 2 nodes"."""
-    if total:
-        return f", {scene.members} of {total} replicas"
-    return f", {scene.agents} node{'s' if scene.agents != 1 else ''}" if scene.agents else ""
-
-
 def _joining(scene: Scene) -> str:
     """ ", replica-0 joining"; "" before the first quorum, when all are."""
     names = sorted(scene.joining)[:2] if scene.members else []
     return "".join(f", {name} joining" for name in names)
-
-
-def _age(seconds: float) -> str:
-    if seconds < 120:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _speed(rate: float) -> str:
-    return f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s per step" if rate > 0 else "0 steps/s"

@@ -1,8 +1,8 @@
 """The lighthouse's page, JSON API, events and metrics: one function from request to answer. On the loop's thread.
 
-Reading is open to whoever reaches the port under a name that no stranger can register (see `_own_name`); every
+Reading is open to every client that reaches the port under a name that nobody else can register (see `_own_name`); every
 action needs the job token (Authorization: Bearer …), over TLS or from this machine. What members tell each other
-(Member.data) is not shown. Prometheus text is written by hand: docs/decisions.md says what prometheus_client costs.
+(Member.data) is not shown.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import re
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from html import escape
@@ -25,88 +24,17 @@ import msgspec
 
 from allranks.lighthouse.connection import open_files_limit
 from allranks.lighthouse.http import Answer, EventStream, HttpConnection, HttpRequest, HttpSlots
+from allranks.lighthouse.metrics import render_metrics
+from allranks.lighthouse.page import overview, page_view
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.status import ReplicaStatus, Status, StatusEvent
-from allranks.model.cluster import AGENT
-from allranks.model.metrics import METRICS_KIND, Metric, labels, render
+from allranks.lighthouse.status import StatusEvent
+from allranks.model.metrics import METRICS_KIND
 from allranks.model.parsing import from_json, printable
 
-
-def render_metrics(status: Status) -> Iterator[str]:
-    """One line per sample, each metric with its help."""
-    rows = [row for row in status.replicas if row.state != "observer"]
-    return render([*_lighthouse(status), *_training(status), *_incidents(status), *_replicas(status, rows)])
-
-
-def _lighthouse(status: Status) -> list[Metric]:
-    members = len(status.quorum.members) if status.quorum else 0
-    agents = sum(row.state == "observer" and row.replica.startswith(AGENT) for row in status.replicas)
-    events = {labels(kind=kind): count for kind, count in sorted(status.events.items())}
-    by_kind = "Events since the start, by kind (lost, left, evicted, quorum ...)"
-    return [
-        ("quorum_number", "gauge", "Number of the current quorum", status.number),
-        ("epoch", "gauge", "Epoch (term) of the lighthouse", status.epoch),
-        ("quorum_members", "gauge", "Members of the current quorum", members),
-        ("leading", "gauge", "1 when this lighthouse leads", int(status.leading)),
-        ("connections", "gauge", "Open connections", status.connections),
-        ("up_seconds", "counter", "Seconds since the start", status.up_s),
-        ("agents", "gauge", "Connected agents, one per node", agents),
-        ("events_total", "counter", by_kind, events),
-    ]
-
-
-def _training(status: Status) -> list[Metric]:
-    """The first line of the page, in numbers."""
-    training = status.training
-    step = max(status.quorum.max_step if status.quorum else 0, training.step)
-    missing = max(0, training.replicas - training.members)
-    states = {labels(state=state): float(int(training.state == state)) for state in ("good", "warn", "bad")}
-    unusual = "Seconds without a step when that is unusually long, else 0"
-    return [
-        ("step_max", "gauge", "Highest step of any replica", step),
-        ("steps_per_second", "gauge", "Steps per second, 0 when none is made", training.steps_per_s or 0.0),
-        ("stalled_seconds", "gauge", unusual, training.stalled_s),
-        ("replicas_missing", "gauge", "Replicas that were lost or evicted and are not back", missing),
-        (
-            "training",
-            "gauge",
-            "The colour of the page: 1 for green (good), amber (warn) or red (bad)",
-            states,
-        ),
-    ]
-
-
-def _incidents(status: Status) -> list[Metric]:
-    causes = Counter((each.kind or "unknown", each.cause or "unknown") for each in status.incidents)
-    by_cause = {labels(kind=k, cause=c): float(n) for (k, c), n in sorted(causes.items())}
-    still_open = sum(not each.closed for each in status.incidents)
-    return [
-        ("incidents", "gauge", "Incidents that this lighthouse remembers", len(status.incidents)),
-        ("incidents_open", "gauge", "Incidents without a recovery", still_open),
-        ("incidents_by_cause", "gauge", "The same by kind and cause", by_cause),
-    ]
-
-
-def _replicas(status: Status, rows: list[ReplicaStatus]) -> list[Metric]:
-    here = {row.replica for row in rows}
-    states = Counter(row.state for row in rows)
-    states.update(one.kind for one in status.departed if one.replica not in here)
-    named = {labels(replica=row.replica): row for row in rows}
-    by_state = {labels(state=state): count for state, count in sorted(states.items())}
-    steps = {label: float(row.step) for label, row in named.items()}
-    heard = {label: round(row.heard_s, 3) for label, row in named.items()}
-    idle = {label: round(row.idle_s, 3) for label, row in named.items()}
-    return [
-        ("replicas", "gauge", "Replicas by state, those that are gone included", by_state),
-        ("replica_step", "gauge", "Step of a replica", steps),
-        ("replica_heard_seconds", "gauge", "Seconds since a replica was last heard", heard),
-        ("replica_idle_seconds", "gauge", "Seconds without progress of a replica", idle),
-    ]
-
-
 MAX_CONNECTIONS = 256  # of HTTP, beside those of replicas
-PUSH_S = 0.5  # least time between two pushes of the whole status
-REFRESH_S = 2.0  # pushed this often even when nothing happens, for ages and steps
+PUSH_S = 0.25  # least time between two pushes
+REFRESH_S = 1.0  # pushed this often even when nothing happens, for ages and steps
+MAX_SPAN_S = 86400.0
 KEEP_S = 0.1  # an answer that describes everybody is given again for so long, unless something has happened
 
 _ICON = (
@@ -152,7 +80,7 @@ class Web:
         return _error(405, f"{request.method} is not known here")
 
     def _own_name(self, name: str) -> bool:
-        """Whether no stranger can have made this name point here (DNS rebinding): addresses, names without a dot
+        """Whether nobody outside can have made this name point here (DNS rebinding): addresses, names without a dot
         or inside a cluster, this machine's, and those that were allowed."""
         if "." not in name or name.endswith(_PRIVATE) or name in self.names:
             return True
@@ -173,6 +101,16 @@ class Web:
             return self._story(path.removeprefix("/incidents/"))
         if path == "/api/status":
             return Answer(body=self._once(path, self._status))
+        if path == "/api/page":
+            return Answer(body=self._once(path, self._view))
+        if path == "/api/nodes":
+            return Answer(body=self._once(path, lambda: msgspec.json.encode(self.service.ranks.nodes())))
+        if path == "/api/history":
+            return self._history(request)
+        if path == "/api/jobs":
+            return Answer(body=self._once(path, lambda: msgspec.json.encode(overview(self.service))))
+        if path.startswith("/api/ranks/"):
+            return self._rank(path.removeprefix("/api/ranks/"))
         if path == "/api/events":
             return Answer(kind="text/event-stream", stream=self._listen)
         if path == "/metrics":
@@ -189,7 +127,7 @@ class Web:
         return _error(404, f"there is no {path}")
 
     def _once(self, path: str, make: Callable[[], bytes]) -> bytes:
-        """With thousands of replicas it takes milliseconds: whoever asks again and again must not keep members waiting."""
+        """With thousands of replicas it takes milliseconds: a client that asks again and again must not keep members waiting."""
         now = time.monotonic()
         happened = (self.service.event_log.counts.total(), *self.service.agents.incidents)
         made, after, answer = self._kept.get(path, (-KEEP_S, None, b""))
@@ -208,6 +146,28 @@ class Web:
             status = replace(status, quorum=replace(status.quorum, members=members))
         return msgspec.json.encode(status)
 
+    def _view(self) -> bytes:
+        return msgspec.json.encode(page_view(self.service))
+
+    def _history(self, request: HttpRequest) -> Answer:
+        try:
+            span = min(MAX_SPAN_S, float(request.query.get("span", "900")))
+        except ValueError:
+            return _error(400, "span is a number of seconds, at most 86400")
+        found = self.service.history.since(time.time() - span, span)
+        return Answer(body=msgspec.json.encode(found))
+
+    def _rank(self, number: str) -> Answer:
+        known = reversed(self.service.agents.evidence.items())
+        found = (
+            self.service.ranks.detail(int(number), known) if number.isdecimal() and len(number) < 8 else None
+        )
+        return (
+            _error(404, f"nothing is known of rank {number}")
+            if found is None
+            else Answer(body=msgspec.json.encode(found))
+        )
+
     def _story(self, incident: str) -> Answer:
         """The page of an incident, which an agent sent: in a sandbox, without the rights of our own page. Its
         evidence is JSON, which the page of the job shows as text."""
@@ -221,7 +181,10 @@ class Web:
             return _error(404, f"there is no story of incident {incident}")
         policy = ("Content-Security-Policy", "sandbox allow-scripts allow-popups")
         return Answer(
-            body=story.encode("utf-8", "replace"), kind="text/html; charset=utf-8", headers=(policy,)
+            body=story.encode("utf-8", "replace"),
+            kind="text/html; charset=utf-8",
+            headers=(policy,),
+            framed=True,
         )
 
     def _fragment(self) -> bytes:
@@ -238,9 +201,10 @@ class Web:
 
     def _listen(self, stream: EventStream) -> Callable[[], None]:
         self._streams.add(stream)
-        stream.send(self._status())
+        stream.send(self._view())
         if self._unsubscribe is None:
             self._unsubscribe = self.service.subscribe(self._happened)
+            self.service.on_health = self._soon
             self._plan(REFRESH_S)
         return lambda: self._leave(stream)
 
@@ -249,11 +213,15 @@ class Web:
         if not self._streams and self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
+            self.service.on_health = lambda: None
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
     def _happened(self, event: StatusEvent) -> None:
+        self._soon()
+
+    def _soon(self) -> None:
         now = asyncio.get_running_loop().time()
         self._plan(max(0.0, self._last_s + PUSH_S - now))
 
@@ -270,7 +238,7 @@ class Web:
         if not self._streams:
             return
         self._last_s = asyncio.get_running_loop().time()
-        body = self._status()
+        body = self._view()
         for stream in list(self._streams):
             stream.send(body)
         self._plan(REFRESH_S)
@@ -285,7 +253,9 @@ class Web:
             hint = "switch TLS on (--certificate), use `allranks lighthouse`, or an ssh tunnel to its port"
             return _error(403, f"the job token must not travel unencrypted: {hint}")
         if not self._allowed(request):
-            return _error(401, "this needs the job token: Authorization: Bearer TOKEN")
+            place = self.service.ranks.token_file() or self.service.token_file
+            where = f"; it is in {place}" if place else ""
+            return _error(401, f"this needs the job token{where} (Authorization: Bearer TOKEN)")
         try:
             asked = from_json(request.body or b"{}", _Reason)
         except (ValueError, RecursionError) as error:
@@ -299,7 +269,17 @@ class Web:
             return _done({found.group(2): done}) if done else _error(404, f"{found.group(1)} is not evicted")
         if request.path == "/api/collect":
             return _done({"incident": self.service.agents.collect(reason, asked.replicas)})
+        if request.path == "/api/restart":
+            return self._restart(reason)
         return _error(404, f"there is no action {request.path}")
+
+    def _restart(self, reason: str) -> Answer:
+        if self.service.state.last is not None:
+            return _error(400, "this job has replicas: evict one of them instead")
+        if not self.service.agents.count:
+            return _error(409, "no agent is connected that could restart the job")
+        self.service.agents.restart(reason)
+        return _done({"restart": True})
 
     def _evict(self, name: str, reason: str) -> Answer:
         if not any(row.replica == name for row in self.service.snapshot().replicas):
@@ -348,8 +328,9 @@ def _error(status: int, text: str) -> Answer:
 def _page() -> bytes:
     from allranks import pages
 
+    scripts, styles = ("uplot.js", "charts.js", "ranks.js", "job.js"), ("uplot.css", "job.css")
     return pages.render(
-        "job.html", script="job.js", title="allranks", connect="'self'", icon="/favicon.ico"
+        "job.html", scripts=scripts, styles=styles, title="allranks", connect="'self'", icon="/favicon.ico"
     ).encode()
 
 

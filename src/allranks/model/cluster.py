@@ -9,7 +9,7 @@ replica inside the current *quorum*; a *session* is one incarnation of a replica
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
 PROTOCOL_VERSION = 2
@@ -33,13 +33,8 @@ class Member:
     commit_failures: int = 0  # > 0 asks for a new quorum number even if nobody came or went
     init_sync: bool = True  # at step 0 take the weights of the primary, so that all start equal
     data: str = ""  # free text of the caller, handed to every member
-    unreached: tuple[str, ...] = ()  # sessions that it could not connect to
-    unserved: tuple[
-        str, ...
-    ] = ()  # sessions whose claimed state it could not fetch, although it reached them
-    dialect: str = (
-        ""  # what `data` is: a manager's claim (model/claims.py), torchft's, or ""; one for all of a quorum
-    )
+    #: what `data` is: a manager's claim (model/claims.py), torchft's, or ""; one for all of a quorum
+    dialect: str = ""
 
 
 @dataclass(frozen=True)
@@ -178,6 +173,13 @@ class CollectEvidence:
 
 
 @dataclass(frozen=True)
+class RestartWanted:
+    """Agents of a whole job should end their ranks: somebody asked for it on the page. The launcher starts them again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Gathering:
     """Who gathers the evidence of an incident, and which agents were asked for their part."""
 
@@ -211,6 +213,7 @@ Notice = (
     | Evicted
     | LetIn
     | CollectEvidence
+    | RestartWanted
     | LeaderMoved
     | ConnectionLost
 )
@@ -227,16 +230,33 @@ class PublishedIncident:
     path: str = ""  # where the evidence lies, on the node that found it
     cause: str = ""
     at: float = 0.0  # when it was opened, Unix time
-    kind: str = ""  # hang, death, partition, slow, request
+    kind: str = ""  # stall, hang, death, partition, request
     outcome: str = ""  # what was done and how it ended; "" while open
+    decided: str = ""  # what the policy decided where nothing was done
+    ranks: tuple[int, ...] = ()  # the guilty ones
+    took_s: float = 0.0  # from the first sign to the recovery, or until now
     closed: bool = False
     story: str = ""  # its page as HTML when it is published; where the lighthouse serves it when it is shown
     evidence: str = ""  # the same for the stacks and last calls of its ranks, as JSON
 
 
 SCHEMA = 1
-LOOKING = "looking into it"  # how the health that an agent reports begins while it suspects a hang
+#: What an agent sees its ranks do. Stalled: none has moved for longer than usual. Hung: they will not move by themselves.
+Motion = Literal["moving", "stalled", "hung"]
+MOTIONS: tuple[Motion, ...] = ("moving", "stalled", "hung")  # the better first
 AGENT = "agent-"  # how the names of agents begin; other observers have no evidence, and no node
+
+
+def write_health(motion: Motion, sentence: str) -> str:
+    """What an agent reports with its heartbeats: "stalled: rank 0 waits for rank 1"."""
+    return sentence if motion == "moving" else f"{motion}: {sentence}"
+
+
+def read_health(text: str) -> tuple[Motion, str]:
+    """The motion and the sentence of a reported health."""
+    word, colon, sentence = text.partition(": ")
+    motion: Motion = next((one for one in MOTIONS[1:] if colon and one == word), "moving")
+    return motion, text if motion == "moving" else sentence
 
 
 @dataclass(frozen=True)
@@ -250,11 +270,56 @@ class Presence:
 
 
 @dataclass(frozen=True)
+class GpuReport:
+    """One GPU of a node, from nvidia-smi."""
+
+    index: int
+    busy: int = -1  # percent of the time that a kernel ran
+    used_mb: int = -1
+    total_mb: int = -1
+    celsius: int = -1
+    watts: int = -1
+    pids: tuple[int, ...] = ()  # of processes that use it, where that can be told
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What an agent sees of its node, about once a second. Columns have one entry per rank."""
+
+    agent: str = ""
+    node: str = ""
+    ranks: tuple[int, ...] = ()
+    pids: tuple[int, ...] = ()
+    doing: str = ""  # one letter of DOING for each
+    steps: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()  # finished
+    step_s: tuple[float, ...] = ()  # seconds per step since the last report; 0: none was made
+    memory_mb: tuple[int, ...] = ()  # resident
+    places: tuple[str, ...] = ()  # the call that it is in, "" when in none or not read
+    loss: tuple[float, ...] = ()  # the newest that the script has given, if it does
+    gpus: tuple[GpuReport, ...] = ()
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # process groups of these ranks: members
+    token_file: str = ""  # where the job token is, on this node
+
+
+#: What a rank does, as one letter.
+DOING = {
+    "c": "computes",
+    "w": "waits in a call",
+    "s": "sleeps",
+    "h": "heals",
+    "e": "exited",
+    "d": "died",
+    ".": "nothing is known",
+}
+
+
+@dataclass(frozen=True)
 class Failover:
     """For when the lighthouse is lost with its node: which node holds it, and which agent then speaks for the others."""
 
     host: Presence | None = None  # None: the lighthouse stands alone
-    heir: str = ""  # an agent
+    successor: str = ""  # an agent
 
 
 @dataclass(frozen=True)
@@ -272,6 +337,8 @@ class RankRow:
     waits_for: tuple[int, ...] = ()  # only when it is silent for longer than is usual
     steps_per_s: float | None = None
     phase: str = ""
+    gpu: str = ""  # "97 %, 61.0 GB" of the GPU that it uses, where that is known
+    box: str = ""  # its black box; "" of a rank of another node
 
 
 @dataclass(frozen=True)
@@ -281,13 +348,19 @@ class JobView:
     at: float  # epoch seconds
     rows: tuple[RankRow, ...]
     lighthouse: str = ""
-    quorum: str = ""  # the lighthouse's own sentence
+    line: str = ""  # the state of the job in words (model/job_state.py), the same as on its page
+    level: str = "good"  # good | warn | bad
+    state: str = ""  # in one word
     incidents: tuple[str, ...] = ()  # one line each, newest last
-    hung: bool = False  # an incident of a hang is open
 
     @property
     def running(self) -> bool:
         return any(row.alive for row in self.rows)
+
+    @property
+    def still(self) -> bool:
+        """Whether the detector says that the ranks do not move."""
+        return self.state in ("looking", "hung", "stalled")
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "running": self.running, **asdict(self)}

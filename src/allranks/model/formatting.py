@@ -51,6 +51,19 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
+def speed(per_s: float, word: str) -> str:
+    """ "1,234 steps/s", "6.6 steps/s", "2.4 s per step"."""
+    if per_s >= 99.95:
+        return f"{per_s:,.0f} {word}s/s"
+    return (
+        f"{per_s:.1f} {word}s/s"
+        if per_s >= 1
+        else f"{1 / per_s:.1f} s per {word}"
+        if per_s > 0
+        else f"0 {word}s/s"
+    )
+
+
 def byte_size(count: int | float) -> str:
     """ "512 B", "1.5 MB": powers of 1000."""
     value = float(count)

@@ -13,7 +13,8 @@ from allranks.model.diagnosis import Finding
 
 SCHEMA = 1
 
-Kind = Literal["hang", "death", "partition", "slow", "request"]
+#: A stall becomes a hang when it is known that it will not end by itself.
+Kind = Literal["stall", "hang", "death", "partition", "request"]
 ActionKind = Literal[
     "none", "dry_run", "collect", "evict", "restart_rank", "restart_job", "leave_node", "command"
 ]

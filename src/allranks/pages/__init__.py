@@ -55,15 +55,18 @@ class About:
         return [(name, value) for name, value in found if value]
 
 
-def render(template: str, *, script: str = "", **values: object) -> str:
-    """The whole page; `script` names a file of this folder that runs on it."""
-    code = "\n".join(asset(name) for name in ("copy.js", script) if name)
+def render(
+    template: str, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), **values: object
+) -> str:
+    """The whole page; `scripts` and `styles` name files of this folder that it has besides those of all pages."""
+    code = "\n".join(asset(name) for name in ("copy.js", *scripts))
+    style = "\n".join(asset(name) for name in ("style.css", *styles))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     values = {"connect": "'none'", "icon": "", **values}
     found: str = (
         _environment()
         .get_template(template)
-        .render(style=_safe(asset("style.css")), script=_safe(code), script_hash=f"sha256-{digest}", **values)
+        .render(style=_safe(style), script=_safe(code), script_hash=f"sha256-{digest}", **values)
     )
     return found
 

@@ -2,6 +2,7 @@
 // The timeline of a diagnosis: one row per rank, one bar per call. Pixels, not objects: two million calls stay quick.
 (async function () {
   const byId = (id) => document.getElementById(id);
+  if (location.search === "?timeline") document.body.className = "only-timeline";  // in a frame of the job's page
   const meta = JSON.parse(byId("timeline").textContent);
   const fault = meta.fault;
 

@@ -31,7 +31,7 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
     missing = () if verdict is None else verdict.missing_evidence
     yield pages.render(
         "diagnose.html",
-        script="timeline.js",
+        scripts=("timeline.js",),
         title=clean(f"{STATUS[diagnosis.status]}: {headline_text(diagnosis)}")[:160],
         kind="Diagnosis",
         level=LEVELS[diagnosis.status],
@@ -51,9 +51,18 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
         **_files(diagnosis),
         summary="; ".join(diagnosis.summary)
         + (f"; the timeline leaves out the oldest {line.left_out:,} calls" if line.left_out else ""),
-        timeline=_meta(line, verdict),
-        columns=[(name, pack(getattr(line, name))) for name in COLUMNS],
+        **_drawn(line, verdict),
     )
+
+
+def timeline_values(traces: Sequence[RankTrace], verdict: Finding | None) -> dict[str, object]:
+    """What a page with a timeline of these calls needs."""
+    return _drawn(build_timeline(traces), verdict)
+
+
+def _drawn(line: Timeline, verdict: Finding | None) -> dict[str, object]:
+    columns = [(name, pack(getattr(line, name))) for name in COLUMNS]
+    return {"timeline": _meta(line, verdict), "columns": columns}
 
 
 def _about(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float) -> pages.About:

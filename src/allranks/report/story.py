@@ -7,7 +7,7 @@ Self-contained HTML, readable in ten seconds: the sentence first, then a timelin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from allranks import pages
 from allranks.model.diagnosis import Finding
@@ -15,18 +15,23 @@ from allranks.model.formatting import duration, rank_list
 from allranks.model.incident import Action, Incident, Moment
 from allranks.model.stacks import is_user_file
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.pages import StackCard, frame_lines, stack_card, without_stale
+from allranks.pages import Source, StackCard, frame_lines, read_source, stack_card, without_stale
+from allranks.report.html import timeline_values
 from allranks.report.text import clean
 
-_GOOD = frozenset({"last good step", "recovered", "healed", "back to speed"})
+_GOOD = frozenset({"last good step", "recovered", "healed", "ended"})
 _BAD = frozenset({"fault", "overdue", "died"})
-_ENDS = frozenset({"recovered", "healed", "back to speed"})
+_ENDS = frozenset({"recovered", "healed", "ended"})
 
 
 def render_story(
-    incident: Incident, report_lines: tuple[str, ...] = (), evidence: Sequence[RankEvidence] = ()
+    incident: Incident,
+    report_lines: tuple[str, ...] = (),
+    evidence: Sequence[RankEvidence] = (),
+    traces: Sequence[RankTrace] = (),
 ) -> str:
-    """The whole page; without `evidence`, with what the incident itself knows of each rank."""
+    """The whole page; without `evidence`, with what the incident itself knows of each rank; with the calls of `traces`."""
+    drawn = [replace(trace, calls=trace.calls[-MAX_DRAWN:]) for trace in traces if len(trace.calls)]
     verdict = incident.verdict or Finding("", (), "")
     status, level = _status(incident)
     advice, missing = list(verdict.advice), list(verdict.missing_evidence)
@@ -57,18 +62,31 @@ def render_story(
         missing=[*incident.missing, *missing],
         report="\n".join(report_lines),
         folder=incident.folder,
+        scripts=("timeline.js",) if drawn else (),
+        drawn=bool(drawn),
+        **timeline_values(drawn, incident.verdict),
     )
 
 
 def headline(incident: Incident) -> str:
-    """The story in one sentence."""
+    """The story in one sentence; a stall is told by how it ended, or by why it was noticed."""
+    if incident.kind == "stall":
+        ended = [moment.text for moment in incident.timeline if moment.name == "ended"]
+        return pages.upper(ended[-1] if ended else incident.reason)
     sentence = incident.verdict.sentence if incident.verdict is not None else ""
     return pages.upper(sentence or incident.reason)
 
 
+def lasted(incident: Incident, now: float) -> float:
+    """Seconds from the first sign of trouble to its end, or until now."""
+    begin = min((moment.at for moment in incident.timeline), default=incident.opened)
+    ends = [moment.at for moment in incident.timeline if moment.name in _ENDS]
+    return max(0.0, max(ends, default=incident.closed or now) - begin)
+
+
 def _status(incident: Incident) -> tuple[str, str]:
-    if incident.kind == "slow":
-        return "Slow, not hung", "warn"
+    if incident.kind == "stall":
+        return ("Stalled", "warn") if incident.closed is None else ("Stall that ended", "warn")
     if incident.closed is not None:
         return "Recovered", "good"
     return incident.kind.capitalize(), "bad"
@@ -132,7 +150,8 @@ def _action(action: Action | None) -> dict[str, str] | None:
 
 MAX_GROUPS = 64
 MAX_TRACES = 8  # of which the last calls are shown
-MAX_CALLS = 10
+MAX_CALLS = 20
+MAX_DRAWN = 200  # calls of each rank on the timeline
 MAX_FRAMES = 40
 
 
@@ -148,6 +167,8 @@ class RankEvidence:
     evidence: str
     stack: tuple[str, ...]  # innermost first
     calls: tuple[str, ...] = ()  # oldest first
+    source: Source | None = None  # the code around the line where a guilty rank is
+    log: tuple[str, ...] = ()  # the last lines of the output of the first of them
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -160,22 +181,50 @@ def chosen_ranks(incident: Incident) -> frozenset[int]:
     return frozenset(list(dict.fromkeys(ranks))[:MAX_TRACES])
 
 
-def rank_evidence(incident: Incident, traces: Sequence[RankTrace] = ()) -> list[RankEvidence]:
+def rank_evidence(
+    incident: Incident, traces: Sequence[RankTrace] = (), logs: Mapping[int, tuple[str, ...]] | None = None
+) -> list[RankEvidence]:
     """One entry for all ranks with the same stack, the guilty ones first; at most MAX_GROUPS."""
+    logs, sources = logs or {}, _sources(incident)
     calls = {trace.header.rank: last_calls(trace) for trace in traces if trace.header.rank is not None}
     found = []
     for (guilty, cause, where, evidence, stack), ranks in _groups(incident)[:MAX_GROUPS]:
         recent = next((calls[rank] for rank in ranks if rank in calls), ())
         title = f"Rank{'s' if len(ranks) > 1 else ''} {rank_list(tuple(ranks))}"
+        code = next((sources[rank] for rank in ranks if rank in sources), None)
+        lines = next((logs[rank] for rank in ranks if rank in logs), ())
         found.append(
-            RankEvidence(tuple(ranks), title, guilty, cause, where, evidence, stack[:MAX_FRAMES], recent)
+            RankEvidence(
+                tuple(ranks), title, guilty, cause, where, evidence, stack[:MAX_FRAMES], recent, code, lines
+            )
         )
     known = {rank for entry in found for rank in entry.ranks}
     found += [
-        RankEvidence((rank,), f"Rank {rank}", rank in incident.ranks, "", "", "", (), recent)
+        RankEvidence(
+            (rank,),
+            f"Rank {rank}",
+            rank in incident.ranks,
+            "",
+            "",
+            "",
+            (),
+            recent,
+            sources.get(rank),
+            logs.get(rank, ()),
+        )
         for rank, recent in sorted(calls.items())
         if rank not in known and recent
     ]
+    return found
+
+
+def _sources(incident: Incident) -> dict[int, Source]:
+    """The code of the guilty ranks, by rank, where its file is on this machine."""
+    found: dict[int, Source] = {}
+    for ranks, frames in incident.verdict.stacks if incident.verdict is not None else ():
+        if set(ranks) & set(incident.ranks):
+            code = read_source(frame_lines((f.name, f.file, f.line) for f in frames))
+            found |= {} if code is None else dict.fromkeys(ranks, code)
     return found
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from allranks.model.stacks import Capture, ChildState, ProcessCapture, RankState, StacksReport
+from allranks.model.stacks import WAITS, Capture, ChildState, ProcessCapture, RankState, StacksReport
 from allranks.stacks import ras
-from allranks.stacks.causes import WAITS, Cause, find_cause
+from allranks.stacks.causes import Cause, find_cause
 from allranks.stacks.patterns import StackPattern, load_patterns
 from allranks.stacks.progress import (
     HangDecision,
@@ -36,7 +36,7 @@ _VERBS = {
     "checkpoint_io": "is stuck in file I/O",
     "file_lock_wait": "waits for a file lock",
     "network_io": "waits for the network",
-    "lock_deadlock": "is deadlocked on a lock",
+    "lock_deadlock": "waits for a lock that is not released",
     "queue_wait": "waits on a queue",
     "gil_held_native": "holds the GIL in C code",
     "gil_contention": "waits for the GIL",

@@ -32,7 +32,7 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
     first = [report.ranks[rank] for rank in report.culprits[:4] if rank in report.ranks]
     return pages.render(
         "stacks.html",
-        script="stacks.js",
+        scripts=("stacks.js",),
         title=f"{status}: {report.sentence}"[:160],
         kind="Stacks",
         level=level,

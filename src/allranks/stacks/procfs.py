@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
+from allranks.stacks.wait_limits import read_wait_limits
 
 PROC = Path("/proc")
 MAX_THREADS = 4096
@@ -171,6 +172,10 @@ def read_facts(pid: int, only: Container[int] | None = None) -> dict[str, object
     threads = _with_memory(pid, [row for row in _threads(pid, only) if row])
     if not threads:
         raise ProcessLookupError(f"process {pid} is gone")
+    machine = platform.machine()
+    calls = {int(str(row["tid"])): parse_syscall(str(row["syscall"]), machine) for row in threads}
+    for tid, limit_s in read_wait_limits(pid, calls).items():
+        next(row for row in threads if row["tid"] == tid)["wait_s"] = round(limit_s, 3)
     return {
         "pid": pid,
         "cmdline": _command_line(pid),
@@ -398,6 +403,7 @@ def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
         left_s=float(left) if isinstance(left := row.get("left_s"), int | float) else None,
         kernel_stack=kernel_functions(str(row.get("kstack") or "")),
         mutex_owner=owner if isinstance(owner, int) else None,
+        wait_s=float(limit) if isinstance(limit := row.get("wait_s"), int | float) else None,
     )
 
 

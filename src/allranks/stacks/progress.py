@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from allranks.model.stacks import RankMarks, StackFrame
-from allranks.stacks.causes import WAITS, Cause
+from allranks.model.stacks import WAITS, RankMarks, StackFrame
+from allranks.stacks.causes import Cause
 from allranks.stacks.views import ProcessView, ThreadView, user_frame
 
 

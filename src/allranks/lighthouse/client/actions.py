@@ -12,9 +12,16 @@ from typing import TypeVar
 
 from allranks.channel.frames import JsonObject
 from allranks.errors import LighthouseError
-from allranks.model.cluster import CollectEvidence, Failover, Gathering, Presence, PublishedIncident
+from allranks.model.cluster import (
+    CollectEvidence,
+    Failover,
+    Gathering,
+    NodeReport,
+    Presence,
+    PublishedIncident,
+)
 
-Body = CollectEvidence | Presence | PublishedIncident
+Body = CollectEvidence | NodeReport | Presence | PublishedIncident
 T = TypeVar("T")
 
 
@@ -86,7 +93,7 @@ class Actions:
     def present(self, presence: Presence) -> Failover:
         """An agent says which ranks its node has; learns who speaks if the lighthouse goes with its own node."""
         body = self._command("present", body=presence)
-        return Failover(_presence(body.get("host")), str(body.get("heir") or ""))
+        return Failover(_presence(body.get("host")), str(body.get("successor") or ""))
 
     def presence(self, agent: str) -> Presence | None:
         """What an agent, perhaps a lost one, has told of its node; None when nothing is known."""
@@ -94,6 +101,10 @@ class Actions:
 
     def report_incident(self, incident: PublishedIncident) -> None:
         self._command("incident", body=incident)
+
+    def report_node(self, report: NodeReport) -> float:
+        """An agent says what it sees of its ranks; in how many seconds the lighthouse wants to hear of them again."""
+        return float(self._command("report", body=report)["every_s"])
 
     def status(self) -> JsonObject:
         """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""

@@ -149,7 +149,11 @@ class Link:
         self._closed = True
 
     def report(self, report: messages.Report) -> None:
-        self._report = report
+        """Goes out with the next heartbeat; another health at once, which the page shows."""
+        before, self._report = self._report, report
+        if before.health != report.health and self._beating is not None:
+            self._beating.cancel()
+            self._send_beat()
 
     def hold(self, number: int, fds: Sequence[int]) -> None:
         """Takes descriptors over, until they are released."""
@@ -239,7 +243,7 @@ class Link:
         self._line.send(messages.PREAMBLE + frame)
 
     def _wrap(self, sock: socket.socket) -> socket.socket:
-        """TLS; the handshake goes on by itself with the first reads and writes."""
+        """TLS; the handshake continues by itself with the first reads and writes."""
         import ssl
 
         options = self.options
@@ -375,7 +379,7 @@ class Link:
         if error is None:
             self._broken("the lighthouse closed the connection")
         elif isinstance(error, frames.BadFrame):
-            self._broken(f"this is no lighthouse of our version: {error}")
+            self._broken(f"this is not a lighthouse of our version: {error}")
         else:
             self._broken(getattr(error, "strerror", "") or str(error))
 

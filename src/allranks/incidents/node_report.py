@@ -1,0 +1,208 @@
+"""Reports to the lighthouse what each rank of this node does, for the page. Runs in the agent, on two threads.
+
+Headers of black boxes are read once a second; the boxes themselves only while ranks are silent, and now and then for the
+process groups. nvidia-smi is asked every 15 s where there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from allranks.errors import AllranksError
+from allranks.incidents.job_overview import SILENT_S, TOKEN_FILE, find_open
+from allranks.lighthouse.client.client import Client
+from allranks.load import LoadOptions, load_paths
+from allranks.model.cluster import GpuReport, NodeReport
+from allranks.model.trace import RankTrace
+from allranks.stacks.gpus import query_gpus
+from allranks.watch.samples import RankSample, read_samples, sleeps
+
+log = logging.getLogger("allranks.agent")
+
+BOXES_S, GROUPS_S, GPUS_S = (
+    2.0,
+    300.0,
+    15.0,
+)  # how often boxes are read while ranks are silent; for groups; GPUs
+MAX_GROUPS = 64
+GPU_QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw"
+
+
+@dataclass(frozen=True)
+class BoxFacts:
+    """What only the boxes themselves tell: the call that a rank is in, and the process groups."""
+
+    places: Mapping[int, str] = field(default_factory=dict)
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def build_report(
+    agent: str,
+    node: str,
+    samples: Sequence[RankSample],
+    before: Mapping[int, RankSample],
+    boxes: BoxFacts,
+    gpus: Sequence[GpuReport],
+    now: float,
+    asleep: Callable[[int], bool] = sleeps,
+) -> NodeReport:
+    """The report of these ranks; `before` are the samples of the report before."""
+    losses = [sample.loss for sample in samples if sample.loss]
+    return NodeReport(
+        agent=agent,
+        node=node,
+        ranks=tuple(sample.rank for sample in samples),
+        pids=tuple(sample.pid for sample in samples),
+        doing="".join(letter_of(sample, now, asleep) for sample in samples),
+        steps=tuple(sample.step for sample in samples),
+        calls=tuple(sample.calls_completed for sample in samples),
+        step_s=tuple(step_time(before.get(sample.rank), sample) for sample in samples),
+        memory_mb=tuple(resident_mb(sample.pid) if sample.alive else 0 for sample in samples),
+        places=tuple(boxes.places.get(sample.rank, "") for sample in samples),
+        loss=tuple(losses[:1]),
+        gpus=tuple(gpus),
+        groups=dict(boxes.groups),
+    )
+
+
+def letter_of(sample: RankSample, now: float, asleep: Callable[[int], bool]) -> str:
+    """What a rank does, as a letter of model/cluster.py: DOING. One that sleeps does not compute."""
+    if sample.closed:
+        return "e"
+    if not sample.alive:
+        return "d"
+    if sample.calls_started > sample.calls_completed:
+        return "w"
+    silent = sample.last_ns and now - sample.last_ns / 1e9 >= SILENT_S
+    return "s" if silent and asleep(sample.pid) else "c"
+
+
+def step_time(before: RankSample | None, now: RankSample) -> float:
+    """Seconds per step between two samples of one process; 0.0 when it made none."""
+    if before is None or before.process != now.process or not 0 <= before.step < now.step:
+        return 0.0
+    return round((now.step_ns - before.step_ns) / 1e9 / (now.step - before.step), 6)
+
+
+def resident_mb(pid: int) -> int:
+    """The memory that a process has in use; 0 when that cannot be read."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 // 1_000_000
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def read_boxes(traces: Sequence[RankTrace]) -> BoxFacts:
+    """The open call of each rank, and the groups of more than one rank by their names."""
+    places, groups = {}, {}
+    for trace in traces:
+        if trace.header.rank is None:
+            continue
+        places[trace.header.rank] = next(iter(find_open(trace).values()), "")
+        for group in trace.groups:
+            if len(group.ranks) > 1 and len(groups) < MAX_GROUPS:
+                groups[group.desc if group.desc not in ("", "undefined") else group.name] = group.ranks
+    return BoxFacts(places, groups)
+
+
+def read_gpus() -> tuple[GpuReport, ...]:
+    """The GPUs of this node with the processes that use them; () without a driver."""
+    users: dict[str, list[int]] = {}
+    for row in query_gpus("--query-compute-apps=pid,gpu_uuid"):
+        if row[0].isdigit():
+            users.setdefault(row[1], []).append(int(row[0]))
+    return parse_gpus(query_gpus(GPU_QUERY), users)
+
+
+def parse_gpus(rows: Sequence[Sequence[str]], users: Mapping[str, Sequence[int]]) -> tuple[GpuReport, ...]:
+    """What nvidia-smi answered; "[N/A]" where a card is divided."""
+
+    def number(text: str) -> int:
+        try:
+            return round(float(text))
+        except ValueError:
+            return -1
+
+    return tuple(
+        GpuReport(int(row[0]), *map(number, row[2:7]), pids=tuple(users.get(row[1], ())))
+        for row in rows
+        if len(row) >= 7 and row[0].isdigit()
+    )
+
+
+@dataclass
+class NodeReporter:
+    """`start()` and `close()` own the threads. `ranks` are those of this agent that run now."""
+
+    client: Client
+    folder: Path
+    node: str
+    ranks: Callable[[], tuple[int, ...]]
+    _known: set[int] = field(default_factory=set)
+    _before: dict[int, RankSample] = field(default_factory=dict)
+    _boxes: BoxFacts = field(default_factory=BoxFacts)
+    _read_s: float = float("-inf")
+    _gpus: tuple[GpuReport, ...] = ()
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(self) -> None:
+        works = [("allranks-report", self._run)]
+        if shutil.which("nvidia-smi") is not None:
+            works.append(("allranks-gpus", self._watch_gpus))
+        for name, work in works:
+            self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=15.0)
+        self._threads.clear()
+
+    def _run(self) -> None:
+        every_s = 1.0
+        while not self._stop.wait(every_s):
+            try:
+                every_s = self.client.report_node(self.look()) if self.client.connected else 1.0
+            except (AllranksError, OSError) as error:
+                log.debug("ranks not reported: %s", error)
+            except Exception:  # a thread's entry
+                log.exception("ranks could not be reported; will retry")
+
+    def look(self) -> NodeReport:
+        """One report."""
+        now = time.time()
+        self._known.update(self.ranks())
+        samples = [sample for sample in read_samples(self.folder) if sample.rank in self._known]
+        self._read_boxes(samples, now)
+        report = build_report(
+            self.client.options.replica, self.node, samples, self._before, self._boxes, self._gpus, now
+        )
+        self._before = {sample.rank: sample for sample in samples}
+        token = self.folder / TOKEN_FILE
+        return replace(report, token_file=str(token)) if token.exists() else report
+
+    def _read_boxes(self, samples: Sequence[RankSample], now: float) -> None:
+        latest = max((sample.last_ns for sample in samples), default=0) / 1e9
+        silent = bool(latest) and now - latest >= SILENT_S
+        called = any(sample.calls_completed for sample in samples)
+        age = time.monotonic() - self._read_s
+        if age >= (BOXES_S if silent else GROUPS_S) and (silent or called):
+            self._read_s = time.monotonic()
+            loaded = load_paths([sample.path for sample in samples], LoadOptions(allow_nothing=True))
+            self._boxes = read_boxes(loaded.traces)
+        elif not silent and self._boxes.places:
+            self._boxes = BoxFacts({}, self._boxes.groups)
+
+    def _watch_gpus(self) -> None:
+        while True:
+            self._gpus = read_gpus()
+            if self._stop.wait(GPUS_S):
+                return

@@ -1,0 +1,41 @@
+"""The output files of ranks, as `allranks run` leaves them: where they are, and their last lines without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from allranks.blackbox.header import find_header
+from allranks.incidents.job_overview import read_job
+from allranks.model.parsing import printable, without_secrets
+
+LINES, MAX_BYTES, MAX_LINE = 20, 64 << 10, 400
+
+
+def find_logs(folder: Path, rank: int, box: str | Path = "") -> list[Path]:
+    """The newest output files of a rank; `box` is its black box, which knows its number on the node."""
+    logs = Path(str(read_job(folder).get("logs") or folder / "logs"))
+    if (own := logs / f"rank{rank}.log").is_file():
+        return [own]
+    header = find_header(box) if box else None
+    local = header.local_rank if header is not None and header.local_rank >= 0 else rank
+    attempts = sorted(logs.glob(f"*/attempt_*/{local}"), key=lambda path: path.stat().st_mtime)
+    return (
+        [path for path in (attempts[-1] / "stdout.log", attempts[-1] / "stderr.log") if path.is_file()]
+        if attempts
+        else []
+    )
+
+
+def tail(paths: Iterable[Path], lines: int = LINES) -> tuple[str, ...]:
+    """The last lines of these files, the newest last; what cannot be read is left out."""
+    found: list[str] = []
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - MAX_BYTES))
+                text = file.read(MAX_BYTES).decode("utf-8", "replace")
+        except OSError:
+            continue
+        found += [printable(without_secrets(line), MAX_LINE) for line in text.splitlines()[-lines:]]
+    return tuple(found[-2 * lines :])

@@ -1,0 +1,168 @@
+"""How a job is, in one line with one colour: the one function from what is published to what people read. Pure.
+
+The page, `allranks status`, `allranks top` and the metrics all show this line and no other. The agents decide whether a job
+moves: amber from their first suspicion, red from their verdict. Without agents, steps that stop coming are all that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from allranks.model.formatting import count, duration, speed
+
+Level = Literal["good", "warn", "bad"]
+RED_STALL_S = 60.0  # without agents
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """What the agent of a node says of the ranks that it watches."""
+
+    motion: str = "moving"  # moving | stalled (it looks into it) | hung (it has a verdict)
+    sentence: str = ""  # the cause as far as it is known
+
+
+@dataclass(frozen=True)
+class OpenIncident:
+    """An incident that is not closed."""
+
+    kind: str  # hang, death, partition, slow, request
+    sentence: str
+    outcome: str = ""  # what was done about it
+    decided: str = ""  # what the policy decided when nothing was done
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """Everything that the line may depend on. Seconds; None and -1: not known."""
+
+    agents: tuple[AgentState, ...] = ()
+    incidents: tuple[OpenIncident, ...] = ()
+    step: int = -1
+    steps_per_s: float | None = None
+    calls: int = 0  # finished by all ranks, for scripts without step marks
+    calls_per_s: float | None = None
+    silent_s: float = 0.0  # since the last step, or the last call of a script without steps
+    usual_s: float = 60.0  # a longer silence is unusual
+    members: int = 0
+    replicas: int = 0  # those there and those missed; 0: a whole job
+    nodes: int = 0
+    begun: bool = False
+    gone: str = ""  # no replica is there: "left" in good order, or "lost"
+    missing: str = ""  # ", replica-2 back in about 20 s"
+    waiting: str = ""  # why there is no new quorum
+    over: bool = False
+    leading: bool = True
+    leader: str = ""
+
+
+@dataclass(frozen=True)
+class StateLine:
+    """`state`: standby, finished, hung, looking, recovering, starting, stopped, stalled, training."""
+
+    state: str
+    level: Level
+    text: str
+
+
+def describe(facts: JobFacts) -> StateLine:
+    """The line."""
+    if not facts.leading:
+        return StateLine("standby", "warn", f"Standby: the leader is {facts.leader or 'not known'}")
+    if facts.over:
+        at = f" at step {facts.step:,}" if facts.step >= 0 else ""
+        return StateLine("finished", "good", f"Finished{at}")
+    return _trouble(facts) or _not_training(facts) or _stalled(facts) or _training(facts)
+
+
+def is_hung(facts: JobFacts) -> bool:
+    """By the verdict of an agent; of a lighthouse that no agent has spoken to yet, by the open incident."""
+    if facts.agents:
+        return any(agent.motion == "hung" for agent in facts.agents)
+    return any(one.kind == "hang" and not one.outcome for one in facts.incidents)
+
+
+def _trouble(facts: JobFacts) -> StateLine | None:
+    """What agents and their open incidents say."""
+    hang = _newest(facts.incidents, "hang")
+    if is_hung(facts):
+        return _hung(facts, hang)
+    stalled = [agent for agent in facts.agents if agent.motion == "stalled"]
+    if stalled:
+        cause = next((agent.sentence for agent in stalled if agent.sentence), "")
+        text = f"Looking into it: no progress for {duration(facts.silent_s)}{_at(facts)}{_count(facts)}"
+        return StateLine("looking", "warn", f"{text}; {cause}" if cause else text)
+    if hang is not None:
+        what = hang.outcome or hang.sentence
+        return StateLine("recovering", "warn", f"Recovering{_at(facts)}{_count(facts)}: {what}")
+    death = None if facts.replicas else _newest(facts.incidents, "death")
+    if death is not None:
+        what = f"{death.sentence}; {death.outcome}" if death.outcome else death.sentence
+        return StateLine("recovering", "warn", f"Recovering{_count(facts)}: {what}")
+    return None
+
+
+def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
+    """The cause in words, and what is done about it."""
+    agents = [agent for agent in facts.agents if agent.motion == "hung"]
+    cause = hang.sentence if hang is not None else next((a.sentence for a in agents if a.sentence), "")
+    done = "" if hang is None else hang.outcome or hang.decided
+    text = f"Hung for {duration(facts.silent_s)}{_at(facts)}" + (
+        f": {cause[:1].lower()}{cause[1:]}" if cause else ""
+    )
+    return StateLine("hung", "bad", f"{text.rstrip('.')}. {done[:1].upper()}{done[1:]}" if done else text)
+
+
+def _not_training(facts: JobFacts) -> StateLine | None:
+    """It has not begun yet, or nobody is there any more."""
+    if not facts.begun:
+        why = f": {facts.waiting}" if facts.waiting else facts.missing
+        return StateLine("starting", "warn", f"Starting{_count(facts)}{why}")
+    if facts.gone == "left":
+        text = f"No replica trains: they have left; the last step was {facts.step:,}{facts.missing}"
+        return StateLine("stopped", "warn", text)
+    if facts.gone:
+        text = f"Stopped: no replica is connected; the last step was {facts.step:,}{facts.missing}"
+        return StateLine("stopped", "bad", text)
+    return None
+
+
+def _stalled(facts: JobFacts) -> StateLine | None:
+    """Of a job without agents: nobody else looks."""
+    if facts.agents or facts.silent_s < facts.usual_s:
+        return None
+    why = f"; {facts.waiting}" if facts.waiting else facts.missing
+    level: Level = "bad" if facts.silent_s >= max(RED_STALL_S, 2 * facts.usual_s) else "warn"
+    what = "step" if facts.step >= 0 or facts.replicas else "call finished"
+    text = f"Stalled: no {what} for {duration(facts.silent_s)}{_at(facts)}{_count(facts)}{why}"
+    return StateLine("stalled", level, text)
+
+
+def _training(facts: JobFacts) -> StateLine:
+    level: Level = "good" if facts.members >= facts.replicas else "warn"
+    late = facts.silent_s >= facts.usual_s
+    rest = f"{_count(facts)}{facts.missing}"
+    if facts.step < 0 and not facts.replicas:
+        pace = f", {speed(facts.calls_per_s, 'call')}" if facts.calls_per_s and not late else ""
+        last = f", the last one {duration(facts.silent_s)} ago" if late else pace
+        return StateLine("training", level, f"Running: {facts.calls:,} calls finished{last}{rest}")
+    pace = "" if facts.steps_per_s is None or late else f", {speed(facts.steps_per_s, 'step')}"
+    last = f", the last step {duration(facts.silent_s)} ago" if late else pace
+    return StateLine("training", level, f"Training: step {facts.step:,}{last}{rest}")
+
+
+def _newest(incidents: Sequence[OpenIncident], kind: str) -> OpenIncident | None:
+    return next((one for one in reversed(incidents) if one.kind == kind), None)
+
+
+def _at(facts: JobFacts) -> str:
+    return f", at step {facts.step:,}" if facts.step >= 0 else ""
+
+
+def _count(facts: JobFacts) -> str:
+    """ ", 3 of 4 replicas"; of a whole job ", 2 nodes"."""
+    if facts.replicas:
+        return f", {facts.members:,} of {facts.replicas:,} replicas"
+    return f", {count(facts.nodes, 'node')}" if facts.nodes else ""
