@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from allranks.drill.faults import Fault, FaultPlan, inject
 from torch import nn
 
 import allranks.torchft as torchft
-from allranks.drill.faults import Fault, FaultPlan, inject
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options

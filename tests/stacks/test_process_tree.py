@@ -19,6 +19,7 @@ from allranks.errors import ConfigurationError
 from allranks.model.processes import JobLook, Process
 from allranks.stacks import source
 from allranks.stacks.debug_config import DebugOptions
+from allranks.stacks.html import render_processes
 from allranks.stacks.roles import give_roles, load_roles, parse_roles, with_roles
 from allranks.stacks.tasks import line_at, read_tasks
 from allranks.stacks.tree import LookOptions, find_tree, how_ended, look_at_processes, read_looks, write_look
@@ -90,6 +91,8 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert [link.role for link in found.chain] == ["trainer"]
     write_look(look, tmp_path / "bundle")
     assert explain_processes(read_looks([tmp_path / "bundle"])) == found
+    page = render_processes(look, found)
+    assert "What must move first" in page and "refresh" in page
     shape = finding_json(found, look)
     assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from allranks.cli.terminal import note
+from allranks.cli.terminal import note, write_whole
 from allranks.diagnose.process_verdict import explain_processes
 from allranks.model.parsing import printable
 from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook
@@ -35,6 +36,9 @@ class Shown(Protocol):
     def bundle(self) -> str: ...
 
     @property
+    def html(self) -> str: ...
+
+    @property
     def config(self) -> str: ...
 
 
@@ -54,6 +58,10 @@ def join_bundles(folders: Sequence[str], flags: Shown) -> int:
 
 def _show(look: JobLook, flags: Shown) -> int:
     finding = explain_processes(look)
+    if flags.html:
+        from allranks.stacks.html import render_processes
+
+        write_whole(flags.html, [render_processes(look, finding, time.time())])
     if flags.json:
         print(json.dumps(finding_json(finding, look, flags.role), indent=1))
     else:

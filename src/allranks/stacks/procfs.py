@@ -125,7 +125,8 @@ def open_files(pid: int) -> set[str] | None:
 
 def read_proc(pid: int, name: str) -> str:
     try:
-        return (PROC / str(pid) / name).read_bytes().decode("utf-8", "replace")
+        with open(f"{PROC}/{pid}/{name}", "rb") as file:
+            return file.read().decode("utf-8", "replace")
     except (OSError, ValueError):
         return ""
 

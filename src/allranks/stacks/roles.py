@@ -78,7 +78,10 @@ def give_roles(
     root = min((p.pid for p in processes if p.ppid not in entries), default=0)
     orphans = [p.title for p in processes if p.ppid not in entries and p.pid != root and p.alive]
     # A process that has ended has no title any more: a child that it left has the same one.
-    processes = [replace(p, title=orphans[0]) if not p.alive and orphans else p for p in processes]
+    processes = [
+        replace(p, title=orphans[0]) if not p.alive and orphans and "::" not in p.title else p
+        for p in processes
+    ]
     named = [
         _with_role(one, entries.get(one.pid), rules, one.pid == root and len(processes) > 1)
         for one in processes

@@ -119,7 +119,7 @@ class RoleSidecar(Sidecar):
     def _find_metrics(self, engines: Sequence[Process]) -> None:
         """The endpoints of engines, among what they listen on; of nobody else is a port asked."""
         new = [one.pid for one in engines if one.pid not in self._ports]
-        for pid, links in read_links(new, "").items() if new else ():
+        for pid, links in read_links(new, "", {}).items() if new else ():
             ports = [link.end.rsplit(" ", 1)[-1] for link in links if link.kind == "listen"]
             for address in (f"127.0.0.1:{port}" for port in ports[:MAX_PORTS]):
                 if address not in self._silent_ports and _read_metrics(address) is not None:
