@@ -147,3 +147,13 @@ def test_a_script_without_marks_is_booked_by_its_calls() -> None:
     found = totals(book([rank], 24.0))
     assert found["starting"] == near(5.0)
     assert found["useful"] == near(19.0)
+
+
+def test_a_hang_that_never_ends_is_stalled_until_the_end() -> None:
+    ranks = [PaperRank(n) for n in range(2)]
+    for rank in ranks:
+        rank.start(0.0)
+        rank.steps(2.0, 0, 30, 1.0)  # the last mark is at 31, and nothing follows
+    found = totals(book(ranks, 92.0, [(45.0, outage("h1", 31.0))]))
+    assert found["stalled:h1"] == near(2 * 60.0)
+    assert "idle" not in found

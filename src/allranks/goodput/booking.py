@@ -114,9 +114,12 @@ def advance(book: RankBook, sample: Sampled, now: float, reached: int) -> tuple[
 
 
 def finish(book: RankBook, phases: Sequence[PhaseMark], now: float) -> list[Stretch]:
-    """What is left when the job ends."""
+    """What is left when the job ends, or would end now: an incident explains a silence that it did not survive."""
     if book.alive:
-        return _last(book, phases, now, clean=True)
+        return [
+            replace(one, state=DOWN) if one.state == IDLE else one
+            for one in _last(book, phases, now, clean=True)
+        ]
     return _cut(book, [], now, IDLE)
 
 
