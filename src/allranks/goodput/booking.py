@@ -183,7 +183,7 @@ def _last(book: RankBook, phases: Sequence[PhaseMark], end: float, *, clean: boo
     if not clean:
         return _cut(book, phases, end, LOST)
     step = min(end, book.booked + book.usual_s)
-    done = _cut(book, phases, step, USEFUL)
+    done = [replace(one, usual_s=one.end - one.begin) for one in _cut(book, phases, step, USEFUL)]
     return done + _cut(replace(book, booked=step), phases, end, IDLE)
 
 
