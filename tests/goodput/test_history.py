@@ -71,6 +71,8 @@ def test_commands_and_doctor_show_it(
     NodeHistory(place).record([NodeEvent(here, f"j{k}", now - k, "rank_died") for k in range(4)])
     assert main(["history", "--slurm-exclude"]) == 0
     assert capsys.readouterr().out == f"{here}\n"
+    assert main(["slurm", "submit", "--dry-run", "--exclude-bad-nodes", "train.py"]) == 0
+    assert f"#SBATCH --exclude={here}\n" in capsys.readouterr().out
     assert main(["history", "--week"]) == 1
     assert capsys.readouterr().out.startswith(f"{here} is bad (")
     bad = known_bad(here)
