@@ -39,7 +39,7 @@ def test_a_node_that_fails_again_and_again_is_bad_with_a_reason() -> None:
         [event("n3", "j1", 1), event("n3", "j2", 2, "gpu_lost"), event("n3", "j2", 3), event("n5", "j2", 2)]
     )
     assert [one.node for one in found] == ["n3"]
-    assert found[0].confidence > 0.99
+    assert found[0].confidence == 0.99
     assert found[0].reason == "3 incidents in 2 jobs (2 x rank died, 1 x gpu lost); other nodes have 0.1"
 
 
