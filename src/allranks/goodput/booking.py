@@ -150,7 +150,12 @@ def _marked(book: RankBook, sample: Sampled, at: float) -> tuple[RankBook, list[
     parts = [*_cut(book, sample.phases, at, USEFUL)]
     own = sum(part.end - part.begin for part in parts if part.state == USEFUL)
     healed = any(part.state == HEALING for part in parts)
-    again = _share_again(book, sample.step, steps) if sample.step >= 0 and not healed else 0.0
+    if not book.marked and book.usual_s:  # how many steps the first look missed, by how long they took before
+        missed = round(own / book.usual_s)
+        again = _share_again(replace(book, step=sample.step - missed), sample.step, missed)
+    else:
+        again = _share_again(book, sample.step, steps)
+    again = again if sample.step >= 0 and not healed else 0.0
     usual = book.usual_s * max(1, steps) if steps else book.usual_s
     for part in parts:
         done += _split_again(
