@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
+    from allranks.goodput.summary import JobAccount
     from allranks.load import LoadOptions, LoadResult
 
 
@@ -442,3 +443,16 @@ def tensors_of(checkpoint: Opened) -> dict[str, dict[str, Any]]:
         entry["bytes"] += shard.bytes
         entry["shards"] += 1
     return dict(sorted(found.items()))
+
+
+def goodput(*jobs: str, since: float = 0.0) -> JobAccount:
+    """Where the time of a job went, from its ledger: `allranks.goodput("my-job").goodput` is the share of useful time.
+
+    `jobs`: the name of a job whose incidents are in ./allranks-incidents, folders of incidents, or ledger files. Of several jobs
+    the last one counts. `since`: epoch seconds.
+    """
+    from allranks.goodput.file import ledgers_at, read_jobs
+    from allranks.goodput.summary import account
+
+    found = read_jobs(path for word in jobs or ("allranks-incidents",) for path in ledgers_at(str(word)))
+    return account(list(found.values())[-1], since)
