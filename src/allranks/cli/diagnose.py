@@ -130,7 +130,8 @@ def _diagnose(
         if not found.files:
             asked = "Give the folder that holds the dumps, or the name of a job that was recorded here."
             raise InputError(f"{', '.join(paths)}: there are no files in it", hint=asked)
-        raise InputError("no dump among the files could be read", hint=hint)
+        kinds = "Dumps are files of torch's flight recorder, black boxes (*.box) and archives of them. Logs: `allranks doctor explain PATH`."
+        raise InputError("no dump among the files could be read", hint=f"{hint}\n{kinds}")
     return found
 
 
@@ -213,7 +214,8 @@ def _print(options: DiagnoseFlags, result: Diagnosis) -> None:
         print(as_json.render(result))
         return
     how = text.TextOptions(use_color(), options.print_stack_trace, options.verbose)
-    print("\n".join(text.render(result, how)))
+    for line in text.render(result, how):
+        print("\n".join(fold(line)))
 
 
 def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTrace]) -> list[str]:
