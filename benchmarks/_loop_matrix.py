@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import _fork_start
-from allranks.drill.plan import KINDS, make_plan
+from allranks.drill.plan import make_plan
 from allranks.drill.run import ALARMS, FaultResult, run_drill
+from allranks.drill.self_faults import FAULTS
 from allranks.incidents.folder import read_incidents
 
 TRAIN = Path(__file__).with_name("_loop_matrix_train.py")
@@ -173,7 +174,7 @@ def _judge(found: FaultResult, incidents: Path, point: str) -> dict[str, Any]:
         "where": verdict.get("where"),
         "right_rank": ranks == [found.rank] or (found.kind == "partition" and ranks == []),
         "right_cause": verdict.get("cause")
-        in (*KINDS[found.kind][1], *(["not_started"] if point == "heal" else [])),
+        in (*FAULTS[found.kind].causes, *(["not_started"] if point == "heal" else [])),
     }
 
 

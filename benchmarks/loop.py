@@ -31,8 +31,9 @@ from typing import Any
 
 from _loop_matrix import POINTS, list_cells, run_matrix, summarise
 from allranks.drill import demo_train
-from allranks.drill.plan import KINDS, make_plan
+from allranks.drill.plan import make_plan
 from allranks.drill.run import DrillResult, FaultResult, run_drill
+from allranks.drill.self_faults import FAULTS
 
 RATIOS = ("step_time_whole", "step_time_replicas", "around_whole", "around_replicas")
 SCRIPT = Path(__file__).with_name("_loop_script.py")
@@ -180,7 +181,7 @@ def summary(results: list[DrillResult], calm: DrillResult | None, cost: dict[str
     """Ratios and numbers over all drills."""
     faults = [fault for result in results for fault in result.faults]
     fired = [fault for fault in faults if fault.fired]
-    judged = [fault for fault in fired if KINDS[fault.kind][1]]
+    judged = [fault for fault in fired if FAULTS[fault.kind].causes]
     ranks = [fault for fault in judged if fault.verdict and fault.verdict.get("ranks") == [fault.rank]]
     causes = [fault for fault in judged if fault.verdict_right]
     deaths = [

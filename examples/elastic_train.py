@@ -9,6 +9,7 @@ Restarted in another world it goes on with the next step, the right rate and the
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 
@@ -24,7 +25,6 @@ from allranks.elastic import (
     load_config,
     setup_distributed_environment,
 )
-from allranks.elastic.metrics import JsonLinesSink
 from allranks.elastic.parts import make_checkpoint_config, make_limits, make_loader, make_scaling
 
 
@@ -58,7 +58,8 @@ def main(path: str) -> None:
                 flush=True,
             )
     if world.rank == 0:
-        JsonLinesSink("metrics.jsonl").write(metrics.summary())
+        with open("metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics.summary()) + "\n")
         metrics.log_summary()
     job.checkpoint.close()
     loader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C ends the programs that tests start, also in a shell's background job, which ignores SIGINT."""
+    os.environ.setdefault("ALLRANKS_HISTORY", "off")  # the jobs of tests say nothing of this machine
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -131,3 +133,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> Iterat
     keep_child.add(server.process.pid)
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="session")
+def grpc_poller() -> None:
+    """gRPC's own poller thread ends with the last object of gRPC, whenever that is collected: this keeps one for good."""
+    grpc = pytest.importorskip("grpc")
+
+    async def start() -> None:  # inside of a loop: there may be no other one any more
+        grpc.aio.init_grpc_aio()
+
+    asyncio.run(start())

@@ -49,8 +49,7 @@ def test_typed_values_are_read_through_one_module() -> None:
     alone = {
         "model/parsing.py",
         "lighthouse/connection.py",
-        "elastic/index/workers.py",
-        "elastic/index/sources.py",
+        "elastic/index/documents.py",
     }
     pattern = re.compile(r"msgspec\.(convert\(|(json|msgpack)\.(Decoder\(|decode\(.*type=))")
     found = {

@@ -32,7 +32,7 @@ from allranks.model.trace import RankTrace
 
 HERE = Path(__file__).resolve().parent
 #: Nothing has moved for so long while every rank sleeps, or while one computes: the job hangs, or has ended.
-ASLEEP_S, BUSY_S, SILENT_S = 0.6, 3.0, 12.0
+ASLEEP_S, BUSY_S, SILENT_S = 1.2, 3.0, 12.0
 #: Frames of a call's stack: torch's sharding puts twenty of its own between a call and the user's line.
 STACK_DEPTH = 40
 

@@ -17,6 +17,7 @@ _PUBLIC = {
     "FlightRecorderHook": "allranks.record",
     "step": "allranks.record",
     "expect": "allranks.record",
+    "phase": "allranks.record",
     "AllranksError": "allranks.errors",
     "Manager": "allranks.manager.manager",
     "Optimizer": "allranks.manager.optimizer",
@@ -24,9 +25,12 @@ _PUBLIC = {
     "diagnose": "allranks.diagnose",
     "stacks": "allranks.stacks",
     "load_checkpoint_index": "allranks.api.functions",
+    "jobs": "allranks.api.live",
+    "status": "allranks.api.live",
+    "examples": "allranks.examples",
 }
 
-_CALLABLE = frozenset({"record", "diagnose", "stacks"})  # packages that can be called
+_CALLABLE = frozenset({"record", "diagnose", "stacks", "examples"})  # packages
 
 __all__ = sorted([*_PUBLIC, "__version__"])
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,55 @@ def test_the_calls_become_a_table() -> None:
     assert set(table["rank"]) == {0, 1, 2, 3} and set(table["op"]) == {"all_reduce"}
     assert table["created"].dt.year.min() > 2000 and table["where"].str.contains("nccl_cases.py").all()
     assert (table.loc[table["state"] == "completed", "ms"] >= 0).all()
+
+
+def test_what_is_not_known_is_missing_in_every_kind_of_table() -> None:
+    """No -1 that a mean would count."""
+    pytest.importorskip("pandas")
+    pytest.importorskip("polars")
+    calls = allranks.diagnose(allranks.examples.missing_rank).calls
+    assert calls.to_pandas()["peer"].isna().all() and calls.to_pandas()["rank"].notna().all()
+    assert calls.to_arrow()["peer"].null_count == len(calls)
+    frame = calls.to_polars()
+    assert frame["peer"].null_count() == len(calls) and frame["completed"].null_count() >= 3
+    assert frame["created"].dt.year().min() > 2000
+
+
+def test_a_diagnosis_draws_itself() -> None:
+    """A bar for each call, red where it never finished."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    result = allranks.diagnose(allranks.examples.missing_rank)
+    axes = result.plot()
+    colours = [tuple(c.get_facecolor()[0]) for c in axes.collections if len(c.get_facecolor())]
+    assert axes.get_title() == result.sentence and len(axes.collections) == 8
+    assert len(set(colours)) == 2
+    assert len(repr(result.verdict)) < 300
+
+
+def test_the_shipped_dumps_have_the_verdicts_that_they_promise() -> None:
+    """Without files of one's own."""
+    found = {
+        name: allranks.diagnose(getattr(allranks.examples, name)) for name in ("missing_rank", "cascade")
+    }
+    assert found["missing_rank"].verdict.ranks == (2,) and found["cascade"].verdict.ranks == (3,)
+    assert allranks.diagnose(allranks.examples.pipeline_healthy).status == "ok"
+
+
+def test_jobs_of_this_node_and_their_ranks() -> None:
+    """As `allranks status` shows them."""
+    name = f"api-{uuid.uuid4()}"
+    code = f"import allranks; allranks.record(job={name!r}, rank=0, world_size=1); allranks.step(3)"
+    env = {k: v for k, v in os.environ.items() if k != "ALLRANKS_DIR"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=env)
+    (job,) = [one for one in allranks.jobs() if one.name == name]
+    try:
+        assert (job.ranks, job.running) == (1, False)
+        assert [row.step for row in allranks.status(name).rows] == [3]
+    finally:
+        shutil.rmtree(job.folder)
+    with pytest.raises(InputError, match="no job"):
+        allranks.status(name)
 
 
 def test_a_notebook_shows_the_whole_page_apart_from_itself(tmp_path: Path) -> None:

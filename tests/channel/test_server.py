@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from allranks.channel.keys import ChannelError, Keyring, greet_as_client
-from allranks.channel.server import MAX_STRANGERS, MemberServer
+from allranks.channel.server import MAX_UNAUTHENTICATED, MemberServer
 
 KEYS = Keyring("the job token")
 
@@ -56,7 +56,7 @@ def test_silent_strangers_hold_no_place_of_a_member(server: tuple[str, int]) -> 
     with ExitStack() as stack:
         before = threading.active_count()
         early = stack.enter_context(member(server))
-        for _ in range(3 * MAX_STRANGERS):
+        for _ in range(3 * MAX_UNAUTHENTICATED):
             stack.enter_context(socket.create_connection(server, 20))
         assert talk(early) == b"quorum 1.2:x"
         assert talk(stack.enter_context(member(server))) == b"quorum 1.2:x"
@@ -65,7 +65,7 @@ def test_silent_strangers_hold_no_place_of_a_member(server: tuple[str, int]) -> 
 
 def test_more_members_than_strangers_may_be_there(server: tuple[str, int]) -> None:
     with ExitStack() as stack:
-        everybody = [stack.enter_context(member(server)) for _ in range(MAX_STRANGERS + 10)]
+        everybody = [stack.enter_context(member(server)) for _ in range(MAX_UNAUTHENTICATED + 10)]
         assert {talk(sock) for sock in everybody} == {b"quorum 1.2:x"}
 
 
@@ -73,7 +73,7 @@ def test_a_crowd_of_one_host_does_not_push_out_a_slow_member_of_another(server: 
     """It has connected, and is slow to answer the greeting; strangers of another address come in the meantime."""
     with ExitStack() as stack:
         slow = stack.enter_context(socket.create_connection(server, 20, source_address=("127.0.0.2", 0)))
-        for _ in range(2 * MAX_STRANGERS):
+        for _ in range(2 * MAX_UNAUTHENTICATED):
             stack.enter_context(socket.create_connection(server, 20)).send(b"\x08")
         assert talk(stack.enter_context(member(server))) == b"quorum 1.2:x"  # so all of them have come in
         greet_as_client(slow, KEYS.for_quorum(1, 2))

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, CheckpointTier
+from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier
 from allranks.checkpoint.manifest import MANIFEST
 from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store
 from allranks.checkpoint.stores.backends import Backend
@@ -108,30 +107,6 @@ def test_what_was_left_behind_is_still_tidied(s3: S3Server, bucket: str) -> None
     with _listing_only(s3, bucket, lambda key: True) as proxy:
         assert _store(s3, bucket, proxy.endpoint).tidy() == [left]
     assert left not in _everything(s3, bucket)
-
-
-@pytest.mark.parametrize("act", ["tidy", "remove"])
-def test_a_list_that_lacks_a_checkpoint_does_not_cost_it_the_data_it_shares(
-    s3: S3Server, bucket: str, act: str
-) -> None:
-    """Step 3 points into the data of step 1, and is not in the list."""
-    frozen = torch.randn(1 << 12)
-    with _manager(s3, bucket, keep_last_n=2) as manager:
-        for step in (1, 2, 3):
-            values = {"frozen": frozen, "live": torch.full((9,), float(step))}
-            manager.save_checkpoint(CheckpointState(step=step, model_state_dict=values), CheckpointTier.S3)
-            assert manager.wait_for_pending_saves(60)
-    there = _everything(s3, bucket)
-    assert not any(key == f"{checkpoint_name(1)}/{MANIFEST}" for key in there), "step 1 was not removed"
-    gone = (checkpoint_name(3),) if act == "remove" else (checkpoint_name(2), checkpoint_name(3))
-    with _listing_only(s3, bucket, lambda key: not key.startswith(gone)) as proxy:
-        store = _store(s3, bucket, proxy.endpoint)
-        with pytest.raises(OSError, match="list of objects is not complete"):
-            store.tidy() if act == "tidy" else store.remove(checkpoint_name(2))
-    assert _everything(s3, bucket) == there
-    with _manager(s3, bucket) as manager:
-        state = manager.load_checkpoint()
-    assert state is not None and state.step == 3 and torch.equal(state.model_state_dict["frozen"], frozen)
 
 
 def test_what_was_set_aside_is_kept_by_a_list_that_does_not_show_it(s3: S3Server, bucket: str) -> None:

@@ -123,7 +123,7 @@ def test_a_wrong_clock_deletes_neither_what_is_being_saved_nor_what_is_being_rea
     backend.save(make_state(1), "checkpoint_step_00000001")
     real = backend.store
     assert isinstance(real, KeyedStore)
-    store = KeyedStore(SkewedBlobs(real.blobs, skew_s), real.spec, "S3", references=True)  # type: ignore[arg-type]
+    store = KeyedStore(SkewedBlobs(real.blobs, skew_s), real.spec, "S3")  # type: ignore[arg-type]
     half = "checkpoint_step_00000002/rank-00000-0123456789ab.safetensors"
     real.blobs.put(half, [memoryview(b"x")], 1)
     assert store.tidy() == []

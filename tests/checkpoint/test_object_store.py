@@ -1,4 +1,4 @@
-"""Checkpoints in a real S3 server: whole, unchanged parts once, slow, failing, cut off, and with wrong keys."""
+"""Checkpoints in a real S3 server: whole, slow, failing, cut off, and with wrong keys."""
 
 from __future__ import annotations
 
@@ -93,29 +93,6 @@ def test_the_manager_uploads_in_its_helper_and_restores(s3: S3Server, bucket: st
     assert state is not None and state.step == 4 and same_state(state, expected)
 
 
-def test_unchanged_tensors_are_not_uploaded_again_and_outlive_their_first_checkpoint(
-    s3: S3Server, bucket: str
-) -> None:
-    """Frozen weights travel once; removing the checkpoint that brought them keeps their bytes."""
-    frozen = torch.randn(1 << 18)
-    with CheckpointManager(_config(s3, bucket, keep_last_n=1)) as manager:
-        sizes = []
-        for step in (1, 2, 3):
-            state = CheckpointState(
-                step=step, model_state_dict={"frozen": frozen, "live": torch.full((9,), float(step))}
-            )
-            manager.save_checkpoint(state, CheckpointTier.S3)
-            assert manager.wait_for_pending_saves(60)
-            keys = [key for key, _ in _store(s3, bucket).blobs.keys(f"checkpoint_step_{step:08d}/")]
-            data = next(key for key in keys if key.endswith(".safetensors"))
-            sizes.append(_store(s3, bucket).blobs.size(data))
-        assert sizes[0] > frozen.nbytes and max(sizes[1:]) < frozen.nbytes // 10
-        names = _store(s3, bucket).names()
-        loaded = manager.load_checkpoint()
-    assert names == ["checkpoint_step_00000003"]
-    assert loaded is not None and loaded.step == 3 and torch.equal(loaded.model_state_dict["frozen"], frozen)
-
-
 def test_busy_servers_are_asked_again(s3: S3Server, bucket: str) -> None:
     """503 and 500 now and then cost time, not the checkpoint."""
     answers = iter([503, 500, None, 503, None, 500])
@@ -148,7 +125,7 @@ def test_wrong_keys_are_a_403(s3: S3Server, bucket: str) -> None:
     backend = _backend(s3, bucket, secret_access_key="wrong")
     with pytest.raises(CheckpointSaveError, match=r"\[S3\].*403") as caught:
         backend.save(make_state(1), "x")
-    assert "s3:GetObject" in caught.value.hint
+    assert "check AWS_SECRET_ACCESS_KEY" in caught.value.hint
     with pytest.raises(CheckpointLoadError, match="403"):
         backend.load("x")
 

@@ -23,9 +23,9 @@ def test_a_job_file_has_every_option_with_the_same_default() -> None:
 
 def test_what_a_job_file_says_reaches_the_manager() -> None:
     """Also the options that once could be given in code only."""
-    text = "checkpoint: {busy_policy: queue, read_back: true, s3_options: {timeout_s: '9'}, commit_timeout_s: 7}\n"
+    text = "checkpoint: {busy_policy: queue, s3_options: {timeout_s: '9'}, commit_timeout_s: 7}\n"
     config = make_checkpoint_config(load_config(text))
-    assert (config.busy_policy.value, config.read_back, config.commit_timeout_s) == ("queue", True, 7.0)
+    assert (config.busy_policy.value, config.commit_timeout_s) == ("queue", 7.0)
     assert config.s3_options == {"timeout_s": "9"}
 
 

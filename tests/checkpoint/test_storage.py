@@ -22,14 +22,13 @@ from allranks.checkpoint import (
     create_checkpoint_state,
 )
 from allranks.checkpoint.checksum import best_algorithm
-from allranks.checkpoint.inspect import verify_checkpoint
 from allranks.checkpoint.manifest import MANIFEST
 from allranks.checkpoint.restore.opened_checkpoint import opened
 from allranks.checkpoint.restore.torch_files import load_legacy
 from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
 from allranks.checkpoint.save.snapshot import flatten_state
 from allranks.checkpoint.save.writer import Peers, SaveJob, write_checkpoint
-from allranks.checkpoint.stores import Attempt, Pieces
+from allranks.checkpoint.stores import Attempt
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.listing import Listed, decide, prune
 from allranks.checkpoint.tensors import memory_of
@@ -265,24 +264,10 @@ def test_a_snapshot_whose_memory_was_overwritten_is_not_loaded(
     assert "does not match its checksum" in caplog.text
 
 
-class LyingDisk(FileStore):
-    """Says that everything was written, but has turned one bit of the first data files."""
-
-    lies = 0
-
-    def write(self, attempt: Attempt, file: str, pieces: Pieces, length: int) -> None:
-        """As the real one, then the lie."""
-        super().write(attempt, file, pieces, length)
-        if file.endswith(".safetensors") and self.lies:
-            self.lies -= 1
-            flip(self._folder(attempt) / file, length // 2, bit=2)
-
-
 def _write_to(
     disk: FileStore,
     state: CheckpointState,
     retries: int,
-    read_back: bool,
     rank: int = 0,
     ranks: tuple[int, ...] = (0,),
 ) -> None:
@@ -294,7 +279,7 @@ def _write_to(
         image[placed.start : placed.start + placed.piece.shard.bytes] = memory_of(source.contiguous())
     job = SaveJob(
         disk.spec, Attempt("x", "0123456789ab"), rank, ranks, len(ranks), state.step, 0, 0.0, best_algorithm(), flat.common, flat.own,
-        retries=retries, retry_delay_s=0.0, read_back=read_back, commit_timeout_s=0.3,
+        retries=retries, retry_delay_s=0.0, commit_timeout_s=0.3,
     )  # fmt: skip
     write_checkpoint(job, plan.layout, memoryview(image), disk)
 
@@ -310,9 +295,9 @@ def test_a_disk_that_is_full_to_the_last_byte_still_tells_the_other_ranks(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr("allranks.checkpoint.stores.file_store.os.statvfs", lambda _: Full)
-        _write_to(FileStore(tmp_path), make_state(1), 0, read_back=False, rank=failing, ranks=(0, 1))
+        _write_to(FileStore(tmp_path), make_state(1), 0, rank=failing, ranks=(0, 1))
     with pytest.raises(Peers, match=f"rank {failing} .*its store is full"):
-        _write_to(FileStore(tmp_path), make_state(1), 0, read_back=False, rank=1 - failing, ranks=(0, 1))
+        _write_to(FileStore(tmp_path), make_state(1), 0, rank=1 - failing, ranks=(0, 1))
     assert FileStore(tmp_path).names() == []
 
 
@@ -324,33 +309,8 @@ def test_failed_saves_do_not_fill_the_disk_until_one_succeeds(tmp_path: Path) ->
     for path in (left / "rank-00001.safetensors", left):
         os.utime(path, (1, 1))
     with pytest.raises(Peers, match="no part from ranks"):
-        _write_to(FileStore(tmp_path), make_state(9), 0, read_back=False, ranks=(0, 1))
+        _write_to(FileStore(tmp_path), make_state(9), 0, ranks=(0, 1))
     assert not left.exists()
-
-
-def test_a_disk_that_stores_something_else_is_found_out_by_reading_back(tmp_path: Path) -> None:
-    """Read back before the commit: no checkpoint comes of it, and a second try that is stored well is kept."""
-    disk = LyingDisk(tmp_path)
-    disk.lies = 1
-    _write_to(disk, make_state(1), retries=0, read_back=False)
-    assert verify_checkpoint(disk, "x").problems, "the disk did not lie"
-    disk.remove("x")
-    disk.lies = 1
-    with pytest.raises(OSError, match=r"read back is not what was written: .* at byte"):
-        _write_to(disk, make_state(1), retries=0, read_back=True)
-    assert disk.names() == [] and disk.lies == 0
-    disk.lies = 1
-    _write_to(disk, make_state(1), retries=1, read_back=True)
-    assert disk.lies == 0 and same_state(NVMeBackend(tmp_path).load("x"), make_state(1))
-
-
-def test_the_manager_reads_back_when_asked_to(tmp_path: Path) -> None:
-    """The setting reaches the helper process, and a whole save passes."""
-    with CheckpointManager(CheckpointConfig(nvme_path=tmp_path, read_back=True)) as manager:
-        manager.save_checkpoint(make_state(1))
-        assert manager.wait_for_pending_saves()
-        loaded = manager.load_checkpoint()
-    assert loaded is not None and same_state(loaded, make_state(1))
 
 
 def test_retention_keeps_the_newest_and_never_the_unreadable_or_the_last() -> None:

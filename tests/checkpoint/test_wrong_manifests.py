@@ -55,7 +55,7 @@ MANIFESTS: list[Change] = [
     lambda m: m["parts"][0].update(index=None),
     lambda m: m["parts"][0].update(index_bytes="9"),
     lambda m: m["parts"][0].update(index="../../../../etc/passwd"),
-    lambda m: m["parts"][0].update(references=[1]),
+    lambda m: m["parts"][0].update(more=[1]),
 ]
 INDEXES: list[Change] = [
     _row("name", None), _row("dtype", "../x"), _row("dtype", None), _row("dtype", []), _row("shape", [10**12, 10**6]),

@@ -139,3 +139,39 @@ def test_a_group_that_counts_its_ranks_for_itself_is_not_one_of_the_first_ranks_
     ]
     verdict = expect(diagnose(by_hand), "missing_rank", 3)
     assert (verdict.group, verdict.waiting) == ("weights", (0, 2))
+
+
+def test_a_call_in_the_wrong_group_is_not_called_one_more() -> None:
+    """At this line the rank has always reduced over its pair; later calls of all ranks fit again when moved."""
+    pair, world = Do("all_reduce", "pair", 8, line=12), Do("all_reduce", "world", 16, line=13)
+    usual = [pair, world] * 12
+    astray = [*usual[:16], replace(pair, group="world"), *usual[17:]]
+    programs = {0: usual, 1: astray, 2: [world] * 12}
+    traces = run({"world": (0, 1, 2), "pair": (0, 1)}, programs, ahead=99, strict=False).traces()
+    verdict = diagnose(traces).verdict
+    assert verdict is not None and (verdict.cause, verdict.ranks) == ("size_mismatch", (1,)), verdict
+
+
+def test_a_mismatch_of_two_ranks_says_that_a_call_may_have_been_skipped() -> None:
+    """One rank is at the end of its loop, the other in the loop: nobody can tell whether a call is lacking or added."""
+    reduce, barrier = Do("all_reduce", size=8, line=10), Do("barrier", size=0, line=20)
+    programs = {0: [*[reduce] * 10, barrier], 1: [*[reduce] * 9, barrier]}
+    found = diagnose(run({"world": (0, 1)}, programs).traces()).verdict
+    assert found is not None and "rank 1 skipped 1 call at train.py:10" in found.sentence, found.sentence
+    epoch = [*[reduce] * 4, barrier]
+    programs = {0: epoch * 3, 1: [*epoch, *[reduce] * 3, barrier, *epoch]}
+    found = diagnose(run({"world": (0, 1)}, programs).traces()).verdict
+    assert found is not None and "one of them skipped a call or made one more" in found.sentence, (
+        found.sentence
+    )
+
+
+def test_the_time_of_a_file_that_may_be_a_copy_is_the_longest_that_ranks_can_have_waited() -> None:
+    """Black boxes that are copied later, and dumps, whose only time is that of the file."""
+    work = [Do("all_reduce", size=8, line=10)] * 12
+    boxes, options = _boxes(run({"world": (0, 1, 2)}, {0: work, 1: work, 2: [*work[:9], STUCK]}).traces())
+    assert "have waited at most" not in expect(diagnose(boxes, options=options), "missing_rank", 2).sentence
+    copied = diagnose(boxes, options=replace(options, copied=True))
+    assert "2 ranks have waited at most " in expect(copied, "missing_rank", 2).sentence
+    dumps = [replace(box, header=replace(box.header, dated=True)) for box in boxes]
+    assert "have waited at most " in expect(diagnose(dumps, options=options), "missing_rank", 2).sentence

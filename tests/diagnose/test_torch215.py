@@ -187,6 +187,32 @@ def test_a_batch_that_reads_completed_is_open_where_its_partner_posted_nothing(t
     assert "train.py:7" in verdict.where
 
 
+def test_two_ranks_that_both_take_a_gather_named_different_roots(tmp_path: Path) -> None:
+    """Dumps do not record the root: a rank with an output is the root by its own account."""
+
+    def gathers(root: int, last: bool, more: dict[str, Any]) -> list[dict[str, Any]]:
+        whole = [[8], [8], [8]]
+        made = [entry("gather", n, sizes=[[8]], out=whole if root else [], lib="nccl2") for n in range(1, 5)]
+        made.append(entry("gather", 5, sizes=[[8]], out=whole if last else [], lib="nccl2") | more)
+        return [one | {"record_id": i, "op_id": i} for i, one in enumerate(made)]
+
+    ranks = {0: gathers(1, True, WAITS), 1: gathers(0, True, WAITS), 2: gathers(0, False, {})}
+    verdict = judged(write_hook(tmp_path, ranks, [0, 1, 2])).verdict
+    assert verdict is not None and (verdict.cause, verdict.ranks) == ("root_mismatch", (1,)), verdict
+
+
+def test_a_message_that_a_rank_passed_over_comes_before_a_rank_without_a_dump(tmp_path: Path) -> None:
+    """Rank 1 waits in the barrier and has not posted the receive for the send of rank 0; of rank 2 there is no file."""
+    send = entry("send 0->1", 3, lib="nccl2", p2p_seq=1, is_p2p=True) | WAITS | {"record_id": 3, "op_id": 3}
+    waits = entry("barrier", 4, lib="nccl2", line=12) | WAITS
+    ranks = {
+        0: [*hook_entries(3), send, waits | {"record_id": 4, "op_id": 4}],
+        1: [*hook_entries(3), waits | {"record_id": 3, "op_id": 3}],
+    }
+    verdict = judged(write_hook(tmp_path, ranks, [0, 1, 2])).verdict
+    assert verdict is not None and (verdict.cause, verdict.ranks) == ("p2p_mismatch", (1,)), verdict
+
+
 @pytest.mark.parametrize(
     "backend", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy", "ucc", "xccl", "mpi", "mine"]
 )

@@ -53,7 +53,7 @@ def test_wrong_credentials_and_missing_permissions_are_told_apart(
 
     assert check_store(s3, monkeypatch, KEY, SECRET).status == "ok"
     assert "access key is not known" in check_store(s3, monkeypatch, "nobody", SECRET).hint
-    assert "secret key is wrong" in check_store(s3, monkeypatch, KEY, "wrong").hint
+    assert "secret key does not belong" in check_store(s3, monkeypatch, KEY, "wrong").hint
     for word, permission, place in (
         ("PUT", "s3:PutObject", "doctor/run*"),
         ("list-type", "s3:ListBucket", "doctor"),
@@ -63,7 +63,7 @@ def test_wrong_credentials_and_missing_permissions_are_told_apart(
         assert found.status == "problem" and found.hint.startswith(
             f"Allow {permission} on arn:aws:s3:::{place} "
         )
-    assert "does not answer" in check_store(s3, monkeypatch, KEY, SECRET, "http://127.0.0.1:1").hint
+    assert "is the store reachable?" in check_store(s3, monkeypatch, KEY, SECRET, "http://127.0.0.1:1").hint
 
 
 @pytest.mark.skipif(

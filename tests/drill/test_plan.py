@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from allranks.cli.drill import find_size
-from allranks.drill.plan import KINDS, DrillFault, make_plan, read_plan
+from allranks.drill.plan import DrillFault, make_plan, read_plan
 from allranks.drill.run import is_right, match_incidents
-from allranks.drill.self_faults import FAULTS
 from allranks.errors import InputError
 
 
@@ -56,11 +55,6 @@ def test_random_without_a_size_is_refused() -> None:
     """A rank cannot be drawn from an unknown number."""
     with pytest.raises(InputError, match="needs the number of ranks"):
         make_plan({"faults": [{"kind": "kill", "rank": "random"}]})
-
-
-def test_every_kind_can_be_committed() -> None:
-    """The plan's words and the self_faults are the same set."""
-    assert set(KINDS) == set(FAULTS)
 
 
 def test_the_size_of_a_job_is_read_from_its_command() -> None:

@@ -265,7 +265,7 @@ def test_no_value_whatsoever_makes_the_check_raise(value: Any) -> None:
 @given(st.text(alphabet="abk:-#*&!%@`\"'{}[]|>,? \t\n019.~<", max_size=60))
 def test_no_text_whatsoever_makes_the_check_raise(text: str) -> None:
     """Any bytes that are text end in problems or in a configuration."""
-    from allranks.elastic.config.yaml_tree import read_tree
+    from allranks.model.yaml_tree import read_tree
 
     tree = read_tree(text)
     assert all(problem.message for problem in tree.problems)

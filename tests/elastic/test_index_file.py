@@ -21,7 +21,7 @@ from allranks.errors import DataLoadingError, InputError
 from .corpus import small_index, texts, write_jsonl
 
 
-def test_a_missing_index_names_the_buildbuild_command(tmp_path: Path) -> None:
+def test_a_missing_index_names_the_build_command(tmp_path: Path) -> None:
     """The documented text, and what to type."""
     with pytest.raises(
         DataLoadingError, match=r"Failed to load data from '.*nope': Token index file not found"
@@ -34,16 +34,16 @@ def test_any_flipped_byte_or_truncation_of_a_small_index_is_noticed_on_open(tmp_
     """Header, tokens, tables, checksums, provenance: no byte can change unseen."""
     path = small_index(tmp_path)
     good = path.read_bytes()
-    places = {0, 9, 100, 4095, 4096, 5000, len(good) - 1, *range(4096, len(good), 997)}
+    places = {0, 9, 100, 4095, 4096, 5000, *range(0, len(good), 997), *range(len(good) - 20, len(good))}
     for place in sorted(places):
         bad = bytearray(good)
         bad[place] ^= 0x10
         path.write_bytes(bad)
-        with pytest.raises(DataLoadingError, match=r"corrupted|bad magic|version"):
+        with pytest.raises(DataLoadingError, match=r"corrupted|bad magic"):
             TokenIndexFile(path)
     for size in (0, 3, 4095, 4096, len(good) // 2, len(good) - 1):
         path.write_bytes(good[:size])
-        with pytest.raises(DataLoadingError, match=r"truncated|bad magic"):
+        with pytest.raises(DataLoadingError, match=r"truncated"):
             TokenIndexFile(path)
     path.write_bytes(good)
     assert list(TokenIndexFile(path).verify()) == []
@@ -58,11 +58,11 @@ def test_verify_finds_damage_that_opening_does_not_look_at(
     path = tmp_path / "big.index"
     build_index(BuildRequest((str(source),), str(path)))
     raw = bytearray(path.read_bytes())
-    raw[4096 + (1 << 20) + 77] ^= 1
+    raw[(1 << 20) + 77] ^= 1
     path.write_bytes(raw)
     TokenIndexFile(path).close()
     assert main(["index", "verify", str(path), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["damage"] == [{"block": 1, "offset": 4096 + (1 << 20)}]
+    assert json.loads(capsys.readouterr().out)["damage"] == [{"block": 1, "offset": 1 << 20}]
 
 
 def test_an_index_travels_to_other_processes_by_name(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_building_needs_little_memory_and_no_torch(tmp_path: Path) -> None:
         "import resource, sys\n"
         "from allranks.elastic.index import BuildRequest, build_index\n"
         "start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "build_index(BuildRequest((sys.argv[1],), sys.argv[2], workers=0))\n"
+        "build_index(BuildRequest((sys.argv[1],), sys.argv[2]))\n"
         "assert 'torch' not in sys.modules\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)\n"
     )
@@ -92,32 +92,6 @@ def test_building_needs_little_memory_and_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 30_000  # kB, of 80 MB of tokens
     assert TokenIndexFile(tmp_path / "i").total_tokens > 39_000_000
-
-
-def test_a_parallel_build_of_bytes_equals_one_process(tmp_path: Path) -> None:
-    """More workers than blocks, and as many as there are."""
-    source = write_jsonl(tmp_path / "a.jsonl", texts(5000))
-    results = []
-    for workers in (0, 1, 3, 70):
-        output = tmp_path / f"{workers}.index"
-        build_index(BuildRequest((str(source),), str(output), workers=workers if workers < 70 else 6))
-        with TokenIndexFile(output) as index:
-            results.append(index.fingerprint)
-    assert len(set(results)) == 1
-
-
-def test_two_builds_of_one_index_do_not_mix(tmp_path: Path) -> None:
-    """The second says that another is writing."""
-    from allranks.elastic.index.file import IndexWriter
-
-    source = write_jsonl(tmp_path / "a.jsonl", ["a"])
-    writer = IndexWriter(tmp_path / "i", 2, {})
-    writer.open()
-    try:
-        with pytest.raises(InputError, match="another build is writing"):
-            build_index(BuildRequest((str(source),), str(tmp_path / "i")))
-    finally:
-        writer.close()
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
@@ -155,26 +129,13 @@ def test_the_commands_of_the_hints_build_and_verify_an_index(tmp_path: Path) -> 
     TokenIndexFile(index).close()
 
 
-WITHOUT_LOCKS = """
-import sys
-from pathlib import Path
-from allranks.elastic.index.file import IndexWriter
-from tests.checkpoint.kernel_answers import answer_as
+def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
+    """Neither an index nor a draft of one; a full disk names the file."""
+    source = write_jsonl(tmp_path / "a.jsonl", texts(3000))
 
-answer_as("no locks (Lustre without flock)")
-writer = IndexWriter(Path(sys.argv[1]), 4, {"files": []})
-writer.open()
-writer.close()
-"""
+    def stop(now: object) -> None:
+        raise OSError(28, "No space left on device")
 
-
-def test_a_file_system_without_locks_is_not_another_build(tmp_path: Path) -> None:
-    """Lustre without flock: the build goes on, and says that it cannot be kept from a second one."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LOCKS, str(tmp_path / "index")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0 and "start no second build" in done.stderr, done.stderr
+    with pytest.raises(InputError, match=r"cannot write .*a\.index: No space left on device"):
+        build_index(BuildRequest((str(source),), str(tmp_path / "a.index")), stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

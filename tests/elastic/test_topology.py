@@ -325,7 +325,7 @@ def test_saves_and_rate_changes_are_counted(index: Path, tmp_path: Path) -> None
     job = _job(index, None, 0, 3)
     job.checkpoint = Manager()
     assert job.save(5) == ("memory", "nvme")
-    assert job.metrics.checkpoint.total_saves == 2 and "checkpoint" in job.metrics.goodput.lost_s
+    assert job.metrics.checkpoint.total_saves == 2
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     metrics = TrainingMetrics()
     scaling = ElasticScalingManager(

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from allranks.checkpoint import NVMeBackend, create_checkpoint_state
+
 SCRIPT = """
 import os, pathlib, sys
 import torch
@@ -51,8 +55,11 @@ def _run(folder: Path, *flags: str) -> list[str]:
 
 
 def test_a_fresh_run_starts_from_scratch_once(tmp_path: Path) -> None:
-    """The second run, with the same folder and the flag; its restart goes on from step 2."""
-    assert _run(tmp_path) == ["0", "2"]
-    assert _run(tmp_path, "--fresh") == ["0", "2", "0", "2"]
+    """Checkpoints of an earlier run are there, and the flag; the restart of this run continues from step 2."""
+    earlier = NVMeBackend(tmp_path / "store")
+    state = create_checkpoint_state(7, torch.nn.Linear(2, 2), None)
+    earlier.save(state, "checkpoint_step_00000007")
+    assert _run(tmp_path, "--fresh") == ["0", "2"]
     (aside,) = (tmp_path / "store").glob("set-aside-*")
-    assert {path.name for path in aside.iterdir()} == {f"checkpoint_step_0000000{step}" for step in (1, 2, 3)}
+    assert [path.name for path in aside.iterdir()] == ["checkpoint_step_00000007"]
+    assert earlier.list_checkpoints() == [f"checkpoint_step_0000000{step}" for step in (1, 2, 3)]

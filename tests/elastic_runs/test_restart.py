@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from tests.ports import held_port
 
 from proc import gone
@@ -37,6 +38,7 @@ def test_a_killed_rank_comes_back_from_the_agents_memory(tmp_path: Path, undistu
     assert_same_run(job, undisturbed)
 
 
+@pytest.mark.everything  # test_resize kills the node that hosts a store, too
 def test_the_loss_of_the_rendezvous_itself_is_survived(tmp_path: Path, undisturbed: list[float]) -> None:
     """The agent that hosts the c10d store is killed: the other one becomes the host and goes on from its memory."""
     endpoint = f"127.0.0.1:{held_port()}"

@@ -15,6 +15,7 @@ import pytest
 
 from allranks.blackbox.header import read_header
 from allranks.incidents import pipeline
+from allranks.incidents.evidence import Evidence, read_observed
 from allranks.incidents.folder import MAX_REMEMBERED, IncidentFolder, read_incidents
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
@@ -243,12 +244,12 @@ def test_a_death_is_told_while_a_standstill_is_examined(
     dog = watch(tmp_path, poll_s=0.05, notice=NoticeOptions(floor_s=0.1, warm_up_s=0.1))
     examining, told = threading.Event(), threading.Event()
 
-    def judge(*args: object) -> tuple[None, None]:
+    def read(folder: Path) -> Evidence:
         examining.set()
         told.wait(60)
-        return None, None
+        return Evidence(observed=read_observed(folder))
 
-    monkeypatch.setattr(pipeline, "judge_folder", judge)
+    monkeypatch.setattr(pipeline, "read_incident", read)
     dog.join(None, lambda incident: told.set() if incident.kind == "death" else None)
     ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
     try:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.incidents import policy
+from allranks.incidents.evidence import Observed, read_observed
 from allranks.incidents.folder import read_incidents
-from allranks.incidents.judge import Observed, judge, read_observed
+from allranks.incidents.judge import correct
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
@@ -39,12 +39,12 @@ def named(diagnosis: Diagnosis | None) -> tuple[str, tuple[int, ...]]:
 def test_a_death_that_was_seen_wins_over_what_the_survivors_say() -> None:
     """An innocent rank's "Connection closed" is a consequence; calls that do not match are the program's fault."""
     innocent = Finding("rank_died", (0,), "rank 0 raised RuntimeError: Connection closed", severity="root")
-    found = judge(Diagnosis("fault", innocent, (innocent,)), None, Observed(told=DIED))
+    found = correct(Diagnosis("fault", innocent, (innocent,)), None, Observed(told=DIED))
     assert named(found) == ("rank_died", (2,))
     assert found is not None and [f.severity for f in found.findings] == ["root", "consequence"]
     mismatch = Diagnosis("fault", Finding("size_mismatch", (1,), "rank 1 has another size"))
-    assert named(judge(mismatch, None, Observed(told=DIED))) == ("size_mismatch", (1,))
-    assert named(judge(None, None, Observed(told=DIED))) == ("rank_died", (2,))
+    assert named(correct(mismatch, None, Observed(told=DIED))) == ("size_mismatch", (1,))
+    assert named(correct(Diagnosis("unclear", None), None, Observed(told=DIED))) == ("rank_died", (2,))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_rank_that_died_of_a_call_in_the_wrong_order_is_named_for_the_call(
     cause = "missing_rank" if cause == "extra_collective" else cause
     skipped = Finding("missing_rank", (2,), "rank 2 skipped all_gather #13", "root", confidence=0.85)
     skipped = replace(skipped, met_another=True, waiting=(0, 1))
-    found = judge(Diagnosis("fault", skipped, (skipped,)), None, Observed(told=told))
+    found = correct(Diagnosis("fault", skipped, (skipped,)), None, Observed(told=told))
     assert named(found) == (cause, (2,))
 
 
@@ -68,7 +68,7 @@ def test_a_rank_that_died_of_its_own_extra_call_is_named_for_the_call(told: Find
     """gloo aborts a process that gets a message of another size; one that raised has said itself why it ended."""
     gone = Finding("rank_died", (2,), "rank 2 died with all_reduce #11 unfinished", severity="root")
     extra = Finding("extra_collective", (2,), "rank 2 made an extra all_reduce #12", confidence=0.7)
-    found = judge(Diagnosis("fault", gone, (gone, extra)), None, Observed(told=told))
+    found = correct(Diagnosis("fault", gone, (gone, extra)), None, Observed(told=told))
     assert named(found) == (cause, (2,))
     assert found is not None and [f.severity for f in found.findings].count("root") == 1
 
@@ -77,7 +77,7 @@ def test_a_rank_that_died_of_its_own_extra_call_is_named_for_the_call(told: Find
 def test_a_call_that_others_could_not_make_after_a_death_is_not_its_cause(told: Finding, guilty: int) -> None:
     """Rank 1 was first in the next call when rank 2 died of itself; a rank that aborted may have died of that call."""
     extra = Finding("extra_collective", (1,), "rank 1 made an extra all_reduce", severity="root")
-    assert named(judge(Diagnosis("fault", extra, (extra,)), None, Observed(told=told)))[1] == (guilty,)
+    assert named(correct(Diagnosis("fault", extra, (extra,)), None, Observed(told=told)))[1] == (guilty,)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_rank_that_died_in_a_call_that_met_another_died_of_that(
 ) -> None:
     """gloo aborts the innocent rank that gets a message of another size: a validation batch fewer on rank 1."""
     found = replace(found, severity="root")
-    assert named(judge(Diagnosis("fault", found, (found,)), None, Observed(told=told)))[1] == guilty
+    assert named(correct(Diagnosis("fault", found, (found,)), None, Observed(told=told)))[1] == guilty
 
 
 @pytest.mark.parametrize(("left", "wanted"), [((2,), ("missing_rank", (2,))), ((), ("none_finished", ()))])
@@ -113,15 +113,15 @@ def test_connections_that_broke_since_a_rank_had_ended_its_program_are_its_fault
     )
     missing = Finding("missing_rank", (2,), "rank 2 never entered all_reduce #36", "root", confidence=0.9)
     diagnosis = Diagnosis("fault", missing, (missing,))
-    assert named(judge(diagnosis, None, Observed(told=broken, left=left))) == wanted
+    assert named(correct(diagnosis, None, Observed(told=broken, left=left))) == wanted
 
 
 def test_the_rank_that_has_not_moved_since_before_a_regroup_is_in_the_diagnosis_too() -> None:
     """The boxes of a new group accuse who is waited for there."""
     boxes = Diagnosis("fault", Finding("stuck_before_collective", (0,), "rank 0 is late"))
     observed = Observed(reason="silent", quiet_s=12.0, unmoved=(1,), marked=(0, 1))
-    assert named(judge(boxes, stacks("collective_wait", "sleep"), observed)) == ("sleep", (1,))
-    assert named(judge(boxes, stacks("collective_wait", "collective_wait"), observed))[1] == (0,)
+    assert named(correct(boxes, stacks("collective_wait", "sleep"), observed)) == ("sleep", (1,))
+    assert named(correct(boxes, stacks("collective_wait", "collective_wait"), observed))[1] == (0,)
 
 
 def test_a_rank_that_could_not_record_the_end_of_its_call_is_no_case_for_the_network() -> None:
@@ -129,9 +129,9 @@ def test_a_rank_that_could_not_record_the_end_of_its_call_is_no_case_for_the_net
     found = Finding("none_finished", (1,), "all_reduce ended on rank 0 but not on rank 1", confidence=0.7)
     boxes, observed = Diagnosis("fault", found), Observed(reason="silent", quiet_s=9.0, marked=(0, 1))
     for cause in ("stopped", "gil_held_native", "sleep"):
-        assert named(judge(boxes, stacks("collective_wait", cause), observed)) == (cause, (1,))
-    assert named(judge(boxes, stacks("collective_wait", "collective_wait"), observed))[0] == "none_finished"
-    assert named(judge(boxes, None, observed))[0] == "none_finished"
+        assert named(correct(boxes, stacks("collective_wait", cause), observed)) == (cause, (1,))
+    assert named(correct(boxes, stacks("collective_wait", "collective_wait"), observed))[0] == "none_finished"
+    assert named(correct(boxes, None, observed))[0] == "none_finished"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_rank_in_a_store_wait_of_its_own_is_named_for_it_unless_others_make_a_
 ) -> None:
     absent = Finding("not_started", (1,), "rank 1 never came to its first collective", severity="root")
     observed = Observed(reason="silent", quiet_s=12.0, marked=(0, 1, 2))
-    found = judge(Diagnosis("fault", absent, (absent,)), stacks(others, "store_wait", others), observed)
+    found = correct(Diagnosis("fault", absent, (absent,)), stacks(others, "store_wait", others), observed)
     assert named(found) == (cause, (1,))
 
 
@@ -166,7 +166,7 @@ def test_ranks_that_block_in_cuda_calls_are_not_named_for_the_one_they_wait_for(
     """They keep the GIL meanwhile and cannot record that their last call ended."""
     late = Finding("none_finished", (0, 2), "all_reduce #20 ended on rank 1 but not on ranks 0, 2")
     observed = Observed(reason="silent", quiet_s=5.0, marked=(0, 1, 2))
-    assert named(judge(Diagnosis("fault", late, (late,)), stacks(*causes), observed)) == verdict
+    assert named(correct(Diagnosis("fault", late, (late,)), stacks(*causes), observed)) == verdict
 
 
 def test_a_rank_whose_c_code_holds_the_gil_is_named_though_nobody_could_record_the_end_of_the_call() -> None:
@@ -176,7 +176,9 @@ def test_a_rank_whose_c_code_holds_the_gil_is_named_though_nobody_could_record_t
     )
     states = stacks("checkpoint_io", "gil_held_native", "checkpoint_io").ranks
     report = StacksReport(hung=True, culprits=find_culprits(states), sentence="three are busy", ranks=states)
-    found = judge(Diagnosis("fault", nobody, (nobody,)), report, Observed(reason="silent", marked=(0, 1, 2)))
+    found = correct(
+        Diagnosis("fault", nobody, (nobody,)), report, Observed(reason="silent", marked=(0, 1, 2))
+    )
     assert named(found) == ("gil_held_native", (1,))
     assert (
         found is not None
@@ -194,16 +196,16 @@ def test_a_stopped_rank_is_named_though_all_have_entered_the_call_that_none_fini
     report = StacksReport(
         hung=True, culprits=find_culprits(states), sentence="rank 1 is stopped", ranks=states
     )
-    looks = [policy.Look(5.0 * n, 3.0 + n, report, moved=False) for n in range(2)]
-    assert policy.judge(looks, 300)[0] is True
-    found = judge(Diagnosis("fault", nobody, (nobody,)), report, Observed(reason="silent", marked=(0, 1, 2)))
+    found = correct(
+        Diagnosis("fault", nobody, (nobody,)), report, Observed(reason="silent", marked=(0, 1, 2))
+    )
     assert named(found) == ("stopped", (1,))
 
 
 def test_a_rank_that_never_came_to_its_first_call_is_named_with_the_line_of_its_stack() -> None:
     """The boxes know only where the others wait for it."""
     found = Finding("not_started", (1,), "rank 1 never came to its first collective", where="train.py:50")
-    judged = judge(Diagnosis("fault", found), stacks("collective_wait", "sleep"), Observed())
+    judged = correct(Diagnosis("fault", found), stacks("collective_wait", "sleep"), Observed())
     assert named(judged) == ("not_started", (1,))
     assert judged is not None and judged.verdict is not None
     assert judged.verdict.where == "data.py:3 in load" and "data.py:3 in load" in judged.verdict.sentence
@@ -216,7 +218,7 @@ def test_where_the_boxes_name_nobody_the_stacks_may_unless_they_know_less(
     """A replica hangs while it heals: the others wait outside any collective, and its own stack shows a lock."""
     nobody = Diagnosis("fault", Finding("no_progress", (), "no rank is in a collective", confidence=sure))
     report = replace(stacks("collective_wait", "lock_deadlock"), culprits=(1,))
-    assert named(judge(nobody, report, Observed(reason="silent")))[1] == guilty
+    assert named(correct(nobody, report, Observed(reason="silent")))[1] == guilty
 
 
 def test_what_the_agent_observed_is_read_back_as_it_was(tmp_path: Path) -> None:

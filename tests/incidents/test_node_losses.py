@@ -88,7 +88,7 @@ def test_a_node_that_dies_with_its_agent_is_told_once_with_its_ranks(tmp_path: P
 
 
 def test_a_lighthouse_that_goes_with_its_node_is_missed_and_one_agent_tells_it(tmp_path: Path) -> None:
-    """Node h held the lighthouse; the heir that it had named opens the incident, the other one only logs it."""
+    """Node h held the lighthouse; the successor that it had named opens the incident, the other one only logs it."""
     with ExitStack() as nodes:
         held, address = nodes.enter_context(node("h", tmp_path, "whole_job", "0,1"))
         for name, rank in (("a", "2"), ("c", "3")):
@@ -141,16 +141,16 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_heir_is_the_first_agent_that_does_not_hold_the_lighthouse() -> None:
-    """Who leaves in good order is no heir, and of the lost the ranks stay known."""
+def test_the_successor_is_the_first_agent_that_does_not_hold_the_lighthouse() -> None:
+    """Who leaves in good order is not a successor, and of the lost the ranks stay known."""
     nodes = Nodes()
     host = Presence("agent-h", "h", (0, 1), lighthouse=True)
     assert nodes.note(host) == Failover(host, "")
-    assert nodes.note(Presence("agent-x", "x", (4,))).heir == "agent-x"
-    assert nodes.note(Presence("agent-b", "b", (2, 3))).heir == "agent-b"
+    assert nodes.note(Presence("agent-x", "x", (4,))).successor == "agent-x"
+    assert nodes.note(Presence("agent-b", "b", (2, 3))).successor == "agent-b"
     nodes.leave("agent-b")
     assert nodes.find("agent-b") is None
-    assert nodes.note(Presence("agent-x", "x", (4,))).heir == "agent-x"
+    assert nodes.note(Presence("agent-x", "x", (4,))).successor == "agent-x"
     assert nodes.lose("agent-x", "x").ranks == (4,) and nodes.find("agent-x") is not None
     assert nodes.lose("agent-new", "n") == Presence("agent-new", "n")
 

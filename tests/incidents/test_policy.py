@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allranks.incidents.policy import HangFacts, PolicyOptions, PolicyState, decide_action, decide_leaving
+from allranks.incidents.policy import (
+    HangFacts,
+    PolicyOptions,
+    PolicyState,
+    decide_action,
+    decide_leaving,
+    weigh,
+)
 
 REPLICA = HangFacts(
     "replica", "stuck_before_collective", (5,), 0.95, ranks_per_replica=2, replicas=4, members=(0, 1, 2, 3)
@@ -71,3 +78,25 @@ def test_a_node_that_fails_again_and_again_leaves() -> None:
     assert decide_leaving(4000.0, [1.0, 50.0, 3999.0], on)[0] is None
     kind, reason = decide_leaving(100.0, [1.0, 50.0, 99.0], PolicyOptions())
     assert kind == "dry_run" and "would leave the job" in reason
+
+
+def test_a_hang_that_only_time_tells_waits_until_acting_is_cheaper() -> None:
+    """A restart of half an hour is not spent on a silence of a minute and a half; a certain hang is acted on at once."""
+    on = PolicyOptions(enabled=True)
+    case = replace(WHOLE, certain=False, stalled_s=95.0, act_s=1800.0)
+    early = decide_action(1000.0, case, PolicyState(), on)
+    assert early.kind == "collect" and early.reason.startswith("not yet: waiting costs about ")
+    assert "acting about 30 min" in early.reason
+    assert kind(replace(case, stalled_s=300.0), options=on) == "restart_job"
+    assert kind(replace(case, act_s=60.0), options=on) == "restart_job"
+    certain = decide_action(1000.0, replace(case, certain=True, stalled_s=15.0), PolicyState(), on)
+    assert certain.kind == "restart_job" and "acting about 30 min" in certain.reason
+
+
+def test_a_longer_stall_and_a_surer_verdict_make_waiting_dearer() -> None:
+    """A verdict of 95 % is right in 98 of 100 cases."""
+    case = replace(WHOLE, stalled_s=15.0, act_s=100.0)
+    assert weigh(case).wait_s == 15.0 + 98.3
+    assert weigh(replace(case, confidence=0.5)).wait_s < weigh(case).wait_s
+    doubtful = replace(case, certain=False)
+    assert weigh(doubtful).wait_s < weigh(replace(doubtful, stalled_s=60.0)).wait_s < 60.0 + 98.3

@@ -21,7 +21,7 @@ def dumb_decision(
     if not asking:
         return "nobody", (), ()
     everybody = (
-        state.last is None and not state.wants_word and 0 < options.expect_replicas <= len(state.asking)
+        state.last is None and not state.needs_recall and 0 < options.expect_replicas <= len(state.asking)
     )
     if now < state.settling_until and not everybody:
         return "starting", (), ()

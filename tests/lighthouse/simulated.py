@@ -93,6 +93,10 @@ class Process:
     seen: int = 0
     history: tuple[int, int] = (0, 0)  # of the state: equal only if all its commits are
     unreached: set[str] = field(default_factory=set)
+    failures: tuple[tuple[str, ...], tuple[str, ...]] = (
+        (),
+        (),
+    )  # reported with the request: unreached, unserved
     failed_serves: Counter[str] = field(default_factory=Counter)
     trouble: dict[str, float] = field(default_factory=dict)  # session of a member that is cut off, since when
     inbox: list[object] = field(default_factory=list)
@@ -161,9 +165,10 @@ class Process:
         )  # fmt: skip
         text = '{"ranks": "many"}' if self.garbage else ReplicaClaim(ranks=(claim,)).encode()
         unserved = tuple(session for session, times in self.failed_serves.items() if times >= 2)
+        self.failures = (tuple(sorted(self.unreached)), unserved)
         self.asked = Member(
             self.name, self.session, address=f"{self.session}:1", step=claim.step, data=text,
-            commit_failures=int(broken), unreached=tuple(sorted(self.unreached)), unserved=unserved, dialect=DIALECT,
+            commit_failures=int(broken), dialect=DIALECT,
         )  # fmt: skip
         self.unreached.clear()
         self.trouble.clear()
@@ -178,6 +183,8 @@ class Process:
                 refused = self.job.service.join(self.line, self.asked, known)
                 if refused is not None:
                     self.phase, self.asked = "refused", None
+                else:
+                    self.job.service.note_failures(self.line, *self.failures)
 
         self.send(join)
 
@@ -382,8 +389,7 @@ class Job:
                 healer.failed_serves[source.session] += 1
                 healer.ask(broken=True)
                 continue
-            older = source.step < healer.step and source.term <= healer.term
-            if older and not healer.liar:
+            if source.step < healer.step and not healer.liar:
                 self.violations.append(
                     f"{healer.session} at {healer.step} took the state of {source.session} at {source.step}"
                 )

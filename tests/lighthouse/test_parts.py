@@ -224,17 +224,17 @@ def test_a_goodbye_that_has_arrived_is_read_although_a_write_finds_the_connectio
             leave=lambda session, *what: told.append(what),
             disconnected=lambda session, peer, clean: told.append("cut"),
         )
-        door = SimpleNamespace(
-            options=options, open=set(), strangers={}, let_in=lambda one: None, service=service
+        listener = SimpleNamespace(
+            options=options, open=set(), unauthenticated={}, let_in=lambda one: None, service=service
         )
-        connection = Connection(door)  # type: ignore[arg-type]
+        connection = Connection(listener)  # type: ignore[arg-type]
         await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
         connection._session = object()  # type: ignore[assignment]
         connection.deliver(None, b"a notice that the replica does not read any more")
         replica.sendall(encode(messages.Beat(7)) + leave)
         replica.close()
         connection.deliver(None, b"another one")
-        while connection in door.open:
+        while connection in listener.open:
             await asyncio.sleep(0)
 
     asyncio.run(scene())

@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -25,9 +25,17 @@ from .processes import Victim
 from .waiting import eventually
 
 
-def ask(state: QuorumState, now: float, name: str, **values: object) -> None:
+def ask(
+    state: QuorumState,
+    now: float,
+    name: str,
+    unreached: Collection[str] = (),
+    unserved: Collection[str] = (),
+    **values: object,
+) -> None:
     replica = state.replicas[name]
     state.ask(now, name, Member(name, replica.session, **values))  # type: ignore[arg-type]
+    state.note_failures(now, name, unreached, unserved)
 
 
 def crowd(*names: str, now: float = 0.0) -> QuorumState:

@@ -170,7 +170,7 @@ def test_a_flood_of_half_open_connections_is_bounded(
     embedded: Embedded, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The oldest strangers go; real clients get in all the while; the log is not flooded."""
-    lighthouse = embedded(ServerOptions(max_strangers=64))
+    lighthouse = embedded(ServerOptions(max_unauthenticated=64))
     with ExitStack() as open_ones, caplog.at_level(logging.WARNING):
         for _ in range(600):
             open_ones.enter_context(raw(lighthouse))
@@ -272,7 +272,7 @@ def test_silent_connections_do_not_keep_members_from_a_lighthouse_with_tls(
 ) -> None:
     """They count before their handshake is over; what is no TLS, and half a handshake, is dropped like any stranger."""
     pem = {path.name: str(path) for path in certificates.iterdir()}
-    key, limits = pem["server.key"], {"max_strangers": 64, "hello_timeout_s": 600.0}
+    key, limits = pem["server.key"], {"max_unauthenticated": 64, "hello_timeout_s": 600.0}
     lighthouse = embedded(ServerOptions(certificate=pem["server.pem"], key=key, **limits))
     with ExitStack() as open_ones:
         sockets = [open_ones.enter_context(raw(lighthouse)) for _ in range(300)]

@@ -300,7 +300,7 @@ async def test_who_has_older_steps_goes_on_when_a_member_does_not_come_back_afte
         state.silent == {"a"} and state.next_change(desk.service.now()) <= desk.service.now() + PROXY_BACK_S
     )
     state.advance(desk.service.now() + PROXY_BACK_S)
-    desk.service.former.soon()
+    desk.service.coordinator.soon()
     await desk.settle()
     assert b_peer.of(Quorum)[-1].names == ("b",)
 

@@ -265,3 +265,19 @@ def test_before_the_first_quorum_the_job_starts() -> None:
     view = TrainingView(Clock())
     view.note_step("replica-0", 0, 1.0)
     assert view.describe(Scene(0, ("replica-0",))).sentence == "Starting, 0 of 1 replicas"
+
+
+def test_a_whole_job_that_was_started_again_starts_over_unless_it_is_too_far_for_that() -> None:
+    """What is possible in the time since the last step is taken for a start from 0; more must be a checkpoint."""
+    view, clock = trained(steps=1000)
+    clock.at += 10.0
+    lost = view.note_step("replica-0", 3, clock.at)
+    assert lost is not None and not lost.restored
+    assert lost.text.startswith(
+        "training starts over from step 0 after a restart: it had come to step 1000, and step 3 "
+    )
+    view, clock = trained(steps=1000)
+    clock.at += 10.0
+    lost = view.note_step("replica-0", 900, clock.at)
+    assert lost is not None and lost.restored
+    assert lost.text == "training continues from a checkpoint of step 900 or before; it had come to step 1000"

@@ -112,7 +112,7 @@ def test_without_room_for_the_stacks_of_an_archive_its_dumps_are_judged(
     assert main(["diagnose", packed, "--json"]) == 1
     said = capsys.readouterr()
     assert json.loads(said.out)["verdict"]["ranks"] == [2]
-    assert "stacks and logs in archives left out: " in said.err
+    assert "left out: stacks and logs in archives: " in said.err
 
 
 def test_hostile_names_in_an_archive_write_nowhere_else(tmp_path: Path) -> None:

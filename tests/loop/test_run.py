@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.cli import main
 from allranks.incidents.job_overview import Overview
 from allranks.watch.samples import read_samples
 from proc import gone
@@ -102,8 +103,6 @@ def test_mistakes_get_one_clear_sentence(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit 2 and the fix."""
-    from allranks.cli import main
-
     assert main(words) == 2
     assert message in capsys.readouterr().err
 
@@ -121,7 +120,9 @@ def test_a_failure_is_one_where_signals_of_children_are_ignored(tmp_path: Path) 
     assert ran.returncode == 1, ran.stderr
 
 
-@pytest.mark.parametrize(("flags", "code"), [([], 2), (["--no-record"], 0)])
+@pytest.mark.parametrize(
+    ("flags", "code"), [([], 2), pytest.param(["--no-record"], 0, marks=pytest.mark.everything)]
+)
 def test_a_limit_of_file_sizes_is_said_and_a_job_runs_without_recording(
     tmp_path: Path, flags: list[str], code: int
 ) -> None:
@@ -154,7 +155,9 @@ def test_a_working_folder_that_was_removed_is_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("limit", "code"), [("-n 20", 2), ("-Sn 20", 0)])
+@pytest.mark.parametrize(
+    ("limit", "code"), [("-n 20", 2), pytest.param("-Sn 20", 0, marks=pytest.mark.everything)]
+)
 def test_a_low_limit_of_open_files_is_raised_or_said(tmp_path: Path, limit: str, code: int) -> None:
     """A soft limit can be raised. A hard one ended in a traceback of the watch."""
     script = tmp_path / "train.py"
@@ -170,7 +173,9 @@ def test_a_low_limit_of_open_files_is_raised_or_said(tmp_path: Path, limit: str,
     assert "Traceback" not in ran.stderr
 
 
-def test_a_good_job_is_seen_from_outside_ends_with_zero_and_leaves_boxes(tmp_path: Path) -> None:
+def test_a_good_job_is_seen_from_outside_ends_with_zero_and_leaves_boxes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Recorded without a line in the script, its output prefixed; while rank 1 sleeps rank 0 waits for it."""
     process = start(
         tmp_path,
@@ -184,11 +189,8 @@ def test_a_good_job_is_seen_from_outside_ends_with_zero_and_leaves_boxes(tmp_pat
         while not any(row.waits_for == (1,) for row in overview.look().rows):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
-        done = subprocess.run(
-            [sys.executable, "-m", "allranks", "status", str(tmp_path / "boxes"), "--json"],
-            capture_output=True, text=True, timeout=300, check=True,
-        )  # fmt: skip
-        rows = {row["rank"]: row for row in json.loads(done.stdout)["rows"]}
+        assert main(["status", str(tmp_path / "boxes"), "--json"]) == 0
+        rows = {row["rank"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
         assert rows[0]["doing"].startswith("all_reduce #2") and rows[0]["waits_for"] == [1]
         assert {row["step"] for row in rows.values()} == {7}
     finally:

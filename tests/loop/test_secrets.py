@@ -18,6 +18,7 @@ import pytest
 from tests.soak.world import find
 
 from allranks.channel.keys import Keyring
+from allranks.cli import main
 from checkpoint.s3server import KEY, SECRET, S3Server
 
 TOKEN = "the-token-of-a-job-with-secrets"
@@ -162,7 +163,9 @@ elastic: {{nproc_per_node: 2}}
 """
 
 
-def test_nothing_of_a_crash_has_a_secret_of_its_error_or_of_the_job_file(tmp_path: Path) -> None:
+def test_nothing_of_a_crash_has_a_secret_of_its_error_or_of_the_job_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The program's own output has its error as it was raised; what allranks makes of it has it without passwords and keys."""
     name, log = f"ended-{os.getpid()}", tmp_path / "agent.log"
     (tmp_path / "train.py").write_text(CRASH)
@@ -180,6 +183,8 @@ def test_nothing_of_a_crash_has_a_secret_of_its_error_or_of_the_job_file(tmp_pat
              "--incidents", str(tmp_path / "incidents")],
             cwd=tmp_path, env=environment, stdout=out, stderr=out, timeout=200, check=False,
         )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALLRANKS_DIR", str(tmp_path / "boxes"))
     everything = files_of(tmp_path / "incidents") | files_of(tmp_path / "boxes")
     everything = {
         path: data for path, data in everything.items() if "/boxes/logs/" not in path
@@ -188,12 +193,10 @@ def test_nothing_of_a_crash_has_a_secret_of_its_error_or_of_the_job_file(tmp_pat
                   ["dump", name, "--list"], ["dump", name, "--list", "--json"], ["status", name], ["status", name, "--json"],
                   ["doctor", "explain", "agent.log"], ["doctor", "explain", "agent.log", "--json"],
                   ["config", "show", "job.yaml"], ["config", "check", "job.yaml", "--json"]):  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "allranks", *words],
-            cwd=tmp_path, env=environment, capture_output=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert b"Traceback" not in done.stderr, done.stderr.decode()
-        everything[" ".join(words)] = done.stdout + done.stderr
+        main(words)
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err, printed.err
+        everything[" ".join(words)] = (printed.out + printed.err).encode()
     everything["page.html"] = (tmp_path / "page.html").read_bytes()
     everything |= {f"sent {i}": body.partition(b"\r\n\r\n")[2] for i, body in enumerate(requests)}
     own = [

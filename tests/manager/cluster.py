@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers import it at their first step: once here instead of in every fork
 
-from allranks.drill.faults import Fault, FaultPlan, inject
 from allranks.drill.ranks import Outcome, Ranks
 from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options, ServerOptions
@@ -30,6 +29,8 @@ from allranks.lighthouse.web import http_protocol
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
+
+from .faults import Fault, FaultPlan, inject
 
 LIMIT_S = 120.0  # only hanging reaches it
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from allranks.drill.faults import PLACES, Fault
 from allranks.drill.ranks import Ranks
 from allranks.errors import GroupAborted
 from allranks.lighthouse.options import Options
@@ -22,6 +21,7 @@ from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.groups.group_spec import GroupSpec
 
 from .cluster import LIMIT_S, Cluster, Job, LighthouseProcess
+from .faults import PLACES, Fault
 from .test_failures import assert_equal_states
 
 

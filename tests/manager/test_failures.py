@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from allranks.drill.faults import Fault
 from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options
 from allranks.manager.regroup import Regrouper
 from allranks.model.cluster import Quorum
 
 from .cluster import Cluster, Job, LighthouseProcess, Result, undisturbed
+from .faults import Fault
 
 
 @pytest.fixture

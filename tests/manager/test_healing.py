@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.drill.faults import Fault
 from allranks.lighthouse.options import Options
 
 from .cluster import Cluster, Job, LighthouseProcess
+from .faults import Fault
 from .test_failures import assert_equal_states
 
 

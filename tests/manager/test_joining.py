@@ -214,7 +214,7 @@ def test_who_came_late_counts_from_the_second_step_on() -> None:
         if committed:
             assert training.passed(generation, 1.0)
         assert generation.participants == participants  # also for who asks after the step
-        training.rest()
+        training.end_step()
 
 
 @pytest.mark.parametrize("asked_before", [False, True])

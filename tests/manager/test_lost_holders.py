@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from allranks.drill.faults import Fault
 from allranks.lighthouse.options import Options
 
 from .cluster import LIMIT_S, Cluster, Job, LighthouseProcess
+from .faults import Fault
 from .test_failures import assert_equal_states
 
 JOB = Job(until_told=True, pause_s=0.02)
+HEALED = " healed: "  # as the log says it
 
 
 @pytest.fixture
@@ -39,6 +40,14 @@ def logged(cluster: Cluster, name: str) -> str:
     return "".join(path.read_text() for path in Path(cluster.folder.name).glob(f"{name}-*.log"))
 
 
+def wait_until_healed(cluster: Cluster, name: str, times: int) -> None:
+    """Until all of another state has arrived so many times."""
+    deadline = time.monotonic() + LIMIT_S
+    while logged(cluster, name).count(HEALED) < times:
+        assert time.monotonic() < deadline, f"{name} has not healed {times} times"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("place", ["connecting", "sending state", "loading state"])
 def test_a_state_outlives_the_death_of_the_member_that_was_to_replace_it(
     lighthouse: LighthouseProcess, place: str
@@ -49,18 +58,19 @@ def test_a_state_outlives_the_death_of_the_member_that_was_to_replace_it(
     victim = "b" if place == "loading state" else "a"
     fault = Fault("hang" if victim == "b" else "kill", victim, at_step=5, at=place, for_s=3.0)
     fault = replace(fault, at_step=when) if victim == "a" else fault
-    with Cluster(lighthouse, replace(job, faults=(fault,))) as cluster:
+    faults = (Fault("stop", "b", at_step=far), fault)
+    with Cluster(lighthouse, replace(job, faults=faults, arm_at=2)) as cluster:
         cluster.start("a", "b")
-        cluster.wait_for_progress("b", far)
-        os.kill(cluster.pid("b"), signal.SIGSTOP)
-        assert cluster.progress("b") < when
+        cluster.wait_for("fired stop", "b")
+        held, healed = cluster.progress("b"), logged(cluster, "b").count(HEALED)
+        when = max(when, held)
         cluster.wait_for_progress("a", when + 5)
-        held = cluster.progress("b")
         os.kill(cluster.pid("b"), signal.SIGCONT)
         if victim == "a":
             cluster.killed("a")
         else:
-            cluster.wait_for("fired hang", "b")
+            cluster.wait_for("fired hang", "b")  # its training thread is about to load what arrives meanwhile
+            wait_until_healed(cluster, "b", healed + 1)
             os.kill(cluster.pid("a"), signal.SIGKILL)
             cluster.end("a")
         cluster.wait_for_progress("b", held + 5)

@@ -46,7 +46,7 @@ def _is_off_with_one_warning(place: Path, reason: str) -> None:
         for active, said in ranks.values():
             assert not active
             assert len(said) == 1
-            assert "training goes on" in said[0]
+            assert "training continues" in said[0]
             assert reason in said[0] and str(place) in said[0] and "set ALLRANKS_DIR" in said[0]
 
 

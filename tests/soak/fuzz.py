@@ -23,21 +23,12 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
 from tests.load.test_blackbox import make_trace
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from allranks.blackbox.file_writer import box_bytes
 from allranks.channel.frames import JSON, BadFrame, read_object, take_frames
@@ -52,7 +43,6 @@ from allranks.checkpoint.manifest import (
     encode_index,
     encode_manifest,
 )
-from allranks.checkpoint.restore.torch_files import read_metadata
 from allranks.cli.doctor import _with_config
 from allranks.doctor import DoctorOptions
 from allranks.doctor.explain import explain, parse_line
@@ -60,8 +50,8 @@ from allranks.doctor.nodes import compare, read_answers
 from allranks.drill.plan import read_plan
 from allranks.elastic.config import check
 from allranks.errors import AllranksError
+from allranks.incidents.evidence import read_observed
 from allranks.incidents.folder import read_incidents
-from allranks.incidents.judge import read_observed
 from allranks.incidents.peers import pack_part, unpack_part
 from allranks.lighthouse import messages
 from allranks.lighthouse.grpc_wire import BadMessage, decode_quorum_request, encode_quorum_request
@@ -83,7 +73,6 @@ from allranks.stacks.debuggers import (
     parse_text,
 )
 from allranks.stacks.raw_files import read_raw
-from allranks.torchft.manager_service import decode_request, decode_result
 
 MEMBER = Member("replica-0", "s", "node", "10.0.0.1:1", "10.0.0.1:2", 7, data='{"a": 1}')
 CONFIG = (Path(__file__).parents[2] / "examples" / "job.yaml").read_bytes()
@@ -182,12 +171,6 @@ def _zip() -> bytes:
     return packed.getvalue()
 
 
-def read_torchft_manager(data: bytes) -> None:
-    with suppress(BadMessage):
-        decode_request(data)
-    decode_result(data)
-
-
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would write each input out
 
 
@@ -224,15 +207,7 @@ def _evidence() -> bytes:
         return pack_part(folder, ["rank 3: no answer"])
 
 
-def _dcp_metadata(protocol: int) -> bytes:
-    size, kind = torch.Size([4]), TensorProperties(torch.float32)
-    chunk = ChunkStorageMetadata(torch.Size([0]), size)
-    return pickle.dumps(
-        Metadata({"w": TensorStorageMetadata(kind, size, [chunk]), "n": BytesStorageMetadata()}), protocol
-    )
-
-
-PART = Part(0, "rank-00000.index", 100, "0" * 64, 4096, ("checkpoint_step_00000003",))
+PART = Part(0, "rank-00000.index", 100, "0" * 64, 4096)
 MANIFEST = encode_manifest(Manifest(7, 0, 1, 1.5, "attempt", (PART,), {"loss": 0.5}, job="job"))
 INDEX = encode_index(
     Index(0, "crc32", (DataFile("rank-00000.safetensors", 4096, 100, "00000000"),), (), {}, {})
@@ -311,7 +286,6 @@ TARGETS = {
     ),
     "frames without msgspec": Target(read_frames_without_msgspec, [encode(messages.Join(MEMBER))], (BadFrame,)),
     "gRPC": Target(decode_quorum_request, [encode_quorum_request(MEMBER)], (BadMessage,)),
-    "gRPC of managers": Target(read_torchft_manager, [encode_quorum_request(MEMBER), b"\x08\x01\x12\x02ab"], (BadMessage,)),
     "HTTP": Target(
         _parse_head,
         [b"GET /api/status?a=1 HTTP/1.1\r\nHost: x\r\nContent-Length: 3", b"POST /%41 HTTP/1.1\r\nA: b"],
@@ -343,7 +317,6 @@ TARGETS = {
     "folder of stack files": Target(
         from_file("raw/rank0.pyspy.txt", lambda path: read_raw(path.parent)), [PYSPY, FAULTHANDLER, GDB]
     ),
-    "metadata of DCP": Target(from_file("dcp/.metadata", lambda path: read_metadata(path.parent)), [_dcp_metadata(2), _dcp_metadata(4)]),
     "evidence of a node": Target(read_evidence, [_evidence()]),
     "what an agent saw": Target(from_file("seen/observed.json", lambda path: read_observed(path.parent)), [OBSERVED]),
     "incident": Target(from_file("1/incident.json", lambda path: read_incidents(path.parents[1])), [INCIDENT]),

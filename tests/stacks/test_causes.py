@@ -391,3 +391,77 @@ def test_the_rank_in_the_first_line_of_py_spy_is_used(tmp_path: Path) -> None:
         (tmp_path / f"dump_{pid}.txt").write_text(text)
     ranks = {p.rank: (p.pid, p.parallel) for p in read_capture(tmp_path).processes}
     assert ranks == {0: (102, (("tp", 0),)), 1: (101, (("tp", 1),))}
+
+
+def test_an_exit_that_a_thread_blocks_names_the_line_of_that_thread() -> None:
+    """The main thread has no line of the user's any more; the thread that is not a daemon has."""
+    exiting = (StackFrame("_shutdown", "/usr/lib/python3.11/threading.py", 1590),)
+    uploader = (
+        StackFrame("upload", "/home/user/t.py", 7),
+        StackFrame("run", "/usr/lib/python3.11/threading.py", 982),
+        StackFrame("_bootstrap", "/usr/lib/python3.11/threading.py", 1002),
+    )
+    stacks = (ThreadStack(5, "MainThread", exiting), ThreadStack(6, "uploader", uploader))
+    facts = (ThreadFacts(5, state="S", syscall="futex"), ThreadFacts(6, state="S", syscall="clock_nanosleep"))
+    shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
+    state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
+    assert (state.cause, state.where, state.thread) == ("shutdown_join", "t.py:7 in upload", "uploader")
+    assert "thread uploader is at t.py:7" in state.evidence
+
+
+def test_ranks_that_wait_for_remote_calls_are_not_taken_for_exiting() -> None:
+    """rpc.shutdown waits for the workers that still run their calls: these are the cause."""
+    api = "/x/site-packages/torch/distributed/rpc/api.py"
+    frames = {
+        0: (StackFrame("_wait_all_workers", api, 170), StackFrame("shutdown", api, 360)),
+        1: (StackFrame("rpc_sync", api, 804), StackFrame("main", "/home/user/t.py", 12)),
+        2: (StackFrame("work", "/home/user/t.py", 7), StackFrame("main", "/home/user/t.py", 9)),
+    }
+    calls = {0: "futex", 1: "futex", 2: "clock_nanosleep"}
+    processes = tuple(
+        ProcessCapture(
+            rank,
+            None,
+            5 + rank,
+            snapshots=tuple(
+                Snapshot(
+                    number,
+                    None,
+                    (ThreadStack(5 + rank, "MainThread", stack),),
+                    (ThreadFacts(5 + rank, state="S", syscall=calls[rank]),),
+                )
+                for number in (1, 2)
+            ),
+        )
+        for rank, stack in frames.items()
+    )
+    report = classify(Capture(processes))
+    assert [report.ranks[rank].cause for rank in frames] == ["rendezvous_wait", "p2p_wait", "sleep"]
+    assert report.culprits == (2,) and "exiting" not in report.ranks[0].evidence
+
+
+@pytest.mark.parametrize("holder", [True, False])
+def test_a_lock_is_called_a_deadlock_only_where_no_thread_could_release_it(holder: bool) -> None:
+    """The thread that holds it may wait for a server: it is named, and nobody says that it waits for the other."""
+
+    def thread(tid: int, name: str, *frames: tuple[str, str, int]) -> ThreadStack:
+        return ThreadStack(tid, name, tuple(StackFrame(*frame) for frame in frames))
+
+    lock = ("__enter__", "/usr/lib/python3.11/threading.py", 90)
+    stacks = [thread(5, "MainThread", lock, ("step", "/home/user/t.py", 30))]
+    facts = [ThreadFacts(5, state="S", syscall="futex")]
+    if holder:
+        stacks.append(
+            thread(
+                6,
+                "uploader",
+                ("read", "/usr/lib/python3.11/http/client.py", 5),
+                ("put", "/home/user/t.py", 7),
+            )
+        )
+        facts.append(ThreadFacts(6, state="S", syscall="recvfrom"))
+    shots = tuple(Snapshot(number, None, tuple(stacks), tuple(facts)) for number in (1, 2))
+    state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
+    assert "the other holds" not in state.evidence
+    assert ("held perhaps by uploader at t.py:7" in state.evidence) == holder, state.evidence
+    assert ("no other thread can release" in state.evidence) != holder

@@ -219,8 +219,8 @@ def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
     assert options.folder({"LOG_DIR": "/logs"}) == Path("/logs/backtraces")
     with pytest.raises(ConfigurationError, match=r"debug\.wait_second is unknown"):
         parse_debug({"wait_second": 1})
-    with pytest.raises(ConfigurationError, match=r"debug\.enabled is 'yes'"):
-        parse_debug({"enabled": "yes"})
+    with pytest.raises(ConfigurationError, match=r"debug\.enabled is 'maybe'"):
+        parse_debug({"enabled": "maybe"})
     with pytest.raises(ConfigurationError, match=r"wait_seconds .* must not be negative"):
         parse_debug({"wait_seconds": -1})
     with pytest.raises(ConfigurationError, match=r"patterns: '\(\[' is no regular expression: unterminated"):

@@ -114,14 +114,14 @@ def test_a_job_that_has_ended_is_never_suspected() -> None:
     assert look(now + 999, state, [sample(r, 29, closed="exit", alive=False) for r in range(3)])[0] is False
 
 
-def test_each_excuse_adds_half_a_limit_until_progress_returns() -> None:
-    """After "slow, not hung" the same silence is not reported again at once; progress resets it."""
+def test_the_second_look_comes_soon_and_later_ones_half_a_limit_apart_until_progress_returns() -> None:
+    """After a look that did not settle it the same silence is not examined again at once; progress resets it."""
     now, state = trained(step_s=0.1)
     stuck = [sample(r, 29) for r in range(3)]
     state = extend_deadline(observe(now + 11, state, stuck, OPTIONS), now + 11, OPTIONS)
-    assert limit_s(state, OPTIONS) == 15
-    assert look(now + 14, state, stuck)[0] is False
-    assert look(now + 16, state, stuck)[0] is True
+    assert [limit_s(replace(state, extended=times), OPTIONS) for times in range(5)] == [10, 12.5, 15, 20, 25]
+    assert look(now + 12, state, stuck)[0] is False
+    assert look(now + 13, state, stuck)[0] is True
     state = observe(now + 25, state, [sample(r, 30) for r in range(3)], OPTIONS)
     assert state.extended == 0
 

@@ -5,6 +5,7 @@ result shows itself in a notebook and turns into JSON and pandas.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,12 +21,17 @@ from allranks.model.trace import RankTrace
 if TYPE_CHECKING:
     import numpy as np
     import pandas
+    import polars
+    import pyarrow
+    from matplotlib.axes import Axes
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
     from allranks.load import LoadOptions, LoadResult
 
 
 MAX_PAGE = 8 << 20  # characters; a larger page would make the notebook slow
+_TIMES = ("created", "started", "completed")
+_MAYBE = ("rank", "p2p_seq", "step", "peer", "root", "timeout_ms")  # columns where -1 stands for "not known"
 _COLUMNS = ("seq", "p2p_seq", "step", "in_numel", "out_numel", "peer", "root", "timeout_ms")
 
 
@@ -55,9 +61,32 @@ class RecordedCalls:
         import pandas
 
         frame = pandas.DataFrame(self.columns())
-        for name in ("created", "started", "completed"):
+        for name in _TIMES:
             if name in frame:
                 frame[name] = pandas.to_datetime(frame[name].where(frame[name] > 0), unit="ns", utc=True)
+        for name in _MAYBE:
+            if name in frame:
+                frame[name] = frame[name].astype("Int64").mask(frame[name] < 0)
+        return frame
+
+    def to_arrow(self) -> pyarrow.Table:
+        """An Arrow table with one row per call; times are UTC, what is not known is null."""
+        import pyarrow
+
+        columns = self.columns()
+        found = {}
+        for name, values in columns.items():
+            kind = pyarrow.timestamp("ns", "UTC") if name in _TIMES else None
+            absent = values <= 0 if name in _TIMES else values < 0 if name in _MAYBE else None
+            found[name] = pyarrow.array(values, type=kind, mask=absent, from_pandas=True)
+        return pyarrow.table(found)
+
+    def to_polars(self) -> polars.DataFrame:
+        """A polars DataFrame of the same rows."""
+        import polars
+
+        frame = polars.from_arrow(self.to_arrow())
+        assert isinstance(frame, polars.DataFrame)
         return frame
 
 
@@ -164,6 +193,27 @@ class DiagnosisResult(PageResult):
         from allranks.report import html
 
         return "".join(html.render(self.diagnosis, list(self.calls.traces), time.time()))
+
+    def plot(self, ax: Axes | None = None, *, last_s: float = 30.0) -> Axes:
+        """The calls of every rank over time as bars, those that never finished in red, with matplotlib."""
+        import matplotlib.pyplot as plt
+
+        if ax is None:
+            ax = plt.subplots(figsize=(10, 1.5 + 0.25 * len(self.calls.traces)))[1]
+        columns = self.calls.columns()
+        ends = max((int(columns[name].max(initial=0)) for name in _TIMES), default=0) if columns else 0
+        for rank in sorted(set(columns["rank"].tolist())) if columns else ():
+            mine = (columns["rank"] == rank) & (columns["created"] > ends - last_s * 1e9)
+            begin, done = columns["created"][mine], columns["completed"][mine]
+            for chosen, end, colour in (
+                (done > 0, done, "tab:blue"),
+                (done <= 0, begin * 0 + ends, "tab:red"),
+            ):
+                spans = zip((begin[chosen] - ends) / 1e9, (end[chosen] - begin[chosen]) / 1e9, strict=True)
+                ax.broken_barh(list(spans), (rank - 0.4, 0.8), facecolors=colour)
+        ax.set(xlabel="seconds before the end of the record", ylabel="rank", title=self.sentence)
+        ax.invert_yaxis()
+        return ax
 
     def __str__(self) -> str:
         from allranks.report.text import render
@@ -285,7 +335,9 @@ def diagnose(
         "pg_filters": frozenset(pg_filters),
         "allow_incomplete_ranks": allow_incomplete_ranks or wanted is not None,
     }
-    return DiagnosisResult(judge_dumps(loaded, loaded.traces, roots, **chosen), RecordedCalls(loaded.traces))
+    part = attempt is not None or any(chosen.values())
+    found = judge_dumps(loaded, loaded.traces, roots, chosen=part, **chosen)
+    return DiagnosisResult(found, RecordedCalls(loaded.traces))
 
 
 def load_dumps(roots: list[str], options: LoadOptions) -> LoadResult:
@@ -301,33 +353,32 @@ def load_dumps(roots: list[str], options: LoadOptions) -> LoadResult:
     return loaded
 
 
-def judge_dumps(loaded: LoadResult, traces: list[RankTrace], roots: list[str], **options: Any) -> Diagnosis:
-    """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions."""
-    from allranks.api.extra_evidence import (
-        find_evidence,
-        is_post_mortem,
-        judge_stacks,
-        taken_ns,
-        with_evidence,
-    )
-    from allranks.diagnose.verdict import DiagnoseOptions
-    from allranks.diagnose.verdict import diagnose as judge
+def judge_dumps(
+    loaded: LoadResult, traces: list[RankTrace], roots: list[str], *, chosen: bool = False, **options: Any
+) -> Diagnosis:
+    """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions.
 
-    boxes = any(trace.kind.startswith("black box") for trace in traces)
-    ended = boxes and is_post_mortem(traces)
-    now_ns = taken_ns(traces, roots) if boxes and not ended else 0
-    evidence = find_evidence(loaded, traces, roots)
-    how = DiagnoseOptions(now_ns=now_ns, ended=ended, **options)
-    result = judge(traces, evidence.files, stacks=evidence.seen, options=how)
+    The folder of an incident is judged as its agent judged it, unless a part of the dumps was `chosen`.
+    """
+    from allranks.diagnose.verdict import DiagnoseOptions
+    from allranks.incidents.evidence import find_evidence, is_incident, read_incident
+    from allranks.incidents.judge import judge
+
+    if is_incident(roots) and not chosen:
+        evidence = read_incident(Path(roots[0]))
+    else:
+        evidence = find_evidence(loaded, traces, roots)
+    for line in evidence.missing:
+        print(f"left out: {line}", file=sys.stderr)
+    how = DiagnoseOptions(**options)
+    result = judge(evidence, how)
     names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
     if traces and (absent := how.pg_filters - names):
         known = sorted({group.desc or group.name for trace in traces for group in trace.groups})
         raise InputError(
             f"no group {min(absent)!r} in these dumps", hint=f"Groups: {', '.join(filter(None, known[:20]))}."
         )
-    if not traces and result.verdict is None and evidence.captures:
-        result = judge_stacks(result, evidence.captures)
-    return with_evidence(result, evidence)
+    return result
 
 
 def stacks(

@@ -230,20 +230,20 @@ def read_trace(box: str | os.PathLike[str] | bytes) -> RankTrace:
     if isinstance(box, bytes):
         raw, path = read_box(BytesFile(box), cache), ""
     else:
-        with _opened(box) as file:
+        with opened_box(box) as file:
             raw, path = read_box(OpenFile(file.fileno(), Arena()), cache), os.fspath(box)
     return raw.as_trace(*cache.tables.freeze(), path)
 
 
 def read_rows(path: str | os.PathLike[str], header: Header) -> np.ndarray:
     """The whole rows of a box in order, their ids those of the file; InputError when it cannot be read."""
-    with _opened(path) as file:
+    with opened_box(path) as file:
         return _rows(OpenFile(file.fileno(), Arena()), header, MAX_BYTES, [])[0]
 
 
 def copy_box(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a box as a file of its own: rows that were being written are left out."""
-    with _opened(path) as file:
+    with opened_box(path) as file:
         box = OpenFile(file.fileno(), Arena())
         header = parse_header(box.read(0, STRUCT.size))
         rows, _, slots = _rows(box, header, MAX_BYTES, [])
@@ -254,7 +254,7 @@ def copy_box(path: str | os.PathLike[str]) -> bytes:
 
 
 @contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def opened_box(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb", buffering=0) as file:
             yield file

@@ -1,1 +1,1 @@
-"""How processes of one job talk to each other: keys that never travel, mutual proof, limits for strangers."""
+"""How processes of one job talk to each other: keys that never travel, mutual proof, limits for unauthenticated connections."""

@@ -28,7 +28,7 @@ READ_BYTES = 64 << 10  # of one read of small frames: above 128 KiB each costs a
 
 
 class BadFrame(ChannelError, ValueError):
-    """The other side sent something that is no frame of ours."""
+    """The other side sent something that is not a frame of ours."""
 
 
 class Hasher(Protocol):
@@ -54,7 +54,7 @@ def take_frames(buffer: bytearray, limit: int) -> list[tuple[int, bytes]]:
 
 
 def check_length(length: int, limit: int) -> None:
-    """Raises BadFrame for a frame that nobody honest sends."""
+    """Raises BadFrame for a frame larger than any valid one."""
     if length > limit:
         raise BadFrame(f"a frame of {length} bytes, at most {limit} are allowed")
 

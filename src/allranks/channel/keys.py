@@ -1,6 +1,6 @@
 """Keys that are never sent, and the proof at the start of a connection that both sides know one.
 
-Whoever knows the job token derives the keys (HKDF, RFC 5869, with SHA-256). Each use of a connection has a key of its own,
+A process that knows the job token derives the keys (HKDF, RFC 5869, with SHA-256). Each use of a connection has a key of its own,
 named by its purpose: "quorum 1.7" for healing and votes of quorum 7 of epoch 1. Without a job token
 (`allranks lighthouse --no-token`) anybody can derive them: there is no protection then. The handshake:
 
@@ -83,7 +83,7 @@ def find_token(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def read_token(path: Path, own: bool = False) -> str:
-    """What the file holds; an error when that is no token. A pipe or a device is not waited for.
+    """What the file holds; an error when that is not a token. A pipe or a device is not waited for.
 
     `own`: no link, and a file of this user: in a place like /tmp anybody may have laid it there.
     """

@@ -1,8 +1,8 @@
-"""A small server for members only: it greets whoever connects and hands on those who proved that they belong here.
+"""A small server for members only: it greets each connection and serves those that prove that they belong here.
 
-Strangers cost little: one thread accepts and greets them all. At most MAX_STRANGERS are being greeted at a time (when one
-more comes, the host with most of them loses its oldest), none for longer than the greeting's limit; they have no thread
-and take no place of a member. Each member is served in a thread of its own.
+Unauthenticated connections cost little: one thread accepts and greets them all. At most MAX_UNAUTHENTICATED are being greeted
+at a time (when one more comes, the host with most of them loses its oldest), none for longer than the greeting's limit; they
+have no thread and take no place of a member. Each member is served in a thread of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from allranks.channel.keys import GREETING_S, ChannelError, Keyring, ServerGreeting
+from allranks.channel.limits import ConnectionSlots
 
 log = logging.getLogger("allranks.channel")
 
-MAX_STRANGERS = 128
+MAX_UNAUTHENTICATED = 128
 MAX_MEMBERS = 1024
 BACKLOG = 1024
 _AT_ONCE = 64  # connections taken before anybody else is heard
@@ -31,9 +32,8 @@ _FULL_PAUSE_S = 0.05
 
 
 @dataclass(eq=False)
-class _Stranger:
+class _Unauthenticated:
     connection: socket.socket
-    host: str
     greeting: ServerGreeting
     until: float
 
@@ -135,21 +135,20 @@ class _Reception:
     def __init__(self, server: MemberServer, listener: socket.socket) -> None:
         self._server, self._listener = server, listener
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[_Stranger, None] = {}  # oldest first
-        self._by_host: dict[str, dict[_Stranger, None]] = {}
+        self._slots = ConnectionSlots[_Unauthenticated](MAX_UNAUTHENTICATED)
 
     def run(self) -> None:
         with self._selector:
             try:
                 self._attend()
             finally:
-                for stranger in list(self._strangers):
-                    self._drop(stranger)
+                for one in list(self._slots):
+                    self._drop(one)
 
     def _attend(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
         while self._server.accepts(self._listener):
-            oldest = next(iter(self._strangers), None)
+            oldest = self._slots.oldest()
             wait_s = None if oldest is None else max(0.0, oldest.until - time.monotonic())
             for key, _ in self._selector.select(wait_s):
                 if key.data is not None:
@@ -168,9 +167,11 @@ class _Reception:
             except OSError as error:
                 if error.errno in _DEAD:
                     if self._server.accepts(self._listener):
-                        log.error("%s: nobody can connect any more: %s", self._server.name, error)
+                        log.error("%s: stopped accepting connections: %s", self._server.name, error)
                     return False
-                if error.errno in _FULL:  # no descriptor is free: strangers go first, then we try again
+                if (
+                    error.errno in _FULL
+                ):  # no descriptor is free: unauthenticated connections go first, then we try again
                     self._drop_one()
                     time.sleep(_FULL_PAUSE_S)
                 return True
@@ -181,33 +182,32 @@ class _Reception:
     def _greet(self, connection: socket.socket, host: str) -> None:
         greeting = ServerGreeting(self._server.keys, self._server.kind, self._server.proves)
         until = time.monotonic() + self._server.greeting_s
-        stranger = _Stranger(connection, host, greeting, until)
+        one = _Unauthenticated(connection, greeting, until)
         try:
-            self._selector.register(connection, selectors.EVENT_READ, stranger)
+            self._selector.register(connection, selectors.EVENT_READ, one)
         except OSError as error:  # the kernel's limits of epoll: this user's other processes may use them up
             log.warning("%s: a connection was refused: %s", self._server.name, error)
             connection.close()
             self._drop_one()
             return
-        self._strangers[stranger] = None
-        self._by_host.setdefault(host, {})[stranger] = None
+        surplus = self._slots.add(one, host)
         try:
             connection.setblocking(False)
             connection.send(greeting.hello)
         except OSError:
-            self._drop(stranger)
-        if len(self._strangers) > MAX_STRANGERS:
-            self._drop_one()
+            surplus = one
+        if surplus is not None:
+            self._drop(surplus)
 
-    def _hear(self, stranger: _Stranger) -> None:
-        if stranger not in self._strangers:
+    def _hear(self, one: _Unauthenticated) -> None:
+        if one not in self._slots:
             return  # dropped a moment ago
-        connection = stranger.connection
+        connection = one.connection
         try:
-            data = connection.recv(stranger.greeting.wanted)
+            data = connection.recv(one.greeting.wanted)
             if not data:
                 raise ChannelError("the other side closed the connection")
-            proved = stranger.greeting.take(data)
+            proved = one.greeting.take(data)
             if proved is None:
                 return
             connection.send(proved[1])
@@ -216,34 +216,29 @@ class _Reception:
             return
         except OSError as error:
             log.debug("%s: a connection ended: %s", self._server.name, error)
-            self._drop(stranger)
+            self._drop(one)
             return
-        self._forget(stranger)
+        self._forget(one)
         self._server.admit(connection, proved[0])
 
     def _drop_late(self) -> None:
         now = time.monotonic()
-        while (oldest := next(iter(self._strangers), None)) is not None and oldest.until <= now:
+        while (oldest := self._slots.oldest()) is not None and oldest.until <= now:
             self._drop(oldest)
 
     def _drop_one(self) -> None:
         """The oldest of the host that has most."""
-        crowd = max(self._by_host.values(), key=len, default=None)
-        if crowd:
-            self._drop(next(iter(crowd)))
+        if (crowding := self._slots.crowding()) is not None:
+            self._drop(crowding)
 
-    def _drop(self, stranger: _Stranger) -> None:
-        self._forget(stranger)
-        _cut(stranger.connection)  # a forked process may hold it too
-        stranger.connection.close()
+    def _drop(self, one: _Unauthenticated) -> None:
+        self._forget(one)
+        _cut(one.connection)  # a forked process may hold it too
+        one.connection.close()
 
-    def _forget(self, stranger: _Stranger) -> None:
-        self._selector.unregister(stranger.connection)
-        del self._strangers[stranger]
-        here = self._by_host[stranger.host]
-        del here[stranger]
-        if not here:
-            del self._by_host[stranger.host]
+    def _forget(self, one: _Unauthenticated) -> None:
+        self._selector.unregister(one.connection)
+        self._slots.remove(one)
 
 
 def _cut(sock: socket.socket) -> None:

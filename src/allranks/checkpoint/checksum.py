@@ -82,11 +82,6 @@ def again(scratch: memoryview, length: int) -> Iterable[memoryview]:
     return (scratch[: min(left, len(scratch))] for left in range(length, 0, -len(scratch)))
 
 
-def identifies_content(algorithm: str) -> bool:
-    """Whether equal checksums may be taken for equal bytes (128 bits and more, no enemy assumed)."""
-    return algorithm in {"xxh3_128", "sha256"}
-
-
 T = TypeVar("T")
 
 

@@ -71,9 +71,6 @@ class CheckpointConfig:
     overlap_copy: bool = option(
         True, "copy during the next forward and backward where an optimizer is attached"
     )
-    read_back: bool = option(
-        False, "read what was written from the disk again, and compare, before it counts"
-    )
     max_snapshots: int = option(2, "snapshots kept in memory", above=0)
     max_memory_mb: float | None = option(None, "bound of their memory; none: no bound", unit="MB", above=0)
     peers: tuple[str, ...] = option(

@@ -1,4 +1,4 @@
-"""One file out of a checkpoint, and a checkpoint out of one file (or out of a plain DCP folder)."""
+"""One file out of a checkpoint, and a checkpoint out of one file (or out of a folder of Hugging Face's Trainer)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from allranks.checkpoint.config import CheckpointLoadConfig
 from allranks.checkpoint.restore.into_state import read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.torch_files import damage_of, is_dcp, read_dcp, read_legacy
+from allranks.checkpoint.restore.torch_files import damage_of, read_legacy
 from allranks.checkpoint.state import CheckpointState, StateDict, state_of
 from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.checkpoint.stores.backends import Backend
@@ -60,7 +60,7 @@ def import_checkpoint(
     options: Mapping[str, str] | None = None,
     force: bool = False,
 ) -> str:
-    """Turns a `.pt`, a `.safetensors`, a plain DCP folder or one of Hugging Face's Trainer into a checkpoint of ours.
+    """Turns a `.pt`, a `.safetensors` or a folder of Hugging Face's Trainer into a checkpoint of ours.
 
     Returns its path. A bare state_dict becomes the model of a state without optimizer. Never replaces one without `force`.
     """
@@ -85,8 +85,12 @@ def import_checkpoint(
 
 
 def _read(path: Path, config: CheckpointLoadConfig) -> Any:
-    if is_dcp(path):
-        return read_dcp(path)
+    if (path / ".metadata").is_file():
+        raise InputError(
+            f"'{path}' is a folder of plain DCP, whose .metadata is a pickle: reading it may run code",
+            hint="if you trust it, make a .pt of it and import that: python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch '{path}' state.pt",
+        )
     if path.is_dir():
         return _read_trainer(path, config)
     if not path.is_file():
@@ -128,9 +132,9 @@ def _weight_files(folder: Path) -> list[Path]:
                     for file in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
                 ]
     raise InputError(
-        f"'{folder}' is neither a DCP folder nor one of Hugging Face's Trainer",
-        hint="give a .pt, a .safetensors, a folder with .metadata, or one with model.safetensors; a checkpoint of ours is "
-        "copied: allranks checkpoint copy",
+        f"'{folder}' is not a folder of Hugging Face's Trainer",
+        hint="give a .pt, a .safetensors, or a folder with model.safetensors; a checkpoint of ours is copied: "
+        "allranks checkpoint copy",
     )
 
 

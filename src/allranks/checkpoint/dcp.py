@@ -187,7 +187,7 @@ def _pieces(
         tensor = tensors[placed.shard]
         plain = tensor.cpu().contiguous()
         view = memory_of(plain)
-        if plain is not tensor:  # whoever uploads the view may hold it longer than we hold the copy
+        if plain is not tensor:  # an upload may hold the view longer than we hold the copy
             view = memoryview(bytearray(view))
         sums[placed.key] = checksum(view, best_algorithm())
         yield view

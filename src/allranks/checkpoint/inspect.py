@@ -40,7 +40,7 @@ def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: No
 def copy_checkpoint(
     source: Store, name: str, target: Store, new_name: str, progress: Progress = lambda _: None
 ) -> Manifest:
-    """Copies a checkpoint, verified on the way, and whole: what pointed into older ones is taken along."""
+    """Copies a checkpoint, verified on the way."""
     attempt = Attempt(new_name, secrets.token_hex(6))
     with opened(source, name, progress) as checkpoint:
         old = checkpoint.manifest
@@ -54,7 +54,7 @@ def copy_checkpoint(
 
 
 def shard_bytes(checkpoint: Opened) -> int:
-    """Bytes of all tensors, those in older checkpoints included."""
+    """Bytes of all tensors."""
     return sum(stored.shard.bytes for _, stored in checkpoint.shards())
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from allranks.blackbox.phases import during
 from allranks.checkpoint.config import CheckpointConfig, CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.group import SNAPSHOTS_VARIABLE, RankGroup, TierLocations, start_fresh
 from allranks.checkpoint.restore.candidates import RestoreRules
@@ -47,6 +48,7 @@ SAVE_LAST_S = 60.0  # for a state that another is about to replace
 
 
 _MANAGERS: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()  # of this process
+os.register_at_fork(after_in_child=_MANAGERS.clear)
 
 
 def saves_checkpoints() -> bool:
@@ -164,7 +166,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def wait_for_copy(self) -> None:
         """Returns when parameters and optimizer state may be changed. Attached optimizers call it themselves."""
         if self.coordinator.copy is not None:
-            self.coordinator.copy.wait()
+            with during("saving"):
+                self.coordinator.copy.wait()
 
     def due(self, step: int) -> tuple[CheckpointTier, ...]:
         """The tiers that are configured and due at a step."""
@@ -262,7 +265,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if path is not None:
             return loader.load_path(path, tier, config or CheckpointLoadConfig())
         start_fresh(self.places, os.environ)
-        return loader.load_newest(None)
+        with during("restoring"):
+            return loader.load_newest(None)
 
     def restore(
         self,
@@ -288,13 +292,20 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._last = None  # the model is no longer what that step left
         start_fresh(self.places, os.environ)
         loader = self._loader(tier, missing_ok)
-        state = loader.load_newest(Live(unwrap(model), optimizer, lr_scheduler, strict, check_first))
+        with during("restoring"):
+            state = loader.load_newest(Live(unwrap(model), optimizer, lr_scheduler, strict, check_first))
         self.restored_from = CheckpointTier[loader.taken.tier] if loader.taken is not None else None
         if state is not None and restore_rng:
             restore_rng_states(state.rng_states)
         return state
 
     def _save(
+        self, state: CheckpointState, tiers: tuple[Tier, ...], may_skip: bool
+    ) -> dict[Tier, str | None]:
+        with during(f"saving {tiers[-1].name.lower()}" if tiers else "saving"):
+            return self._save_now(state, tiers, may_skip)
+
+    def _save_now(
         self, state: CheckpointState, tiers: tuple[Tier, ...], may_skip: bool
     ) -> dict[Tier, str | None]:
         saved = self.coordinator.save(state, tiers, may_skip)

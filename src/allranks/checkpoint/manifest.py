@@ -90,19 +90,6 @@ def lay_out(shards: Sequence[Shard]) -> FileLayout:
     return FileLayout(header, tuple(placed), start)
 
 
-def parse_header(head: bytes) -> tuple[int, dict[str, object]]:
-    """(bytes before the tensors, header object) of a safetensors file's beginning; ValueError if it is none."""
-    if len(head) < 8:
-        raise ValueError(f"{len(head)} bytes are too few for a safetensors header")
-    length = int.from_bytes(head[:8], "little")
-    if length > len(head) - 8:
-        raise ValueError(f"header of {length} bytes, but only {len(head) - 8} there")
-    parsed = json.loads(head[8 : 8 + length])
-    if not isinstance(parsed, dict):
-        raise ValueError("safetensors header is not an object")
-    return 8 + length, parsed
-
-
 def padded(length: int) -> int:
     return -(-length // PAGE_BYTES) * PAGE_BYTES
 
@@ -133,7 +120,7 @@ _HEAD = b'{"checksum": "sha256:'
 
 
 class StoredShard(NamedTuple):
-    """A shard and where its bytes are. `file` is relative to the checkpoint (`../` leads into an older one)."""
+    """A shard and where its bytes are. `file` is relative to the checkpoint."""
 
     shard: Shard
     file: str
@@ -182,7 +169,6 @@ class Part:
     index_bytes: int
     index_sha256: str
     data_bytes: int
-    references: tuple[str, ...] = ()  # data files of older checkpoints that hold unchanged tensors
 
 
 @dataclass(frozen=True)
@@ -231,8 +217,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
                 f"schema {raw['schema']} is newer than {SCHEMA}", path=path, hint="upgrade allranks"
             )
         check_manifest(raw)
-        parts = [Part(**{**part, "references": tuple(part["references"])}) for part in raw["parts"]]
-        return Manifest(**{**raw, "parts": tuple(parts)})
+        return Manifest(**{**raw, "parts": tuple(Part(**part) for part in raw["parts"])})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"not a manifest: {error}", path=path) from error
 
@@ -290,10 +275,9 @@ def _index_reader() -> Callable[[bytes], Any]:
     return read
 
 
-def shards_of_index(data: bytes, path: str) -> tuple[int, set[str]]:
-    """(bytes of its data files, every file that it names) of an index of our own, without a look at the rest."""
-    raw, home = _unseal(data, path), _COLUMNS.index("file")
-    return sum(file["bytes"] for file in raw["files"]), {row[home] for row in raw["shards"]}
+def bytes_of_index(data: bytes, path: str) -> int:
+    """The bytes of its data files, of an index of our own, without a look at the rest."""
+    return sum(file["bytes"] for file in _unseal(data, path)["files"])
 
 
 def _row(stored: StoredShard) -> list[object]:
@@ -366,9 +350,6 @@ def check_manifest(raw: Mapping[str, Any]) -> None:
             _count(name, part[name])
         _plain_name("index", part["index"])
         _kind("index_sha256", part["index_sha256"], str)
-        _kind("references", part["references"], list)
-        for file in part["references"]:
-            _file("references", file)
 
 
 def check_shards(columns: Sequence[Column], files: Mapping[str, int]) -> None:
@@ -379,12 +360,9 @@ def check_shards(columns: Sequence[Column], files: Mapping[str, int]) -> None:
     names, dtypes, shapes, offsets, sizes, lengths, views, homes, starts, _ = columns
     for kind in set(zip(dtypes, shapes, offsets, sizes, lengths, views, strict=True)):
         _check_kind(*kind)
-    limits = dict.fromkeys(homes, 1 << 63) | dict(files)  # files of other checkpoints: known when opened
-    for home in limits:
-        _file("file", home)
-    if not all(map(le, map(add, starts, lengths), map(limits.__getitem__, homes))):
+    if not all(map(le, map(add, starts, lengths), map(files.__getitem__, homes))):
         for name, start, length, home in zip(names, starts, lengths, homes, strict=True):
-            end, limit = start + length, limits[home]
+            end, limit = start + length, files[home]
             if end > limit:
                 raise ValueError(f"{name}: bytes {start} to {end} of {home}, which has {limit}")
 
@@ -426,11 +404,3 @@ def _count(name: str, value: object) -> None:
 def _plain_name(name: str, value: object) -> None:
     if not isinstance(value, str) or not value or "/" in value or "\0" in value or value in (".", ".."):
         raise ValueError(f"{name} is {value!r:.80}, not a file name")
-
-
-def _file(name: str, value: object) -> None:
-    """A file of this checkpoint, or `../OTHER/FILE` of another one of the same store."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r:.80}, not a file name")
-    for part in value.removeprefix("../").split("/", 1) if value.startswith("../") else [value]:
-        _plain_name(name, part)

@@ -28,7 +28,7 @@ FROM_THE_FIRST = ("metrics", "timestamp")
 
 @dataclass
 class CheckpointState:
-    """Complete training state. `step` counts finished optimizer steps: training goes on with `step + 1`.
+    """Complete training state. `step` counts finished optimizer steps: training continues with `step + 1`.
 
     `rank_states` is filled by a load only: for every rank that saved, its `dataset_state` and `rng_states`.
     """

@@ -25,12 +25,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "lighthouse": ("lighthouse", "track which replicas of a job are alive and train together"),
     "dump": ("dump", "copy black boxes, also of a job that hangs; show or convert dumps"),
     "stacks": ("stacks", "show what every rank is doing now, and what it is stuck on"),
+    "record": ("record", "record every process group of a command, without touching its code"),
     "watch": ("watch", "collect stacks when a job stalls, also one that already runs"),
     "status": ("status", "show the ranks of a job: step, call, who waits for whom"),
     "top": ("status", "show the ranks of a job, live"),
+    "mcp": ("mcp", "offer these commands to an AI agent as tools (MCP, on stdio)"),
+    "goodput": ("goodput", "show where the time of a job went, and what it cost"),
+    "slow": ("slow", "show what slow ranks cost each step, and why"),
+    "advise": ("advise", "tell what would raise the goodput of a job, and by how much"),
+    "history": ("history", "list nodes that failed in earlier jobs"),
     "page": ("page", "open the page of a job in the browser"),
     "demo": ("demo", "show a hang, its verdict and a recovery on CPU, in a minute"),
     "drill": ("drill", "run a job under planned faults; report what was noticed"),
+    "replay": ("replay", "write a recorded hang as one small Python program; run it"),
     "frtrace": ("frtrace", "take torchfrtrace's command line, print its output"),
     "doctor": ("doctor", "check a node before a job, or explain the logs after it"),
     "checkpoint": ("checkpoint", "list, verify, copy, prune, export and import checkpoints"),
@@ -42,7 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 #: Commands that read dumps with numpy; their start-up time counts.
-READING = frozenset({"diagnose", "frtrace", "dump"})
+READING = frozenset({"diagnose", "frtrace", "dump", "replay"})
 #: Commands that may use obstore: one was aborted behind its answer, most likely by threads that met the interpreter's end.
 STORING = frozenset({"checkpoint", "doctor"})
 

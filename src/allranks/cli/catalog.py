@@ -4,11 +4,12 @@ from __future__ import annotations
 
 #: Heading -> commands, in the order of `allranks --help`.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "My job hangs now": ("diagnose", "stacks", "dump", "status", "top", "page"),
-    "Keep my job running": ("run", "lighthouse", "watch", "slurm", "drill"),
+    "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
+    "Keep my job running": ("run", "record", "watch", "lighthouse", "slurm", "drill"),
+    "Where does the time go": ("goodput", "slow", "advise", "history"),
     "Lose nothing": ("checkpoint", "config", "index"),
     "Read dumps": ("frtrace",),
-    "This machine": ("demo", "doctor", "etcd", "completion"),
+    "This machine": ("demo", "doctor", "mcp", "etcd", "completion"),
 }
 
 #: command -> lines to copy; the help of an action shows those of its own.
@@ -29,6 +30,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks dump dumps/rank3.box --info --calls 20   # what a file holds",
         "allranks dump dumps/ --format pickle -o pickles/  # dumps into another format",
     ),
+    "replay": (
+        "allranks replay INCIDENT -o hang.py        # python hang.py: the same hang, anywhere",
+        "allranks replay dumps/ -o hang.py --run    # and check that it hangs in the same way",
+    ),
     "stacks": (
         "allranks stacks                           # every rank on this node",
         "allranks stacks --pid 4711 --html stacks.html",
@@ -39,6 +44,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks run --replicas 4 train_ddp.py                 # needs a Manager",
         "allranks run --replicas 2 --nproc-per-replica 4 train_hsdp.py",
         "allranks run --config job.yaml train.py                # all from one file",
+    ),
+    "record": (
+        "allranks record -- python -m verl.trainer.main_ppo trainer.nnodes=1",
+        'eval "$(allranks record --env)"    # then start the job in this shell',
+        "allranks record -- allranks watch -- python train_grpo.py",
     ),
     "lighthouse": (
         "allranks lighthouse --bind 0.0.0.0:29510 --min-replicas 2",
@@ -63,6 +73,18 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "status": ("allranks status", "allranks status my-job --json"),
     "top": ("allranks top         # q quits", "allranks top my-job --interval 0.5"),
     "page": ("allranks page        # of the newest job on this node", "allranks page my-job --no-browser"),
+    "goodput": (
+        "allranks goodput my-job                   # across restarts and requeues",
+        "allranks goodput my-job --since 7d --window 1d --gpu-hour 2.5",
+        "allranks goodput allranks-incidents/ --html goodput.html",
+    ),
+    "slow": ("allranks slow my-job", "allranks slow dumps/ --json"),
+    "advise": ("allranks advise my-job", "allranks advise allranks-incidents/ --since 7d --json"),
+    "history": (
+        "allranks history                          # nodes that fail again and again",
+        "allranks history --slurm-exclude          # for sbatch --exclude",
+        "allranks history --node node17 --week --json",
+    ),
     "demo": ("allranks demo",),
     "frtrace": ("allranks frtrace dumps/", "allranks frtrace dumps/ -j --selected-ranks 0 1"),
     "doctor": (
@@ -80,6 +102,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks checkpoint export /nvme/run-7 model.safetensors",
         "allranks checkpoint import model.safetensors /nvme/run-8 --step 0",
         "allranks checkpoint set-aside /nvme/run-7",
+    ),
+    "mcp": (
+        "claude mcp add allranks -- allranks mcp   # or any other client that starts a server on stdio",
+        "allranks mcp --skill > .claude/skills/allranks/SKILL.md",
     ),
     "etcd": ("allranks etcd start", "allranks etcd status --json"),
     "config": (

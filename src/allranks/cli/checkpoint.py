@@ -67,7 +67,7 @@ def _add_conversions(actions: Actions) -> None:
     export.add_argument("checkpoint", help=_ONE)
     export.add_argument("file", help="where to; the suffix decides the kind")
     export.add_argument("--force", action="store_true", help="overwrite the file")
-    text = "make a checkpoint of a .pt, a .safetensors or a plain DCP folder"
+    text = "make a checkpoint of a .pt, a .safetensors or a folder of Hugging Face's Trainer"
     take = _action(actions, "import", _import, text)
     take.add_argument("file", help="the file or folder")
     take.add_argument("store", help=_ADDRESS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.cli.parser import add_flags, read_flags
-from allranks.cli.terminal import ProgressBar, at_work, check_target, use_color, write_whole
+from allranks.cli.terminal import ProgressBar, at_work, check_target, fold, use_color, write_whole
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
         shown = render_entries(traces, pg_filters=options.pg_filters, with_stacks=options.print_stack_trace)
         print("\n".join(shown))
         return 0
-    result = _judge_incident(args.paths, options) or _diagnose(args.paths, options, loaded, traces)
+    result = _diagnose(args.paths, options, loaded, traces)
     failures = _write_files(options, result, traces)  # before stdout, which may be closed
     _print(options, result)
     if failures:
@@ -111,11 +111,13 @@ def _diagnose(
 ) -> Diagnosis:
     from allranks.api.functions import judge_dumps
 
+    chosen = (options.attempt, options.prefix) != (None, None) or options.selected_ranks or options.pg_filters
     with at_work(f"comparing the calls of {len(traces):,} ranks"):
         found = judge_dumps(
             loaded,
             traces,
             paths,
+            chosen=bool(chosen or options.transform_ft or options.allow_incomplete_ranks),
             pg_filters=frozenset(options.pg_filters),
             allow_incomplete_ranks=options.allow_incomplete_ranks or bool(options.selected_ranks),
             consequences=max(0, options.mismatch_cap),
@@ -159,22 +161,6 @@ def _box_folder(name: str) -> str:
         return str(find_job(name))
     except InputError as error:
         raise InputError(f"{name}: no such file, folder or job", hint=error.hint) from None
-
-
-def _judge_incident(paths: list[str], options: DiagnoseFlags) -> Diagnosis | None:
-    """The folder of an incident is judged by the code that judged it then; None when something else is asked for."""
-    chosen = (options.attempt, options.prefix) != (None, None) or options.selected_ranks or options.pg_filters
-    whole = not (chosen or options.transform_ft or options.allow_incomplete_ranks)
-    folder = Path(paths[0])
-    if len(paths) != 1 or not whole or not (folder / "observed.json").is_file():
-        return None
-    from allranks.incidents.judge import judge_folder
-
-    missing: list[str] = []
-    result = judge_folder(folder, missing)[0]
-    for line in missing:
-        print(f"left out: {line}", file=sys.stderr)
-    return result
 
 
 def _load(paths: list[str], options: DiagnoseFlags, all_calls: bool) -> LoadResult:

@@ -15,7 +15,7 @@ from allranks.cli.terminal import answer, use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
-from allranks.model.parsing import printable, read_yaml, without_secrets
+from allranks.model.parsing import printable, without_secrets
 
 _MARKS = {
     "ok": ("ok", "32"),
@@ -114,33 +114,21 @@ def _report(
     return 1 if problems else 0
 
 
-def _read_sections(path: Path, names: Sequence[str]) -> list[dict[str, object]]:
-    """These sections of a job file; {} for one that it does not have."""
-    hint = f"every mistake with its line: allranks config check {path}"
-    try:
-        content = read_yaml(path.read_text()) or {}
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path} is not valid YAML: {error}", hint=hint) from error
-    sections = [content.get(name) or {} for name in names] if isinstance(content, dict) else []
-    if not sections or not all(isinstance(section, dict) for section in sections):
-        raise InputError(f"{path} is not a job file: it needs sections of keys and values", hint=hint)
-    return sections
-
-
 def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
     """Adds what a job configuration names: folders, bucket, etcd."""
-    checkpoint, elastic = _read_sections(path, ("checkpoint", "elastic"))
+    from allranks.elastic.config import load_config
+
+    config = load_config(path)
+    checkpoint, elastic = config.checkpoint, config.elastic
     changes: dict[str, object] = {}
-    if checkpoint.get("nvme_path"):
-        changes["checkpoint_folders"] = (*options.checkpoint_folders, str(checkpoint["nvme_path"]))
-    if checkpoint.get("s3_bucket"):
-        changes["s3"] = f"{checkpoint['s3_bucket']}/{checkpoint.get('s3_prefix') or ''}".rstrip("/")
-    if checkpoint.get("s3_endpoint_url") and not options.s3_endpoint:
-        changes["s3_endpoint"] = str(checkpoint["s3_endpoint_url"])
-    if str(elastic.get("rdzv_backend", "")).startswith("etcd"):
-        changes["etcd"] = elastic.get("rdzv_endpoint", "")
+    if checkpoint.nvme_path:
+        changes["checkpoint_folders"] = (*options.checkpoint_folders, str(checkpoint.nvme_path))
+    if checkpoint.s3_bucket:
+        changes["s3"] = f"{checkpoint.s3_bucket}/{checkpoint.s3_prefix}".rstrip("/")
+    if checkpoint.s3_endpoint_url and not options.s3_endpoint:
+        changes["s3_endpoint"] = str(checkpoint.s3_endpoint_url)
+    if elastic.rdzv_backend.startswith("etcd"):
+        changes["etcd"] = elastic.rdzv_endpoint
     return replace(options, **changes)  # type: ignore[arg-type]
 
 

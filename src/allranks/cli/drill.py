@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,14 +23,16 @@ scripts call allranks.step(n). When ALLRANKS_DRILL is set, a script may report
 digests and samples with `from allranks.drill.preload import tell`.
 
 kinds of fault:
-  kill exit segfault raise stop hang busy lock gil loader subprocess queue fifo
-  file_lock network store recv extra slow pause leave partition
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.epilog = EPILOG
+    from allranks.drill.self_faults import FAULTS
+
+    lines = (f"  {kind:<12}{fault.text}" for kind, fault in FAULTS.items())
+    kinds = [textwrap.fill(line, 80, subsequent_indent=" " * 14) for line in lines]
+    parser.epilog = "\n".join([EPILOG.rstrip(), *kinds]) + "\n"
     add("--plan", type=Path, required=True, metavar="FILE", help="the faults, in YAML or JSON")
     add(
         "--ranks",

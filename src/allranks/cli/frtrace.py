@@ -1,7 +1,7 @@
 """`allranks frtrace`: torchfrtrace's command line and output, for scripts that parse it. Results go to stderr, as there.
 
 Exits 0 when it ran, whatever it found, as torchfrtrace does; 2 when it could not run. `allranks diagnose` is the
-command for people, with exit codes that tell.
+command for people, with exit codes that tell. Filters work with every kind of output, not only with -j.
 """
 
 from __future__ import annotations
@@ -9,60 +9,73 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from allranks.frtrace.api import Details
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from allranks.frtrace.api import add_arguments as add_frtrace_arguments
-
-    add_frtrace_arguments(parser)
+    """All flags of torchfrtrace, with the same names and defaults."""
+    add = parser.add_argument
+    add("trace_dir", nargs="?", help="folder with one dump per rank (any kind that allranks reads)")
+    add("--selected-ranks", default=None, nargs="+", type=int, metavar="R", help="show only these ranks")
+    add("--allow-incomplete-ranks", action="store_true", help="do not name ranks that have no dump")
+    groups = "show only these groups, by name or description"
+    add("--pg-filters", default=None, nargs="+", metavar="NAME", help=groups)
+    add("-o", "--output", default=None, metavar="FILE", help="write the output to a file too")
+    add("-p", "--prefix", default=None, help="file name in front of the rank; found out if not given")
+    add("-j", "--just_print_entries", action="store_true", help="print all entries, a column per rank")
+    add(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="accepted: -j and `allranks diagnose -v` show all there is",
+    )
+    add("--print_stack_trace", action="store_true", help="with -j: print the stacks too")
+    add("--mismatch_cap", type=int, default=10, metavar="N", help="at most N findings per group (default 10)")
+    add("--transform-ft", action="store_true", help="torchft: ranks of a replica → ranks of the job")
+    size = "ranks per replica, for --transform-ft"
+    add("--group-world-size", type=int, default=None, metavar="N", help=size)
 
 
 def main(args: argparse.Namespace) -> int:
-    from allranks.errors import ConfigurationError
-    from allranks.frtrace.api import read_dir, transform_ft
+    from allranks.errors import ConfigurationError, InputError
 
     if args.transform_ft and not args.group_world_size:
         raise ConfigurationError("World size is required for transform_ft", hint="Add --group-world-size N.")
-    details, _ = read_dir(args)
-    if args.transform_ft:
-        details = transform_ft(details, args.group_world_size)
-    for line in _lines(args, details):
+    if not args.trace_dir:
+        raise InputError("Trace directory trace_dir is required")
+    lines = list(_lines(args))
+    for line in lines:
         print(line, file=sys.stderr)
+    if args.output:
+        from pathlib import Path
+
+        from allranks.model.files import write_atomically
+
+        write_atomically(Path(args.output), "".join(f"{line}\n" for line in lines), 0o666)
+        print(f"Wrote {args.output}", file=sys.stderr)
     return 0
 
 
-def _lines(args: argparse.Namespace, details: Details) -> Iterator[str]:
-    from allranks.frtrace import database
-    from allranks.frtrace.api import analyse_details
+def _lines(args: argparse.Namespace) -> Iterator[str]:
+    import time
 
-    yield from (f"{note.path}: {note.note}" for note in details.files if note.status == "damaged")
+    from allranks.diagnose.align import transform_ft
+    from allranks.frtrace import render
+    from allranks.frtrace.problems import analyse
+    from allranks.load import LoadOptions, load_paths
+    from allranks.report.text import render_entries
+
+    loaded = load_paths([args.trace_dir], LoadOptions(prefix=args.prefix))
+    traces = loaded.traces
+    if args.transform_ft:
+        traces = [transform_ft(trace, args.group_world_size) for trace in traces]
+    yield from (f"{note.path}: {note.note}" for note in loaded.files if note.status == "damaged")
     filters = (frozenset(args.selected_ranks or ()), frozenset(args.pg_filters or ()))
-    database.check_filters(details.traces, filters)
+    render.check_filters(traces, filters)
     if args.just_print_entries:
-        yield from database.render_entries(details.traces, filters, args.verbose, args.print_stack_trace)
+        shown = [trace for trace in traces if not filters[0] or trace.header.rank in filters[0]]
+        yield from render_entries(shown, pg_filters=filters[1], with_stacks=args.print_stack_trace)
         return
-    analysis = analyse_details(details)
+    analysis = analyse(traces, loaded.files, time.time_ns())
     if analysis.job.missing_ranks and not args.allow_incomplete_ranks:
         yield f"Missing dump files from ranks {set(analysis.job.missing_ranks)}"
-    yield from database.render_blocks(analysis, filters, args.mismatch_cap)
-    if args.verbose:
-        yield from database.render_database(database.build_database(analysis))
-    if args.output:
-        _write(args.output, database.build_database(analysis))
-        yield f"Wrote {args.output}"
-
-
-def _write(path: str, database: object) -> None:
-    """Replaces the file in one step, as a pickle of (types, database)."""
-    import pickle
-    from pathlib import Path
-
-    from allranks.frtrace.types import types
-    from allranks.model.files import replacing
-
-    with replacing(Path(path)) as draft, draft.open("wb") as file:
-        pickle.dump((types, database), file)
+    yield from render.render_blocks(analysis, filters, args.mismatch_cap)

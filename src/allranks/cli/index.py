@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the three verbs; the older spellings of `build` are taken too."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    build = verbs.add_parser(
-        "build", help="tokenize text files into an index; continues where an interrupted run stopped"
-    )
+    build = verbs.add_parser("build", help="tokenize text files into an index")
     build.add_argument(
         "files", nargs="*", metavar="FILE", help=".jsonl, .txt (also .gz, .zst) or .parquet; patterns allowed"
     )
@@ -36,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--skip-bad", action="store_true", help="leave out records that cannot be read, and count them"
     )
-    build.add_argument("--workers", type=int, help="processes (default: one per core; 0: this one)")
     build.add_argument("--force", action="store_true", help="overwrite INDEX")
     build.add_argument("--json", action="store_true", help="print one JSON object at the end")
     for verb, text in (
@@ -80,15 +77,13 @@ def main(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     from allranks.elastic.index import BuildRequest, build_index
 
-    if args.workers is not None and args.workers < 0:
-        raise InputError(f"--workers {args.workers}: cannot be negative")
     text = (args.tokenizer, args.text_key, args.append_eos, args.eos_id, args.skip_bad)
     files = _expanded([*args.files, *args.data_files])
-    request = BuildRequest(files, args.output, *text, args.workers, args.force)
+    request = BuildRequest(files, args.output, *text, args.force)
     bar = ProgressBar()
 
     def show(now: BuildProgress) -> None:
-        speed = (now.bytes_done - now.resumed_bytes) / max(now.elapsed_s, 1e-6)
+        speed = now.bytes_done / max(now.elapsed_s, 1e-6)
         left = (now.bytes_total - now.bytes_done) / speed if speed > 0 else 0.0
         text = f"{now.tokens / 1e6:,.1f} M tokens  {speed / 1e6:.1f} MB/s  {left:.0f} s left"
         bar.show(now.bytes_done, now.bytes_total, text)
@@ -100,14 +95,11 @@ def _build(args: argparse.Namespace) -> int:
     done = result.progress
     facts = {"schema": 1, "index": result.path, "total_tokens": done.tokens, "documents": done.documents}
     facts |= {"skipped": done.skipped, "bytes": done.bytes_total, "elapsed_s": round(done.elapsed_s, 3)}
-    facts |= {"resumed": result.resumed, "fresh": result.fresh}
+    facts |= {"fresh": result.fresh}
     said = f"{result.path} is up to date: {done.tokens:,} tokens"
     if result.fresh:
         skipped = f", {done.skipped:,} records left out" if done.skipped else ""
-        resumed = " (resumed)" if result.resumed else ""
-        said = (
-            f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}{resumed}"
-        )
+        said = f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}"
     answer(args.json, facts, said)
     return 0
 

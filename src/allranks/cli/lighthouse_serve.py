@@ -96,12 +96,12 @@ def make_lighthouse(
     etcd = EtcdOptions(endpoints, options.job, options.lease_s, options.ca) if endpoints else None
     protocols, page = [], http_protocol(options.allow_host)
     if options.grpc_bind:
-        from allranks.lighthouse.grpc_server import grpc_door
+        from allranks.lighthouse.grpc_server import torchft_protocol
 
         same = options.grpc_bind == options.bind and port
         where = ("", 0) if same else _split(options.grpc_bind)
-        protocols.append(grpc_door(*where, on_grpc, options.grpc_open))
-    return Lighthouse(read_flags(Options, args, **grace), server, etcd=etcd, http=page, doors=protocols)
+        protocols.append(torchft_protocol(*where, on_grpc, options.grpc_open))
+    return Lighthouse(read_flags(Options, args, **grace), server, etcd=etcd, http=page, protocols=protocols)
 
 
 def _split(text: str) -> tuple[str, int]:

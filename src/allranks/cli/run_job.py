@@ -19,9 +19,11 @@ from allranks.cli.terminal import note
 from allranks.errors import AllranksError, InputError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
 from allranks.model.cluster import AGENT
+from allranks.model.metrics import SPENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:
+    from allranks.goodput.agent import LedgerKeeper
     from allranks.incidents.loop import Watch
     from allranks.incidents.policy import Mode, PolicyOptions
     from allranks.launch.node_agent import NodeAgent
@@ -327,6 +329,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
             may_leave=may_leave,
         )
     )
+    keep_ledger(job, watch, mode)
     if store := options.incident_store or recovery.get("incident_store"):
         from allranks.checkpoint.stores import StoreSpec
         from allranks.checkpoint.stores.object_store import ObjectBlobs
@@ -336,6 +339,29 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
         job.stack.callback(uploader.close)
         watch.copy_to(uploader.keep)
     return watch
+
+
+def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
+    """Books where the ranks' time goes, beside the incidents."""
+    from allranks.goodput.agent import LedgerKeeper
+    from allranks.goodput.history import start_history
+
+    keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
+    keeper.history = start_history(os.environ)
+    keeper.start()
+    watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
+    job.stack.callback(_end_ledger, keeper)
+    SPENT.append(keeper.spent)
+    job.stack.callback(SPENT.remove, keeper.spent)
+
+
+def _end_ledger(keeper: LedgerKeeper) -> None:
+    """After the watch has ended: the last rows, and one line on the terminal."""
+    from allranks.goodput.report import end_line
+
+    found = keeper.close()
+    if found is not None and found.ranks:
+        note(f"[allranks] {end_line(found)} (allranks goodput {found.job})")
 
 
 def start_agent(job: NodeJob, watch: Watch | None, supervisor: Supervisor | None = None) -> NodeAgent:

@@ -47,6 +47,15 @@ class StacksFlags:
     folder: str = _which(
         "", "read captures made earlier instead of sampling", flags="--from", metavar="FOLDER"
     )
+    ray: bool = _which(False, "the actors of Ray on this node, and their drivers")
+    bundle: str = option(
+        "", "write what was seen of this node's processes into this folder, to be joined", metavar="DIR"
+    )
+    tree: bool = _which(
+        False, "the process of --pid and all below it, with their roles and who waits for whom"
+    )
+    role: str = _which("", "show only processes whose role contains this text", metavar="R")
+    for_s: float = option(5.0, "how long to look", flags="--for", unit="s", above=0)
     all_nodes: bool = _which(
         False, "every node of the job, joined: through the agents of `allranks run`, else through Slurm"
     )
@@ -83,10 +92,9 @@ class StacksFlags:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "of_job",
-        nargs="?",
-        default="",
+        nargs="*",
         metavar="JOB",
-        help="a job that was recorded here, or a part of its name",
+        help="a job that was recorded here, or a part of its name; or folders of --bundle, one of each node",
     )
     add_flags(parser, StacksFlags)
     add_flags(parser, DEFAULTS, ("rounds", "interval_s", "cuda_gdb"))
@@ -96,6 +104,11 @@ def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
     options = read_flags(StacksFlags, args)
     check_target(options.html, options.force)
+    if (code := _several_roles(options, args.of_job)) is not None:
+        return code
+    if len(args.of_job) > 1:
+        raise InputError(f"one job at a time, not {' '.join(args.of_job)}")
+    args.of_job = args.of_job[0] if args.of_job else ""
     captures: dict[str, Capture] = {}
     if is_address(args.of_job or ""):
         captures = {"": _from_server(args.of_job)}
@@ -110,6 +123,24 @@ def main(args: argparse.Namespace) -> int:
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
     _show(options, captures, reports)
     return 0 if all(report.hung is False for report in reports.values()) else 1
+
+
+def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
+    """The exit code where all processes of a job are asked for; None where its ranks are."""
+    from allranks.cli.stacks_tree import join_bundles, show_tree
+    from allranks.stacks.tree import LOOK, find_roots
+
+    if given and all(Path(one).is_dir() and any(Path(one).rglob(LOOK)) for one in given):
+        return join_bundles(given, options)
+    if options.tree or options.ray or options.bundle:
+        pids = options.pid or tuple(find_roots(options.ray))
+        if not pids:
+            raise InputError(
+                "no process of Ray or of a serving engine found",
+                hint="name the first process: --pid P --tree",
+            )
+        return show_tree(pids, options)
+    return None
 
 
 def _from_server(address: str) -> Capture:
@@ -139,6 +170,8 @@ def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture
     base = read_debug_options(options.config) if options.config else DEFAULTS
     debug = read_flags(DebugOptions, args, base)
     folder = _folder(options.output or (str(debug.folder()) if options.config else ""), options.force)
+    if args.rounds is None and args.interval_s is None and not options.config:
+        debug = replace(debug, rounds=3, interval_s=options.for_s / 2)
     how = CollectOptions(
         rounds=debug.rounds,
         interval_s=debug.interval_s,

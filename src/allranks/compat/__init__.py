@@ -88,9 +88,12 @@ class _Finder(MetaPathFinder, Loader):
         """What `python -m` runs: the index builder is a program, the others are not."""
         if not fullname.endswith(".index_builder"):
             return None
-        return compile(
-            "import runpy; runpy.run_module('allranks.elastic.index', run_name='__main__')", fullname, "exec"
+        program = (
+            "import runpy, sys\n"
+            "sys.argv[:1] = ['allranks', 'index', 'build']\n"
+            "runpy.run_module('allranks', run_name='__main__')"
         )
+        return compile(program, fullname, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
         """Fills a module with our classes."""

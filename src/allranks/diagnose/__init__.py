@@ -19,6 +19,9 @@ Why, as findings (context: what every rule may ask; kinds: every sentence, in on
 absent, entered, cycles, setup  what a sink of the graph means
 mismatches  calls that differ
 weak_findings  what is worth saying when nothing hangs, and warnings
+
+Besides the verdict:
+divergence  calls that differ while the job runs; replay, replay_script: a recorded hang as a small program
 """
 
 import sys

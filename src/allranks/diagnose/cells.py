@@ -82,7 +82,9 @@ class Cells:
                 columns[name][i, here] = calls[field][rows]
             for name in ("root", "reduce_op"):
                 columns[name][i, here] = calls[name][rows]
-        return Cells(job, group, [lane.rank for lane in lanes], seqs, row, **columns)
+        ranks = np.array([lane.rank for lane in lanes])[:, None]
+        columns["root"] = _own_roots(columns, ranks)
+        return Cells(job, group, ranks[:, 0].tolist(), seqs, row, **columns)
 
     def bad_columns(self) -> np.ndarray:
         """Columns that break a rule."""
@@ -194,11 +196,20 @@ class Cells:
         if kind == "dtype_mismatch":
             return "/".join(dict.fromkeys(shapes.input_dtypes or shapes.output_dtypes)) or "unknown dtype"
         if kind == "root_mismatch":
-            return f"root {int(self.root[i, column])}"
+            root = int(self.root[i, column])
+            return f"root {root}" if root >= 0 else "an unknown root"
         if kind == "reduce_op_mismatch":
             code = int(self.reduce_op[i, column])
             return REDUCE_OPS[code] if code < len(REDUCE_OPS) else "other"
         return f"in {sizes_text(shapes.inputs)} out {sizes_text(shapes.outputs)}"
+
+
+def _own_roots(columns: dict[str, np.ndarray], ranks: np.ndarray) -> np.ndarray:
+    """The roots; where they are not recorded, a rank that takes in a gather, or gives in a scatter, is the root by its own account."""
+    family, given, taken = (columns[name] for name in ("family", "given", "taken"))
+    roots = ((family == int(Family.GATHER)) & (taken > 0)) | ((family == int(Family.SCATTER)) & (given > 0))
+    found: np.ndarray = np.where((columns["root"] < 0) & roots, ranks, columns["root"])
+    return found
 
 
 def _dtype_numbers(job: Job) -> np.ndarray:

@@ -46,6 +46,7 @@ class Context:
     graph: Graph
     seen: dict[int, RankNow] = field(default_factory=dict)
     p2p_mismatches: tuple[P2PMismatch, ...] = ()
+    copied: bool = False
     _began: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
     def group(self, blocked: Blocked) -> GroupView:
@@ -221,8 +222,14 @@ class Context:
         verbs = {"wait": "waits" if one else "wait", "has": "has" if one else "have"}
         text = say("waits_for_it", number=number, wait=verbs["wait"])
         if wait is not None:
-            text = say("waited", number=number, has=verbs["has"], wait=seconds(wait))
+            text = say(
+                "waited", number=number, has=verbs["has"], wait=seconds(wait), at_most=self.at_most(blocked)
+            )
         return f"{text}; {self.failure(blocked)}" if failed else text
+
+    def at_most(self, blocked: Blocked) -> bool:
+        """Whether the end of a wait is the time of files that may be copies: it lasted as long as that, or less."""
+        return self.copied or any(self.job.ranks[rank].trace.header.dated for rank in blocked.rows)
 
     def alive(self, ranks: Iterable[int]) -> set[int]:
         """These ranks without those whose program is known to have ended, unless all have: the others do not wait any more."""
@@ -273,6 +280,7 @@ def in_words(
         missing_evidence=lines(row.ask, facts),
         advice=lines(row.advice, facts),
         wrong_if=CAUSES[cause].wrong_if,
+        kind=kind,
     )
 
 
@@ -320,10 +328,16 @@ _OF_CALL: dict[str, Callable[[Context, Blocked, tuple[int, ...]], object]] = {
     "waiting": lambda context, call, ranks: context.waiting_text(call, ranks),
     "failure": lambda context, call, ranks: context.failure(call),
     "failed_call": lambda context, call, ranks: context.failure(call, context.call(call) + context.at(call)),
-    "wait": lambda context, call, ranks: _seconds(context.waited(call)),
-    "later": lambda context, call, ranks: "" if call.failed else _seconds(context.waited(call)),
+    "wait": lambda context, call, ranks: _at_most(context, call) + _seconds(context.waited(call)),
+    "later": lambda context, call, ranks: (
+        "" if call.failed or context.at_most(call) else _seconds(context.waited(call))
+    ),
     "passed": lambda context, call, ranks: ranks_text(call.passed),
 }
+
+
+def _at_most(context: Context, call: Blocked) -> str:
+    return "at most " if context.at_most(call) and context.waited(call) is not None else ""
 
 
 def _seconds(wait: float | None) -> str:

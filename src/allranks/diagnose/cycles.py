@@ -142,7 +142,7 @@ def _one_too_many(context: Context, call: Blocked) -> Finding:
 
 
 def find_short_round(context: Context, blocked: Blocked) -> Finding | None:
-    """Of NCCL, which keeps small messages and goes on: the one rank that in one round before posted fewer messages for a partner
+    """Of NCCL, which keeps small messages and continues: the one rank that in one round before posted fewer messages for a partner
     than in all others, where the partner did not."""
     found: dict[int, tuple[int, bool, int, int, int]] = {}
     for rank, view in context.job.ranks.items() if context.group(blocked).backend.startswith("nccl") else ():
@@ -350,14 +350,14 @@ def _skipped(context: Context, call: Blocked, rank: int) -> bool:
     )
 
 
-def _witnessed(context: Context, call: Blocked, rank: int, went_on: int, deaf: tuple[int, ...]) -> bool:
-    """Whether somebody else (but the `deaf`), after what this rank did last, made the call that it left out."""
+def _witnessed(context: Context, call: Blocked, rank: int, went_on: int, excluded: tuple[int, ...]) -> bool:
+    """Whether somebody else (but the `excluded`), after what this rank did last, made the call that it left out."""
     job = context.job
     before = job.ranks[rank]
     waiter, row = min(call.rows.items())
     stack, sig = job.ranks[waiter].stack[row], job.ranks[waiter].sig[row]
     for peer, view in job.ranks.items():
-        if peer == rank or peer in deaf or not len(view.sig):
+        if peer == rank or peer in excluded or not len(view.sig):
             continue
         alike = (view.stack == stack) if stack else (view.sig == sig)
         at = int(np.flatnonzero(alike)[-1]) if alike.any() else 0
@@ -370,7 +370,7 @@ def _witnessed(context: Context, call: Blocked, rank: int, went_on: int, deaf: t
 def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> bool:
     """In a first round: the rank has called this group before, and others made a like call just before where it is.
 
-    Who lacks in the call itself is no witness: what it did before was an earlier call.
+    Who lacks in the call itself is not a witness: what it did before was an earlier call.
     """
     job = context.job
     view = job.ranks[rank]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnose.align import is_box
+from allranks.diagnose.align import is_box, is_hook
 from allranks.diagnose.context import Context
 from allranks.diagnose.job import Now
 from allranks.diagnose.kinds import say
@@ -134,7 +134,9 @@ def _some_left(context: Context, blocked: Blocked) -> Finding | None:
     went_on = any(lanes[r].last > blocked.seq for r in blocked.passed if r in lanes)
     wait = context.waited(blocked)
     lasting = wait is not None and wait >= context.patience.limit_s
-    if int(context.job.ranks[rank].family[row]) in ROOTED and (went_on or lasting) and not certain:
+    view = context.job.ranks[rank]
+    unknown = is_hook(view.trace) and int(view.trace.calls["root"][row]) < 0
+    if int(view.family[row]) in ROOTED and (went_on or lasting) and (unknown or not certain):
         return _root_guess(context, blocked)
     if wait is None:
         told = went_on and certain and not context.job.ended

@@ -78,7 +78,7 @@ CAUSES = {
     "missing_dump": CauseInfo("there is no file of a rank", "the file", "the file is there"),
     "timeout_too_short": CauseInfo("a timeout leaves no room", "times of calls", "the timeout is longer"),
     "skew": CauseInfo("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
-    "pause": CauseInfo("ranks declared a pause", "the mark of the pause", "the pause has ended"),
+    "pause": CauseInfo("ranks pause, or paused", "the mark of the pause, or later progress", "the ranks never move again"),
     "folded": CauseInfo("more of the same", "", ""),
 }
 # fmt: on
@@ -194,7 +194,7 @@ KINDS = {
         "{waits} in {call}; {who} [many?are not seen there, but their dumps are|is not seen there, but its dump is] damaged, too old, "
         "or without the calls of this group", _INSIDE),
     "some_left": Kind("none_finished", 0.55,
-        "{call} finished on {passed} but not on {who}, {wait} later: look at the network or device of the latter", _INSIDE),
+        "{call} finished on {passed} but not on {who}[, {later} later]: look at the network or device of the latter", _INSIDE),
     "maybe_older": Kind("none_finished", 0.35,
         "{call} finished on {passed} but not on {who}: it hangs there, or that dump is a moment older", _INSIDE, _SECOND),
     "other_root": Kind("root_mismatch", 0.5,
@@ -251,13 +251,15 @@ KINDS = {
         "make these calls in one order on all ranks; a thread beside the training loop needs a group of its own ([{at}|that line])"),
     "other_operation": Kind("type_mismatch", 0.9,
         "{who} called {mine} {part}#{seq} of group {label}[ at {at}], where {those} called {theirs}"
-        "[; it had made {made} calls at {elsewhere}, where they make call {rounds}: it skipped {missed} there (a backward, say), "
-        "or left its loop early|new?; no rank has made this call before]", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
+        "[new?; no rank has made this call before: only {ranks} makes it, or {ranks} skipped {missed} at {elsewhere} or left its loop early"
+        "|; it had made {made} calls at {elsewhere}, where they make call {rounds}: it skipped {missed} there (a backward, say), "
+        "or left its loop early]", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
     "other_arguments": Kind("size_mismatch", 0.9,
         "{who} called {op} {part}#{seq} of group {label}[ at {at}] with {mine}, where {those} had {theirs}",
         "{sides}", "{dumps}", _OTHER_ARGUMENTS),
     "no_majority": Kind("size_mismatch", 0.5,
-        "different {aspect} in {op} {part}#{seq} of group {label}: {classes}", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
+        "different {aspect} in {op} {part}#{seq} of group {label}: {classes}"
+        "[; they called from {both_lines}: one of them skipped a call or made one more]", "{sides}", "{dumps}", _OTHER_ARGUMENTS),
     "other_splits": Kind("size_mismatch", 0.9,
         "[takes?{who} expects {expected} elements of rank {giver} in {op} [{part}]#{seq} of group {label}[ at {at}], which gives it {given}"
         "|[gives?{who}|rank {giver}] gives rank {taker} {given} elements in {op} [{part}]#{seq} of group {label}[ at {at}], but rank {taker} "
@@ -325,7 +327,7 @@ KINDS = {
     "skew": Kind("skew", 0.0,
         "ranks are a few calls apart ({number} unfinished, oldest {oldest}), within this job's usual pauses: {reason}; run again in "
         "{again} to be sure"),
-    "pause": Kind("pause", 0.0, "{ranks} declared a pause[ ({phase})] that has not ended: waiting for it is no hang"),
+    "pause": Kind("pause", 0.0, "{ranks} declared a pause[ ({phase})] that has not ended: waiting for it is not a hang"),
     "straggler": Kind("straggler", 0.5,
         "{who} is slow, not stuck: in {share} of the last {number} collectives of group {label} it came last, {behind} behind the others "
         "({round} of a round)",
@@ -345,7 +347,7 @@ PHRASES = {
     "call": "{op} #{seq} of group {label}",
     "op_at": "{op}[ at {at}]",
     "in_batch": "(call {part} of a batch) ",
-    "waited": "{number} {has} waited {wait}",
+    "waited": "{number} {has} waited [at_most?at most ]{wait}",
     "waits_for_it": "{number} {wait} for it",
     "waited_in_it": "{number} waited in it",
     "wait_in_it": "{number} {wait} in it",

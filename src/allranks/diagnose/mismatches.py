@@ -155,6 +155,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     absent = [rank for rank in group.members if rank not in group.lanes]
     facts |= {"at": at, "label": group.label, "sides": _evidence(mismatch, culprit, at, elsewhere)}
     facts |= {"certain": culprit.confidence > 0.5 and not elsewhere, "lines_of_all": _lines(context, rows)}
+    facts |= {"both_lines": _lines(context, rows, " and ")}
     facts |= {"dumps": say("dump_of", ranks=ranks_text(absent)) if absent else ""}
     return replace(
         context.root(kind, culprit.ranks, None, sure, mismatch.cause, **facts),
@@ -227,12 +228,11 @@ def _rounds(
     if own < MIN_ROUNDS or len(theirs) != 1 or own >= min(theirs):
         return {}
     call = int(context.job.ranks[odd].stack[rows[odd]])
-    if not any(
+    known = any(
         bool((view.stack == call)[: rows.get(rank)].any()) for rank, view in context.job.ranks.items()
-    ):
-        return {"new": True}  # it need not have skipped anything: nobody has made this call before
-    missed = count(min(theirs) - own, "call")
-    return {"made": own, "elsewhere": elsewhere, "rounds": min(theirs), "missed": missed}
+    )
+    missed = count(min(theirs) - own, "call")  # of a call that is new, perhaps none: only this rank makes it
+    return {"new": not known, "made": own, "elsewhere": elsewhere, "rounds": min(theirs), "missed": missed}
 
 
 def _evidence(mismatch: Mismatch, culprit: CallDifference, at: str, elsewhere: str) -> str:
@@ -242,14 +242,14 @@ def _evidence(mismatch: Mismatch, culprit: CallDifference, at: str, elsewhere: s
     return "\n".join([*found, say("also", number=mismatch.also)] if mismatch.also else found)
 
 
-def _lines(context: Context, rows: dict[int, int]) -> str:
+def _lines(context: Context, rows: dict[int, int], between: str = " with ") -> str:
     """The lines that a tie is about, with the ranks that called from each; "" where there is only one."""
     lines: dict[str, list[int]] = {}
     for rank, row in rows.items():
         lines.setdefault(place(context.job.frames(rank, row)), []).append(rank)
     if len(lines) < 2 or "" in lines:
         return ""
-    return " with ".join(f"{line} ({ranks_text(ranks)})" for line, ranks in list(lines.items())[:4])
+    return between.join(f"{line} ({ranks_text(ranks)})" for line, ranks in list(lines.items())[:4])
 
 
 def explain_p2p(context: Context, mismatch: P2PMismatch) -> Finding:

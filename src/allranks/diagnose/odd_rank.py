@@ -80,12 +80,8 @@ def _diverged(case: _Case) -> CallDifference | None:
         return None
     if found.either and mismatch.cause == "type_mismatch":
         return None
-    if found.kind == "extra":
-        # A call at this line that the rank has made before in another group is not one more: it went astray.
-        view, row = case.job.ranks[found.rank], group.lanes[found.rank].row(found.seq)
-        same_line = view.group[:row][view.stack[:row] == view.stack[row]]
-        if bool(view.stack[row]) and bool((same_line != group.index).any()):
-            return None
+    if _went_astray(case, found):
+        return None
     candidates = case.odd or ()
     if found.rank not in candidates:
         candidates = next(ranks for _, ranks in mismatch.classes if found.rank in ranks)
@@ -95,6 +91,14 @@ def _diverged(case: _Case) -> CallDifference | None:
         if rank != found.rank and other is not None and other.kind == found.kind:
             same.append(rank)
     return replace(found, ranks=(found.rank, *same[1:]))
+
+
+def _went_astray(case: _Case, found: CallDifference) -> bool:
+    """Whether the rank has made an added call at this line before, in another group: it is not one more, but in the wrong group."""
+    view, row = case.job.ranks[found.rank], case.group.lanes[found.rank].row(found.seq)
+    if found.kind != "extra" or row < 0 or not view.stack[row]:
+        return False
+    return bool((view.group[:row][view.stack[:row] == view.stack[row]] != case.group.index).any())
 
 
 def _is_within(case: _Case, found: CallDifference) -> bool:
@@ -150,13 +154,13 @@ def _moved(case: _Case) -> CallDifference | None:
     if case.odd is not None:
         moves = {r: find_move(case.job, case.group, r, two, seq) for r in case.odd[:ASKED_RANKS]}
         found = moves[one]
-        if found is None:
+        if found is None or _went_astray(case, found):
             return None
         return replace(
             found, ranks=tuple(r for r, m in moves.items() if m and m.kind == found.kind), confidence=0.93
         )
     found = one_of_two(case.job, case.group, one, two, seq)
-    if found is None:
+    if found is None or _went_astray(case, found):
         return None
     ranks = next(ranks for _, ranks in classes if found.rank in ranks)
     return replace(found, ranks=(found.rank, *(rank for rank in ranks if rank != found.rank)))

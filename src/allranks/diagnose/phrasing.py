@@ -45,6 +45,13 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
     return best[0] if best else None
 
 
+def user_frames(frames: Sequence[Frame], limit: int = 6) -> tuple[Frame, ...]:
+    """The frames of the user's own code, innermost first; of a library when there are none."""
+    own = [frame for frame in frames if not is_internal(frame)]
+    outside = [frame for frame in own if is_user_file(frame.file.replace("\\", "/"))]
+    return tuple((outside or own or frames)[:limit])
+
+
 def place(frames: Sequence[Frame]) -> str:
     """ "train.py:44 in sync_stats", or "" when unknown."""
     frame = user_frame(frames)

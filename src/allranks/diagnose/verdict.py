@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from allranks.diagnose.absent import explain_ranks, unread_ranks
-from allranks.diagnose.align import align, forget_past_quorums
+from allranks.diagnose.align import align, forget_past_quorums, is_hook
 from allranks.diagnose.cells import Mismatch
 from allranks.diagnose.context import Context
 from allranks.diagnose.false_completions import Doubt, find_doubts, finish_known, reopen, reopen_unseen
@@ -52,6 +52,7 @@ class DiagnoseOptions:
 
     now_ns: int = 0  # when live black boxes were read; 0: the traces are all there is
     quiet_s: float = 0.0  # the caller knows that nothing has moved for so long, and that it is too long
+    copied: bool = False  # `now_ns` is the time of copies: what waits has waited for so long, or less
     ended: bool = False  # all processes are gone, and nothing tells since when
     pg_filters: frozenset[str] = frozenset()  # names or descriptions; empty: all groups
     allow_incomplete_ranks: bool = False  # a rank without a file is not evidence of its death
@@ -114,7 +115,7 @@ def _diagnose(
         every = [replace(b, absent=(), unsure=tuple(sorted(b.unsure + b.absent))) for b in every]
     hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
     graph = wait_graph(job, hung, p2p_mismatches)
-    context = Context(job, patience, tuple(hung), graph, seen, tuple(p2p_mismatches))
+    context = Context(job, patience, tuple(hung), graph, seen, tuple(p2p_mismatches), options.copied)
     alone = _alone(context, every)
     roots = [alone] if alone is not None else _all_roots(context, mismatches, doubts, options)
     warnings = find_warnings(context, every, damaged, options.allow_incomplete_ranks, roots)
@@ -231,11 +232,23 @@ def _of_absent(context: Context, lacking: dict[int, list[int]], alone: bool) -> 
     """Findings for ranks that lack in calls (by index). `alone`: nothing else was found; then, where these ranks have no file,
     those with one that wait for each other come first."""
     without_file = all(rank not in context.job.ranks for ranks in lacking.values() for rank in ranks)
-    circles = _circles(context) if lacking and alone and without_file else []
-    if circles:
-        return circles
+    first = _circles(context) or _passed_over(context) if lacking and alone and without_file else []
+    if first:
+        return first
     found = [_lacking(context, context.blocked[index], sorted(ranks)) for index, ranks in lacking.items()]
     return list(chain.from_iterable(found))
+
+
+def _passed_over(context: Context) -> list[Weighed]:
+    """Messages that a rank with a file did not post although it went on to a collective that it waits in: it left them out."""
+    found = []
+    waiting = {rank for blocked in context.blocked if blocked.p2p is None for rank in blocked.rows}
+    for blocked in context.blocked:
+        peer = blocked.missing[0] if blocked.p2p is not None and len(blocked.missing) == 1 else -1
+        if peer in waiting and is_hook(context.job.ranks[peer].trace):
+            finding = replace(explain_ranks(context, blocked, (peer,)), cause="p2p_mismatch")
+            found.append((context.graph.weight((peer,)), 1, finding))
+    return found
 
 
 def _circles(context: Context) -> list[Weighed]:

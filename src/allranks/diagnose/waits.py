@@ -55,7 +55,7 @@ def find_blocked(job: Job, p2p_waits: list[P2PWait]) -> list[Blocked]:
         ]
     idle = tuple(rank for rank, view in job.ranks.items() if rank not in busy and not view.cut)
     lonely = {b.waiters[0] for b in found if _is_lonely(job, b)}
-    found = [_with_strangers(job, blocked, idle, lonely) for blocked in found]
+    found = [_with_idle(job, blocked, idle, lonely) for blocked in found]
     return found + [_blocked_p2p(job, wait, len(found) + i, idle) for i, wait in enumerate(p2p_waits)]
 
 
@@ -67,7 +67,7 @@ def _is_lonely(job: Job, blocked: Blocked) -> bool:
 
 def _blocked_p2p(job: Job, wait: P2PWait, index: int, idle: tuple[int, ...]) -> Blocked:
     failed = (wait.rank,) if job.ranks[wait.rank].now[wait.row] == Now.FAILED else ()
-    if wait.peer < 0:  # from anyone: whoever is not waiting itself may still send
+    if wait.peer < 0:  # from anyone: a rank that is not waiting itself may still send
         others = [rank for rank in job.groups[wait.group].members if rank != wait.rank]
         absent = tuple(rank for rank in others if rank not in job.ranks)
         senders = tuple(rank for rank in others if rank in idle)
@@ -82,8 +82,8 @@ def _blocked_p2p(job: Job, wait: P2PWait, index: int, idle: tuple[int, ...]) -> 
     )
 
 
-def _with_strangers(job: Job, blocked: Blocked, idle: tuple[int, ...], lonely: set[int]) -> Blocked:
-    """Where the members are unknown, whoever is idle or without a dump may be the one that lacks.
+def _with_idle(job: Job, blocked: Blocked, idle: tuple[int, ...], lonely: set[int]) -> Blocked:
+    """Where the members are unknown, any rank that is idle or without a dump may be the one that lacks.
 
     Of ranks that are each alone in some group one may be waiting for the other.
     """

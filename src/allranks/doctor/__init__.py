@@ -61,7 +61,7 @@ def run_checks(options: DoctorOptions) -> list[Check]:
     found: list[Check] = []
     for part in (
         *(machine.check_environment, machine.check_python, machine.check_gpus, machine.check_network),
-        *(machine.check_limits, machine.check_shared_memory, machine.check_folders),
+        *(machine.check_limits, machine.check_shared_memory, machine.check_folders, machine.check_history),
         *(services.check_ports, services.check_etcd, services.check_lighthouse),
         *(services.check_object_store, services.check_clock),
         *(evidence.check_stack_tools, evidence.check_torch_settings),

@@ -20,11 +20,21 @@ from functools import partial
 from pathlib import Path
 
 from allranks.doctor import Check, DoctorOptions, make_folder
+from allranks.goodput.history import known_bad
 from allranks.stacks.gpus import ask_nvidia_smi, csv_cells
 
 PROBE_BYTES = 32 << 20
 SLOW_MB_S = 100.0
 _INTEGERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+def check_history(options: DoctorOptions) -> list[Check]:
+    """Whether this node failed again and again in earlier jobs."""
+    bad = known_bad(socket.gethostname())
+    if bad is None:
+        return [Check("earlier jobs", "ok", "this node is not known for repeated failures")]
+    hint = "`allranks history --node NAME` lists them; leave the node out: `allranks history --slurm-exclude`"
+    return [Check("earlier jobs", "warning", f"this node failed before: {bad.reason}", hint)]
 
 
 def check_environment(options: DoctorOptions) -> list[Check]:

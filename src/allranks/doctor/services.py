@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import socket
 import time
 import urllib.parse
-from typing import Any
 
 from allranks.channel import web_client
 from allranks.doctor import Check, DoctorOptions
-from allranks.errors import EtcdError
+from allranks.errors import AllranksError, EtcdError
 from allranks.etcd import Etcd, parse_endpoints
 
 CLOCK_LIMIT_S = 2.0
@@ -130,65 +128,28 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
     """Put, read, list and delete one small object, and name the permission that is missing."""
     if not options.s3:
         return [Check("object store", "skipped", "none given (--s3 BUCKET)")]
-    try:
-        import obstore
-        from obstore.exceptions import BaseError
-        from obstore.store import S3Store
-    except ImportError:
-        return [Check("object store", "problem", "the client is not installed", "pip install 'allranks[s3]'")]
-    bucket, _, prefix = options.s3.removeprefix("s3://").partition("/")
-    if not bucket:
+    from allranks.checkpoint.stores import StoreSpec, hint_for, reason_of
+    from allranks.checkpoint.stores.object_store import try_access
+
+    place = options.s3.removeprefix("s3://")
+    if not place.strip("/"):
         return [Check("object store", "problem", f"{options.s3!r} names no bucket", "--s3 BUCKET/PREFIX")]
-    limit = f"{options.timeout_s:g}s"
-    extra: dict[str, Any] = {"client_options": {"timeout": limit, "connect_timeout": limit}}
-    if options.s3_endpoint:
-        extra["client_options"]["allow_http"] = True
-        extra |= {"endpoint": options.s3_endpoint, "virtual_hosted_style_request": False}
-    store = S3Store(bucket, retry_config={"max_retries": 1}, **extra)
-    key = f"{prefix.rstrip('/')}/.allranks-doctor-{os.getpid()}".lstrip("/")
-    steps = (
-        ("s3:PutObject", lambda: obstore.put(store, key, b"allranks")),
-        ("s3:GetObject", lambda: obstore.get(store, key).bytes()),
-        ("s3:ListBucket", lambda: list(obstore.list(store, prefix or None, chunk_size=1).__next__())),
-        ("s3:DeleteObject", lambda: obstore.delete(store, key)),
-    )
-    for permission, action in steps:
-        try:
-            action()
-        except StopIteration:
-            continue
-        except (BaseError, OSError, ValueError) as error:
-            return [_store_problem(error, permission, f"{bucket}/{prefix}" if prefix else bucket, options)]
-    return [Check(f"object store {options.s3}", "ok", "can put, get, list and delete")]
-
-
-#: what an object store's error says -> the hint; {bucket}, {endpoint}
-_STORE_HINTS = (
-    (r"InvalidAccessKeyId", "The access key is not known there: check AWS_ACCESS_KEY_ID, and that it belongs to {endpoint}"),
-    (r"SignatureDoesNotMatch", "The secret key is wrong: check AWS_SECRET_ACCESS_KEY (and the region)"),
-    (r"ExpiredToken", "The credentials have expired: log in again, or use a role that renews them"),
-    (r"169\.254\.169\.254|no credentials", "No credentials were found: export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the node a role"),
-    (r"NoSuchBucket|404 Not Found", "There is no bucket {bucket} at {endpoint}: create it, or check its name, region and endpoint"),
-    (r"PermanentRedirect|AuthorizationHeaderMalformed|301 Moved", "The bucket is in another region: export AWS_REGION to it"),
-    (r"403 Forbidden", "Allow {permission} on arn:aws:s3:::{path} to these credentials (IAM policy or bucket policy)"),
-    (r"error sending request|dns|connect|timed out", "{endpoint} does not answer: check --s3-endpoint, DNS, proxies and firewalls"),
-)  # fmt: skip
-
-
-def _store_problem(error: BaseException, permission: str, place: str, options: DoctorOptions) -> Check:
-    """What the error itself says, else the permission that is missing."""
-    text = " ".join(str(error).split()).split(" Debug source:")[0]
-    bucket = place.partition("/")[0]
-    path = bucket if permission == "s3:ListBucket" else f"{place}*" if "/" in place else f"{place}/*"
-    endpoint = options.s3_endpoint or "the store"
-    found = next((hint for pattern, hint in _STORE_HINTS if re.search(pattern, text, re.I)), "{text}")
-    hint = found.format(
-        bucket=bucket, endpoint=endpoint, permission=permission, path=path, text="Check the store"
-    )
-    code = re.search(r"<Code>(\w+)</Code>", text)
-    status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
-    said = status[1].strip() + (f" ({code[1]})" if code else "") if status else text[:300]
-    return Check(f"object store {options.s3}", "problem", f"{permission} failed: {said}", hint)
+    name, url = f"object store {options.s3}", options.s3 if "://" in options.s3 else f"s3://{options.s3}"
+    limits = {"timeout_s": f"{options.timeout_s:g}", "max_retries": "1"}
+    given = {**({"endpoint": options.s3_endpoint} if options.s3_endpoint else {}), **limits}
+    try:
+        found = next(try_access(StoreSpec(url, given)), None)
+    except AllranksError as error:
+        return [Check(name, "problem", str(error), error.hint or "Check the options of the store")]
+    if found is None:
+        return [Check(name, "ok", "can put, get, list and delete")]
+    permission, problem = found
+    hint = hint_for(problem, "S3", url, given)
+    if isinstance(problem, PermissionError) and hint.startswith("the key must be right"):
+        bucket = place.partition("/")[0]
+        path = bucket if permission == "s3:ListBucket" else f"{place}*" if "/" in place else f"{place}/*"
+        hint = f"Allow {permission} on arn:aws:s3:::{path} to these credentials (IAM policy or bucket policy)"
+    return [Check(name, "problem", f"{permission} failed: {reason_of(problem)}", hint)]
 
 
 def check_clock(options: DoctorOptions) -> list[Check]:

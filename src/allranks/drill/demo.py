@@ -161,7 +161,7 @@ class _Tail:
 _RULES: tuple[tuple[str, str, str], ...] = (
     (r"lighthouse at (\S+), page (\S+)", "text", r"lighthouse page: \2"),
     (r"\[rank 0\] (step (?:0|\d*[05]0): loss .*)", "text", r"\1"),
-    (r"-stall: (no rank has made progress .*)", "bad", r"noticed: \1"),
+    (r"-stall: stalled: (no rank has made progress .*)", "bad", r"noticed: \1"),
     (r"-stall: (Rank \d+ .*?)(?:; story: .*)?$", "bad", r"verdict: \1"),
     (r"-stall: evict: (.*)", "action", r"action: \1"),
     (r"\[allranks [\d:]+\] (?:\S+-death: )?(Rank \d+ died of SIGKILL)", "bad", r"\1"),

@@ -18,35 +18,9 @@ import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from allranks.drill.self_faults import STEP
+from allranks.drill.self_faults import FAULTS, STEP
 from allranks.errors import InputError
-from allranks.model.parsing import read_yaml
-
-#: kind -> (what it does, causes that a right verdict may name; empty: no verdict is expected)
-KINDS: dict[str, tuple[str, frozenset[str]]] = {
-    "kill": ("SIGKILL to the rank", frozenset({"rank_died"})),
-    "exit": ("the rank exits without shutting down", frozenset({"rank_died"})),
-    "segfault": ("the rank crashes in native code", frozenset({"rank_died"})),
-    "raise": ("an exception ends the rank", frozenset({"rank_died", "call_error"})),
-    "stop": ("SIGSTOP: the process freezes", frozenset({"missing_rank", "stuck_before_collective", "rank_died", "stopped"})),
-    "hang": ("the data loading code sleeps for ever", frozenset({"missing_rank", "stuck_before_collective", "sleep"})),
-    "busy": ("an endless Python loop", frozenset({"missing_rank", "stuck_before_collective", "busy_python"})),
-    "lock": ("two threads deadlock, the main thread joins them", frozenset({"missing_rank", "stuck_before_collective", "lock_deadlock"})),
-    "gil": ("C code sleeps and keeps the GIL", frozenset({"missing_rank", "stuck_before_collective", "gil_held_native"})),
-    "loader": ("a DataLoader worker process sleeps", frozenset({"missing_rank", "stuck_before_collective", "dataloader_wait"})),
-    "subprocess": ("the rank waits for a subprocess", frozenset({"missing_rank", "stuck_before_collective", "subprocess_wait"})),
-    "queue": ("the rank waits on an empty queue", frozenset({"missing_rank", "stuck_before_collective", "queue_wait"})),
-    "fifo": ("the rank writes to a pipe that nobody reads", frozenset({"missing_rank", "stuck_before_collective", "checkpoint_io", "pipe_write_blocked"})),
-    "file_lock": ("the rank waits for a file lock", frozenset({"missing_rank", "stuck_before_collective", "file_lock_wait"})),
-    "network": ("the rank reads from a server that is silent", frozenset({"missing_rank", "stuck_before_collective", "network_io"})),
-    "store": ("the rank waits for a key of a store", frozenset({"missing_rank", "stuck_before_collective", "store_wait"})),
-    "recv": ("the rank receives what nobody sends (needs a process group)", frozenset({"missing_rank", "stuck_before_collective", "p2p_mismatch", "p2p_wait"})),
-    "extra": ("the rank makes a collective that no other makes (needs a process group)", frozenset({"extra_collective", "size_mismatch", "type_mismatch"})),
-    "slow": ("each step of the rank takes longer", frozenset()),
-    "pause": ("one long garbage-collector-like pause", frozenset()),
-    "leave": ("the rank leaves politely", frozenset()),
-    "partition": ("the connections of the rank and its helpers are cut", frozenset({"rank_died", "none_finished", "missing_rank"})),
-}  # fmt: skip
+from allranks.model.yaml_tree import read_yaml
 
 
 @dataclass(frozen=True)
@@ -108,8 +82,8 @@ def _fault(item: object, place: str, dice: random.Random, ranks: int | None, per
         known = "Known: kind, rank or replica, at_step, at, for_s"
         raise InputError(f"{place} has unknown keys {sorted(map(str, unknown))}", hint=known)
     kind, at = item.get("kind"), item.get("at", STEP)
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise InputError(f"{place}: unknown kind {kind!r}", hint=f"Known kinds: {', '.join(KINDS)}")
+    if not isinstance(kind, str) or kind not in FAULTS:
+        raise InputError(f"{place}: unknown kind {kind!r}", hint=f"Known kinds: {', '.join(FAULTS)}")
     if not isinstance(at, str) or not at:
         raise InputError(f"{place}.at must be the name of a phase, got {at!r}")
     for_s = item.get("for_s", 0.0)

@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from allranks.drill.faults import around
 from allranks.drill.plan import DrillFault
-from allranks.drill.self_faults import STEP, inject
+from allranks.drill.self_faults import STEP, around, inject
 from allranks.record.recorder import Recorder
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from allranks.drill.plan import KINDS, DrillFault, DrillPlan
+from allranks.drill.plan import DrillFault, DrillPlan
+from allranks.drill.self_faults import FAULTS
 from allranks.incidents.folder import Story, read_incidents
 
 SCHEMA = 1
@@ -188,7 +189,7 @@ def match_incidents(
     own: dict[int, Story] = {}
     for exact in (True, False):
         for index, (fault, at) in enumerate(zip(faults, fired_at, strict=True)):
-            if at is None or index in own or not KINDS[fault.kind][1]:
+            if at is None or index in own or not FAULTS[fault.kind].causes:
                 continue
             taken = {incident["id"] for incident in own.values()}
             free = [
@@ -211,7 +212,7 @@ def is_right(fault: DrillFault, verdict: Story | None) -> bool:
     # of a cut between all that is left, no rank is guilty
     named = ranks == [fault.rank] or (fault.kind == "partition" and ranks == [])
     # a rank that restores its state has made no call yet
-    causes = KINDS[fault.kind][1] | ({"not_started"} if fault.at == "heal" else set())
+    causes = FAULTS[fault.kind].causes | ({"not_started"} if fault.at == "heal" else set())
     return named and found.get("cause") in causes
 
 
@@ -223,7 +224,7 @@ def _judge_fault(
     at = float(fired["at"])
     recovered = _recovered(fault, at, marks)
     if incident is None:
-        right = None if KINDS[fault.kind][1] else True
+        right = None if FAULTS[fault.kind].causes else True
         return FaultResult(
             fault.kind, fault.rank, fired["step"], True, verdict_right=right, recovered_s=recovered
         )

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NamedTuple
 
 PIDFD_GETFD = 438  # the system call's number on every architecture
 PARTITION_S = 3.0
@@ -24,7 +25,7 @@ STEP = "step"  # the phase in which a fault strikes unless its plan names anothe
 
 def inject(kind: str, for_s: float) -> None:
     """Does it. Returns only for faults that end (slow, pause, or a hang with a limit)."""
-    FAULTS[kind](for_s)
+    FAULTS[kind].act(for_s)
 
 
 def _stop(for_s: float) -> None:
@@ -36,9 +37,7 @@ def _stop(for_s: float) -> None:
 
 def load_batch_from_slow_storage(for_s: float) -> None:
     """Looks like user code that waits for storage."""
-    deadline = time.monotonic() + (for_s or 1e9)
-    while time.monotonic() < deadline:
-        time.sleep(min(60.0, max(0.0, deadline - time.monotonic())))
+    time.sleep(for_s or 1e9)
 
 
 def _busy(for_s: float) -> None:
@@ -225,11 +224,58 @@ def _copy_of(pid: int, fd: int) -> int:
         os.close(handle)
 
 
-FAULTS: dict[str, Callable[[float], object]] = {
-    "kill": lambda for_s: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda for_s: os._exit(3),
-    "segfault": lambda for_s: ctypes.string_at(0), "leave": lambda for_s: sys.exit(0),
-    "slow": lambda for_s: time.sleep(for_s or 1.0), "hang": load_batch_from_slow_storage, "raise": _raise, "stop": _stop,
-    "busy": _busy, "lock": _lock, "gil": _gil, "loader": _loader, "subprocess": _subprocess, "queue": _queue, "fifo": _fifo,
-    "file_lock": _file_lock, "network": _network, "store": _store, "recv": _recv, "extra": _extra, "pause": _pause,
-    "partition": _partition,
+class FaultKind(NamedTuple):
+    """`act(for_s)` does it; `causes` are those that a right verdict may name, none if no verdict is expected."""
+
+    act: Callable[[float], object]
+    text: str
+    causes: frozenset[str]
+
+
+_DEATH = frozenset({"rank_died"})
+_HANG = frozenset({"missing_rank", "stuck_before_collective"})
+_NOTHING: frozenset[str] = frozenset()
+FAULTS = {
+    "kill": FaultKind(lambda for_s: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL to the rank", _DEATH),
+    "exit": FaultKind(lambda for_s: os._exit(3), "the rank exits without shutting down", _DEATH),
+    "segfault": FaultKind(lambda for_s: ctypes.string_at(0), "the rank crashes in native code", _DEATH),
+    "raise": FaultKind(_raise, "an exception ends the rank", frozenset({"call_error", "rank_died"})),
+    "stop": FaultKind(_stop, "SIGSTOP: the process freezes", _HANG | {"rank_died", "stopped"}),
+    "hang": FaultKind(load_batch_from_slow_storage, "the data loading code sleeps for ever", _HANG | {"sleep"}),
+    "busy": FaultKind(_busy, "an endless Python loop", _HANG | {"busy_python"}),
+    "lock": FaultKind(_lock, "two threads deadlock, the main thread joins them", _HANG | {"lock_deadlock"}),
+    "gil": FaultKind(_gil, "C code sleeps and keeps the GIL", _HANG | {"gil_held_native"}),
+    "loader": FaultKind(_loader, "a DataLoader worker process sleeps", _HANG | {"dataloader_wait"}),
+    "subprocess": FaultKind(_subprocess, "the rank waits for a subprocess", _HANG | {"subprocess_wait"}),
+    "queue": FaultKind(_queue, "the rank waits on an empty queue", _HANG | {"queue_wait"}),
+    "fifo": FaultKind(_fifo, "the rank writes to a pipe that nobody reads", _HANG | {"checkpoint_io", "pipe_write_blocked"}),
+    "file_lock": FaultKind(_file_lock, "the rank waits for a file lock", _HANG | {"file_lock_wait"}),
+    "network": FaultKind(_network, "the rank reads from a server that is silent", _HANG | {"network_io"}),
+    "store": FaultKind(_store, "the rank waits for a key of a store", _HANG | {"store_wait"}),
+    "recv": FaultKind(_recv, "the rank receives what nobody sends (needs a process group)", _HANG | {"p2p_mismatch", "p2p_wait"}),
+    "extra": FaultKind(_extra, "the rank makes a collective that no other makes (needs a process group)", frozenset({"extra_collective", "size_mismatch", "type_mismatch"})),
+    "slow": FaultKind(lambda for_s: time.sleep(for_s or 1.0), "each step of the rank takes longer", _NOTHING),
+    "pause": FaultKind(_pause, "one long garbage-collector-like pause", _NOTHING),
+    "leave": FaultKind(lambda for_s: sys.exit(0), "the rank leaves politely", _NOTHING),
+    "partition": FaultKind(_partition, "the connections of the rank and its helpers are cut", frozenset({"missing_rank", "none_finished", "rank_died"})),
 }  # fmt: skip
+
+
+def around(
+    target: object,
+    name: str,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> None:
+    """Wraps one method of one object."""
+    real = getattr(target, name)
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        if before is not None:
+            before()
+        result = real(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
+
+    setattr(target, name, wrapped)

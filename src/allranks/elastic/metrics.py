@@ -1,76 +1,27 @@
-"""The metrics of a rank: what training did and what took its time. Everything is a counter, a sum or a short window: nothing grows with the run."""
+"""The metrics of a rank: what training did and what took its time. Everything is a counter, a sum or a short window: nothing grows
+with the run. `summary()` is plain data, for the logger that the script has already.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from allranks.elastic.metric_sinks import (
-    JsonLinesSink,
-    LogSink,
-    Summary,
-    TensorBoardSink,
-    prometheus_text,
-    serve_prometheus,
-)
+from typing import Any
 
 __all__ = [
     "CheckpointMetrics",
-    "Goodput",
     "GradientMetrics",
-    "JsonLinesSink",
     "LRMetrics",
-    "LogSink",
     "RecoveryEvent",
     "RecoveryMetrics",
-    "TensorBoardSink",
     "TrainingMetrics",
-    "prometheus_text",
-    "serve_prometheus",
 ]
 
+log = logging.getLogger("allranks.metrics")
 _WINDOW = 100
-_REMEMBERED = 10_000  # step times kept for `redo`
-
-
-@dataclass
-class Goodput:
-    """Useful time over all time, and what took the rest: seconds by name. Time that nobody claimed is "other".
-
-    A step that is done again after a restore was useless the first time: `redo` moves its time to "redone".
-    """
-
-    started_s: float = 0.0
-    useful_s: float = 0.0
-    lost_s: dict[str, float] = field(default_factory=dict)  # checkpoint, recovery, data, redone, ...
-    _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-    def add_step(self, step: int, seconds: float) -> None:
-        self.useful_s += seconds
-        self._steps.append((step, seconds))
-
-    def add_lost(self, what: str, seconds: float) -> None:
-        """Time in which nothing was learned."""
-        self.lost_s[what] = self.lost_s.get(what, 0.0) + seconds
-
-    def redo(self, from_step: int) -> None:
-        """Training goes back: steps from `from_step` on will be done again."""
-        while self._steps and self._steps[-1][0] >= from_step:
-            _, seconds = self._steps.pop()
-            self.useful_s -= seconds
-            self.add_lost("redone", seconds)
-
-    def shares(self, now_s: float) -> dict[str, float]:
-        """What part of all time went where; "useful" first, they sum to 1."""
-        total = max(now_s - self.started_s, 1e-9)
-        named = {"useful": self.useful_s, **dict(sorted(self.lost_s.items()))}
-        named["other"] = max(0.0, total - sum(named.values()))
-        return {what: seconds / total for what, seconds in named.items()}
-
-    def ratio(self, now_s: float) -> float:
-        return self.useful_s / max(now_s - self.started_s, 1e-9)
 
 
 @dataclass
@@ -146,7 +97,6 @@ class RecoveryMetrics:
     timer: Durations = field(default_factory=Durations)
     worker_joins: int = 0
     worker_failures: int = 0
-    on_record: Callable[[RecoveryEvent], None] | None = None
 
     def record_recovery(
         self,
@@ -157,13 +107,10 @@ class RecoveryMetrics:
         step_resumed: int = 0,
     ) -> None:
         sizes = (old_world_size, new_world_size)
-        event = RecoveryEvent(time.time(), *sizes, recovery_time, checkpoint_tier, step_resumed)
-        self.events.append(event)
+        self.events.append(RecoveryEvent(time.time(), *sizes, recovery_time, checkpoint_tier, step_resumed))
         self.timer.add(recovery_time)
         self.worker_joins += new_world_size > old_world_size
         self.worker_failures += new_world_size < old_world_size
-        if self.on_record is not None:
-            self.on_record(event)
 
     @property
     def total_events(self) -> int:
@@ -217,7 +164,7 @@ class LRMetrics:
 
 @dataclass
 class TrainingMetrics:
-    """All of it. `clock` is monotonic seconds; the time between two `update_step` calls is that step's."""
+    """All of it. `clock` is monotonic seconds. Where the time of every rank goes: `allranks goodput`."""
 
     checkpoint: CheckpointMetrics = field(default_factory=CheckpointMetrics)
     recovery: RecoveryMetrics = field(default_factory=RecoveryMetrics)
@@ -230,27 +177,12 @@ class TrainingMetrics:
 
     def __post_init__(self) -> None:
         self.start_time = self.clock()
-        self.goodput = Goodput(self.start_time)
-        self._mark_s = self.start_time  # up to here time is accounted for
-        self.recovery.on_record = lambda event: self.add_lost("recovery", event.recovery_time)
 
     def update_step(self, step: int, tokens_processed: int = 0, loss: float | None = None) -> None:
-        """A step is done. A step number that is not larger than before is one that is done again."""
-        now = self.clock()
-        if step <= self.current_step:
-            self.goodput.redo(step)
-        self.goodput.add_step(step, max(0.0, now - self._mark_s))
-        self._mark_s = now
+        """A step is done."""
         self.current_step = step
         self.total_tokens += tokens_processed
         self.loss = loss if loss is not None else self.loss
-
-    def add_lost(self, what: str, seconds: float) -> None:
-        """That part of the time since the last step was no training: "data", "checkpoint", "evaluation" ..."""
-        now = self.clock()
-        seconds = min(max(0.0, seconds), now - self._mark_s)
-        self.goodput.add_lost(what, seconds)
-        self._mark_s += seconds
 
     @property
     def training_time(self) -> float:
@@ -267,9 +199,8 @@ class TrainingMetrics:
         elapsed = self.training_time
         return max(0.0, 1.0 - self.recovery.total_recovery_time / elapsed) if elapsed > 0 else 1.0
 
-    def summary(self) -> Summary:
+    def summary(self) -> dict[str, Any]:
         """Everything as plain values, in the documented groups."""
-        shares = self.goodput.shares(self.clock())
         recovery = "total_events worker_joins worker_failures total_recovery_time avg_recovery_time"
         return {
             "training": {
@@ -278,7 +209,6 @@ class TrainingMetrics:
                 "efficiency": self.training_efficiency,
                 **({"loss": self.loss} if self.loss is not None else {}),
             },
-            "goodput": {"ratio": shares["useful"], **{f"share_{k}": part for k, part in shares.items()}},
             "checkpoint": {
                 **_named(self.checkpoint, "total_saves total_loads avg_save_time max_save_time"),
                 "total_stall": self.checkpoint.stall.total_s,
@@ -290,8 +220,14 @@ class TrainingMetrics:
         }
 
     def log_summary(self) -> None:
-        """Three lines into the log."""
-        LogSink().write(self.summary())
+        """A few sentences into the log."""
+        speed, efficiency = self.tokens_per_second, 100 * self.training_efficiency
+        log.info("step %d, %.0f tokens/s, %.1f %% efficiency", self.current_step, speed, efficiency)
+        if count := self.checkpoint.total_saves:
+            text = "%d saves, %.2f s on average, %d failed"
+            log.info(text, count, self.checkpoint.avg_save_time(), self.checkpoint.async_failures)
+        if count := self.recovery.total_events:
+            log.info("%d recoveries, %.2f s on average", count, self.recovery.avg_recovery_time)
 
 
 def _named(source: object, names: str) -> dict[str, object]:

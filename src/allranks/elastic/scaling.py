@@ -216,7 +216,7 @@ class LRScalingManager:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Goes on where the state was taken, in the middle of a ramp too, and sets the optimizer's rate."""
+        """Continues where the state was taken, in the middle of a ramp too, and sets the optimizer's rate."""
         self._lr = float(state["current_lr"])
         self._current_world_size = int(state["current_world_size"])
         self._current_batch_size = int(state.get("current_batch_size", self._current_batch_size))

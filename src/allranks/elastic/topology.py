@@ -156,7 +156,6 @@ class ElasticJob:
             for i, tier in enumerate(saved):
                 name = str(getattr(tier, "name", tier)).lower()  # a manager of the user may name them as text
                 self.metrics.checkpoint.record_save(name, stall, 0.0 if i else stall)
-            self.metrics.add_lost("checkpoint", stall)
         return saved
 
 

@@ -100,7 +100,7 @@ def _explained(error: Exception, info: WorldInfo, backend: str) -> DistributedSe
     where = f"{info.master_addr}:{info.master_port}"
     low = text.lower()
     if "address already in use" in low or "eaddrinuse" in low:
-        hint = f"a former job may still hold the port: ss -ltnp 'sport = :{info.master_port}'; or use another --master-port"
+        hint = f"an earlier job may still hold the port: ss -ltnp 'sport = :{info.master_port}'; or use another --master-port"
     elif "timed out" in low or "timeout" in low:
         hint = f"not all {info.world_size} ranks reached {where}: is MASTER_ADDR right, is the port open? allranks doctor"
     elif "nccl" in low:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.header import process_state
 from allranks.diagnose.weak_findings import same_error
+from allranks.incidents.evidence import Observed, read_observed
 from allranks.incidents.folder import IncidentFolder, keep_newest
-from allranks.incidents.judge import Observed, read_observed
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import decide_leaving
 from allranks.model.cluster import FOLLOW_S, Gathering
@@ -87,7 +87,7 @@ class DeathIncidents:
             self._past = {s.process for s in samples}
 
     def note_stopped(self, node: str) -> None:
-        """The agent of another node leaves in good order: that connections to its ranks break is no incident."""
+        """The agent of another node leaves in good order: that connections to its ranks break is not an incident."""
         self._stopped = (time.monotonic(), node)
 
     def _follows_stop(self, first: Death, samples: list[RankSample]) -> bool:
@@ -167,7 +167,7 @@ class DeathIncidents:
             return None
         self.pipeline.publisher.log(opened)
         self.pipeline.publisher.publish(opened)
-        self.pipeline.recoveries.add(opened, samples, [death.rank], reborn=self.options.whole_job)
+        self.pipeline.recoveries.add(opened, samples, [death.rank], new_only=self.options.whole_job)
         if self.options.whole_job and not death.echo:
             self.count_failure(opened)
         self.pipeline.explain_later(lambda: self._explain(opened, samples, gathering))

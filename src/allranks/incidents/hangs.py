@@ -15,20 +15,21 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from allranks.incidents.deaths import DeathIncidents
+from allranks.incidents.evidence import Observed
 from allranks.incidents.folder import IncidentFolder
-from allranks.incidents.judge import TRUSTED, Observed
 from allranks.incidents.pipeline import Examination, IncidentPipeline
-from allranks.incidents.policy import (
-    PROGRAM_FAULT,
-    HangFacts,
+from allranks.incidents.policy import HangFacts, PolicyState, back_off_left_s, decide_action
+from allranks.incidents.stall import (
     Look,
-    PolicyState,
-    back_off_left_s,
-    decide_action,
-    judge,
+    StallOutcome,
+    describe_pause,
+    find_activity,
+    judge_stall,
+    limits_of,
 )
 from allranks.model.cluster import Gathering, Motion
 from allranks.model.diagnosis import Finding
+from allranks.model.formatting import duration
 from allranks.model.incident import Action, Incident, Moment
 from allranks.report.story import headline
 from allranks.watch.samples import ProcessId, RankSample, last_good, read_samples
@@ -40,6 +41,8 @@ log = logging.getLogger("allranks.agent")
 AGAIN_S = 30.0
 LASTED_S = 10.0  # how often the duration of a hang is written
 ACTIONS = ("evict", "restart_rank", "restart_job", "command")
+
+UNKNOWN = StallOutcome("stalled", "")
 
 Examine = Callable[[], None]
 
@@ -62,9 +65,16 @@ class HangCase:
     lead: str = ""  # the agent that leads the incident, if it is another's
     looks: list[Look] = field(default_factory=list)
     next_s: float = 0.0  # monotonic: not before
-    hung: bool = False  # settled: it is one
+    outcome: StallOutcome = UNKNOWN  # of the looks so far
     answered: bool = False  # published, and the policy has decided
     lasted_s: float = 0.0  # as last written
+
+    @property
+    def stalled(self) -> str:
+        """The stall in a sentence."""
+        quiet_s = max((look.quiet_s for look in self.looks), default=0.0)
+        what = describe_pause(self.looks)
+        return f"stalled for {duration(quiet_s)}" + (f": {what}" if what else "")
 
     def prolong(self, quiet_s: float) -> None:
         """Writes how long the hang has lasted, now and then."""
@@ -97,7 +107,9 @@ class HangInvestigator:
         if case is None:
             return "moving", ""
         incident = case.opened.current
-        return ("hung", headline(incident)) if case.hung else ("stalled", incident.reason)
+        if case.outcome.state == "hung":
+            return "hung", headline(incident)
+        return "stalled", case.outcome.reason or incident.reason
 
     def suspect(self, now_s: float, samples: list[RankSample]) -> tuple[Suspicion | None, Examine | None]:
         """What looks wrong, and the examination that it asks for now; quick."""
@@ -119,8 +131,8 @@ class HangInvestigator:
     def close(self) -> None:
         """The job is over: what was not settled is reported as that."""
         for case in (self.standstill, self.behind):
-            if case is not None and not case.hung and not case.lead:
-                self._close(case, "the job ended before it was clear whether it hung")
+            if case is not None and case.outcome.state != "hung" and not case.lead:
+                self._close(case, "the job ended")
 
     # nobody moves
 
@@ -132,7 +144,7 @@ class HangInvestigator:
         if suspicion is None and self.history.moves:
             self.standstill = None
             if not settled:
-                self._close(case, "the job went on by itself")
+                self._close(case, "the ranks move again")
                 self._went_on = case
         elif settled and (case.processes != _processes(samples) or self._is_gone(case.lead)):
             self.standstill = None
@@ -160,29 +172,19 @@ class HangInvestigator:
         if gathering is not None and self.pipeline.follows(gathering):
             self._follow(case, gathering)
             return
-        if not case.looks:
-            log.warning("%s: %s", case.opened.current.id, suspicion.reason)
         now = [] if self.options.whole_job else read_samples(self.options.folder)
-        observed = Observed(
-            reason=suspicion.reason,
-            quiet_s=suspicion.quiet_s,
-            unmoved=self.history.not_retrying(now) if now else (),
-            looping=suspicion.by_step,
-        )
-        found = self._inspect(case, samples, samples, observed, gathering)
-        hung, reason = self._judge(case, suspicion, found, samples)
-        if hung is None and suspicion.by_step:
-            case.next_s = time.monotonic() + self.options.notice.floor_s / 2
-        elif hung is None:
+        observed = Observed(unmoved=self.history.not_retrying(now) if now else (), looping=suspicion.by_step)
+        found = self._inspect(case, suspicion, samples, samples, observed, gathering)
+        if case.outcome.state == "stalled" and not suspicion.by_step:
             self.history.extend_deadline()
-        elif hung is False:
-            self.standstill = None
-            self._close(case, reason)
-            self._went_on = case
-        elif self._answer(case, found, reason, samples) and case.opened.current.acted:
+        elif case.outcome.state == "ended":
+            self.standstill, self._went_on = None, case
+        elif (
+            case.outcome.state == "hung" and self._answer(case, found, samples) and case.opened.current.acted
+        ):
             self.standstill = None
             # what the action ends takes its time: a new suspicion needs a whole further limit
-            self.history.extend_deadline(times=4)
+            self.history.extend_deadline(times=5)
 
     def _follow(self, case: HangCase, gathering: Gathering) -> None:
         """Another node noticed the same before us: it explains and acts, and has our part."""
@@ -203,7 +205,7 @@ class HangInvestigator:
         suspicion = self.history.left_behind(now_s, fresh, stalled)
         suspects = self._of_one_replica(suspicion, fresh)
         if self.behind is not None and self.behind.processes != _processes(suspects):
-            self._close(self.behind, "it moves again or is gone")
+            self._close(self.behind, "it moves again or has ended")
             self.behind = None
         if suspicion is None or (self.behind is not None and time.monotonic() < self.behind.next_s):
             return suspicion, None
@@ -216,18 +218,12 @@ class HangInvestigator:
         if case is None:
             opened = self._reopen(suspicion, suspects) or self._open(suspicion, suspects[0].step, samples)
             case = self.behind = HangCase(opened, _processes(suspects))
-            log.warning("%s: %s", opened.current.id, suspicion.reason)
-        ranks = tuple(s.rank for s in suspects)
-        observed = Observed(reason=suspicion.reason, quiet_s=suspicion.quiet_s, behind=ranks)
-        found = self._inspect(case, samples, suspects, observed)
-        hung, reason = self._judge(case, suspicion, found, suspects)
-        if hung is None:
-            case.next_s = time.monotonic() + self.options.notice.floor_s / 2
-        elif hung is False or self._answer(case, found, reason, samples):
+        observed = Observed(behind=tuple(s.rank for s in suspects))
+        found = self._inspect(case, suspicion, samples, suspects, observed)
+        ended = case.outcome.state == "ended"
+        if ended or (case.outcome.state == "hung" and self._answer(case, found, samples)):
             self.behind = None
             self.pipeline.explained.add(s.pid for s in suspects)
-            if not hung:
-                self._close(case, reason)
 
     def _reopen(self, suspicion: Suspicion, suspects: list[RankSample]) -> IncidentFolder | None:
         """The standstill that this began as: the others have given up these ranks and continue."""
@@ -265,66 +261,100 @@ class HangInvestigator:
     def _inspect(
         self,
         case: HangCase,
+        suspicion: Suspicion,
         samples: list[RankSample],
         suspects: list[RankSample],
         observed: Observed,
         gathering: Gathering | None = None,
     ) -> Examination:
-        """Boxes of all ranks, stacks of the suspects, others' parts; and the verdict on them."""
-        begin = time.monotonic()
-        opened = case.opened
+        """One more look: boxes of all ranks, stacks of the suspects, others' parts; the verdict on them, and what it is."""
+        begin, opened = time.monotonic(), case.opened
         if case.looks:  # at the first one they have just been copied
             self.pipeline.keep_boxes(opened, samples)
+        else:
+            log.warning("%s: stalled: %s", opened.current.id, suspicion.reason)
+        observed = replace(observed, reason=suspicion.reason, quiet_s=suspicion.quiet_s)
+        number = len(case.looks)
         found = self.pipeline.examine(
-            opened, samples, observed, stacks_of=suspects, brief=not case.looks, gathering=gathering
+            opened, samples, observed, stacks_of=suspects, look=number, gathering=gathering
         )
-        if not case.answered:
+        if number < 2:
             alive = sum(s.alive for s in suspects)
             parts = f", parts of {len(gathering.agents)} other nodes" if gathering else ""
             text = f"{len(samples)} black boxes, stacks of {alive} ranks{parts}"
             durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
             opened.update(Moment("evidence", time.time(), text), durations_s=durations)
+        self._judge(case, suspicion, found, suspects)
         return found
 
     def _judge(
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
-    ) -> tuple[bool | None, str]:
+    ) -> None:
+        """What it is after one more look."""
         after = read_samples(self.options.folder)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
-            return False, f"rank {ended} ended while it was inspected: its own incident has the cause"
-        now, progress = {s.rank: s for s in after}, self.options.notice.progress
+            case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
+        else:
+            case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
+            notice = self.options.notice
+            limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s)
+            case.outcome = judge_stall(case.looks, limits)
+        if case.outcome.state == "ended":
+            self._close(case, case.outcome.reason)
+            return
+        stalled = case.outcome.state == "stalled"
+        self.pipeline.settle(case.opened, case.stalled if stalled else "")
+        if stalled and (suspicion.by_step or case is self.behind):  # else the deadline is extended
+            case.next_s = time.monotonic() + self.options.notice.floor_s / 2
+        known = {moment.text for moment in case.opened.current.timeline}
+        if stalled and len(case.looks) > 1 and case.outcome.reason not in known:
+            case.opened.update(Moment("sampled again", time.time(), case.outcome.reason))
+
+    def _look(
+        self,
+        suspicion: Suspicion,
+        found: Examination,
+        suspects: list[RankSample],
+        now: dict[int, RankSample],
+    ) -> Look:
+        progress = self.options.notice.progress
         pairs = [(s, now[s.rank]) for s in suspects if s.rank in now]
         if suspicion.by_step:
             moved = any(a.step != b.step for a, b in pairs)
         else:
             moved = any(progress(a) != progress(b) for a, b in pairs)
-        calling = any(a.calls_completed != b.calls_completed and a.step_ns == b.step_ns for a, b in pairs)
-        blamed, crossed = _blame(found)
-        case.looks.append(
-            Look(time.monotonic(), suspicion.quiet_s, found.stacks, moved, calling, blamed, crossed)
+        evidence = found.evidence
+        observed = evidence.observed or Observed()
+        return Look(
+            time.monotonic(),
+            suspicion.quiet_s,
+            evidence.report,
+            moved,
+            calling=any(a.calls_completed != b.calls_completed and a.step_ns == b.step_ns for a, b in pairs),
+            finding=found.verdict,
+            activity=find_activity(evidence.captures),
+            absent=(*observed.gone, *observed.left),
+            behind=bool(observed.behind),
         )
-        hung, reason = judge(case.looks, self.options.notice.cap_s)
-        case.hung = hung is True
-        known = {moment.text for moment in case.opened.current.timeline}
-        if hung is None and len(case.looks) > 1 and reason not in known:
-            case.opened.update(Moment("sampled again", time.time(), reason))
-        return hung, reason
 
-    def _answer(self, case: HangCase, found: Examination, reason: str, samples: list[RankSample]) -> bool:
+    def _answer(self, case: HangCase, found: Examination, samples: list[RankSample]) -> bool:
         """Decides and acts; False when the action must wait for the back-off after the one before."""
-        opened, verdict = case.opened, found.verdict or Finding("", (), reason)
+        opened, reason = case.opened, case.outcome.reason
+        verdict = found.verdict or Finding("", (), reason)
         left_s = back_off_left_s(time.monotonic(), self.policy, self.options.policy)
         if left_s > 0:
             log.warning("%s: %s; acting in %.0f s at the earliest", opened.current.id, reason, left_s)
             case.next_s = time.monotonic() + left_s
             return False
-        facts = self._facts(verdict, samples)
+        facts = self._facts(verdict, case, samples)
         action = decide_action(time.monotonic(), facts, self.policy, self.options.policy)
         case.next_s = time.monotonic() + max(AGAIN_S, case.looks[-1].quiet_s)
         before = opened.current.action if case.answered else None
         if before is not None and (before.kind, before.ranks) == (action.kind, action.ranks):
             return True  # nothing new
-        opened.update(Moment("verdict", time.time(), verdict.sentence), kind="hang", action=action)
+        moments = (Moment("hung", time.time(), reason), Moment("verdict", time.time(), verdict.sentence))
+        opened.update(*moments, kind="hang", verdict=found.verdict, ranks=found.ranks, action=action)
+        log.error("%s: hung: %s", opened.current.id, reason)
         self.pipeline.publisher.log(opened)
         self.pipeline.publisher.publish(opened)  # the story so far is safe before anything is killed
         self._act(opened, action, samples)
@@ -332,17 +362,28 @@ class HangInvestigator:
         restarted = self.options.whole_job and opened.current.acted
         if not case.answered:
             patience = {} if opened.current.acted else {"patience_s": math.inf}
-            self.pipeline.recoveries.add(opened, samples, action.ranks, reborn=restarted, **patience)
+            self.pipeline.recoveries.add(opened, samples, action.ranks, new_only=restarted, **patience)
         if restarted and {s.rank for s in samples} & set(action.ranks):
             self.deaths.count_failure(opened)
         case.answered = True
         return True
 
-    def _facts(self, verdict: Finding, samples: list[RankSample]) -> HangFacts:
+    def _facts(self, verdict: Finding, case: HangCase, samples: list[RankSample]) -> HangFacts:
         members = tuple(sorted({self.options.replica_of(s.rank) for s in samples if s.alive}))
         found = (verdict.cause, verdict.ranks, verdict.confidence)
         options = self.options
-        return HangFacts(options.mode, *found, options.ranks_per_replica, options.replicas, members)
+        act_s = self.pipeline.recoveries.usual_s or self.history.started_in_s or HangFacts.act_s
+        return HangFacts(
+            options.mode,
+            *found,
+            options.ranks_per_replica,
+            options.replicas,
+            members,
+            certain=case.outcome.certain,
+            stalled_s=case.looks[-1].quiet_s,
+            usual_s=options.notice.floor_s,
+            act_s=act_s,
+        )
 
     def _act(self, opened: IncidentFolder, action: Action, samples: list[RankSample]) -> None:
         name = action.kind.replace("_", " ")
@@ -365,9 +406,14 @@ class HangInvestigator:
         log.warning("%s: %s: %s", opened.current.id, name, result)
 
     def _close(self, case: HangCase, reason: str) -> None:
-        opened = case.opened
-        opened.update(Moment("ended", time.time(), reason), closed=time.time())
-        self.pipeline.publisher.write_page(opened)
+        """Ends the record of a stall with what it turned out to be."""
+        opened, now = case.opened, time.time()
+        if opened.current.kind == "stall":
+            self.pipeline.settle(opened, ended := f"{case.stalled}; {reason}", ended=True)
+            durations = {**opened.current.durations_s, "lasted": now - opened.current.opened}
+            opened.update(Moment("ended", now, ended), closed=now, durations_s=durations)
+            log.warning("%s: %s", opened.current.id, ended)
+            self.pipeline.publisher.publish(opened)
 
 
 def find_ended(
@@ -377,13 +423,6 @@ def find_ended(
     alive = _processes(after)
     ended = [s.rank for s in before if s.alive and s.process not in alive]
     return next((rank for rank in ended if whole_job or rank in guilty), None)
-
-
-def _blame(found: Examination) -> tuple[tuple[int, ...], bool]:
-    """(the ranks that a trusted verdict names, whether their calls block each other)."""
-    if found.verdict is None or found.verdict.confidence < TRUSTED:
-        return (), False
-    return found.ranks, found.verdict.cause in PROGRAM_FAULT
 
 
 def _processes(samples: Sequence[RankSample]) -> frozenset[ProcessId]:

@@ -67,7 +67,7 @@ def find_job(name: str | None) -> Path:
     here; if none does, the newest."""
     if name and (path := Path(name)).is_dir() and ("/" in name or _last_written(path)):
         return path
-    folders = _jobs()
+    folders = recorded_jobs()
     if not name:
         return _newest_running(folders)
     exact = [folder for folder in folders if name in (folder.name, read_job(folder).get("job"))]
@@ -102,7 +102,7 @@ def read_job_token(folder: Path) -> str:
 
 def _meant(name: str | None) -> str:
     """What else there is, the nearest names first."""
-    known = _jobs()
+    known = recorded_jobs()
     near = get_close_matches(name or "", [folder.name for folder in known], 3, 0.5)
     if near:
         return f"Did you mean {' or '.join(near)}?"
@@ -111,7 +111,7 @@ def _meant(name: str | None) -> str:
     return hint or "Start one with `allranks run …`, or give the folder of its black boxes."
 
 
-def _jobs() -> list[Path]:
+def recorded_jobs() -> list[Path]:
     """The folders of recorded jobs, the newest first."""
     written = {folder: _last_written(folder) for folder in job_folders()}
     return sorted(filter(written.__getitem__, written), key=written.__getitem__, reverse=True)

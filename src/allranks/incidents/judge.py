@@ -1,95 +1,63 @@
-"""The one judge of an incident: what lies in its folder in, one diagnosis out.
+"""The one judge: evidence in, one diagnosis out. Pure.
 
-The agent judges with it, and `allranks diagnose FOLDER` judges again with it: the same evidence gives the same verdict.
-Black boxes and stacks do not tell everything: how a process ended, which ranks have not moved since before a regroup,
-when the copies were taken. The agent keeps that in observed.json beside them.
+The agent judges an incident with it; `allranks diagnose` and `allranks.diagnose()` judge any folder with it: the same
+evidence gives the same verdict. Dumps and stacks are compared first (diagnose/); what the agent saw besides them corrects
+that.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TypeVar
-
-import msgspec
+from dataclasses import replace
 
 from allranks.diagnose import DiagnoseOptions, diagnose
-from allranks.errors import AllranksError
+from allranks.diagnose.phrasing import is_secondary, ranks_text
+from allranks.incidents.evidence import Evidence, Observed, nearest_line
 from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
-from allranks.load import LoadOptions, load_paths
-from allranks.model.diagnosis import Diagnosis, Finding, RankNow
-from allranks.model.files import write_atomically
-from allranks.model.parsing import from_json
-from allranks.model.stacks import RankState, StacksReport, is_user_file
+from allranks.model.diagnosis import Diagnosis, Finding, Status
+from allranks.model.stacks import WAITS, RankState, StacksReport
 from allranks.model.trace import Frame
-from allranks.stacks import Stillness, classify, read_capture
-from allranks.stacks.causes import WAITS
 
-log = logging.getLogger("allranks.agent")
-
-T = TypeVar("T")
-
-FILE = "observed.json"
 _DOUBTFUL = ("not_started", "none_finished")  # verdicts of boxes that stacks may know better
 _MAY_WAIT_IN_CUDA = ("native_call", "checkpoint_io")
 _CANNOT_RECORD = ("stopped", "gil_held_native")  # nor, if it is stopped, take part in a call that it has made
 TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxes
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What the agent knew of an incident besides black boxes and stacks."""
-
-    taken_ns: int = 0  # epoch: when the black boxes were copied
-    gone: tuple[int, ...] = ()  # ranks whose process exited without shutting down
-    told: Finding | None = None  # what is known without a diagnosis: a death, a cut connection, a lost node
-    reason: str = ""  # why it was opened
-    quiet_s: float = 0.0
-    unmoved: tuple[int, ...] = ()  # ranks that have not begun their step again, while others have
-    marked: tuple[int, ...] = ()  # ranks that have made steps
-    behind: tuple[int, ...] = ()  # ranks that the others go on without
-    still_s: float = Stillness.still_s  # the silence that this job's watch takes for a stall
-    looping: bool = False  # collectives are completed, steps are not
-    left: tuple[int, ...] = ()  # ranks whose program ended by itself
-
-    def write(self, folder: Path) -> None:
-        """Keeps it with the evidence."""
-        write_atomically(folder / FILE, json.dumps(asdict(self)))
+def judge(evidence: Evidence, options: DiagnoseOptions | None = None) -> Diagnosis:
+    """The verdict on all evidence."""
+    observed, how = evidence.observed, options or DiagnoseOptions()
+    how = replace(how, now_ns=evidence.now_ns, copied=evidence.copied, ended=evidence.ended)
+    if observed is not None:
+        how = replace(how, quiet_s=observed.quiet_s)
+    if evidence.traces or observed is None:
+        result = diagnose(evidence.traces, evidence.files, stacks=evidence.seen, options=how)
+    else:
+        result = Diagnosis("unclear", None, files=tuple(evidence.files))
+    if observed is not None:
+        result = correct(result, evidence.report, observed)
+        return _as_pause(result, observed) if observed.outcome else result
+    if not evidence.traces and result.verdict is None and evidence.report is not None:
+        result = _judge_stacks(result, evidence.report)
+    return _with_logs(result, evidence)
 
 
-def read_observed(folder: Path) -> Observed | None:
-    """What the agent kept; None when there is nothing, or nothing readable."""
-    try:
-        return from_json((folder / FILE).read_bytes(), Observed)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+def _as_pause(result: Diagnosis, observed: Observed) -> Diagnosis:
+    """A stall that ended, or that is not known to be a hang: what would explain a hang is not a fault."""
+    named = result.verdict.ranks if result.verdict is not None else ()
+    pause = Finding("pause", named, observed.outcome, severity="warning", confidence=1.0)
+    status: Status = "ok" if observed.ended else "unclear"
+    return replace(result, status=status, verdict=None, findings=(pause,))
 
 
-def judge_folder(
-    folder: Path, missing: list[str] | None = None
-) -> tuple[Diagnosis | None, StacksReport | None]:
-    """Judges what lies in an incident's folder; what could not be used is added to `missing`."""
-    absent: list[str] = [] if missing is None else missing
-    observed = read_observed(folder) or Observed()
-    report = attempt("stacks", lambda: _stacks(folder / "stacks", observed), absent)
-    diagnosis = attempt("diagnosis", lambda: _diagnose(folder / "boxes", report, observed), absent)
-    return judge(diagnosis, report, observed), report
-
-
-def judge(diagnosis: Diagnosis | None, report: StacksReport | None, observed: Observed) -> Diagnosis | None:
-    """The diagnosis of boxes and stacks, corrected by what the agent saw. Pure."""
-    findings = diagnosis.findings if diagnosis is not None else ()
-    better = _correct(diagnosis.verdict if diagnosis is not None else None, findings, report, observed)
+def correct(diagnosis: Diagnosis, report: StacksReport | None, observed: Observed) -> Diagnosis:
+    """The diagnosis of boxes and stacks, corrected by what the agent saw."""
+    better = _correct(diagnosis.verdict, diagnosis.findings, report, observed)
     if better is None:
         return diagnosis
-    others = [f for f in findings if f is not better]
+    others = [f for f in diagnosis.findings if f is not better]
     rest = tuple(replace(f, severity="consequence") if f.severity == "root" else f for f in others)
     better = replace(better, severity="root")
-    base = diagnosis or Diagnosis("fault", None)
-    return replace(base, status="fault", verdict=better, findings=(better, *rest))
+    return replace(diagnosis, status="fault", verdict=better, findings=(better, *rest))
 
 
 def _correct(
@@ -102,6 +70,8 @@ def _correct(
         return Finding(NO_STEP, (), observed.reason, confidence=0.5)
     if observed.behind:
         return accuse(observed.behind, report, observed.reason)
+    if observed.diverged is not None and (found is None or found.cause == "none_finished"):
+        return observed.diverged  # the rings have lost it since, and the calls behind it hang
     if observed.unmoved or (found is not None and found.ranks and found.cause in _DOUBTFUL):
         return _unmoved(found, report, observed) or _own_line(found, report)
     if found is not None and found.ranks:
@@ -122,7 +92,7 @@ def _of_death(
 def _explains(found: Finding, told: Finding) -> bool:
     """Whether a rank died of what another did: calls that do not match are found in the boxes of all.
 
-    A call that others have not made yet is no cause: they could not, after a rank had died of itself. A rank without a
+    A call that others have not made yet is not a cause: they could not, after a rank had died of itself. A rank without a
     word of its own that died in a call which does not fit another's died of that.
     """
     met = bool(told.ranks) and set(told.ranks) <= set(found.waiting) and not told.where
@@ -170,16 +140,6 @@ def _waits_alone(state: RankState, report: StacksReport) -> bool:
     """Whether a rank waits for a key of a store and no other rank does: nobody is making a group, the wait is its own."""
     others = {s.cause for rank, s in report.ranks.items() if rank != state.rank}
     return state.cause == "store_wait" and not others & {"store_wait", "rendezvous_wait"}
-
-
-def nearest_line(state: RankState) -> str:
-    """The user's line nearest the hang: the worker's where a DataLoader worker hangs, else the rank's own."""
-    if state.cause == "dataloader_wait":
-        for child in state.children:
-            file = child.where.split(":")[0]
-            if child.cause not in ("queue_wait", "healthy", "unknown") and is_user_file(file):
-                return f"{child.where} (DataLoader worker {child.child})"
-    return state.where
 
 
 def _unmoved(found: Finding | None, report: StacksReport | None, observed: Observed) -> Finding | None:
@@ -241,31 +201,53 @@ def _from_stacks(report: StacksReport | None) -> Finding | None:
     return Finding(culprit.cause, ranks, sentence, confidence=confidence, where=line)
 
 
-def attempt(what: str, work: Callable[[], T], missing: list[str]) -> T | None:
-    """One part of the evidence; if it cannot be read the rest still counts, and `missing` says so."""
-    try:
-        return work()
-    except (AllranksError, OSError) as error:
-        missing.append(f"{what}: {error}")
-    except Exception as error:  # a mistake of ours
-        log.exception("%s could not be read", what)
-        missing.append(f"{what}: {error!r}")
-    return None
+def _judge_stacks(result: Diagnosis, report: StacksReport) -> Diagnosis:
+    """The diagnosis where there is no dump: what the stacks say."""
+    culprits = tuple(rank for rank in report.culprits if report.ranks[rank].cause != "unknown")
+    if not culprits:  # nobody is accused because a capture of it could not be read
+        seen = Finding("unclear", (), report.sentence, severity="warning", confidence=0.2)
+        read = any(state.stack for state in report.ranks.values())
+        findings: tuple[Finding, ...] = (seen,) if read and report.hung is not False else ()
+    else:
+        guilty = report.ranks[culprits[0]]
+        finding = Finding(
+            guilty.cause,
+            culprits,
+            report.sentence,
+            severity="warning" if report.hung is False else "root",
+            confidence=0.4 if report.hung is None else 0.8,
+            where=guilty.where,
+            stacks=tuple(((rank,), _frames(report.ranks[rank])) for rank in culprits),
+            evidence=tuple(dict.fromkeys((report.reason, guilty.evidence, *report.notes))),
+            missing_evidence=("the calls of the ranks: start the job with `allranks run`",),
+            stack_labels=("live",) * len(culprits),
+        )
+        findings = (finding,)
+    return replace(
+        result,
+        status=report.status,
+        verdict=findings[0] if culprits and report.hung is not False else None,
+        findings=findings,
+        summary=(f"stacks of {ranks_text(report.ranks)}, no recorded calls",),
+    )
 
 
-def _stacks(folder: Path, observed: Observed) -> StacksReport | None:
-    if not folder.exists():
-        return None
-    stillness = Stillness(still_s=min(observed.still_s, Stillness.still_s))
-    return classify(read_capture(folder), stillness=stillness, quiet_s=observed.quiet_s)
+def _with_logs(result: Diagnosis, evidence: Evidence) -> Diagnosis:
+    """The diagnosis with what logs and NCCL say of the guilty ranks."""
+    if result.verdict is None:
+        return result
+    named = [rank for rank in result.verdict.ranks if rank in evidence.logs]
+    if result.verdict.cause == "rank_died":  # others noticed that it was gone
+        others = [rank for rank, text in evidence.logs.items() if is_secondary(text)]
+        named += [rank for rank in others if rank not in named][:2]
+    lines = [f"the log of rank {rank} ends with: {evidence.logs[rank]}" for rank in named]
+    lines += [f"NCCL RAS: {line}" for line in evidence.ras]
+    if not lines:
+        return result
+    verdict = replace(result.verdict, evidence=(*result.verdict.evidence, *lines))
+    findings = tuple(verdict if f is result.verdict else f for f in result.findings)
+    return replace(result, verdict=verdict, findings=findings)
 
 
-def _diagnose(boxes: Path, report: StacksReport | None, observed: Observed) -> Diagnosis:
-    now = {}
-    for rank, s in (report.ranks if report else {}).items():
-        frames = tuple(Frame(frame.name, frame.file, frame.line) for frame in s.stack if not frame.native)
-        now[rank] = RankNow(rank, s.cause, nearest_line(s), s.evidence, frames)
-    now.update({rank: RankNow(rank, "gone", "", "its process is gone") for rank in observed.gone})
-    loaded = load_paths([str(boxes)], LoadOptions())
-    options = DiagnoseOptions(now_ns=observed.taken_ns, quiet_s=observed.quiet_s)
-    return diagnose(loaded.traces, loaded.files, stacks=now.values(), options=options)
+def _frames(state: RankState) -> tuple[Frame, ...]:
+    return tuple(Frame(frame.name, frame.file, frame.line) for frame in state.stack)

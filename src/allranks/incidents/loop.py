@@ -1,4 +1,4 @@
-"""The agent's watch over one node's ranks: notices deaths and standstills, and has them looked into.
+"""The agent's watch over one node's ranks: notices deaths and stalls, and has them examined.
 
 One thread per node, named allranks-watch, which never waits for anything but the ranks: it is woken by deaths, and a
 suspicion is examined on a thread of its own (allranks-examine). It never touches a rank by itself: actions go to the
@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOption
 from allranks.incidents.publish import IncidentPublisher
 from allranks.model.cluster import write_health
 from allranks.model.incident import Incident
+from allranks.watch.calls import CallComparison
 from allranks.watch.exits import ExitWatcher
 from allranks.watch.samples import ProcessId, RankSample, read_samples
 from allranks.watch.silence import ProgressHistory, Suspicion
@@ -43,6 +44,8 @@ class Watch:
     actor: Actor | None = None
     #: highest step, calls finished by all ranks of this node, their health (model/cluster.py, write_health)
     on_look: Callable[[int, int, str], None] = lambda step, calls, health: None
+    #: every sample of the ranks, and which of them are this agent's: for the ledger
+    on_samples: Callable[[Sequence[RankSample], Sequence[int]], None] = lambda samples, ours: None
     pipeline: IncidentPipeline = field(init=False)
     history: ProgressHistory = field(init=False)
     deaths: DeathIncidents = field(init=False)
@@ -50,6 +53,7 @@ class Watch:
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
+    _calls: CallComparison = field(default_factory=CallComparison)
     _ours: dict[ProcessId, bool] = field(default_factory=dict)
     _asked_to_end: Explained = field(default_factory=Explained)
     _stop: bool = False
@@ -96,7 +100,7 @@ class Watch:
         self.pipeline.publisher.upload = upload
 
     def expect_end(self, pids: Iterable[int]) -> None:
-        """These ranks are being asked to end: that they do, or take their time, is no incident. From any thread."""
+        """These ranks are being asked to end: that they do, or take their time, is not an incident. From any thread."""
         self._asked_to_end.add(asked := tuple(pids))
         self.pipeline.explained.tell(asked, self.options.folder)
 
@@ -111,7 +115,9 @@ class Watch:
         still_ending = self._exits.note_dead(s.pid for s in samples if not s.alive)
         samples = [replace(s, alive=True) if s.pid in still_ending else s for s in samples]
         ending = self._note_ranks(samples)
+        self.on_samples(samples, self.ranks)
         self.history.observe(now, samples)
+        _carefully(lambda: self._compare(now, samples))
         self.deaths.check(samples, self._exits.endings)
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
@@ -125,8 +131,14 @@ class Watch:
             self._examine(examine)
         return suspicion
 
+    def _compare(self, now_s: float, samples: list[RankSample]) -> None:
+        """Calls that differ are named before anybody has waited long. Replicas come and go, and so do their groups."""
+        found = self._calls.look(now_s, samples) if self.options.whole_job else None
+        if found is not None:
+            self.pipeline.note_divergence(found)
+
     def _note_ranks(self, samples: list[RankSample]) -> bool:
-        """Who runs and who does not, for whom it concerns; whether all that run have been asked to end."""
+        """Reports which ranks run; whether all that run have been asked to end."""
         running = [s for s in samples if s.alive and not s.closed]
         ours = [s for s in running if self._is_ours(s)]
         self._ours = {s.process: self._ours[s.process] for s in running}
@@ -143,10 +155,7 @@ class Watch:
         if self._thread is None:
             work()
             return
-        self._examining = threading.Thread(
-            target=_carefully, args=(work,), name="allranks-examine", daemon=True
-        )
-        self._examining.start()
+        self._examining = self.pipeline.start(work, "allranks-examine")
 
     def _is_ours(self, sample: RankSample) -> bool:
         """Whether it is a process of this agent: two agents of one host share the job's folder."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from allranks.diagnose.phrasing import ranks_text
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import DeathIncidents
+from allranks.incidents.evidence import Observed, read_observed
 from allranks.incidents.folder import IncidentFolder
-from allranks.incidents.judge import Observed, read_observed
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import Gathering
@@ -73,7 +73,7 @@ class NodeLosses:
         )
         self.pipeline.publisher.log(opened)
         self.pipeline.publisher.publish(opened)
-        self.pipeline.recoveries.add(opened, samples, ranks, reborn=self.pipeline.options.whole_job)
+        self.pipeline.recoveries.add(opened, samples, ranks, new_only=self.pipeline.options.whole_job)
 
     def _action(self, loss: Loss) -> Action:
         ranks = loss.node.ranks

@@ -14,21 +14,24 @@ import logging
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, TypedDict
 
+from allranks.incidents.evidence import Evidence, Observed, attempt, read_incident, read_observed
 from allranks.incidents.folder import Changes, IncidentFolder, copy_boxes, keep_newest, open_incident
-from allranks.incidents.judge import Observed, attempt, judge_folder
+from allranks.incidents.judge import judge
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.policy import Mode, PolicyOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.model.cluster import FOLLOW_S, Gathering
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.files import write_atomically
+from allranks.model.formatting import ranks_text
 from allranks.model.incident import Kind, Moment
-from allranks.model.stacks import StacksReport
 from allranks.report import as_json, text
 from allranks.stacks import CollectOptions, Selection, collect, find_targets, write_bundle
 from allranks.stacks.text import report_json
@@ -46,7 +49,7 @@ class _Awaited:
     opened: IncidentFolder
     before: dict[int, RankSample]  # of the ranks that must go on
     since_s: float
-    reborn: bool  # only new processes count: the old ones may do a last step before they end
+    new_only: bool  # only new processes count: the old ones may do a last step before they end
     patience_s: float
 
 
@@ -55,6 +58,12 @@ class Recoveries:
     """All incidents that wait for progress."""
 
     _waiting: list[_Awaited] = field(default_factory=list)
+    _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # of the last ones
+
+    @property
+    def usual_s(self) -> float:
+        """How long this job takes to train again after an action; 0.0 when none has been seen."""
+        return median(self._took_s) if self._took_s else 0.0
 
     def add(
         self,
@@ -62,14 +71,14 @@ class Recoveries:
         samples: Sequence[RankSample],
         guilty: Iterable[int],
         *,
-        reborn: bool = False,
+        new_only: bool = False,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """From now on. When all went at once, their next processes count; with `reborn`, always."""
+        """From now on. When all went at once, their next processes count; with `new_only`, always."""
         out = set(guilty)
         survivors = {s.rank: s for s in samples if s.rank not in out and s.alive and not s.closed}
         everybody = {s.rank: s for s in samples}
-        self._waiting.append(_Awaited(opened, survivors or everybody, time.monotonic(), reborn, patience_s))
+        self._waiting.append(_Awaited(opened, survivors or everybody, time.monotonic(), new_only, patience_s))
 
     def recent(self, for_s: float) -> bool:
         """Whether something has been answered within this time and has not recovered: worth a closer look."""
@@ -84,7 +93,7 @@ class Recoveries:
         now = {s.rank: s for s in samples}
         for waiting in list(self._waiting):
             before, opened = waiting.before, waiting.opened
-            moved = [r for r, old in before.items() if r in now and _further(now[r], old, waiting.reborn)]
+            moved = [r for r, old in before.items() if r in now and _further(now[r], old, waiting.new_only)]
             took = time.monotonic() - waiting.since_s
             if before and len(moved) == len(before):
                 step = max((s.step for s in samples), default=-1)
@@ -94,6 +103,8 @@ class Recoveries:
                     durations_s={**opened.current.durations_s, "recovered": took},
                 )
                 self._waiting.remove(waiting)
+                if opened.current.acted or opened.current.kind == "death":
+                    self._took_s.append(took)
                 yield opened
             elif not before or took > waiting.patience_s:
                 self._waiting.remove(waiting)
@@ -103,9 +114,9 @@ def _count(ranks: list[int]) -> str:
     return "1 rank trains" if len(ranks) == 1 else f"{len(ranks)} ranks train"
 
 
-def _further(now: RankSample, before: RankSample, reborn: bool) -> bool:
-    """Completed calls or steps went on (a new process counts from zero again and also trains)."""
-    if reborn or now.calls_started < before.calls_started:
+def _further(now: RankSample, before: RankSample, new_only: bool) -> bool:
+    """More completed calls or steps than before (a new process counts from zero again and also trains)."""
+    if new_only or now.calls_started < before.calls_started:
         return now.process != before.process and now.calls_completed > 0
     return now.step > before.step or now.calls_completed > before.calls_completed
 
@@ -181,14 +192,13 @@ class Explained:
 
 @dataclass(frozen=True)
 class Examination:
-    stacks: StacksReport | None = None
-    diagnosis: Diagnosis | None = None
-    missing: tuple[str, ...] = ()
+    evidence: Evidence
+    diagnosis: Diagnosis
 
     @property
     def verdict(self) -> Finding | None:
         """Who and why; None when nothing is wrong, or nothing could be read."""
-        return self.diagnosis.verdict if self.diagnosis is not None else None
+        return self.diagnosis.verdict
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -210,7 +220,9 @@ class IncidentPipeline:
     recoveries: Recoveries = field(default_factory=Recoveries)
     explained: Explained = field(default_factory=Explained)
     peers: PeerAgents | None = None
+    diverged: tuple[float, Finding] | None = None  # when ranks were seen to make calls that differ, and how
     _threads: list[threading.Thread] = field(default_factory=list)
+    _starting: threading.Lock = field(default_factory=threading.Lock)
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
@@ -221,6 +233,12 @@ class IncidentPipeline:
         for opened in self.recoveries.open():
             self.publisher.write_page(opened)
         self.publisher.close()
+
+    def note_divergence(self, found: Finding) -> None:
+        """Ranks make calls that differ: said at once, and kept for the incident that may come of it."""
+        waits = f"{ranks_text(found.waiting)} wait" if found.waiting else "nobody waits yet"
+        log.warning("the calls of ranks differ: %s; %s", found.sentence, waits)
+        self.diverged = (time.time(), found)
 
     # evidence
 
@@ -235,7 +253,7 @@ class IncidentPipeline:
         node: str = "",
     ) -> IncidentFolder:
         """A new incident without evidence."""
-        return open_incident(
+        opened = open_incident(
             self.options.incidents,
             kind=kind,
             job=self.options.job,
@@ -244,6 +262,12 @@ class IncidentPipeline:
             ranks=ranks,
             step=max((s.step for s in samples), default=-1) if step is None else step,
         )
+        started_s = max((s.start_ns for s in samples), default=0) / 1e9
+        if self.diverged is not None and self.diverged[0] < started_s:
+            self.diverged = None  # of processes that are gone
+        if self.diverged is not None:
+            opened.update(Moment("calls differ", self.diverged[0], self.diverged[1].sentence))
+        return opened
 
     def open(
         self, kind: Kind, reason: str, samples: Sequence[RankSample], **facts: Unpack[_Facts]
@@ -289,7 +313,7 @@ class IncidentPipeline:
         return missing
 
     def _collect_stacks(
-        self, folder: Path, samples: Sequence[RankSample], missing: list[str], brief: bool = False
+        self, folder: Path, samples: Sequence[RankSample], missing: list[str], look: int = 1
     ) -> None:
         """The stacks of these ranks of this node; those that could not be read are added to `missing`."""
         pids = {s.rank: s.pid for s in samples if s.alive}
@@ -298,10 +322,9 @@ class IncidentPipeline:
         chosen = Selection(pids=tuple(pids.values()), box_folders=(self.options.folder,))
 
         def work() -> set[int | None]:
-            options = CollectOptions(raw_folder=folder)
-            capture = collect(
-                find_targets(chosen), replace(options, rounds=1, native="never") if brief else options
-            )
+            native = "suspects" if look == 1 else "never"
+            options = CollectOptions(raw_folder=folder, rounds=2 if look else 1, native=native)
+            capture = collect(find_targets(chosen), options)
             folder.mkdir(parents=True, exist_ok=True)
             write_bundle(capture, folder)
             return {process.rank for process in capture.processes if process.snapshots}
@@ -320,17 +343,18 @@ class IncidentPipeline:
         observed: Observed,
         *,
         stacks_of: Sequence[RankSample] = (),
-        brief: bool = False,
+        look: int = 1,
         gathering: Gathering | None = None,
     ) -> Examination:
         """Stacks of some ranks and the parts of other nodes, judged together with the boxes; the incident knows it then.
 
-        `brief`: read once and without native frames. The first look settles nothing, and takes seconds on a busy node.
+        `look`: the first one (0) settles nothing, and takes seconds on a busy node: stacks are read once, without native
+        frames. Native frames stop the process for a moment: they are read in the second one only.
         """
         missing: list[str] = []
         folder = opened.path / "stacks"
         peers = self.peers if gathering is not None else None
-        self._collect_stacks(folder / peers.name if peers is not None else folder, stacks_of, missing, brief)
+        self._collect_stacks(folder / peers.name if peers is not None else folder, stacks_of, missing, look)
         if peers is not None and gathering is not None:
             missing += peers.wait(gathering)
         replace(
@@ -340,19 +364,31 @@ class IncidentPipeline:
             left=tuple(s.rank for s in samples if s.closed == "exit"),
             marked=tuple(s.rank for s in samples if s.step >= 0),
             still_s=self.options.notice.floor_s,
+            diverged=self.diverged[1] if self.diverged is not None else None,
         ).write(opened.path)
-        diagnosis, report = judge_folder(opened.path, missing)
-        if diagnosis is not None:
-            write_atomically(opened.path / "diagnosis.json", json.dumps(as_json.to_object(diagnosis)))
-            write_atomically(opened.path / "diagnosis.txt", "\n".join(text.render(diagnosis)) + "\n")
-        found = Examination(report, diagnosis, tuple(missing))
-        changes: Changes = {"missing": (*opened.current.missing, *missing)}
-        if report is not None:
-            changes["stacks"] = report_json(report)
-        if found.verdict is not None:  # an inspection without a verdict does not take an earlier one back
+        evidence = read_incident(opened.path)
+        missing += evidence.missing
+        found = Examination(evidence, judge(evidence))
+        self._write_diagnosis(opened, found.diagnosis)
+        changes: Changes = {"missing": tuple(dict.fromkeys((*opened.current.missing, *missing)))}
+        if evidence.report is not None:
+            changes["stacks"] = report_json(evidence.report)
+        # an examination without a verdict does not take an earlier one back; that of a stall waits for its outcome
+        if found.verdict is not None and opened.current.kind != "stall":
             changes["verdict"], changes["ranks"] = found.verdict, found.ranks
         opened.update(**changes)
         return found
+
+    def settle(self, opened: IncidentFolder, outcome: str = "", ended: bool = False) -> None:
+        """Writes what a stall is or was, so that `allranks diagnose` on the folder says the same; "": a hang."""
+        observed = read_observed(opened.path) or Observed()
+        if observed.outcome != outcome:
+            replace(observed, outcome=outcome, ended=ended).write(opened.path)
+            self._write_diagnosis(opened, judge(read_incident(opened.path)))
+
+    def _write_diagnosis(self, opened: IncidentFolder, diagnosis: Diagnosis) -> None:
+        write_atomically(opened.path / "diagnosis.json", json.dumps(as_json.to_object(diagnosis)))
+        write_atomically(opened.path / "diagnosis.txt", "\n".join(text.render(diagnosis)) + "\n")
 
     # in the background
 
@@ -366,8 +402,8 @@ class IncidentPipeline:
 
         self.start(work, "allranks-explain")
 
-    def start(self, work: Callable[[], object], name: str) -> None:
-        """Runs it on a thread of its own; a failure is logged."""
+    def start(self, work: Callable[[], object], name: str) -> threading.Thread:
+        """Runs it on a thread of its own, from any thread; a failure is logged."""
 
         def carefully() -> None:
             try:
@@ -376,8 +412,10 @@ class IncidentPipeline:
                 log.exception("%s failed; the incident is incomplete", name)
 
         thread = threading.Thread(target=carefully, name=name, daemon=True)
-        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
         thread.start()
+        with self._starting:
+            self._threads = [*(t for t in self._threads if t.is_alive()), thread]
+        return thread
 
     def collect_now(self, reason: str) -> IncidentFolder:
         """Evidence on request, without a suspicion."""

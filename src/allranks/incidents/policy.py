@@ -1,11 +1,8 @@
-"""Is it hung or slow, and what to do about it. Pure: facts, budget and options in; an action and its reason out.
+"""What to do about a hang. Pure: facts, budget and options in; an action and its reason out.
 
-`judge` tells a hang from slowness. One look is never enough: a rank may sleep, compile, save or collect garbage for longer
-than usual. A rank that works (its stack or its CPU moves) gets patience up to the cap; one that waits for nobody and does
-not move is hung at the second look; one that burns CPU in the same functions is hung at the third. All ranks at once may
-pause for a minute.
-
-`decide_action` is asked when evidence is already on disk. A fault that is nobody's (all entered, none finished) is
+`decide_action` is asked when evidence is already on disk. Acting costs a restart or a heal; waiting costs the time that is
+lost if it is a hang, and saves the action if it is not. A hang that follows from what was seen is acted on at once; one
+that only time tells when waiting has become dearer than acting. A fault that is nobody's (all entered, none finished) is
 treated as the network's or a device's and never blamed on a rank.
 """
 
@@ -15,103 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from allranks.model.formatting import duration
 from allranks.model.incident import Action, ActionKind
 from allranks.model.options import option
-from allranks.model.stacks import RankState, StacksReport
-
-WORKING = frozenset(
-    {"busy_python", "native_call", "gil_held_native", "gil_contention", "cuda_kernel", "slow", "healthy"}
-)
-SAVING = frozenset({"checkpoint_io", "d_state", "file_lock_wait", "network_io"})
-COMPILING = (
-    *("torch/_dynamo/", "torch/_inductor/", "torch/_functorch/", "triton/compiler"),
-    "/torch/utils/cpp_extension",
-)
-#: All ranks pause on their own, without a wait for another: a pause that nobody announced, or none of them comes back.
-ALL_IDLE_S = 60.0
-
-
-@dataclass(frozen=True)
-class Look:
-    """One look: when, how long the job had been silent, and what the stacks said."""
-
-    at_s: float
-    quiet_s: float
-    report: StacksReport | None
-    moved: bool  # some rank made progress while we looked
-    calling: bool = False  # some rank completed calls of the same attempt at its step
-    blamed: tuple[int, ...] = ()  # the ranks that the others wait for, by the verdict on all evidence
-    crossed: bool = False  # the calls of the ranks block each other, by that verdict
-
-
-def judge(looks: list[Look], cap_s: float) -> tuple[bool | None, str]:
-    """True hung, False not hung, None look again; with the reason."""
-    last = looks[-1]
-    if last.moved:
-        return False, "a rank made progress between two samples: slow, not hung"
-    if last.calling and last.quiet_s < cap_s:
-        return None, "no step was done, but calls of it are being completed: sampling again"
-    if len(looks) < 2:
-        return None, "one sample cannot tell stuck from slow: sampling again"
-    silent = f"no progress for {last.quiet_s:.1f} s"
-    still = f"{silent} over {len(looks)} samples"
-    if last.report is None:
-        return True, f"{still} (no stacks could be read)"
-    guilty = _guilty(last.report, last.blamed)
-    if not guilty:
-        return True, f"{still}; every rank waits for another"
-    if last.quiet_s >= cap_s:
-        return True, f"{silent}, more than the {cap_s:g} s that anything may take"
-    patience = _pause_of_all(last, guilty) or next(filter(None, (_patience(s, looks) for s in guilty)), "")
-    if patience:
-        return None, patience
-    names = ", ".join(f"rank {s.rank} ({s.cause}, {s.where or 'unknown line'})" for s in guilty)
-    return True, f"{still}; not waiting for any rank: {names}"
-
-
-def _guilty(report: StacksReport, blamed: tuple[int, ...]) -> list[RankState]:
-    """The culprits, or those of them that the verdict on all evidence blames: a collective of NCCL is waited for in
-    whatever CUDA call comes next, in a stack that looks like work."""
-    guilty = [report.ranks[rank] for rank in report.culprits if rank in report.ranks]
-    return [state for state in guilty if state.rank in blamed] or guilty
-
-
-def _pause_of_all(last: Look, guilty: list[RankState]) -> str:
-    """Why all ranks together get more time, or "" when they get none."""
-    idle = not any(state.cause in WORKING for state in guilty) and last.quiet_s >= ALL_IDLE_S
-    all_guilty = last.report is not None and 1 < len(last.report.ranks) == len(guilty)
-    if all_guilty and not idle and not last.crossed:
-        return "all ranks are busy on their own and none waits for another: sampling again"
-    return ""
-
-
-def _patience(state: RankState, looks: list[Look]) -> str:
-    """Why this rank gets more time, or '' when it gets none."""
-    if any(part in frame.file for frame in state.stack for part in COMPILING):
-        return f"rank {state.rank} compiles"
-    if state.command_works:
-        return f"rank {state.rank} waits for a command that works"
-    same = _same_functions(state.rank, looks)
-    if state.cause in SAVING and not same:
-        return f"rank {state.rank} is in {state.cause} and moves"
-    if state.cause in WORKING:
-        if not same:
-            return f"rank {state.rank} works: its stack moves"
-        if len(looks) < 3:
-            return f"rank {state.rank} burns CPU in {state.where or 'the same place'}: sampling once more"
-    return ""
-
-
-def _same_functions(rank: int, looks: list[Look]) -> bool:
-    """Whether the rank was in the same functions at every look (lines inside a loop may differ)."""
-    seen = set()
-    for look in looks:
-        state = look.report.ranks.get(rank) if look.report is not None else None
-        if state is None or not state.stack:
-            continue
-        seen.add(tuple((frame.name, frame.file) for frame in state.stack if not frame.native))
-    return len(seen) <= 1
-
 
 Mode = Literal["whole_job", "replica"]
 
@@ -173,14 +76,44 @@ class HangFacts:
     ranks_per_replica: int = 1
     replicas: int = 1
     members: tuple[int, ...] = ()  # replicas that run now
+    certain: bool = True  # that it is a hang follows from what was seen
+    stalled_s: float = 0.0  # so far
+    usual_s: float = 10.0  # a shorter silence is not noticed
+    act_s: float = 60.0  # what the action costs: as long as it took this job before
 
 
 NO_STEP = "no_step"  # collectives are completed, no step is: a loop, or a phase that nobody announced
 NOBODYS_FAULT = frozenset({"none_finished"})
-PROGRAM_FAULT = frozenset(
+#: Calls that differ although all of them were made: no later call can mend it.
+CERTAIN_MISMATCH = frozenset(
     {"type_mismatch", "size_mismatch", "dtype_mismatch", "reduce_op_mismatch", "root_mismatch"}
-    | {"extra_collective", "order_inversion", "p2p_mismatch", "setup_mismatch"}
+    | {"order_inversion"}
 )
+PROGRAM_FAULT = CERTAIN_MISMATCH | {"extra_collective", "p2p_mismatch", "setup_mismatch"}
+#: Stated confidence, and the share of such verdicts that are right (docs/understand/verdicts.md).
+CALIBRATION = ((0.9, 0.983), (0.8, 0.987), (0.6, 0.895), (0.4, 0.727), (0.0, 0.395))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Expected seconds of lost training."""
+
+    wait_s: float
+    act_s: float
+
+    @property
+    def sentence(self) -> str:
+        return f"waiting costs about {duration(self.wait_s)}, acting about {duration(self.act_s)}"
+
+
+def weigh(case: HangFacts) -> Costs:
+    """Waiting as long again as the stall has lasted, against acting now.
+
+    How long pauses last has a long tail: of those that were noticed about usual_s / stalled_s last so long.
+    """
+    right = next(share for least, share in CALIBRATION if case.confidence >= least)
+    hung = right if case.certain else right / (1 + case.usual_s / max(case.stalled_s, case.usual_s))
+    return Costs(case.stalled_s + hung * case.act_s, case.act_s)
 
 
 def back_off_left_s(now_s: float, state: PolicyState, options: PolicyOptions) -> float:
@@ -209,8 +142,10 @@ def decide_action(now_s: float, case: HangFacts, state: PolicyState, options: Po
     reason = _why_not(now_s, case, state, options, wanted)
     if reason:
         kind = "collect"
+    elif not case.certain and (costs := weigh(case)).act_s > costs.wait_s:
+        kind, reason = "collect", f"not yet: {costs.sentence}"
     else:
-        reason = _why(case, wanted)
+        reason = f"{_why(case, wanted)}; {weigh(case).sentence}"
         if not options.acts(case.mode):
             kind, reason = "dry_run", f"would {wanted.replace('_', ' ')}: {reason} (--recovery on does it)"
     return Action(kind, reason, case.ranks, replica, options.command)

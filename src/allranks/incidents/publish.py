@@ -150,7 +150,7 @@ def check_address(address: str) -> None:
     is_url = scheme not in ("tensorboard", "wandb")
     if not rest or (is_url and not _is_url(rest if scheme in ("slack", "otlp") else address)):
         raise ConfigurationError(
-            "a webhook is no address that incidents can be sent to (not shown: it may hold a secret)",
+            "a webhook is not an address that incidents can be sent to (not shown: it may hold a secret)",
             hint="--webhook, recovery.webhooks and ALLRANKS_WEBHOOK take http://…, https://…, slack:https://…, "
             "otlp:http://…, tensorboard:DIR and wandb:PROJECT.",
         )
@@ -182,6 +182,7 @@ class IncidentPublisher:
     folder: Path | None = None  # of the job on this node, for the last lines of its ranks
     on_incident: Callable[[Incident], None] = lambda incident: None
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
+    book: Callable[[Incident], None] = lambda incident: None  # of the ledger
     last: str = ""  # the newest verdict, as it was logged
     timeout_s: float = 5.0  # of one attempt to reach a webhook, as a whole
     _sender: Worker = field(default_factory=lambda: Worker("allranks-webhook"))
@@ -189,6 +190,7 @@ class IncidentPublisher:
     def publish(self, opened: IncidentFolder) -> None:
         receivers: tuple[Callable[[], object], ...] = (
             lambda: self.write_page(opened),
+            lambda: self.book(opened.current),
             lambda: self.on_incident(opened.current),
             lambda: self.send(opened.current),
             lambda: self.upload(opened.path),
@@ -200,8 +202,8 @@ class IncidentPublisher:
                 log.exception("%s could not be published everywhere", opened.current.id)
 
     def send(self, incident: Incident) -> None:
-        """To every webhook, soon; of an incident that changed meanwhile the newest state."""
-        for address in self.webhooks:
+        """To every webhook, soon; of an incident that changed meanwhile the newest state. A stall needs nobody."""
+        for address in self.webhooks if incident.kind != "stall" else ():
             work = partial(deliver, address, incident, headline(incident), timeout_s=self.timeout_s)
             self._sender.put(work, (address, incident.id))
 

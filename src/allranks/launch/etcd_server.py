@@ -20,6 +20,10 @@ from allranks.channel.frames import HeldPort
 from allranks.errors import EtcdError, InputError
 from allranks.etcd import Etcd
 
+_children: dict[
+    int, subprocess.Popen[bytes]
+] = {}  # servers that this process has started: `stop` waits for them
+
 
 @dataclass(frozen=True)
 class EtcdServer:
@@ -63,6 +67,7 @@ def start(folder: Path, *, bind: str = "127.0.0.1", port: int = 2379, wait_s: fl
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.environ.get("ETCD_UNSUPPORTED_ARCH", "arm64")},
         )  # fmt: skip
+    _children[process.pid] = process
     server = EtcdServer(process.pid, client, str(folder), start_ticks(process.pid))
     (folder / "etcd.json").write_text(json.dumps(asdict(server)))
     _wait_until_healthy(server, process, wait_s)
@@ -86,10 +91,11 @@ def stop(folder: Path, *, wait_s: float = 10.0) -> bool:
         os.kill(server.pid, number)
         deadline = time.monotonic() + wait_s
         while server.running() and time.monotonic() < deadline:
-            _reap(server.pid)
             time.sleep(0.02)
         if not server.running():
             break
+    if child := _children.pop(server.pid, None):
+        child.wait(wait_s)
     (folder / "etcd.json").unlink(missing_ok=True)
     return True
 
@@ -133,10 +139,3 @@ def _refuse_taken_port(bind: str, port: int) -> None:
                 f"port {port} on {bind} cannot be used: {error.strerror}",
                 hint=f"See who holds it (ss -ltnp 'sport = :{port}'), or choose another with --port (0 takes a free one).",
             ) from error
-
-
-def _reap(pid: int) -> None:
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass  # started by another process

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -223,9 +224,7 @@ class NodeAgent:
         if event.kind == "rank_exited" and event.exit_code and not event.expected:
             at = time.time()
             death = Death(event.rank or 0, event.pid or 0, at, event.detail, seen=at)
-            threading.Thread(
-                target=self._note_death, args=(event.replica, death), name="allranks-death", daemon=True
-            ).start()
+            self._start(lambda: self._note_death(event.replica, death), "allranks-death")
         elif event.kind == "finished":
             self._calls.put(lambda: self._note_finished(event.replica))
         elif event.kind == "started" and event.replica in self._evicted:
@@ -301,33 +300,32 @@ class NodeAgent:
                 self.supervisor.request(Request("stop", replica, "the training is over"))
 
     def _note_death(self, replica: int, death: Death) -> None:
-        """The lighthouse first: it tells the survivors."""
-        try:
-            self._ask(lambda client: client.accuse(replica_name(replica), death.reason))
-            if self.watch is not None:
-                samples = [s for s in read_samples(self.watch.options.folder) if s.pid == death.pid]
-                said = find_deaths(samples, {}, since_ns=0, raised_only=True)  # its own words tell more
-                self.watch.deaths.note_death(replace(said[0], seen=death.seen) if said else death)
-        except Exception:  # a full disk, say: the death itself is known to the lighthouse and in the log
-            log.exception("the evidence of %s could not be kept", death.sentence)
+        """The lighthouse first: it notifies the survivors."""
+        self._ask(lambda client: client.accuse(replica_name(replica), death.reason))
+        if self.watch is not None:
+            samples = [s for s in read_samples(self.watch.options.folder) if s.pid == death.pid]
+            said = find_deaths(samples, {}, since_ns=0, raised_only=True)  # its own message tells more
+            self.watch.deaths.note_death(replace(said[0], seen=death.seen) if said else death)
+
+    def _start(self, work: Callable[[], object], name: str) -> None:
+        """Beside the thread that calls this, which must be quick."""
+        if self.watch is not None:
+            self.watch.pipeline.start(work, name)
+        else:
+            self._calls.put(work)
 
     def _noticed(self, notice: object) -> None:
         """What the lighthouse says; runs on the client's thread: be quick."""
         if isinstance(notice, (MemberLost, MemberLeft)) and self.peers is not None:
             self.peers.give_up(notice.replica)
         if isinstance(notice, CollectEvidence) and self.watch is not None:
-            threading.Thread(
-                target=self._collect, args=(notice,), name="allranks-collect", daemon=True
-            ).start()
+            self._start(lambda: self._collect(notice), "allranks-collect")
         elif isinstance(notice, RestartWanted) and self.watch is not None and self.supervisor is None:
             log.warning("restarting the job: %s", notice.reason)
             self._calls.put(lambda: log.warning("%s", self._kill(Action("restart_job", notice.reason))))
         elif isinstance(notice, MemberLost) and self.watch is not None:
-            later = threading.Timer(
-                STILL_THERE_S, self._look_after, args=(notice, self._pids(notice), time.time())
-            )
-            later.daemon = True
-            later.start()
+            pids, at = self._pids(notice), time.time()
+            self._start(lambda: self._look_after(notice, pids, at), "allranks-lost")
         elif isinstance(notice, Evicted) and self.supervisor is not None and self.peers is not None:
             replica, (incident, _, reason) = replica_number(notice.replica), notice.reason.partition(": ")
             if replica is not None and self.supervisor.has(replica) and self.peers.took_part_in(incident):
@@ -335,15 +333,10 @@ class NodeAgent:
 
     def _collect(self, wanted: CollectEvidence) -> None:
         assert self.watch is not None
-        try:
-            if wanted.upload and self.peers is not None:
-                self.peers.contribute(wanted, self.watch.pipeline.collect_part)
-            else:
-                self.watch.pipeline.collect_now(f"asked for by the lighthouse: {wanted.reason}")
-        except Exception:
-            log.exception(
-                "the evidence that %s asked for could not be collected", wanted.lead or "the lighthouse"
-            )
+        if wanted.upload and self.peers is not None:
+            self.peers.contribute(wanted, self.watch.pipeline.collect_part)
+        else:
+            self.watch.pipeline.collect_now(f"asked for by the lighthouse: {wanted.reason}")
 
     def _pids(self, notice: MemberLost) -> dict[int, int]:
         """The lost replica's ranks that run here: rank -> pid."""
@@ -352,7 +345,7 @@ class NodeAgent:
         if supervisor is None or self.watch is None or replica is None or not supervisor.has(replica):
             return {}
         size = self.watch.options.ranks_per_replica
-        # a process that has begun nothing yet is not the one that was lost: its line is the next life's
+        # a process that has begun nothing yet is not the one that was lost: its connection belongs to the next process
         samples = read_samples(self.watch.options.folder)
         trained = {s.pid for s in samples if s.calls_started or s.step >= 0}
         found = {rank: pid for rank, pid in supervisor.pids().items() if rank // size == replica}
@@ -360,6 +353,7 @@ class NodeAgent:
 
     def _look_after(self, notice: MemberLost, before: dict[int, int], at: float) -> None:
         """A replica was lost a moment ago: if its processes run on, it is cut off. A frozen one is the watch's case."""
+        self._closing.wait(STILL_THERE_S)
         replica = replica_number(notice.replica)
         if not before or replica is None or self._pids(notice) != before or self.supervisor is None:
             return

@@ -87,7 +87,7 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int], bool], object
 
     torchrun obeys --shutdown-timeout only when the whole job ends, and not when it restarts; and it leaves alone what a
     rank that died had started. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s). `on_stop` gets
-    the pids of ranks that are about to be asked to end, which is no incident, and whether a signal is the reason.
+    the pids of ranks that are about to be asked to end, which is not an incident, and whether a signal is the reason.
     """
     guard = Guard()
 
@@ -233,7 +233,7 @@ def wait_for_host(endpoint: str, deadline: float) -> bool:
 
 
 def refuse_stranger(endpoint: str, wait_s: float = 10.0) -> None:
-    """LaunchError if this node's rendezvous port is held by something that is no rendezvous store.
+    """LaunchError if this node's rendezvous port is held by something that is not a rendezvous store.
 
     torch would connect to it and wait without limit for an answer. Another agent's store answers at once.
     """

@@ -68,7 +68,7 @@ class Current:
 def decide_gathering(
     now_s: float, wanted: cluster.CollectEvidence, current: Current | None, observers: Collection[str]
 ) -> tuple[cluster.Gathering, bool]:
-    """The gathering that whoever asks belongs to, and whether agents must be told of it."""
+    """The gathering to which a request belongs, and whether agents must be notified of it."""
     if (
         wanted.alone
         and current is not None

@@ -70,7 +70,7 @@ def carry_out(service: Service, command: Command, reply: Callable[[Result], None
     """
     result = _answer(service, command)
     if command.action in ("evict", "let_in", "finish"):
-        service.former.after_kept(lambda: reply(result))
+        service.coordinator.after_kept(lambda: reply(result))
     else:
         reply(result)
 
@@ -169,7 +169,7 @@ _read_ack = msgspec.json.Decoder(_FastAck).decode
 Taker = Callable[[asyncio.Transport, bytes], None]
 
 
-class Stranger(Protocol):
+class UnauthenticatedConnection(Protocol):
     """A connection before its hello."""
 
     def refuse_quietly(self, why: str) -> None: ...
@@ -184,15 +184,17 @@ class Listener:
     http: Callable[[Service, str], asyncio.Protocol] | None = None  # (service, token) -> protocol
     takers: dict[bytes, Taker] = field(default_factory=dict)  # first four bytes -> another protocol
     frames: bool = True  # whether our own protocol is spoken here
-    strangers: dict[Stranger, float] = field(default_factory=dict)  # no hello yet; oldest first
+    unauthenticated: dict[UnauthenticatedConnection, float] = field(
+        default_factory=dict
+    )  # no hello yet; oldest first
     open: set[Connection] = field(default_factory=set)
     throttle: FoldedLog = field(default_factory=lambda: FoldedLog(log, 1.0))
     credential: Credential = field(init=False)
-    max_strangers: int = field(init=False)
+    max_unauthenticated: int = field(init=False)
 
     def __post_init__(self) -> None:
-        #: Strangers never take the descriptors that members need.
-        self.max_strangers = min(self.options.max_strangers, open_files_limit() // 4)
+        #: Unauthenticated connections never take the descriptors that members need.
+        self.max_unauthenticated = min(self.options.max_unauthenticated, open_files_limit() // 4)
         self.credential = Keyring(self.options.token).for_purpose(messages.PURPOSE)
 
     async def listen_too(self, takers: dict[bytes, Taker], host: str, port: int) -> asyncio.Server:
@@ -201,16 +203,18 @@ class Listener:
         loop = asyncio.get_running_loop()
         return await loop.create_server(lambda: Connection(other), backlog=BACKLOG, **where(host, port))
 
-    def let_in(self, stranger: Stranger) -> None:
+    def let_in(self, connection: UnauthenticatedConnection) -> None:
         """One more that has not authenticated; beyond the limit the oldest goes."""
-        self.strangers[stranger] = self.service.clock()
-        if len(self.strangers) > self.max_strangers:
-            oldest = next(iter(self.strangers))
+        self.unauthenticated[connection] = self.service.clock()
+        if len(self.unauthenticated) > self.max_unauthenticated:
+            oldest = next(iter(self.unauthenticated))
             oldest.refuse_quietly("too many connections that did not authenticate")
 
     def drop_slow(self, now: float) -> None:
         """Closes connections that never said hello."""
-        late = [each for each, since in self.strangers.items() if now - since > self.options.hello_timeout_s]
+        late = [
+            each for each, since in self.unauthenticated.items() if now - since > self.options.hello_timeout_s
+        ]
         for each in late:
             each.refuse_quietly("did not authenticate in time")
 
@@ -225,11 +229,11 @@ def where(host: str, port: int) -> dict[str, Any]:
 class Connection(asyncio.Protocol):
     """See the module. Implements sessions.Peer."""
 
-    __slots__ = ("_door", "_greeting", "_need", "_rest", "_session", "_transport", "address")
+    __slots__ = ("_greeting", "_listener", "_need", "_rest", "_session", "_transport", "address")
     _transport: asyncio.Transport  # from connection_made on, which comes first
 
-    def __init__(self, door: Listener) -> None:
-        self._door = door
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
         self._session: Session | None = None
         self._rest = b""
         self._need = len(PREAMBLE)
@@ -239,22 +243,22 @@ class Connection(asyncio.Protocol):
     # ---- asyncio ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        door = self._door
+        listener = self._listener
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self.address = f"{peer[0]}:{peer[1]}" if peer else "?"
-        if len(door.open) >= door.options.max_connections:
-            door.throttle.warn("full", "refused: %d connections are open already", len(door.open))
+        if len(listener.open) >= listener.options.max_connections:
+            listener.throttle.warn("full", "refused: %d connections are open already", len(listener.open))
             self._transport.abort()
             return
         self._transport.set_write_buffer_limits(high=_WRITE_LIMIT)
-        door.open.add(self)
-        door.let_in(self)
+        listener.open.add(self)
+        listener.let_in(self)
 
     def data_received(self, data: bytes) -> None:
         session = self._session
         if session is not None:
-            service = self._door.service
+            service = self._listener.service
             session.heard = service.clock() - service.awake.slept_s
             if len(data) > _HEAD_BYTES and not self._rest and _head(data) == (len(data) - _HEAD_BYTES, BEAT):
                 self._beat(session, data[_HEAD_BYTES:])  # that is all, in most reads
@@ -274,16 +278,16 @@ class Connection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._door.strangers.pop(self, None)
-        self._door.open.discard(self)
+        self._listener.unauthenticated.pop(self, None)
+        self._listener.open.discard(self)
         if error is not None:
             self._read_goodbye()
         session, self._session = self._session, None
         if session is not None:
-            self._door.service.disconnected(session, self, clean=error is None)
+            self._listener.service.disconnected(session, self, clean=error is None)
 
     def pause_writing(self) -> None:
-        self._door.throttle.warn("slow", "%s does not read: cut off", self.address)
+        self._listener.throttle.warn("slow", "%s does not read: cut off", self.address)
         self._transport.abort()
 
     # ---- sessions.Peer ----------------------------------------------------------------------------------
@@ -300,8 +304,8 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def refuse_quietly(self, why: str) -> None:
-        self._door.strangers.pop(self, None)
-        self._door.throttle.warn(why, "%s %s: closed", self.address, why)
+        self._listener.unauthenticated.pop(self, None)
+        self._listener.throttle.warn(why, "%s %s: closed", self.address, why)
         self._transport.abort()
 
     # ---- inside -----------------------------------------------------------------------------------------
@@ -314,21 +318,25 @@ class Connection(asyncio.Protocol):
         with contextlib.suppress(OSError):
             data += os.read(self._transport.get_extra_info("socket").fileno(), 1 << 16)
         with contextlib.suppress(BadFrame):
-            for kind, payload in take_frames(bytearray(data), self._door.options.max_frame_bytes):
+            for kind, payload in take_frames(bytearray(data), self._listener.options.max_frame_bytes):
                 if kind == messages.LEAVE:
                     self._frame(kind, payload)
 
     def _take(self, data: bytes) -> bytes:
         """Handles all whole frames of `data`; returns the rest."""
-        if self._session is None and self in self._door.strangers and self._need == len(PREAMBLE):
+        if self._session is None and self in self._listener.unauthenticated and self._need == len(PREAMBLE):
             if len(data) < len(PREAMBLE):
                 return data
-            if data[: len(PREAMBLE)] != PREAMBLE or not self._door.frames:
+            if data[: len(PREAMBLE)] != PREAMBLE or not self._listener.frames:
                 self._other_protocol(data)
                 return b""
             data = data[len(PREAMBLE) :]
             self._need = HEAD.size
-        limit = self._door.options.max_frame_bytes if self._session else self._door.options.max_hello_bytes
+        limit = (
+            self._listener.options.max_frame_bytes
+            if self._session
+            else self._listener.options.max_hello_bytes
+        )
         start, size = 0, len(data)
         while size - start >= HEAD.size:
             length, kind = HEAD.unpack_from(data, start)
@@ -352,13 +360,13 @@ class Connection(asyncio.Protocol):
             return
         if session is not None and kind == ACK:
             try:
-                self._door.service.acknowledge(session, _read_ack(payload).id)
+                self._listener.service.acknowledge(session, _read_ack(payload).id)
             except (ValueError, RecursionError) as error:
                 raise BadFrame(f"Ack: {error}") from error
             return
-        if kind & 0x7F == QUORUM and session is not None and not self._door.service.state.wants_word:
+        if kind & 0x7F == QUORUM and session is not None and not self._listener.service.state.needs_recall:
             return  # another member was faster; with thousands of them reading each one's word would take seconds
-        options = self._door.options  # what a stranger packed must not grow beyond a hello
+        options = self._listener.options  # without authentication nothing may unpack to more than a hello
         message, _ = decode(kind, payload, options.max_frame_bytes if session else options.max_hello_bytes)
         if session is None:
             self._greet(message, payload)
@@ -371,10 +379,10 @@ class Connection(asyncio.Protocol):
         except (ValueError, RecursionError) as error:
             self._refuse(messages.Refused("garbage", f"Beat: {error}"))
             return
-        self._door.service.beat(session, beat)
+        self._listener.service.beat(session, beat)
 
     def _greet(self, message: object, payload: bytes) -> None:
-        """A hello, then the proof that whoever said it knows the job token. Strangers can say nothing else."""
+        """A hello, then the proof that its sender knows the job token. Nothing else is read before that."""
         if self._greeting is not None:
             self._prove(message, *self._greeting)
             return
@@ -392,31 +400,35 @@ class Connection(asyncio.Protocol):
     def _prove(self, message: object, hello: messages.Hello, said: bytes, nonce: bytes) -> None:
         if not isinstance(message, messages.Proof):
             raise BadFrame(f"expected a Proof, got {type(message).__name__}")
-        door = self._door
-        if door.options.token and not is_proof(message.proof, door.credential, b"client", nonce, said):
+        listener = self._listener
+        if listener.options.token and not is_proof(
+            message.proof, listener.credential, b"client", nonce, said
+        ):
             why = "the job token is wrong" if message.proof else "no job token"
             self._refuse(messages.Refused("token", why))
             return
-        self._send(messages.Proof(prove(door.credential, b"server", nonce, said).hex()))
+        self._send(messages.Proof(prove(listener.credential, b"server", nonce, said).hex()))
         self._greeting = None
-        entered = door.service.hello(self, hello)
+        entered = listener.service.hello(self, hello)
         if isinstance(entered, messages.Refused):
             self._refuse(entered)
             return
-        self._door.strangers.pop(self, None)
+        self._listener.unauthenticated.pop(self, None)
         self._session = entered
         self._tune()
 
     def _tune(self) -> None:
-        """Not for strangers: thousands may come at once."""
-        tune(self._transport.get_extra_info("socket"), self._door.service.options.heartbeat_timeout_s)
+        """Only after authentication: thousands of connections may come at once."""
+        tune(self._transport.get_extra_info("socket"), self._listener.service.options.heartbeat_timeout_s)
 
     def _message(self, session: Session, message: object) -> None:
-        service = self._door.service
+        service = self._listener.service
         if isinstance(message, messages.Join):
             refused = service.join(session, message.member, message.known)
             if refused is not None:
                 self._send(refused)
+            elif message.unreached or message.unserved:
+                service.note_failures(session, message.unreached, message.unserved)
         elif isinstance(message, messages.Withdraw):
             self._send(service.withdraw(session))
         elif isinstance(message, messages.Leave):
@@ -438,26 +450,28 @@ class Connection(asyncio.Protocol):
     def _refuse(self, refused: messages.Refused, claimed: str = "") -> None:
         """`claimed`: what the client calls itself, which it has not proved."""
         sender = f"{self.address} (it calls itself {claimed!r})" if claimed else self.address
-        self._door.throttle.warn(refused.code, "%s refused (%s): %s", sender, refused.code, refused.message)
-        self._door.strangers.pop(self, None)
+        self._listener.throttle.warn(
+            refused.code, "%s refused (%s): %s", sender, refused.code, refused.message
+        )
+        self._listener.unauthenticated.pop(self, None)
         self._send(refused)
         self.close()
 
     def _other_protocol(self, data: bytes) -> None:
-        door, transport, start = self._door, self._transport, data[:4]
-        if start not in (*_HTTP, *door.takers):
+        listener, transport, start = self._listener, self._transport, data[:4]
+        if start not in (*_HTTP, *listener.takers):
             if start == PREAMBLE:
                 raise BadFrame("this port is for torchft's clients: use the lighthouse's own")
             what = "gRPC: torchft's clients need --grpc-bind" if start == _HTTP2 else f"{data[:16]!r}"
             raise BadFrame(f"neither our frames nor HTTP: {what}")
-        door.strangers.pop(self, None)
-        if start in door.takers:
+        listener.unauthenticated.pop(self, None)
+        if start in listener.takers:
             self._tune()
-            door.open.discard(self)
-            door.takers[start](transport, data)
-        elif door.http is not None:
-            door.open.discard(self)
-            protocol = door.http(door.service, door.options.token)
+            listener.open.discard(self)
+            listener.takers[start](transport, data)
+        elif listener.http is not None:
+            listener.open.discard(self)
+            protocol = listener.http(listener.service, listener.options.token)
             transport.set_protocol(protocol)
             protocol.connection_made(transport)
             protocol.data_received(data)

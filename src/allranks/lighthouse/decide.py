@@ -21,7 +21,7 @@ The rules, in order; the first that speaks decides:
   pace        a new quorum came a moment ago: never more than 10 in 2.5 s, and a growing pause when the same members
               make no step
   form        all members of the last quorum are there (fast), or nobody is left to wait for, or the join
-              timeout is over. Whoever asked by then comes in, unless one of them wants to shrink only, it is not
+              timeout is over. Those that asked by then join, unless one of them wants to shrink only, it is not
               proved reachable by members that can continue without it, or it cannot talk to the others: the largest
               set that can is formed (reach.py)
 """
@@ -92,7 +92,7 @@ def _starting(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
 
 def _all_expected(state: QuorumState, options: Options) -> bool:
     """Whether everybody asks who can be there at the very first quorum, and none of them knows of an earlier one."""
-    first = state.last is None and not state.wants_word
+    first = state.last is None and not state.needs_recall
     return first and 0 < options.expect_replicas <= len(state.asking)
 
 
@@ -282,7 +282,7 @@ def _apart(now: float, state: QuorumState, names: Collection[str]) -> str:
 
 
 def find_why_out(now: float, state: QuorumState, name: str, here: dict[str, str]) -> str:
-    """Why a replica that asks is no member, if that is for connectivity; `here`: session -> name."""
+    """Why a replica that asks is not a member, if that is for connectivity; `here`: session -> name."""
     replica = state.replicas.get(name)
     if replica is None or replica.asking is None:
         return ""
@@ -342,7 +342,7 @@ def _why(
 
 
 def find_joining(now: float, state: QuorumState) -> list[Member]:
-    """Who asks, is no member yet, and could be one as soon as the members ask too."""
+    """Replicas that ask, are not members yet, and could be as soon as the members ask too."""
     members = [state.replicas[name].session for name in state.continuing] if state.reach.apart else []
     unproved = {member.replica for member in find_unproved(state)}
     return [

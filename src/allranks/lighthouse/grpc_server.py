@@ -55,7 +55,7 @@ class Relay:
         self._left: dict[int, float] = {}  # bytes that a connection may send until its next call
 
     def take(self, transport: asyncio.Transport, first: bytes) -> None:
-        """Goes on with a connection that was accepted elsewhere and has sent `first`."""
+        """Takes over a connection that was accepted elsewhere and has sent `first`."""
         protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
@@ -118,12 +118,12 @@ class Relay:
         finally:
             for pump in pumps:
                 pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
             with contextlib.suppress(OSError, RuntimeError):
                 inner_writer.close()
             del self._ports[port]
             self._left.pop(port, None)
             self._closed(port)
+            await asyncio.gather(*pumps, return_exceptions=True)  # last: it may be cancelled too
 
     async def _take_in(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Until the client sends CALL_BYTES and no call: gRPC would keep headers without end."""
@@ -322,22 +322,22 @@ async def _decode(read: Callable[[bytes], T], request: bytes, context: CallConte
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
-def grpc_door(
+def torchft_protocol(
     host: str,
     port: int,
     listening: Callable[[str], None] = lambda address: None,
     open_to_observers: bool = False,
 ) -> Callable[[Listener], contextlib.AbstractAsyncContextManager[None]]:
-    """What `Lighthouse(doors=…)` takes; `listening` is called with the address, "http://host:port". Host "" means the
+    """What `Lighthouse(protocols=…)` takes; `listening` is called with the address, "http://host:port". Host "" means the
     lighthouse's own port. Another port serves the page too, but none of our own frames."""
     require("grpc", feature="torchft's protocol", extra="grpc")
 
     @asynccontextmanager
-    async def open_door(listener: Listener) -> AsyncIterator[None]:
+    async def serve(listener: Listener) -> AsyncIterator[None]:
         torchft = TorchftServer(listener.service, listener.options.token, open_to_observers)
         server, inner = _grpc_server(torchft)
         await server.start()
-        torchft.relay = Relay((loopback(), inner), torchft.closed, listener.max_strangers // 2)
+        torchft.relay = Relay((loopback(), inner), torchft.closed, listener.max_unauthenticated // 2)
         takers: dict[bytes, Taker] = {PREFACE: torchft.relay.take}
         address, own = listener.service.address, None
         if host:
@@ -357,7 +357,7 @@ def grpc_door(
             await torchft.relay.close()
             await server.stop(grace=0.5)
 
-    return open_door
+    return serve
 
 
 def _grpc_server(torchft: TorchftServer) -> tuple[Any, int]:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, get_type_hints
 from allranks.model.cluster import Member, Quorum
 
 _MASK = (1 << 64) - 1
-_OPTIONAL = int | None
 _MEMBER = "replica address store step world_size shrink_only data commit_failures"  # fields 1, 2 ...
 _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 T = TypeVar("T")
@@ -58,65 +57,27 @@ def encode_quorum_request(member: Member) -> bytes:
     return bytes_field(1, encode_member(member))
 
 
-def encode_heartbeat_request(replica: str) -> bytes:
-    """LighthouseHeartbeatRequest{1 replica_id}."""
-    return text_field(1, replica)
-
-
-def decode_quorum_response(data: bytes) -> tuple[Quorum, float]:
-    """The quorum and when it was formed (seconds since 1970)."""
-    number, members, created = 0, [], 0.0
-    body = next((value for field, value in fields(data) if field == 1 and isinstance(value, bytes)), None)
-    if body is None:
-        raise BadMessage("a quorum response without a quorum")
-    for field, value in fields(body):
-        if field == 1 and isinstance(value, int):
-            number = signed(value)
-        elif field == 2 and isinstance(value, bytes):
-            members.append(decode_member(value))
-        elif field == 3 and isinstance(value, bytes):
-            parts = {key: part for key, part in fields(value) if isinstance(part, int)}
-            created = parts.get(1, 0) + parts.get(2, 0) / 1e9
-    return Quorum(number, 0, tuple(members)), created
-
-
 def encode_member(member: Member) -> bytes:
     return write_message(member, _MEMBER)
 
 
 def write_message(message: object, names: str) -> bytes:
-    """Attributes by name as fields 1, 2 ...; 0, "" and None are left out, but for a 0 that may be None."""
-    hints, parts = _hints(type(message)), []
-    for field, name in enumerate(names.split(), 1):
-        value = getattr(message, name)
-        if isinstance(value, list):
-            parts += [_field(field, each) for each in value]
-        elif value or (value is not None and hints[name] == _OPTIONAL):
-            parts.append(_field(field, value))
-    return b"".join(parts)
+    """Attributes by name as fields 1, 2 ...; 0 and "" are left out."""
+    values = ((field, getattr(message, name)) for field, name in enumerate(names.split(), 1))
+    return b"".join(_field(field, value) for field, value in values if value)
 
 
 def read_message(kind: type[T], names: str, data: bytes) -> T:
     """The other way round. A field of another type than its attribute is passed over."""
     hints, known = _hints(kind), names.split()
-    values: dict[str, Any] = {n: None if hints[n] == _OPTIONAL else hints[n]() for n in known}
+    values: dict[str, Any] = {name: hints[name]() for name in known}
     for field, value in fields(data):
         name = known[field - 1] if 0 < field <= len(known) else ""
         hint = hints.get(name)
-        if isinstance(value, int):
-            if hint in (int, bool, _OPTIONAL):
-                values[name] = bool(value) if hint is bool else signed(value)
-            elif hint == list[int]:
-                values[name].append(signed(value))
-        elif hint is str:
+        if isinstance(value, int) and hint in (int, bool):
+            values[name] = bool(value) if hint is bool else signed(value)
+        elif isinstance(value, bytes) and hint is str:
             values[name] = value.decode("utf-8", "replace")
-        elif hint == list[str]:
-            values[name].append(value.decode("utf-8", "replace"))
-        elif hint == list[int]:  # packed
-            position = 0
-            while position < len(value):
-                number, position = _varint(value, position)
-                values[name].append(signed(number))
     return kind(**values)
 
 
@@ -184,7 +145,3 @@ def number_field(field: int, value: int) -> bytes:
 
 def bytes_field(field: int, value: bytes) -> bytes:
     return _encode_varint(field << 3 | 2) + _encode_varint(len(value)) + value
-
-
-def text_field(field: int, value: str) -> bytes:
-    return _field(field, value) if value else b""

@@ -106,7 +106,7 @@ class HttpSlots:
             next(iter(crowd)).abort()
 
     def take_turn(self, connection: HttpConnection) -> bool:
-        """Whether it may go on at once; if not, its `take_turn` is called later, one every TURN_S."""
+        """Whether it is served at once; if not, its `take_turn` is called later, one every TURN_S."""
         now = asyncio.get_running_loop().time()
         if not self._waiting and now - self._last_turn >= TURN_S:
             self._last_turn = now
@@ -189,7 +189,7 @@ class HttpConnection(asyncio.Protocol):
             return  # nothing more is expected from a listener
         self._rest += data
         self._plan()
-        if len(self._rest) > MAX_HEAD + MAX_BODY:  # nobody honest asks so many questions at once
+        if len(self._rest) > MAX_HEAD + MAX_BODY:  # more than any browser pipelines
             self._refuse(413)
             self._rest.clear()
 
@@ -308,7 +308,7 @@ def _is_private(transport: asyncio.Transport) -> bool:
 
 
 def _parse_head(head: bytes) -> tuple[HttpRequest, int]:
-    """The request and the length of its body; ValueError for what is no HTTP."""
+    """The request and the length of its body; ValueError for what is not HTTP."""
     first, *lines = head.decode("latin-1").split("\r\n")
     if len(lines) > MAX_LINES:
         raise ValueError(f"more than {MAX_LINES} headers")

@@ -85,6 +85,8 @@ class Join:
 
     member: Member
     known: int = 0
+    unreached: tuple[str, ...] = ()  # sessions that it could not connect to
+    unserved: tuple[str, ...] = ()  # sessions that it reached, and whose claimed state it could not fetch
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ LEAVE = _KIND_OF[Leave]
 QUORUM = _KIND_OF[cluster.Quorum]
 PONG = _KIND_OF[Pong]
 PROBE, LEASE = _KIND_OF[cluster.Probe], _KIND_OF[NameLease]
-#: a member is gone: whoever holds sockets of its quorum shuts them
+#: a member is gone: processes that hold sockets of its quorum shut them
 DEPARTURES = frozenset(_KIND_OF[kind] for kind in (cluster.MemberLost, cluster.MemberLeft, cluster.Evicted))
 EMPTY_BEAT = HEAD.pack(0, BEAT)
 

@@ -7,13 +7,31 @@ from collections.abc import Iterator
 
 from allranks.lighthouse.status import ReplicaStatus, Status
 from allranks.model.cluster import AGENT
-from allranks.model.metrics import Metric, labels, render
+from allranks.model.metrics import SPENT, Metric, labels, render
 
 
 def render_metrics(status: Status) -> Iterator[str]:
     """One line per sample, each metric with its help."""
     rows = [row for row in status.replicas if row.state != "observer"]
-    return render([*_lighthouse(status), *_training(status), *_incidents(status), *_replicas(status, rows)])
+    parts = (_lighthouse(status), _training(status), _incidents(status), _replicas(status, rows), _spent())
+    return render([metric for part in parts for metric in part])
+
+
+def _spent() -> list[Metric]:
+    """Where the time of this node's ranks went; nothing without a ledger in this process."""
+    spent = SPENT[-1]() if SPENT else {}
+    if not (total := sum(spent.values())):
+        return []
+    by_state = {labels(state=state): round(seconds, 3) for state, seconds in spent.items()}
+    return [
+        (
+            "goodput_ratio",
+            "gauge",
+            "Share of the ranks' time that was useful training",
+            round(spent.get("useful", 0.0) / total, 4),
+        ),
+        ("rank_seconds", "gauge", "Time of the ranks by what they did", by_state),
+    ]
 
 
 def _lighthouse(status: Status) -> list[Metric]:

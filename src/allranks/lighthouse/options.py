@@ -133,7 +133,7 @@ class ServerOptions:
     )
     hello_timeout_s: float = option(5.0, "within which a client must authenticate", above=0)
     max_connections: int = option(16000, "open connections", above=0)
-    max_strangers: int = option(
+    max_unauthenticated: int = option(
         1000, "connections before authentication; beyond it the oldest is dropped", above=0
     )
     max_frame_bytes: int = option(16 << 20, "longest message", above=0)

@@ -15,6 +15,7 @@ from allranks.lighthouse.history import NONE, Sample, read_jobs, row_of
 from allranks.lighthouse.snapshot import make_scene, natural, standing_of
 from allranks.lighthouse.status import TrainingStatus
 from allranks.model.cluster import AGENT, PublishedIncident
+from allranks.model.metrics import SPENT
 
 if TYPE_CHECKING:
     from allranks.lighthouse.service import Service
@@ -51,9 +52,9 @@ def page_view(service: Service) -> dict[str, object]:
         "odd": odd,
         "events": [one for one in list(service.event_log.history)[-300:] if one.kind in NEWS][-MAX_EVENTS:],
         "token_file": service.ranks.token_file() or service.token_file,
-        "goodput": service.goodput,
+        "goodput": SPENT[-1]() if SPENT else None,
         "address": service.address,
-        "reason": service.former.reason if service.state.number else "",
+        "reason": service.coordinator.reason if service.state.number else "",
     }
 
 

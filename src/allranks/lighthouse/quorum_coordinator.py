@@ -151,7 +151,7 @@ class QuorumCoordinator:
         self._saving = asyncio.ensure_future(self._keep_then_announce(quorum))
 
     async def _keep_then_announce(self, new: Quorum | None) -> None:
-        """Whoever was lost while the quorum was being kept makes it void; its number is used up."""
+        """A member that was lost while the quorum was being kept makes it void; its number is used up."""
         assert self.keep is not None
         state, kept = self.state, self._to_keep(new)
         try:

@@ -4,7 +4,7 @@ thread of any process:
     with Lighthouse(Options(min_replicas=2)) as lighthouse:
         print(lighthouse.address, lighthouse.status().reason)
 
-With TLS a handshake counts as a stranger from its first packet: asyncio's own TLS server would let silent connections take
+With TLS a handshake counts as unauthenticated from its first packet: asyncio's own TLS server would let silent connections take
 every descriptor before anybody has counted them.
 """
 
@@ -63,10 +63,10 @@ def explain_listen(error: BaseException, address: str) -> tuple[str, str]:
 
 
 class Handshake(asyncio.Protocol):
-    """An accepted connection until TLS is agreed; its socket then goes on as a Connection."""
+    """An accepted connection until TLS is agreed; its socket then becomes a Connection."""
 
-    def __init__(self, door: Listener, context: ssl.SSLContext) -> None:
-        self._door, self._context = door, context
+    def __init__(self, listener: Listener, context: ssl.SSLContext) -> None:
+        self._listener, self._context = listener, context
         self._socket: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -75,37 +75,37 @@ class Handshake(asyncio.Protocol):
         try:
             self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         except OSError as error:  # no descriptor is free
-            self._door.throttle.warn("tls", "no TLS: %s", error)
+            self._listener.throttle.warn("tls", "no TLS: %s", error)
             return
         finally:
             cast(asyncio.Transport, transport).abort()
-        self._door.let_in(self)
+        self._listener.let_in(self)
         self._task = asyncio.get_running_loop().create_task(self._agree(self._socket))
 
     def refuse_quietly(self, why: str) -> None:
-        """Drops a stranger; the handshake fails by it."""
-        self._door.strangers.pop(self, None)
-        self._door.throttle.warn(why, "a TLS handshake: %s: closed", why)
+        """Drops the connection; the handshake fails by it."""
+        self._listener.unauthenticated.pop(self, None)
+        self._listener.throttle.warn(why, "a TLS handshake: %s: closed", why)
         with suppress(OSError):
             cast(socket.socket, self._socket).shutdown(socket.SHUT_RDWR)
 
     async def _agree(self, sock: socket.socket) -> None:
-        limit = self._door.options.hello_timeout_s
+        limit = self._listener.options.hello_timeout_s
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self._door), sock, ssl=self._context, ssl_handshake_timeout=limit
+                lambda: Connection(self._listener), sock, ssl=self._context, ssl_handshake_timeout=limit
             )
         except OSError as error:  # not TLS, no right certificate, or gone
-            self._door.throttle.warn("tls", "no TLS: %s", error)
+            self._listener.throttle.warn("tls", "no TLS: %s", error)
         finally:
-            self._door.strangers.pop(self, None)
+            self._listener.unauthenticated.pop(self, None)
 
 
 log = logging.getLogger("allranks.lighthouse")
 
 #: Another protocol (gRPC): entered once the lighthouse listens, left before it drains.
-OtherDoor = Callable[[Listener], AbstractAsyncContextManager[None]]
-HttpDoor = Callable[[Service, str], asyncio.Protocol]
+OtherProtocol = Callable[[Listener], AbstractAsyncContextManager[None]]
+HttpProtocol = Callable[[Service, str], asyncio.Protocol]
 T = TypeVar("T")
 
 
@@ -117,14 +117,14 @@ class Lighthouse:
         options: Options | None = None,
         server: ServerOptions | None = None,
         *,
-        http: HttpDoor | None = None,
-        doors: Sequence[OtherDoor] = (),
+        http: HttpProtocol | None = None,
+        protocols: Sequence[OtherProtocol] = (),
         etcd: EtcdOptions | None = None,
     ) -> None:
         self.options = options or Options()
         self.server = server or ServerOptions()
         self.http = http
-        self.doors = tuple(doors)
+        self.protocols = tuple(protocols)
         self.etcd = etcd
         self.address = ""  # known once it listens
         self.service: Service | None = None
@@ -212,8 +212,8 @@ class Lighthouse:
             self.etcd is None
         ):  # nothing survives a restart: the clock keeps (epoch, number) of two quorums apart
             service.state.epoch = int(time.time())
-        door = Listener(service, self.server, self.http)
-        server = await self._listen(door)
+        listener = Listener(service, self.server, self.http)
+        server = await self._listen(listener)
         try:
             self.service = service
             service.address = self.address
@@ -223,25 +223,25 @@ class Lighthouse:
             except OSError as error:
                 log.warning("the history of the page stays in memory: %s", error)
             async with AsyncExitStack() as stack:
-                for other in self.doors:
-                    await stack.enter_async_context(other(door))
+                for other in self.protocols:
+                    await stack.enter_async_context(other(listener))
                 if self.etcd is not None:
                     await stack.enter_async_context(_elected(self.etcd, service))
                 self._ready.set()
                 if listening is not None:
                     listening()
-                await self._main_loop(door, stop)
+                await self._main_loop(listener, stop)
         finally:
             server.close()
-            await self._drain(door)
+            await self._drain(listener)
             service.close()
             history.close()
 
-    async def _listen(self, door: Listener) -> asyncio.Server:
+    async def _listen(self, listener: Listener) -> asyncio.Server:
         loop = asyncio.get_running_loop()
         context = tls_context(self.server)
         server = await loop.create_server(
-            lambda: Handshake(door, context) if context else Connection(door),
+            lambda: Handshake(listener, context) if context else Connection(listener),
             backlog=BACKLOG,
             **where(self.server.host, self.server.port),
         )
@@ -250,31 +250,31 @@ class Lighthouse:
         log.info("listening on %s%s", self.address, " with TLS" if context else "")
         return server
 
-    async def _main_loop(self, door: Listener, stop: asyncio.Event) -> None:
+    async def _main_loop(self, listener: Listener, stop: asyncio.Event) -> None:
         ticks = itertools.count()
         while not stop.is_set():
             if next(ticks) % 2 == 0:  # every second
-                page.tick(door.service)
+                page.tick(listener.service)
             try:
                 await asyncio.wait_for(stop.wait(), 0.5)
             except asyncio.TimeoutError:
-                door.drop_slow(door.service.clock())
+                listener.drop_slow(listener.service.clock())
 
-    async def _drain(self, door: Listener) -> None:
+    async def _drain(self, listener: Listener) -> None:
         """Tells everybody that we close, and lets the words get out."""
-        service = door.service
+        service = listener.service
         service.draining = True
         refused = Refused("draining", "this lighthouse is closing", service.leader)
         frame = encode(refused)
-        for connection in list(door.open):
+        for connection in list(listener.open):
             connection.deliver(refused, frame)
             connection.close()
         for _ in range(int(self.server.drain_s / 0.02)):
-            if not door.open:
+            if not listener.open:
                 return
             await asyncio.sleep(0.02)
-        log.warning("%d connections did not close within %.1f s", len(door.open), self.server.drain_s)
-        for connection in list(door.open):
+        log.warning("%d connections did not close within %.1f s", len(listener.open), self.server.drain_s)
+        for connection in list(listener.open):
             connection.refuse_quietly("did not close in time")
 
 

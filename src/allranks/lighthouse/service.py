@@ -1,8 +1,8 @@
-"""The heart of a lighthouse: takes what clients say, notices who is gone, lets the former decide.
+"""The heart of a lighthouse: takes what clients report, notices which replicas are gone, lets the coordinator decide.
 
 No sockets here: clients are `Peer`s (sessions.py), time comes from an AwakeClock, timers from the event loop.
-Runs on the loop's thread only. Seams for the web page and other doors: `snapshot()`, `subscribe()`,
-`evict()`, `let_in()`, and `agents` (evidence, incidents); a door of another protocol also uses `hello()`,
+Runs on the loop's thread only. Seams for the web page and other protocols: `snapshot()`, `subscribe()`,
+`evict()`, `let_in()`, and `agents` (evidence, incidents); another protocol also uses `hello()`,
 `join()`, `heard()`, `leave()` and `disconnected()` with a Peer of its own.
 """
 
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from allranks.lighthouse.sessions import EventLog, Peer, Session, Sessions, deli
 from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState, Status, StatusEvent
-from allranks.lighthouse.training import TrainingView, describe_lost_steps
+from allranks.lighthouse.training import LostSteps, TrainingView
 from allranks.model.claims import DIALECT, find_fault
 from allranks.model.cluster import Evicted, LetIn, Member, MemberLeft, MemberLost, Quorum, QuorumWanted
 
@@ -58,13 +58,12 @@ class Service:
     state: QuorumState = field(init=False)
     sessions: Sessions = field(init=False)
     event_log: EventLog = field(init=False)
-    former: QuorumCoordinator = field(init=False)
+    coordinator: QuorumCoordinator = field(init=False)
     agents: Agents = field(init=False)
     training: TrainingView = field(init=False)
     history: History = field(default_factory=History)  # for the page
     on_health: Callable[[], object] = lambda: None  # an agent says something else of its ranks
     token_file: str = ""  # where people find the job token
-    goodput: dict[str, float] | None = None  # seconds by what the job did, once the ledger is known
     _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
     _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
     _applied: dict[str, float] = field(
@@ -74,10 +73,7 @@ class Service:
     _next_sweep: float = 0.0
     _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
     _stalled: set[str] = field(default_factory=set)
-    _lost_steps: tuple[int, int] = (
-        -1,
-        -1,
-    )  # that were told last: where the training begins again, and its step before
+    _lost_steps: LostSteps | None = None  # the last that were reported
     _finishing: set[str] = field(default_factory=set)  # sessions said to be through, not gone yet
 
     def __post_init__(self) -> None:
@@ -85,7 +81,7 @@ class Service:
         self.state = QuorumState(self.options)
         self.sessions = Sessions()
         self.event_log = EventLog(self.sessions)
-        self.former = QuorumCoordinator(
+        self.coordinator = QuorumCoordinator(
             self.options,
             self.timers,
             self.now,
@@ -101,20 +97,19 @@ class Service:
         self.event_log.subscribe(self.training.happened)
 
     def _look_for_lost_steps(self, quorum: Quorum) -> Quorum:
-        reached = self.training.begin_at(quorum.max_step, quorum.names)
-        if reached < 0 or self.state.over:
+        lost = self.training.begin_at(quorum.max_step, quorum.names)
+        if lost is None or self.state.over:
             return quorum
-        self._went_back(quorum.max_step, reached, quorum.number)
-        return replace(quorum, reached=reached)
+        self._report_lost_steps(lost, quorum.number)
+        return replace(quorum, reached=lost.reached)
 
-    def _went_back(self, step: int, reached: int, number: int = 0) -> None:
-        """Steps are lost: an event, and an incident of every agent. Once, however often a quorum begins there."""
-        if self._lost_steps != (step, reached):
-            self._lost_steps = (step, reached)
-            text = describe_lost_steps(step, reached, replicas=number > 0)
-            self.event_log.event("went_back", text, number=number)
-            if self.agents.count:
-                self.agents.collect(text)
+    def _report_lost_steps(self, lost: LostSteps, number: int = 0) -> None:
+        """An event, and an incident of every agent. Once, however often a quorum begins there."""
+        if self._lost_steps != lost:
+            self._lost_steps = lost
+            self.event_log.event("went_back", lost.text, number=number)
+            if self.agents.count and not lost.restored:
+                self.agents.collect(lost.text)
 
     # ---- life -------------------------------------------------------------------------------------------
 
@@ -134,7 +129,7 @@ class Service:
         """Stops timers; connections are the server's."""
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
-        self.former.close()
+        self.coordinator.close()
 
     def now(self) -> float:
         """Awake seconds."""
@@ -144,7 +139,7 @@ class Service:
         """Begins to lead with what the last leader kept."""
         self.leading, self.leader = True, ""
         self.state = QuorumState(self.options, kept.epoch, kept.number, evicted=dict(kept.evicted))
-        self.former.reset(self.state, active=True, keep=keep)
+        self.coordinator.reset(self.state, active=True, keep=keep)
         self.event_log.event("leader", f"leading in epoch {kept.epoch}")
         if kept.quorum is not None:
             # who was let in since that quorum was formed is not evicted any more: what was kept knows better
@@ -163,12 +158,12 @@ class Service:
         self.sessions.clear()
         self.event_log.clear()
         self.state = QuorumState(self.options, epoch=self.state.epoch, number=self.state.number)
-        self.former.reset(self.state, active=False, keep=None)
+        self.coordinator.reset(self.state, active=False, keep=None)
 
     # ---- coming -----------------------------------------------------------------------------------------
 
     def hello(self, peer: Peer, hello: Hello) -> Session | Refused:
-        """Lets a client in; token and version were checked by the door. Sends Welcome and what it missed."""
+        """Lets a client in; token and version were checked by the listener. Sends Welcome and what it missed."""
         if self.draining:
             return Refused("draining", "this lighthouse is closing", self.leader)
         if not self.leading:
@@ -189,10 +184,10 @@ class Service:
         if refused := self._refuse_second(name, key, observer):
             return refused
         here = self.state.replicas.get(name)
-        stranger = key not in self._lost and (here is None or here.session != key)
+        unknown = key not in self._lost and (here is None or here.session != key)
         session = self._enter(peer, hello, name, key, observer)
         last = (hello.epoch, hello.number, hello.round)
-        recall = self.state.hear_of(self.now(), last, stranger)
+        recall = self.state.hear_of(self.now(), last, unknown)
         state, options = self.state, self.options
         welcome = Welcome(
             self.address,
@@ -208,7 +203,7 @@ class Service:
         if key in self._lost and not observer:
             lost = self._lost.pop(key)
             self.sessions.push([replace(lost, reason=f"declared lost: {lost.reason}")], [name])
-        self.former.soon()
+        self.coordinator.soon()
         return session
 
     def _enter(self, peer: Peer, hello: Hello, name: str, key: str, observer: bool) -> Session:
@@ -285,17 +280,17 @@ class Service:
             self.event_log.notify(QuorumWanted(reason, state.number), displaced)
 
     def take_over(self, quorum: Quorum, finished: Iterable[str] = ()) -> None:
-        """Goes on from a quorum formed by an earlier lighthouse; its members are expected to come back."""
+        """Continues from a quorum formed by an earlier lighthouse; its members are expected to come back."""
         now, members = self.now(), {member.replica: member for member in quorum.members}
         heard = now + self.options.return_s - self.options.heartbeat_timeout_s
         for name in self.state.adopt(now, quorum, finished):
             member = members[name]
             self.sessions.add(Session(name, member.session, 0, False, member.node, 1, None, heard))
-        self.former.reason = f"taken over: {quorum.reason}"
+        self.coordinator.reason = f"taken over: {quorum.reason}"
         text = f"took over quorum {quorum.number} of {len(quorum.members)} members"
         self.event_log.event("quorum", text, number=quorum.number)
         self._plan_sweep(now + self.options.heartbeat_timeout_s)
-        self.former.soon()
+        self.coordinator.soon()
 
     # ---- staying ----------------------------------------------------------------------------------------
 
@@ -306,9 +301,9 @@ class Service:
         """A heartbeat that says something."""
         if beat.step >= 0 and beat.step != session.step:
             session.step = beat.step
-            reached = self.training.note_step(session.replica, beat.step, session.heard)
-            if reached > beat.step and self.state.last is None:  # whole-job mode: there is no quorum
-                self._went_back(beat.step, reached)
+            lost = self.training.note_step(session.replica, beat.step, session.heard)
+            if lost is not None and self.state.last is None:  # whole-job mode: there is no quorum
+                self._report_lost_steps(lost)
         if beat.progress >= 0:
             session.progress = beat.progress
             if session.observer and beat.step < 0:
@@ -338,7 +333,7 @@ class Service:
             self.event_log.event("refused", text, name)
             session.asking = None
             self.state.refuse(name)
-            self.former.soon()
+            self.coordinator.soon()
             return Refused("claim", text)
         if (
             last is not None
@@ -354,19 +349,24 @@ class Service:
         ranks = self.sessions.of(name)
         if name in self.state.replicas and sum(1 for each in ranks if each.asking) >= session.connections:
             self.state.ask(self.now(), name, merged(ranks) if len(ranks) > 1 else session.asking)
-            self.former.soon()
+            self.coordinator.soon()
         return None
+
+    def note_failures(self, session: Session, unreached: Collection[str], unserved: Collection[str]) -> None:
+        """One rank asks for a quorum, and reports whom it could not reach or take a state from in the one before."""
+        if session.replica in self.state.replicas:
+            self.state.note_failures(self.now(), session.replica, unreached, unserved)
 
     def withdraw(self, session: Session) -> NoQuorumYet:
         """One rank asks no more; says why there was no quorum."""
         name = session.replica
-        reason, missing = self.former.wait_reason()
+        reason, missing = self.coordinator.wait_reason()
         asked = sum(1 for each in self.sessions.of(name) if each.asking)
         if name not in self.state.asking and asked < session.connections:
             reason = f"only {asked} of {session.connections} ranks of {name} asked"
         session.asking = None
         self.state.withdraw(name)
-        self.former.soon()
+        self.coordinator.soon()
         ages = {
             each.replica: max(0.0, self.awake.now - each.heard)
             for who in missing
@@ -389,7 +389,7 @@ class Service:
                 if session.replica not in self.state.members:
                     text = f"{session.replica} waits to join and cannot connect to {known[other]}"
                 self.event_log.event("unreachable", text, known[other])
-            self.former.soon()
+            self.coordinator.soon()
 
     def acknowledge(self, session: Session, notice_id: int) -> None:
         session.pending.pop(notice_id, None)
@@ -421,13 +421,13 @@ class Service:
         self._drop(session)
         self.event_log.event("left", f"{name} left: {reason or 'no reason given'}", name, number)
         self.event_log.notify(MemberLeft(name, reason, number, term, step), targets)
-        self.former.soon()
+        self.coordinator.soon()
         if finished:
             self._finishing.add(session.session)
         self._note_finish(name, session.session)
 
     def finish(self, name: str) -> bool:
-        """A member that is gone, or about to go, was through with its training; False when it is no such member."""
+        """A member that is gone, or about to go, was through with its training; False when it is not known as one."""
         if here := self.state.replicas.get(name):  # its good-bye is still on the way
             self._finishing.add(here.session)
             return True
@@ -435,7 +435,7 @@ class Service:
         if known:
             over = ": the training is over" if self.state.over else ""
             self.event_log.event("finished", f"{name} has finished{over}", name, self.state.number)
-            self.former.soon()
+            self.coordinator.soon()
         return known
 
     def _note_finish(self, name: str, session: str) -> None:
@@ -516,7 +516,7 @@ class Service:
             each.tell(notice, frame, close=True)
         self.event_log.event("lost", f"{name} lost: {reason}", name, number)
         self.event_log.notify(notice, targets)
-        self.former.soon()
+        self.coordinator.soon()
         self._note_finish(name, key)
 
     def _drop(self, session: Session) -> None:
@@ -557,7 +557,7 @@ class Service:
             session.asking = None
         self.event_log.event("evicted", f"{name} evicted: {reason}", name, number)
         self.event_log.notify(Evicted(name, reason, number), targets)
-        self.former.soon()
+        self.coordinator.soon()
 
     def let_in(self, name: str) -> bool:
         """Takes an eviction or a back-off back; False when there was none."""
@@ -566,7 +566,7 @@ class Service:
         members = self.state.members
         self.event_log.event("let_in", f"{name} may rejoin", name)
         self.event_log.notify(LetIn(name), members | self.sessions.observers | {name})
-        self.former.soon()
+        self.coordinator.soon()
         return True
 
     def subscribe(self, listener: Callable[[StatusEvent], None]) -> Callable[[], None]:

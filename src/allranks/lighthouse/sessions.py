@@ -26,7 +26,7 @@ _MAX_PENDING = 256
 
 
 class Peer(Protocol):
-    """The other end of a session: a TCP connection, or a caller inside this process (the gRPC door)."""
+    """The other end of a session: a TCP connection, or a caller inside this process (the gRPC listener)."""
 
     address: str
 
@@ -54,7 +54,7 @@ class Session:
     progress: int = -1
     idle_s: float = 0.0
     health: str = ""
-    deaf: bool = False  # acknowledges nothing; said once
+    unresponsive: bool = False  # acknowledges nothing; logged once
     cut: bool = False  # the last connection ended by an error, not by an orderly close
     dialect: str = ""  # of another protocol than ours
     proxy: bool = False  # held by a liveness proxy: when that is killed the rank lives, and starts another
@@ -121,8 +121,8 @@ class Sessions:
         """A session that acknowledges nothing must not eat the memory: its oldest notices go."""
         while len(session.pending) > _MAX_PENDING:
             del session.pending[next(iter(session.pending))]
-        if not session.deaf:
-            session.deaf = True
+        if not session.unresponsive:
+            session.unresponsive = True
             log.warning("%s acknowledges nothing: its oldest notices are dropped", session.replica)
 
 
@@ -149,8 +149,6 @@ def merged(ranks: list[Session]) -> Member:
         members[0],
         shrink_only=any(member.shrink_only for member in members),
         commit_failures=max(member.commit_failures for member in members),
-        unreached=tuple({session for member in members for session in member.unreached}),
-        unserved=tuple({session for member in members for session in member.unserved}),
         step=min(member.step for member in members),
     )
 

@@ -12,7 +12,7 @@ Besides the facts the state keeps small indexes, so that a decision costs nothin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.lighthouse.options import Options
@@ -146,13 +146,17 @@ class QuorumState:
         if replica.asking is None:
             replica.asked_at = now
         replica.asking, replica.unfit = member, False
-        if member.unreached or member.unserved:
-            since = {each.session: each.since for each in self.replicas.values()}
-            self.reach.report(now, replica.session, since.keys() & {*member.unreached, *member.unserved})
-            # what one that came later says of an older one does not cost that its place
-            unserved = (session for session in member.unserved if since.get(session, 0.0) > replica.since)
-            self.reach.discredit(unserved)
         self._index(name)
+
+    def note_failures(
+        self, now: float, name: str, unreached: Collection[str], unserved: Collection[str]
+    ) -> None:
+        """A replica could not connect to some sessions, and could not fetch what others claim to hold."""
+        replica = self.replicas[name]
+        since = {each.session: each.since for each in self.replicas.values()}
+        self.reach.report(now, replica.session, since.keys() & {*unreached, *unserved})
+        # what one that came later says of an older one does not cost that its place
+        self.reach.discredit(session for session in unserved if since.get(session, 0.0) > replica.since)
 
     def refuse(self, name: str) -> None:
         """Its claim was refused: until it asks with another, it is not there."""
@@ -196,7 +200,7 @@ class QuorumState:
 
     @property
     def over(self) -> bool:
-        """Whether the training is over: members have finished, and none is left that could go on."""
+        """Whether the training is over: members have finished, and none is left that could continue."""
         return bool(self.finishers) and not self.continuing and not self.silent
 
     @property
@@ -323,25 +327,25 @@ class QuorumState:
         for name in before.keys() | self._sessions.keys():
             self._index(name)
 
-    def hear_of(self, now: float, last: tuple[int, int, int], stranger: bool) -> bool:
+    def hear_of(self, now: float, last: tuple[int, int, int], unknown: bool) -> bool:
         """What a client says of the (epoch, number, round) it was in last; True: ask it for that quorum.
 
-        Numbers never go back. A stranger's quorum is of an earlier lighthouse: one that was formed here out of
-        nothing, by whoever was faster, gives way to it.
+        Numbers never go back. The quorum of an unknown session is of an earlier lighthouse: one that was formed here
+        without knowing it gives way to it.
         """
         epoch, number, round_ = last
         if number > self.number or round_ > self.round or epoch > self.epoch:
             self.number, self.round = max(self.number, number), max(self.round, round_)
             self.epoch = max(self.epoch, epoch + 1)
-        asked = stranger and number > 0 and self.last is not None and not self.taken_over
+        asked = unknown and number > 0 and self.last is not None and not self.taken_over
         self.yielding = self.yielding or asked
-        asked = asked or (round_ == self.round and self.wants_word)
+        asked = asked or (round_ == self.round and self.needs_recall)
         if asked:  # nobody new may form a quorum of its own before we know who trains already
             self.settling_until = max(self.settling_until, now + _WORD_S)
         return asked
 
     @property
-    def wants_word(self) -> bool:
+    def needs_recall(self) -> bool:
         """Whether a client knows of a later quorum than we do."""
         return self.yielding or self.round > (self.last.round if self.last else 0)
 

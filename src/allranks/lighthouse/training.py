@@ -19,23 +19,40 @@ from allranks.model.job_state import AgentState, JobFacts, OpenIncident, describ
 NOTE_S = 0.05  # steps that follow each other faster are noted together
 RATE_S = 15.0  # the speed is measured over so long
 LEAST_RATE_S = 1.0  # over less it would be noise
-LEAST_STALL_S = 3.0  # a shorter silence is no stall, however quick the steps are
-LEAST_CALL_STALL_S = 10.0  # the same for calls: agents report them every second
+LEAST_STALL_S = 3.0  # a shorter silence is not a stall, however quick the steps are
+LEAST_CALL_STALL_S = 10.0  # the same for calls: agents report them every second or two
 FIRST_STALL_S = 60.0  # until a few steps have told what is usual
 MAX_DEPARTED = 2000
 _CONNECTED = ("connected", "returned")
 _DISCONNECTED = ("lost", "left", "finished")
 
 
-def describe_lost_steps(step: int, reached: int, replicas: bool) -> str:
-    """The training begins again at `step`, or a little before, after it had come to `reached`."""
-    gone = f"all replicas that had come to step {reached} are gone"
-    if replicas and step == 0:
-        return f"training starts over from step 0: {gone}"
-    if replicas:
-        return f"training continues from step {step}: {gone}, and the steps after {step} with them"
-    restored = "Unless it restored an early checkpoint, it starts over from step 0"
-    return f"a restart took the training back from step {reached} to step {step} or before. {restored}"
+@dataclass(frozen=True)
+class LostSteps:
+    """The training begins again at `step` (whole job: or a little before) after it had come to `reached`."""
+
+    step: int
+    reached: int
+    replicas: bool = (
+        False  # all replicas that held the later steps are gone; else all ranks were started again
+    )
+    restored: bool = False  # `step` is more than the time since then allows: a checkpoint was restored
+
+    @property
+    def text(self) -> str:
+        gone = f"all replicas that had come to step {self.reached} are gone"
+        if self.replicas and self.step == 0:
+            return f"training starts over from step 0: {gone}"
+        if self.replicas:
+            return (
+                f"training continues from step {self.step}: {gone}, and the steps after {self.step} with them"
+            )
+        if self.restored:
+            return f"training continues from a checkpoint of step {self.step} or before; it had come to step {self.reached}"
+        return (
+            f"training starts over from step 0 after a restart: it had come to step {self.reached}, and step {self.step} is the "
+            "first one seen now. If the script restored an early checkpoint, it continues from that"
+        )
 
 
 @dataclass(frozen=True)
@@ -75,11 +92,11 @@ class TrainingView:
     _call_gaps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     _call_rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=120))
 
-    def note_step(self, source: str, step: int, now: float) -> int:
-        """A heartbeat told a step. With thousands of replicas nothing may be looked through here. The step that the training
-        had come to when it went back by this; else -1."""
+    def note_step(self, source: str, step: int, now: float) -> LostSteps | None:
+        """A heartbeat reported a step. With thousands of replicas nothing may be searched here. What was lost if the
+        training has gone back by it."""
         if step < 0:
-            return -1
+            return None
         before, self._steps[source] = self._steps.get(source, -1), step
         if step > self.step:
             self.step, self._fallen_from = step, -1
@@ -87,20 +104,21 @@ class TrainingView:
                 self._note(now)
         elif before == self.step != step and max(self._steps.values()) < self.step:
             self._fallen_from = max(self._fallen_from, self.step)
+            restored = bool(self._gaps) and step > 2 + 2 * (now - self._moved) / median(self._gaps)
             self._start_again(max(self._steps.values()))
             self._note(now)
-            return self._fallen_from
-        return -1
+            return LostSteps(step, self._fallen_from, restored=restored)
+        return None
 
-    def begin_at(self, step: int, members: Iterable[str]) -> int:
-        """A quorum of other members begins at this step. The step that the training had come to when it is further than any
-        of them; else -1. The step that a member asked with may be some steps old."""
+    def begin_at(self, step: int, members: Iterable[str]) -> LostSteps | None:
+        """A quorum of other members begins at this step. What is lost if the training had come further than any of them.
+        The step that a member asked with may be some steps old."""
         reached, self._fallen_from = max(self.step, self._fallen_from), -1
         if max([step, *(self._steps.get(name, -1) for name in members)]) >= reached - 1:
-            return -1
+            return None
         self._start_again(step)
         self._fallen_from = reached  # until a step is made: these members may refuse to begin there
-        return reached
+        return LostSteps(step, reached, replicas=True)
 
     def _start_again(self, step: int) -> None:
         self.step = self._noted = step

@@ -1,6 +1,6 @@
 """The lighthouse's page, JSON API, events and metrics: one function from request to answer. On the loop's thread.
 
-Reading is open to whoever reaches the port under a name that no stranger can register (see `_own_name`); every
+Reading is open to every client that reaches the port under a name that nobody else can register (see `_own_name`); every
 action needs the job token (Authorization: Bearer …), over TLS or from this machine. What members tell each other
 (Member.data) is not shown.
 """
@@ -80,7 +80,7 @@ class Web:
         return _error(405, f"{request.method} is not known here")
 
     def _own_name(self, name: str) -> bool:
-        """Whether no stranger can have made this name point here (DNS rebinding): addresses, names without a dot
+        """Whether nobody outside can have made this name point here (DNS rebinding): addresses, names without a dot
         or inside a cluster, this machine's, and those that were allowed."""
         if "." not in name or name.endswith(_PRIVATE) or name in self.names:
             return True
@@ -127,7 +127,7 @@ class Web:
         return _error(404, f"there is no {path}")
 
     def _once(self, path: str, make: Callable[[], bytes]) -> bytes:
-        """With thousands of replicas it takes milliseconds: whoever asks again and again must not keep members waiting."""
+        """With thousands of replicas it takes milliseconds: a client that asks again and again must not keep members waiting."""
         now = time.monotonic()
         happened = (self.service.event_log.counts.total(), *self.service.agents.incidents)
         made, after, answer = self._kept.get(path, (-KEEP_S, None, b""))

@@ -265,7 +265,7 @@ def _fill_started(calls: np.ndarray, durations: list[object]) -> None:
 
 
 def numbers(column: Any, missing: int = 0) -> np.ndarray:
-    """A column of integers; None, text that is no number and numbers beyond 63 bits become `missing`."""
+    """A column of integers; None, text that is not a number and numbers beyond 63 bits become `missing`."""
     kinds = set(map(type, column))
     try:
         if kinds <= {int}:

@@ -355,7 +355,7 @@ def _dated(source: DumpSource, raw: Raw) -> Raw:
     last = raw.last_event_ns()
     limit = int(raw.calls["timeout_ms"].max()) * 10**6 + MAX_DUMP_DELAY_NS
     if last <= source.mtime_ns <= last + limit:
-        raw.header = replace(raw.header, written_ns=source.mtime_ns)
+        raw.header = replace(raw.header, written_ns=source.mtime_ns, dated=True)
     return raw
 
 

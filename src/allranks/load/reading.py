@@ -121,7 +121,7 @@ class Reader:
 
 
 def _empty(path: str) -> Unreadable:
-    """A log without a line is no damage; a dump that is empty is."""
+    """An empty log is not damaged; an empty dump is."""
     is_log = path.endswith((".log", ".out", ".err", ".txt"))
     return Unreadable("empty file", kind="text", skip=True) if is_log else Unreadable("empty file")
 
@@ -253,7 +253,7 @@ class _Taking(threading.Thread, Generic[T]):
         try:
             for item in self._steps:
                 self.taken.append(item)
-        except BaseException as error:  # raised again by whoever waits
+        except BaseException as error:  # raised again by the waiting thread
             self.error = error
         finally:
             self.ended.set()

@@ -59,7 +59,7 @@ class LoadResult:
 
 
 class Unreadable(Exception):
-    """A file that gives nothing. The message becomes its note; `skip`: it is no dump; `unopened`: nobody knows what it holds."""
+    """A file that gives nothing. The message becomes its note; `skip`: it is not a dump; `unopened`: its content is unknown."""
 
     def __init__(
         self, note: str, *, kind: str = "unknown", skip: bool = False, unopened: bool = False
@@ -186,7 +186,7 @@ def read_all(source: DumpSource, limit: int) -> bytes:
 
 def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
     """(decompressed bytes, problem). A stream that is cut short gives what it has."""
-    for _ in range(3):  # .tar.gz.zst has been seen; more layers are a joke
+    for _ in range(3):  # .tar.gz.zst has been seen: at most 3 levels
         if data.startswith(GZIP):
             data, problem = _drain(_Gzip(data), len(data), limit, zlib.error)
         elif data.startswith(ZSTD):

@@ -44,7 +44,7 @@ def read_dump(
     form: str,
     expand: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Raw:
-    """The content of one dump. Raises Unreadable when the object is no dump at all.
+    """The content of one dump. Raises Unreadable when the object is not a dump.
 
     `expand` makes the rows of all entries out of those that the dump holds (see `regular.py`).
     """
@@ -395,7 +395,7 @@ class DumpReader:
 
 
 def read_cut_json(data: bytes) -> dict[str, Any] | None:
-    """What a truncated torch JSON dump still holds; None when it is no such thing."""
+    """What a truncated torch JSON dump still holds; None when it is not one."""
     import json  # only here: msgspec reads whole files
 
     text = data.decode("utf-8", "replace")

@@ -1,1 +1,1 @@
-"""In every rank: training goes on when replicas die, freeze, leave or come back. Import the name you need."""
+"""In every rank: training continues when replicas die, freeze, leave or come back. Import the name you need."""

@@ -203,7 +203,7 @@ class DistributedDataParallel(nn.Module):
         bucket.missing -= 1
         while backward.next < len(self._buckets) and self._buckets[backward.next].missing <= 0:
             if not backward.warm or not training.may_launch(training.attempt):
-                break  # the backward goes on; its next gradient, or its end, launches what is due
+                break  # the backward continues; its next gradient, or its end, launches what is due
             self._reduce_next()
 
     def _begin(self) -> None:

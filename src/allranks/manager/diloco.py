@@ -1,7 +1,7 @@
 """DiLoCo: local steps with an inner optimizer, then an outer optimizer on the mean distance travelled.
 
 Runs in a rank. The model is cut into fragments that are synchronised in turn (streaming): a fragment's
-reduction starts, `fragment_sync_delay` local steps go on beside it, then the outer step is committed by vote.
+reduction starts, `fragment_sync_delay` local steps continue beside it, then the outer step is committed by vote.
 Each fragment keeps its global parameters: they are the state that heals, and what a failed commit falls back to.
 """
 

@@ -79,7 +79,7 @@ class StateFinding:
 
 @dataclass(eq=False)
 class CorruptionHistory:
-    """Which replicas differed from a majority in this job, and on which host: twice is no accident."""
+    """Which replicas differed from a majority in this job, and on which host: twice is not an accident."""
 
     _steps: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 

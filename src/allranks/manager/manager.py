@@ -3,40 +3,38 @@
 Runs in every rank. `start_quorum` opens a step, `allreduce` averages over those who take part, `should_commit`
 closes it with a vote. In the steady state no lighthouse is asked; members come and go at step boundaries, which
 all members learn from the vote. When a member dies, the lighthouse's push (or the closed socket) ends the
-pending collective, a new group is made beside the running computation, and the step goes on or is tried again.
+pending collective, a new group is made beside the running computation, and the step continues or is tried again.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from allranks import record
-from allranks.checkpoint.manager import save_last_steps
+from allranks.blackbox.phases import during
 from allranks.checkpoint.tensors import flatten
 from allranks.errors import (
-    AllranksError,
     GroupAborted,
-    HealingFailed,
     ManagerError,
     RetriesExhausted,
     StateDiffers,
 )
-from allranks.manager.drift import StateSums
+from allranks.manager.drift import OnDifference, StateSums
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.groups.teardown import end_compile_workers
+from allranks.manager.heal.load import StateLoader
 from allranks.manager.heal.state import LiveState, local_of
-from allranks.manager.options import ManagerOptions, from_environment, from_settings
+from allranks.manager.options import SETTINGS, ManagerOptions, WorldSizeMode, from_environment, from_settings
 from allranks.manager.registered_state import LoadFunction, RegisteredState, SaveFunction
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
@@ -50,7 +48,7 @@ class Manager:
     """Names and meanings follow torchft's Manager. The constructor only stores; `start_quorum` connects.
 
     `state`: what a joining replica takes over, see docs/understand/replicas.md; `load_state_dict` and `state_dict` are two functions
-    that do the same. `settings` are those of options.SETTINGS, times in seconds or as timedelta.
+    that do the same. Times are seconds or a timedelta; what is None comes from the environment, else from ManagerOptions.
     """
 
     def __init__(
@@ -60,9 +58,29 @@ class Manager:
         state_dict: SaveFunction | None = None,
         *,
         state: Sequence[object] | Mapping[str, object] = (),
-        **settings: Any,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        min_replica_size: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        timeout: Seconds | None = None,
+        quorum_timeout: Seconds | None = None,
+        connect_timeout: Seconds | None = None,
+        use_async_quorum: bool | None = None,
+        init_sync: bool | None = None,
+        world_size_mode: WorldSizeMode | None = None,
+        max_retries: int | None = None,
+        proactive_recovery: bool | None = None,
+        hostname: str | None = None,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        token: str | None = None,
+        check_every: int | None = None,
+        on_difference: OnDifference | None = None,
+        on_state_loss: Literal["stop", "restart"] | None = None,
     ) -> None:
-        self.options: ManagerOptions = from_environment(from_settings(settings))
+        given = locals()
+        self.options: ManagerOptions = from_environment(from_settings({k: given[k] for k in SETTINGS}))
         self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
         self.training = TrainingState(read_limit_s=self.options.timeout_s)
         self.registered = RegisteredState()
@@ -73,10 +91,11 @@ class Manager:
         self._failures = 0
         self._settled: torch.cuda.Event | None = None  # once it has passed on the GPU, the state is whole
         self._volatile = False  # the state changes between commits: offers must be copies
-        self._life = threading.Lock()
+        self._opening = threading.Lock()
         self.training.eager = self.options.world_size == 1
         self.sums = StateSums(self.options.check_every)
         self.sums.small |= self.registered.add(state)
+        self._loader = StateLoader(self.training, self.registered, self.sums, self.options.timeout_s)
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
 
@@ -95,7 +114,7 @@ class Manager:
         return self.training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Goes on from a checkpoint; before the first step."""
+        """Continues from a checkpoint; before the first step."""
         self.training.load_state_dict(state_dict)
 
     def _read_state(self) -> dict[str, Any]:
@@ -136,8 +155,8 @@ class Manager:
         if first and self.training.eager and "torch.distributed.fsdp" in sys.modules:
             self.training.eager = not self._is_sharded()
         self._mark_settled()
-        self.training.rest()
-        opened.regrouper.make_offer_if_due()
+        self.training.end_step()
+        opened.regrouper.healing.make_offer_if_due()
         self.training.begin()
         self._after_first_step()
         if self.sums.is_due(self.training.step):
@@ -215,7 +234,7 @@ class Manager:
     def step_applied(self) -> None:
         """The optimizer has changed the parameters: nothing changes the state any more."""
         self._mark_settled()
-        self.training.rest()
+        self.training.end_step()
 
     def report_error(self, error: Exception) -> None:
         """Makes this step fail everywhere: we vote against it."""
@@ -278,7 +297,7 @@ class Manager:
         self._close("finished", finished=self.training.step > 0)
 
     def shutdown(self, wait: bool = True, reason: str = "") -> None:
-        """Leaves in good order: the others go on at once, without an error. Any number of times.
+        """Leaves in good order: the others continue at once, without an error. Any number of times.
 
         Without a reason, and outside of an exception's handling, it means `finish`, as at the end of a script.
         """
@@ -301,7 +320,7 @@ class Manager:
         self._close("left", finished=False)
 
     def _close(self, reason: str, finished: bool) -> None:
-        with self._life:
+        with self._opening:
             opened, self._opened = self._opened, None
         if opened is None:
             return
@@ -310,7 +329,7 @@ class Manager:
             self.training.changed.notify_all()
         atexit.unregister(self._leave)
         end_compile_workers()
-        record.announce("leaving", up_to_s=120.0)  # saving and ending are no hang
+        record.announce("leaving", up_to_s=120.0)  # saving and ending are not a hang
         opened.close(reason, finished)
 
     # ---- inside ----
@@ -321,15 +340,13 @@ class Manager:
         return self.options.quorum_timeout_s + self.options.connect_timeout_s
 
     def _open(self) -> ManagerResources:
-        with self._life:
+        with self._opening:
             if self._opened is None:
                 if self.training.closing:
                     raise ManagerError("this manager was shut down")
                 opened = ManagerResources(self.options, self.training, self.group)
                 live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
                 self._opened = opened.start(live, lambda: bool(self._wrapped))
-                # without it the interpreter visits all objects of torch again: 2 s of a busy CPU
-                atexit.register(gc.freeze)
                 atexit.register(self._leave)
             return self._opened
 
@@ -410,7 +427,7 @@ class Manager:
             self.training.want(self.training.news or "another member has news of the membership")
         if not tally.passed:
             log.warning("step %d is not committed: %s", vote.step, attempt.error or tally.reason)
-            self.training.rest()
+            self.training.end_step()
             return False
         counted = len(generation.participants)
         if not self.training.passed(generation, self._patience_s):
@@ -454,7 +471,7 @@ class Manager:
         if generation is not None and not generation.usable and generation is self.training.generation:
             self.training.want(generation.broken)
         log.info("step %d is tried again: %s", self.training.step, attempt.spoiled or "the group is gone")
-        self.training.rest()
+        self.training.end_step()
         return False
 
     def _note(self, committed: bool) -> None:
@@ -480,52 +497,9 @@ class Manager:
         if generation is not None and generation.usable and not generation.loaded:
             self._load_healed(generation)
 
-    def _keep_dropped_state(self) -> None:
-        """Another state replaces ours, and no other replica holds its last steps: saved, if the script saves checkpoints."""
-        try:
-            saved = save_last_steps()
-        except (AllranksError, RuntimeError, OSError) as error:
-            log.warning("step %d is dropped, and could not be saved: %s", self.training.step, error)
-            return
-        kept = f"it is kept as the checkpoint of step {max(saved)}" if saved else "no checkpoint keeps it"
-        log.warning("step %d of this replica is dropped; %s", self.training.step, kept)
-
-    def _may_load(self, generation: Generation) -> bool:
-        """Whether what we claimed of our state stays true if it is replaced now: not while a quorum is requested."""
-        current = generation is self.training.generation and generation.usable
-        return current and not self.training.regrouping
-
     def _load_healed(self, generation: Generation) -> bool:
-        """Waits for the fetched state and loads it, on the training thread; False when the group broke first."""
         opened = self._opened
         if opened is None:
             return False
-        self.training.times.mark_first("state due")
-        with self.training.parking(), self.training.changed:
-            done = self.training.changed.wait_for(
-                lambda: not generation.usable or opened.regrouper.fetched_for(generation) is not None,
-                self.options.timeout_s,
-            )
-            fetch = opened.regrouper.fetched_for(generation)
-            if fetch is not None and not self._may_load(generation):
-                return False
-        if not done:
-            raise HealingFailed(f"healing did not finish in {self.options.timeout_s:.1f} s")
-        if fetch is None:
-            return False
-        self.training.times.mark("state loading")
-        self.sums.forget()
-        state = fetch.state()
-        if generation.drops and not self.training.held.torn:
-            self._keep_dropped_state()
-        self.training.tear()
-        self.registered.load(state["user"])
-        with self.training.changed:
-            if opened.regrouper.fetch is not fetch:
-                return False  # the next group wants another state, which is landing already
-            self.training.batches = int(state["manager"]["batches_committed"])
-            self.training.healed(generation, fetch.position)
-            opened.regrouper.fetch = None
-        opened.regrouper.make_offer_if_due()
-        record.step(self.training.step)
-        return True
+        with during("healing"):
+            return self._loader.load(opened.regrouper.healing, opened.regrouper.inside, generation)

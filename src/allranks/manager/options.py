@@ -81,11 +81,6 @@ class ManagerOptions:
 
 def from_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a Manager as fields of ManagerOptions; None stands for "not given"."""
-    unknown = sorted(set(settings) - SETTINGS.keys())
-    if unknown:
-        raise TypeError(
-            f"Manager() does not know {', '.join(unknown)}; it knows {', '.join(sorted(SETTINGS))}"
-        )
     return {
         SETTINGS[name]: seconds(value) if name.endswith("timeout") and value is not None else value
         for name, value in settings.items()

@@ -228,7 +228,7 @@ def misfit(members: Sequence[ReplicaClaim], names: Sequence[str], source: int) -
 def _rolls_forward(members: Sequence[ReplicaClaim]) -> set[tuple[int, int]]:
     """Ranks whose doubtful step counts as committed: one saw the result, or all of that group gave their vote.
 
-    With the vote given, the gradients are reduced and equal everywhere. So if nobody that goes on is without
+    With the vote given, the gradients are reduced and equal everywhere. So if no member that continues is without
     them, the step can stand; and if one saw the result it must, for that one's state has moved already.
     """
     everyone = [
@@ -307,7 +307,7 @@ def _reason(
 ) -> str:
     if top == NOWHERE:
         return "no member holds a whole state: restart from a checkpoint"
-    parts = [f"{len(members)} members go on from step {top[1]}"]
+    parts = [f"{len(members)} members continue from step {top[1]}"]
     if rolls:
         parts.append(f"step {top[1]} was committed before the failure: {len(rolls)} ranks roll forward")
     if healing:

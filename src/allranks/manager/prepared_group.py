@@ -296,7 +296,7 @@ class NextGroup:
             time.sleep(_DEATH_S)  # a newcomer that died must not get into the quorum that we ask for
         finally:  # in any case they join
             if generation.usable and self._preparations[-1:] == [preparation]:
-                self.training.hear_of_newcomers(notice.reason)
+                self.training.on_replicas_waiting(notice.reason)
 
     def _invite(self, newcomer: Member, invitation: Invitation, preparation: GroupPreparation) -> None:
         """Leaves the invitation in the newcomer's store, where it must not replace a later one."""
@@ -340,7 +340,7 @@ def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: st
 
 
 def open_store(address: str, limit_s: float) -> dist.Store:
-    """Tried with a plain socket first: torch goes on trying a dead address for twice its timeout."""
+    """Tried with a plain socket first: torch keeps trying a dead address for twice its timeout."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=limit_s):
         pass

@@ -1,12 +1,11 @@
-"""The regrouping thread: asks for a quorum, makes its groups, hands out or fetches the live state.
+"""The regrouping thread: asks for a quorum, makes its groups, has the live state handed out or fetched (heal/healing.py).
 
-Runs in a rank beside the training thread, which goes on computing meanwhile. Everything that can block here is
+Runs in a rank beside the training thread, which continues computing meanwhile. Everything that can block here is
 ended by a notice of the lighthouse about the quorum in question, and nothing waits without a limit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -37,9 +36,8 @@ from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall, silenced
 from allranks.manager.groups.sockets import abort_connecting
 from allranks.manager.groups.teardown import start_thread
-from allranks.manager.heal.fetch import Fetch, HealSource, report_fetched
+from allranks.manager.heal.healing import Healing
 from allranks.manager.heal.serve import HealServer
-from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions, WorldSizeMode
 from allranks.manager.plan import (
     FRESH,
@@ -53,7 +51,6 @@ from allranks.manager.plan import (
     misfit,
 )
 from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open_store
-from allranks.manager.reachability import Reachability
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh, Voter
@@ -62,8 +59,6 @@ from allranks.model.cluster import Member, Quorum
 
 log = logging.getLogger("allranks.manager")
 
-_HEAL_TRIES = 10
-_FRUITLESS_TRIES = 3
 _STORE_S = 10.0  # of reaching the store of the member where all meet
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0  # before another quorum is requested; the first time at once
 
@@ -80,18 +75,14 @@ class Regrouper:
     box: VoteMesh
     server: HealServer
     store_address: str  # of the store hosted by rank 0 of this replica; the primary's is the meeting place
-    live: LiveState
+    healing: Healing
     may_come_late: Callable[[], bool]  # a wrapped module will bring a state in that arrives beside the step
-    fetch: Fetch | None = None
     shrink_only: bool = False
-    _offer_due: Generation | None = None
     _ticket: PendingAnswer[Quorum] | None = None  # of the quorum that we are waiting for
-    _heal_failures: int = 0  # since we were healed last
     _meeting_port: int = 0  # of the store where the group is being made
     _reaching: AbandonableCall[dist.Store] | None = None
     _guard: threading.Lock = field(default_factory=threading.Lock)
     next_group: NextGroup = field(init=False)
-    reach: Reachability = field(default_factory=Reachability)
     _folded: FoldedLog = field(default_factory=lambda: FoldedLog(log))
 
     def __post_init__(self) -> None:
@@ -114,9 +105,8 @@ class Regrouper:
                 continue
             self.training.finish_regrouping()
             if not generation.heals:
-                self._heal_failures = 0
-                self.reach.served()
-            self._take_state(generation)
+                self.healing.needs_nothing()
+            self.healing.take_state(generation)
 
     def _no_quorum(self, error: Exception) -> None:
         if not self.training.closing:
@@ -128,8 +118,8 @@ class Regrouper:
         if number and self.training.forming == number:
             start_thread("allranks-abort", self._stop_forming, number, reason)
         generation = self.training.generation
-        if self.fetch is not None and generation is not None and generation.number == number:
-            self.fetch.cancel()
+        if generation is not None and generation.number == number:
+            self.healing.cancel()
 
     def cancel(self) -> None:
         """The manager closes: nothing here may wait any longer."""
@@ -137,8 +127,7 @@ class Regrouper:
             ticket = self._ticket
         if ticket is not None:
             ticket.cancel()
-        if self.fetch is not None:
-            self.fetch.cancel()
+        self.healing.cancel()
         self.next_group.cancel()
 
     def _stop_forming(self, number: int, reason: str) -> None:
@@ -157,13 +146,6 @@ class Regrouper:
                     self._reaching.abandon(GroupAborted(reason))
                 abort_connecting((), (self._meeting_port,))
             time.sleep(0.005)
-
-    def make_offer_if_due(self) -> None:
-        """Offers the state once nothing changes it any more; called by the training thread after a roll forward."""
-        with self._guard:
-            generation, self._offer_due = self._offer_due, None
-        if generation is not None and generation.usable:
-            self.server.offer(self.live.offer(generation.plan.top), generation.quorum.order)
 
     # ---- the quorum ----
 
@@ -215,7 +197,7 @@ class Regrouper:
         if old is not None and self.box.silent:
             silent = {old.seats[place][0] for place in self.box.silent if place < len(old.seats)}
             self.box.silent = frozenset()
-            self.reach.note([old.quorum.members[index] for index in silent])
+            self.healing.reach.note([old.quorum.members[index] for index in silent])
 
     def _ask_until_heard(self, deadline: float, broken: bool) -> Quorum:
         """As `_ask`. A replica that is left out because others cannot reach it waits: the lighthouse tries it again."""
@@ -234,9 +216,7 @@ class Regrouper:
         claim = replace(claim, global_rank=self.options.global_rank)
         claims = self.inside.gather(claim, left)
         member = self._member(claims) if self.inside.speaks else None
-        unreached, unserved = self.reach.report()
-        shared = self.inside.share(member, left)
-        return self._join(replace(shared, unreached=unreached, unserved=unserved), left)
+        return self._join(self.inside.share(member, left), left)
 
     def _member(self, claims: Sequence[Claim]) -> Member:
         options = self.options
@@ -267,7 +247,7 @@ class Regrouper:
     def _join(self, member: Member, timeout_s: float) -> Quorum:
         """As client.join, but ended at once by `cancel`."""
         with self._guard:
-            self._ticket = self.client.request_quorum(member)
+            self._ticket = self.client.request_quorum(member, *self.healing.reach.report())
             ticket = self._ticket
         if self.training.closing:
             ticket.cancel()
@@ -304,14 +284,14 @@ class Regrouper:
         rolls = (index, self.options.rank) in plan.rolls_forward
         generation.drops = self._report_conflicts(said, plan, quorum.names, index)
         if index in plan.sources and plan.healing:
-            self._offer(generation, later=rolls or not self.training.held.holds(plan.top))
+            self.healing.offer(generation, later=rolls or not self.training.held.holds(plan.top))
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
-            self._begin(self._prepare_fetch(plan), generation)
+            self.healing.begin(self.healing.prepare_fetch(plan), generation)
         try:
-            with self.reach.watching(quorum, index, self._stopper(quorum.number)), silenced():
+            with self.healing.reach.watching(quorum, index, self._stopper(quorum.number)), silenced():
                 self._connect(quorum, plan, said, index)
         except BaseException:
-            self._pause_fetch()
+            self.healing.pause()
             raise
         self.training.publish(generation)
         return generation
@@ -357,29 +337,9 @@ class Regrouper:
             try:
                 said.append(ReplicaClaim.decode(member.data))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                self.reach.note([member])
+                self.healing.reach.note([member])
                 raise GroupAborted(f"the claim of {member.replica} cannot be read: {error}") from error
         return said
-
-    def _offer(self, generation: Generation, later: bool) -> None:
-        """Makes our state fetchable once it is whole: in the next step, or when a roll forward has been applied too."""
-        if later:
-            with self._guard:
-                self._offer_due = generation
-        else:
-            start_thread("allranks-offer", self._offer_in_step, generation)
-
-    def _offer_in_step(self, generation: Generation) -> None:
-        top = generation.plan.top
-        try:
-            self.training.wait_until_opened(lambda: generation.usable, self.options.timeout_s)
-            offer = self.live.offer(top)
-        except HealingFailed as error:
-            self.training.break_group(generation, str(error))
-            return
-        if generation.usable and self.training.held.holds(top):
-            self.server.offer(offer, generation.quorum.order)
-            self.training.times.mark("state offered")
 
     def _let_go(self, old: Generation | None, reason: str) -> None:
         """Takes the previous group down, so that nobody waits in it for us."""
@@ -424,96 +384,6 @@ class Regrouper:
             return self._reaching.result()
         finally:
             self._reaching = None
-
-    # ---- the state ----
-
-    def fetched_for(self, generation: Generation) -> Fetch | None:
-        """The state that this group wants, once all of it is here."""
-        fetch, top = self.fetch, generation.plan.top
-        return fetch if fetch and fetch.position == top == self.training.held.arrived else None
-
-    def _prepare_fetch(self, plan: QuorumPlan) -> Fetch:
-        if self.fetch is None or self.fetch.position != plan.top:
-            self.training.arrived(NOWHERE)
-            keep = self.training.held.precious
-            limit_s, tear = self.options.timeout_s, self.training.tear
-            self.fetch = Fetch(plan.top, self.live, limit_s, keep, tear, plan.lineage)
-        return self.fetch
-
-    def _begin(self, fetch: Fetch, generation: Generation) -> None:
-        """Starts to fetch, unless everything is here or on its way already."""
-        if not fetch.complete and not fetch.begun:
-            fetch.begin(self._sources(generation))
-
-    def _pause_fetch(self) -> None:
-        """The group did not come about, or is gone: nothing more may land in our state until the next one."""
-        fetch = self.fetch
-        if fetch is not None:
-            fetch.cancel()
-            with contextlib.suppress(HealingFailed):
-                fetch.finish()
-                self._arrived(fetch)
-
-    def _arrived(self, fetch: Fetch) -> None:
-        """All of a state is here; the training thread may load it, also in the next group."""
-        with self.training.changed:
-            if self.fetch is fetch:  # else it is loaded
-                self.training.arrived(fetch.position, fetch.lineage)
-
-    def _take_state(self, generation: Generation) -> None:
-        """Fetches the state if we must heal; the training thread will load it."""
-        with self.training.changed:  # it may be loading what came for the group before, and then let go of it
-            wanted = generation.usable and not generation.loaded
-            fetch = self._prepare_fetch(generation.plan) if wanted else None
-        if fetch is None:
-            self._pause_fetch()
-            with self.training.changed:
-                if generation.usable and generation.loaded:
-                    self.fetch = None  # nobody wants it any more: its memory is free
-                    self.training.arrived(NOWHERE)
-        if generation.heals and (generation.loaded if fetch is None else self._heal(generation, fetch)):
-            self._end_transfer(generation)
-
-    def _heal(self, generation: Generation, fetch: Fetch) -> bool:
-        try:
-            self._begin(fetch, generation)
-            fetch.finish()
-        except HealingFailed as error:
-            if not fetch.cancelled:  # one that was called off proves nothing
-                self._heal_failures += 1
-                members = generation.quorum.members
-                self.reach.note_not_served(
-                    [members[place] for place in generation.plan.sources_of(generation.index)]
-                )
-            if self.training.break_group(generation, f"healing failed: {error}"):
-                log.warning("%s", error)
-            if self._heal_failures >= (_FRUITLESS_TRIES if fetch.fruitless else _HEAL_TRIES):
-                self.training.finish_regrouping(error)
-            return False
-        self._heal_failures = 0
-        self._arrived(fetch)
-        self.reach.served()
-        self.training.times.mark("state fetched")
-        took_ms = (time.monotonic() - fetch.began_at) * 1e3
-        log.info("healed: %.1f MB in %.0f ms", fetch.total_bytes / 1e6, took_ms)
-        return True
-
-    def _end_transfer(self, generation: Generation) -> None:
-        """Our state is here: we and those who gave it may launch collectives again. Touches no device."""
-        order, index, limit_s = generation.quorum.order, generation.index, self.options.timeout_s
-        for source in self._sources(generation):
-            args = (source, order, index, limit_s, lambda: generation.usable)
-            start_thread("allranks-heal-report", report_fetched, *args)
-        self.training.transferred(order, index)
-
-    def _sources(self, generation: Generation) -> list[HealSource]:
-        members, found = generation.quorum.members, []
-        credential = self.server.keys.for_quorum(*generation.quorum.order)
-        for place in generation.plan.sources_of(generation.index):
-            said = ReplicaClaim.decode(members[place].data)
-            address = said.ranks[self.options.rank].address
-            found.append(HealSource(address, credential, members[place].replica))
-        return found
 
 
 def _port(group: ReconfigurableGroup) -> int:

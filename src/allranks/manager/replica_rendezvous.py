@@ -123,6 +123,21 @@ class ReplicaRendezvous:
         self._await([key], timeout_s)
         return Member(**json.loads(self.store.get(key)))
 
+    def wait_until_all_arrived(self, order: tuple[int, int], waiting: Callable[[], bool]) -> bool:
+        """All of another state is here, in the quorum of this order: waits until it is in every rank of the replica, while
+        `waiting` returns True. A rank that replaced its state before would leave the replica without a whole one if the
+        source died now."""
+        if self.store is None:
+            return True
+        name = "arrived/{}.{}".format(*order)
+        self.store.set(f"{name}/{self.rank}", "1")
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        while not self.store.check(keys):
+            if self.closing() or not waiting():
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
     def depart(self, limit_s: float) -> None:
         """Waits a moment for the other ranks to be through too: with the first that leaves the replica is gone."""
         if self.store is None:

@@ -22,10 +22,12 @@ from allranks.errors import LighthouseError, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.teardown import start_thread
+from allranks.manager.heal.healing import Healing
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions
 from allranks.manager.plan import Position
+from allranks.manager.reachability import Reachability
 from allranks.manager.regroup import Regrouper
 from allranks.manager.replica_rendezvous import ReplicaRendezvous, mesh_name
 from allranks.manager.training import TrainingState
@@ -81,7 +83,7 @@ class ManagerResources:
             box=box,
             server=self.server,
             store_address=self._host_store() if inside.speaks else "",
-            live=live,
+            healing=Healing(options, self.training, self.server, live, Reachability()),
             may_come_late=may_come_late,
         )
         preparing.join()
@@ -113,7 +115,7 @@ class ManagerResources:
                 time.sleep(_LEASE_LOOK_S)
 
     def evict(self, replica: str, reason: str) -> None:
-        """Asks the lighthouse to; in a thread, for the training goes on meanwhile."""
+        """Asks the lighthouse to; in a thread, for training continues meanwhile."""
         log.error("%s is evicted: %s", replica, reason)
 
         def ask() -> None:
@@ -228,7 +230,7 @@ class ManagerResources:
     def _wanted(self, notice: cluster.QuorumWanted) -> None:
         generation = self.training.generation
         if not self.regrouper.next_group.prepare(notice):
-            self.training.hear_of_newcomers(notice.reason)
+            self.training.on_replicas_waiting(notice.reason)
         if generation is not None and generation.usable and self.regrouper.box.peer_gone():
             self.training.break_group(generation, notice.reason)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from allranks.blackbox.phases import during
 from allranks.errors import HealingFailed
 from allranks.manager.groups.generation import Generation, RegroupTimes, StepAttempt
 from allranks.manager.held import HeldState
@@ -285,7 +286,9 @@ class TrainingState:
         if not ready() and not self.due:
             self.due = True
             self.changed.notify_all()
-        if not self.changed.wait_for(ready, limit_s):
+        with during("regrouping") if not ready() else contextlib.nullcontext():
+            formed = self.changed.wait_for(ready, limit_s)
+        if not formed:
             raise TimeoutError(f"no process group after {limit_s:.1f} s; last: {self.wanted or 'regrouping'}")
         if self.failure is not None:
             raise self.failure
@@ -318,7 +321,7 @@ class TrainingState:
         says so from now on. A vote in doubt could be committed without us."""
         with self.changed:
             if not self.held.claimed:
-                self.rest()
+                self.end_step()
             self.break_group(generation, reason)
 
     def decided_otherwise(self, limit_s: float) -> bool:
@@ -349,7 +352,7 @@ class TrainingState:
             raise self.failure
         verdict, self.held = bool(self.held.verdict), self.held.decide()
         if not verdict:
-            self.rest()
+            self.end_step()
         return verdict
 
     def _commit(self, term: int) -> None:
@@ -363,7 +366,7 @@ class TrainingState:
         self.attempt.committed = True
         self.phase = Phase.APPLYING
 
-    def rest(self) -> None:
+    def end_step(self) -> None:
         """Nothing changes the state any more: the step was applied, or it failed."""
         with self.changed:
             self.phase, self.held = Phase.BETWEEN, self.held.fail()
@@ -400,7 +403,7 @@ class TrainingState:
                 return False
             return self.break_group(generation, reason)
 
-    def hear_of_newcomers(self, reason: str) -> None:
+    def on_replicas_waiting(self, reason: str) -> None:
         """Somebody waits to join: the next vote tells all members, who then ask at the same boundary."""
         with self.changed:
             self.news = reason
@@ -448,7 +451,7 @@ class TrainingState:
             return self.losses.get(number, "")
 
     def publish(self, generation: Generation) -> None:
-        """The new group works: whoever waits for it goes on."""
+        """The new group works: threads that wait for it continue."""
         with self.changed:
             self.forming = 0
             if self.generation is not None and self.generation is not generation:

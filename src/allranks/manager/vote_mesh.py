@@ -56,7 +56,7 @@ class VoteMesh:
     """At most one meeting at a time; `abort` may come from any thread and ends a blocked vote."""
 
     timeout_s: float = 60.0
-    places: int = MAX_VOTERS  # whoever calls as a voter beyond is sent away
+    places: int = MAX_VOTERS  # a voter beyond is refused
     on_connected: Callable[[list[int], int], None] | None = None  # (descriptors, quorum number)
     _early: dict[str, dict[int, socket.socket]] = field(default_factory=dict)  # meeting -> caller -> socket
     _changed: threading.Condition = field(default_factory=threading.Condition)

@@ -63,7 +63,7 @@ def wait_on_device(
 
 
 class ManagedWork:
-    """Waits like a torch `Work`. An error is told to the manager once and then swallowed."""
+    """Waits like a torch `Work`. An error is reported to the manager once and then swallowed."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ def result_or_default(
     limit_s: float,
     on_error: Callable[[Exception], None],
 ) -> torch.futures.Future[object]:
-    """Holds what `future` brings; `default`, and the error is told, when that fails or does not come in time."""
+    """Holds what `future` brings; `default`, and the error is reported, when that fails or does not come in time."""
     here = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else None
     outer: torch.futures.Future[object] = torch.futures.Future(devices=here)
     first = threading.Lock()  # taken by who settles it, and never given back

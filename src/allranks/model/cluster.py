@@ -33,13 +33,8 @@ class Member:
     commit_failures: int = 0  # > 0 asks for a new quorum number even if nobody came or went
     init_sync: bool = True  # at step 0 take the weights of the primary, so that all start equal
     data: str = ""  # free text of the caller, handed to every member
-    unreached: tuple[str, ...] = ()  # sessions that it could not connect to
-    unserved: tuple[
-        str, ...
-    ] = ()  # sessions whose claimed state it could not fetch, although it reached them
-    dialect: str = (
-        ""  # what `data` is: a manager's claim (model/claims.py), torchft's, or ""; one for all of a quorum
-    )
+    #: what `data` is: a manager's claim (model/claims.py), torchft's, or ""; one for all of a quorum
+    dialect: str = ""
 
 
 @dataclass(frozen=True)
@@ -260,7 +255,7 @@ def write_health(motion: Motion, sentence: str) -> str:
 def read_health(text: str) -> tuple[Motion, str]:
     """The motion and the sentence of a reported health."""
     word, colon, sentence = text.partition(": ")
-    motion = next((one for one in MOTIONS[1:] if colon and one == word), "moving")
+    motion: Motion = next((one for one in MOTIONS[1:] if colon and one == word), "moving")
     return motion, text if motion == "moving" else sentence
 
 
@@ -324,7 +319,7 @@ class Failover:
     """For when the lighthouse is lost with its node: which node holds it, and which agent then speaks for the others."""
 
     host: Presence | None = None  # None: the lighthouse stands alone
-    heir: str = ""  # an agent
+    successor: str = ""  # an agent
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Severity = Literal["root", "consequence", "warning"]
 Status = Literal["ok", "fault", "unclear"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Finding:
     """One thing that is wrong. `ranks` are the guilty ones only."""
 
@@ -33,6 +33,10 @@ class Finding:
     stack_labels: tuple[str, ...] = ()
     wrong_if: str = ""  # what would prove it wrong
     met_another: bool = False  # the others' call met another call of the guilty ranks, which does not fit
+    kind: str = ""  # the rule that found it: a row of diagnose/kinds.py; "" for findings of other evidence
+
+    def __repr__(self) -> str:
+        return f"<Finding {self.cause}, {self.confidence:.0%}: {self.sentence}>"
 
 
 @dataclass(frozen=True)

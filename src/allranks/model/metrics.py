@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 METRICS_KIND = "text/plain; version=0.0.4; charset=utf-8"
 #: name, type, help ("": none), and the samples: one value, or one for each set of labels
 Metric = tuple[str, str, str, float | Mapping[str, float]]
+#: Rank-seconds by what ranks did, from the ledger of this process' agent: for /metrics and the page of the job.
+SPENT: list[Callable[[], Mapping[str, float]]] = []
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 

@@ -11,7 +11,6 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _first_use = threading.Lock()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
-MAX_YAML_DEPTH, MAX_YAML_VALUES = 100, 100_000
 
 #: text_key and --text-key are ours, and name a column.
 _SECRET_NAME = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|(?<!text[_-])key|credentials?|signature|\bsig)"
@@ -81,34 +79,6 @@ def printable(text: str, limit: int = 2000) -> str:
     """Without control characters, which would steer a terminal, and not longer than `limit`."""
     text = text if len(text) <= limit else f"{text[:limit]} …"
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
-
-
-def read_yaml(text: str) -> object:
-    """Plain data; ValueError for text that is not valid YAML, is nested too deep, or unfolds without end (aliases of aliases)."""
-    import yaml
-
-    brackets = (1 if mark in "[{" else -1 for mark in re.findall(r"[][{}]", text))
-    if max(accumulate(brackets), default=0) > MAX_YAML_DEPTH:
-        # Each level costs the reader time for every word.
-        raise ValueError(f"more than {MAX_YAML_DEPTH} brackets inside one another")
-    try:
-        value: object = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-    if _unfolded(value, {}) > MAX_YAML_VALUES:
-        raise ValueError(f"its aliases unfold to more than {MAX_YAML_VALUES:,} values")
-    return value
-
-
-def _unfolded(value: object, known: dict[int, int]) -> int:
-    """How many values it is when every alias is written out."""
-    if not isinstance(value, (dict, list, tuple)):
-        return 1
-    if id(value) not in known:
-        known[id(value)] = MAX_YAML_VALUES + 1  # for one that holds itself
-        inside = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_unfolded(each, known) for each in inside)
-    return known[id(value)]
 
 
 def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:

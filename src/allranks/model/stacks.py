@@ -23,6 +23,9 @@ CAUSES = (
     *("healthy", "unknown"),
 )
 
+#: Those of them that are waits for other ranks, or for the device.
+WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
+
 
 @dataclass(frozen=True)
 class StackFrame:
@@ -59,6 +62,9 @@ class ThreadFacts:
     ticks: int = 0  # user + system clock ticks since the thread began
     kernel_stack: tuple[str, ...] = ()  # function names, innermost first
     mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
+    switches: int = 0  # context switches since the thread began
+    wait_s: float | None = None  # how long its system call may last; -1 without limit, None when not known
+    left_s: float | None = None  # until its system call ends by itself; None: never, or unknown
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,7 @@ class TraceHeader:
     dropped: int = 0  # records overwritten by the ring
     rendezvous: Rendezvous = Rendezvous()  # as init_process_group was called; unknown before that
     launched: Rendezvous = Rendezvous()  # as its environment said when recording started
+    dated: bool = False  # `written_ns` is the modification time of the file, which may be a later copy
 
 
 @dataclass(frozen=True)

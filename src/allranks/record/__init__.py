@@ -17,26 +17,60 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from allranks.blackbox import phases
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from allranks.record.comm_hook import FlightRecorderHook
     from allranks.record.options import RecorderOptions
     from allranks.record.recorder import Recorder
 
-__all__ = ["FlightRecorderHook", "Recorder", "RecorderOptions", "current", "expect", "record", "step"]
+__all__ = [
+    "FlightRecorderHook",
+    "Recorder",
+    "RecorderOptions",
+    "current",
+    "expect",
+    "phase",
+    "record",
+    "step",
+]
 
 _current: Recorder | None = None
 
 
-def record(**options: object) -> Recorder:
-    """Starts this process's recorder, or returns the one that runs. Options: see RecorderOptions.
+def record(
+    *,
+    enabled: bool | None = None,
+    capacity: int | None = None,
+    heap_bytes: int | None = None,
+    stack_depth: int | None = None,
+    folder: str | Path | None = None,
+    job: str | None = None,
+    attempt: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    dump_prefix: str | None = None,
+    dump_whole_name: bool | None = None,
+    dump_on: Iterable[str] | None = None,
+    dump_signal: int | None = None,
+    poll_s: float | None = None,
+    accelerate: bool | None = None,
+    harvest: bool | None = None,
+    **unknown: object,
+) -> Recorder:
+    """Starts this process's recorder, or returns the one that runs. What each argument means: RecorderOptions.
 
     Never stops a training: a full disk or an unwritable folder is one warning and recording is off; a setting that makes
     no sense is one warning and its default is used.
-    `ALLRANKS_RECORD=0` turns it off.
+    `ALLRANKS_RECORD=0` turns it off; `ALLRANKS_RECORD=auto` (`allranks record`) starts it without a call.
     """
     global _current
+    given = locals()
     if (
         _current is not None
         and _current.active_process
@@ -48,6 +82,9 @@ def record(**options: object) -> Recorder:
     from allranks.record.recorder import Recorder
     from allranks.record.writer import warn_once
 
+    options = {
+        name: value for name, value in (given | unknown).items() if value is not None and name != "unknown"
+    }
     if _imported_by_spawn():
         options["enabled"] = False
     settings, complaints = tolerant(options)
@@ -81,6 +118,13 @@ def step(number: int, label: str | None = None, *, loss: float | None = None) ->
         _current.step(number, label, loss)
 
 
+def phase(name: str) -> None:
+    """Names what the program does from now on ("rollout", "reward"); "" for nothing. Nothing happens when nothing is
+    recorded."""
+    if _current is not None and os.getpid() == _current.pid:
+        _current.phase(name)
+
+
 @contextlib.contextmanager
 def expect(phase: str, up_to_s: float) -> Iterator[None]:
     """Declares a silence: this block may take `up_to_s` seconds without being taken for a hang."""
@@ -95,6 +139,7 @@ def announce(phase: str, up_to_s: float) -> None:
     """Declares a silence that ends with the program, or after `up_to_s` seconds."""
     if _current is not None and os.getpid() == _current.pid:
         _current.announce(phase, up_to_s)
+        phases.begin(phase)
 
 
 def given_up(works: Iterable[object], error: Exception) -> None:
@@ -110,7 +155,7 @@ class _CallableModule(ModuleType):
         """By its name: a script that imported it can be sent to another process."""
         return importlib.import_module, (self.__name__,)
 
-    def __call__(self, **options: object) -> Recorder:
+    def __call__(self, **options: Any) -> Recorder:
         return record(**options)
 
 

@@ -113,7 +113,7 @@ def _start() -> Recorder | None:
     try:
         return allranks.record.record()
     except Exception as error:
-        print(f"allranks: recording is off, training goes on: {error}", file=sys.stderr)
+        print(f"allranks: recording disabled: {error}; training continues", file=sys.stderr)
         return None
 
 

@@ -72,7 +72,7 @@ class FlightRecorderHook:
         self.isolated = isolated
         self._store: _Store | None = None
         self._handles: list[Any] = []
-        # (communicator, op id) -> number of its record, and whether the program goes on meanwhile
+        # (communicator, op id) -> number of its record, and whether the program continues meanwhile
         self._open: dict[tuple[int, int], tuple[int, bool]] = {}
         self._unfollowed: dict[int, list[int]] = {}  # calls of a communicator whose work nobody gave us
         self._forget_until = 0  # records up to this one were reset away
@@ -214,7 +214,9 @@ class FlightRecorderHook:
 
     def _fault(self, error: BaseException) -> None:
         self.unregister()
-        warn_once(f"the communicator hook is off after an error of its own, training goes on: {error!r}")
+        warn_once(
+            f"the communicator hook is disabled after an error of its own: {error!r}; training continues"
+        )
 
     # -- storage ------------------------------------------------------------------------------------------------
 
@@ -288,7 +290,7 @@ def _new_store(entries: int) -> _Store | None:
     try:
         box.open()
     except OSError as error:
-        warn_once(f"the communicator hook is off, training goes on: no black box in {folder}: {error}")
+        warn_once(f"the communicator hook is disabled: no black box in {folder}: {error}; training continues")
         return None
     fill_header(box, options)
     return _Store(CallWriter(box, options), box.path)

@@ -83,7 +83,7 @@ def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path
     """Writes the files that torch's variables ask for (PREFIX + rank) for ranks that ended and could not: killed, or ended
     by an abort of their library. Returns what was written. `env` is the environment of the ranks.
 
-    For whoever started the ranks, once they have ended. When one has failed those that exited in good order get theirs,
+    For the process that started the ranks, once they have ended. When one has failed those that exited in good order get theirs,
     too: an analyser compares all ranks. A file that the rank itself has left is not touched.
     """
     options = from_environment(env)

@@ -9,7 +9,7 @@ from allranks.record.calls import Args, Function, Kwargs
 
 
 class ErrorGuard:
-    """Runs steps of ours; `on_error` is told of what they raise, and must not raise itself."""
+    """Runs steps of ours; `on_error` gets what they raise, and must not raise itself."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error

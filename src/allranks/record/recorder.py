@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import allranks
+from allranks.blackbox import phases
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import fallback_folder, job_folder, remove_earlier, remove_old, room_for_box
 from allranks.blackbox.layout import Item, file_name, job_prefix
@@ -45,6 +46,8 @@ class Recorder:
         self._rank = options.rank
         self._told = ErrorGuard(self._tell)  # what the program calls
         self._complaints: set[str] = set()
+        self._first = 0  # the phase of the first step, while it lasts
+        self._steps = 0
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -57,7 +60,7 @@ class Recorder:
             self._start()
         except Exception as error:  # a torch that we do not know: better no record than no training
             fix = _descriptor_fix(error)
-            warn_once(f"recording is off, training goes on: {error!r}{'; ' if fix else ''}{fix}")
+            warn_once(f"recording disabled: {error!r}{'; ' if fix else ''}{fix}; training continues")
             self._told(self.close, "could not start")
         return self
 
@@ -67,6 +70,7 @@ class Recorder:
             return
         self._fill_header(self.box)
         self.writer = CallWriter(self.box, self.options)
+        phases.attach(self.box)
         from allranks.record.hook import Hook
 
         self._hook = Hook(self.writer, self._fault, self._met_group, self._joins)
@@ -112,6 +116,7 @@ class Recorder:
         if self._hook is not None:
             self._hook.silence()
         self._hook = self._watch = self.writer = None
+        phases.attach(None)
 
     @property
     def active(self) -> bool:
@@ -148,14 +153,22 @@ class Recorder:
         if loss is not None:
             writer.box.set_loss(float(loss))
         writer.box.set(step_ns=time.time_ns(), step=number)
+        if self._steps < 2:
+            self._steps += 1
+            if self._steps == 1:
+                self._first = phases.begin(phases.FIRST)
+            else:
+                phases.end(self._first)
 
     @contextlib.contextmanager
     def expect(self, phase: str, up_to_s: float) -> Iterator[None]:
         """Declares that nothing may be heard of this rank for up to `up_to_s` seconds, and why."""
         before = self._told(self._expect, phase, up_to_s)
+        number = self._told(phases.begin, phase)
         try:
             yield
         finally:
+            self._told(phases.end, number or 0)
             if self.active and before is not None:
                 self._told(self._unexpect, *before)
 
@@ -198,7 +211,7 @@ class Recorder:
         text = f"{type(error).__name__}: {error}"
         if text not in self._complaints and len(self._complaints) < 10:
             self._complaints.add(text)
-            warn_once(f"a call of the recorder is passed over, training goes on: {text}")
+            warn_once(f"a call of the recorder failed and is ignored: {text}; training continues")
 
     def _name(self, text: str) -> int:
         return self.writer.box.intern(Item.NAME, text) if self.writer is not None else 0
@@ -265,8 +278,8 @@ class Recorder:
             f"set ALLRANKS_DIR to a folder that you can write to, with {room} MB of room for each rank"
         )
         warn_once(
-            f"recording is off, training goes on: no black box in {folders[0]}: {problem}; "
-            f"{_descriptor_fix(problem) or folder_fix}"
+            f"recording disabled: no black box in {folders[0]}: {problem}; training continues. "
+            f"Fix: {_descriptor_fix(problem) or folder_fix}"
         )
         return None
 
@@ -323,7 +336,7 @@ class Recorder:
         """An error of our own: one warning, recording off, training on."""
         if self._hook is not None and self._hook.writer is not None:
             self._hook.silence()
-            warn_once(f"recording is off after an error of its own, training goes on: {error!r}")
+            warn_once(f"recording disabled after an error of its own: {error!r}; training continues")
 
 
 def _descriptor_fix(error: BaseException | None) -> str:

@@ -101,7 +101,7 @@ class SideThread:
                 writer.sweep(everything=True)
         except Exception as error:  # a thread's entry
             if not sys.is_finalizing():
-                warn_once(f"the ends of some calls are recorded late, training goes on: {error!r}")
+                warn_once(f"the ends of some calls are recorded late: {error!r}; training continues")
 
     def _wait(self) -> bool:
         """Sleeps until the next round; writes a dump when a signal asked for one. False = stop."""
@@ -200,7 +200,7 @@ class SideThread:
 
 
 def user_line(at: TracebackType | FrameType | None) -> str:
-    """ "train.py:44": the innermost line of a traceback or stack that is no library's and not ours; "" without one."""
+    """ "train.py:44": the innermost line of a traceback or stack that belongs neither to a library nor to us; "" without one."""
     stack = [*traceback.walk_stack(at)][::-1] if isinstance(at, FrameType) else traceback.walk_tb(at)
     return _innermost((frame.f_code.co_filename, line) for frame, line in stack)
 

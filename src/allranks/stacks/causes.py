@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from allranks.model.stacks import ProcessCapture, StackFrame, is_user_file
+from allranks.model.stacks import WAITS, ProcessCapture, StackFrame, is_user_file
 from allranks.stacks.patterns import PatternMatch, StackPattern, library, match_thread
 from allranks.stacks.views import (
     NO_CHILDREN,
@@ -19,8 +19,6 @@ from allranks.stacks.views import (
     where,
 )
 
-#: Waits for other ranks, or for the device.
-WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
 _SHAPES = ("lock_wait", "thread_wait", "background")
 #: Waits that are telling even in a thread without a line of the user's own.
 _STRONG = WAITS | {"checkpoint_io", "dataloader_wait", "file_lock_wait"}
@@ -70,9 +68,26 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern
         return _follow(view, main, first, patterns)
     if first.pattern.cause in ("request_wait", "event_loop_idle"):
         return _behind_loop(view, main, first, patterns)
+    if first.pattern.cause == "shutdown_join":
+        return _at_exit(view, main, first, patterns)
     if first.pattern.cause == "background":
         return _cause(first, main, view, "queue_wait")
     return _behind_backward(view, main, patterns) or _cause(first, main, view)
+
+
+def _at_exit(
+    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
+) -> Cause:
+    """The interpreter waits for threads of the program: the line of the first that runs the user's code is what keeps it."""
+    found = _cause(first, main, view)
+    left = [t for t in view.threads if not t.main and user_frame(t.python) and _has_own_code(t)]
+    if not left or user_frame(main.python):
+        return found
+    thread = max(left, key=lambda t: bool(_told(view, [t], patterns)))
+    told = _told(view, [thread], patterns)
+    doing = f", which {_evidence_text(told[0][1], thread)}" if told else ""
+    says = f"{found.evidence}; thread {thread.name} is at {where(thread.python)}{doing}"
+    return replace(found, where=where(thread.python), evidence=says, thread=thread.name, stack=thread.python)
 
 
 def _behind_backward(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause | None:
@@ -164,14 +179,20 @@ def _locked(view: ProcessView, patterns: Sequence[StackPattern]) -> list[ThreadV
 def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView | None) -> Cause:
     """A lock that cannot come free. Owners are not recorded by the interpreter: threads and lines are."""
     lines = [f"{thread.name} at {where(thread.python)}{_source(thread)}" for thread in locked]
+    waiting = {thread.tid for thread in locked} | ({joiner.tid} if joiner is not None else set())
+    others = [thread for thread in view.threads if thread.python and thread.tid not in waiting]
     if len(locked) > 1:
-        says = f"{len(locked)} threads each wait for a lock that the other holds: " + ", ".join(lines)
+        says = f"{len(locked)} threads wait for locks: " + ", ".join(lines)
+        says += "" if others else "; no thread that could release them runs (deadlock)"
     elif _forked(locked[0]):
         says = f"waits for a lock that was held when this process was forked; its owner does not exist here: {lines[0]}"
-    elif len([t for t in view.threads if t.python]) == 1 or joiner is not None:
+    elif not others:
         says = f"waits for a lock that no other thread can release (self-deadlock): {lines[0]}"
     else:
         says = f"waits for a lock that is not released: {lines[0]}"
+    holders = [thread for thread in others if _has_own_code(thread)]
+    if holders and not _forked(locked[0]):
+        says += "; held perhaps by " + " or ".join(f"{t.name} at {where(t.python)}" for t in holders[:3])
     if joiner is not None:
         says += f"; the main thread joins them at {where(joiner.python)}"
     subject = locked[0]

@@ -6,11 +6,17 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from allranks.model.stacks import Capture, ChildState, ProcessCapture, RankState, StacksReport
+from allranks.model.stacks import WAITS, Capture, ChildState, ProcessCapture, RankState, StacksReport
 from allranks.stacks import ras
-from allranks.stacks.causes import WAITS, Cause, find_cause
+from allranks.stacks.causes import Cause, find_cause
 from allranks.stacks.patterns import StackPattern, load_patterns
-from allranks.stacks.progress import HangDecision, Stillness, decide_by_counts, decide_progress
+from allranks.stacks.progress import (
+    HangDecision,
+    Stillness,
+    decide_by_counts,
+    decide_by_movement,
+    decide_progress,
+)
 from allranks.stacks.text import compress
 from allranks.stacks.views import Children, ProcessView
 
@@ -30,7 +36,7 @@ _VERBS = {
     "checkpoint_io": "is stuck in file I/O",
     "file_lock_wait": "waits for a file lock",
     "network_io": "waits for the network",
-    "lock_deadlock": "is deadlocked on a lock",
+    "lock_deadlock": "waits for a lock that is not released",
     "queue_wait": "waits on a queue",
     "gil_held_native": "holds the GIL in C code",
     "gil_contention": "waits for the GIL",
@@ -223,6 +229,11 @@ def _decide_progress(
 ) -> HangDecision:
     """Whether the job hangs: by marks, by NCCL's counts, by who watches it, and by what the ranks wait for."""
     progress = decide_progress({one.rank: one for one in capture.marks}, views, causes, limits)
+    times = [
+        shot.at_s for process in capture.processes for shot in process.snapshots if shot.at_s is not None
+    ]
+    if progress.hung is None and not capture.marks:
+        progress = decide_by_movement(views, causes, max(times, default=0.0) - min(times, default=0.0))
     if progress.hung is None:
         progress = decide_by_counts(progress, ras.stood_still_s(capture.ras), limits)
     if quiet_s and not progress.hung:

@@ -345,11 +345,18 @@ class SourceLines:
             result.append(frame)
         return tuple(result)
 
-    def _line(self, frame: StackFrame, pid: int) -> str:
+    def text(self, file: str, pid: int) -> str:
+        """A whole file as the process sees it; "" when it cannot be read."""
+        return "\n".join(self._lines(file, pid))
+
+    def _lines(self, file: str, pid: int) -> list[str]:
         with self._lock:
-            if frame.file not in self._files:
-                self._files[frame.file] = self._read(frame.file, pid)
-            lines = self._files[frame.file]
+            if file not in self._files:
+                self._files[file] = self._read(file, pid)
+            return self._files[file]
+
+    def _line(self, frame: StackFrame, pid: int) -> str:
+        lines = self._lines(frame.file, pid)
         return lines[frame.line - 1].strip()[:200] if 0 < frame.line <= len(lines) else ""
 
     def _read(self, file: str, pid: int) -> list[str]:

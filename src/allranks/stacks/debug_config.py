@@ -28,7 +28,8 @@ import msgspec
 
 from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import check_options, key_of, meanings, option
-from allranks.model.parsing import convert, read_yaml
+from allranks.model.parsing import convert
+from allranks.model.yaml_tree import read_yaml
 
 
 def _seconds(default: Any, help: str, key: str, flags: str) -> Any:
@@ -108,7 +109,7 @@ def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> De
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigurationError(f"{path} is no YAML: {error}") from error
+        raise ConfigurationError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigurationError(
             f"{path} has no sections", hint="see docs/reference/job_file.md for a debug section"
@@ -134,7 +135,12 @@ def parse_debug(section: object, base: DebugOptions | None = None) -> DebugOptio
     return replace(base or DebugOptions(), **values)
 
 
+_SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # of YAML 1.1
+
+
 def _convert(value: object, kind: Any, name: str) -> Any:
+    if kind is bool and isinstance(value, str):
+        value = _SWITCHES.get(value.lower(), value)
     try:
         return convert(value, kind)
     except msgspec.ValidationError as error:

@@ -70,6 +70,16 @@ def _frame(row: dict[str, object]) -> StackFrame:
     )
 
 
+def read_selves(text: str) -> dict[int, tuple[str, ...]]:
+    """thread id -> the address of `self` in each frame ("" where there is none), from `py-spy dump --json --locals`."""
+    found: dict[int, tuple[str, ...]] = {}
+    for row in json.loads(text):
+        frames = [one.get("locals") or () for one in row.get("frames") or ()]
+        first = [next((f"{v['addr']:x}" for v in one if v.get("name") == "self"), "") for one in frames]
+        found[row.get("os_thread_id") or 0] = tuple(first)
+    return found
+
+
 def _number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -224,9 +234,12 @@ def find_pyspy() -> str | None:
     return found or shutil.which("py-spy")
 
 
-def run_pyspy(binary: str, pid: int, *, native: bool = False, limit_s: float = PYSPY_LIMIT_S) -> ToolRun:
+def run_pyspy(
+    binary: str, pid: int, *, native: bool = False, limit_s: float = PYSPY_LIMIT_S, variables: bool = False
+) -> ToolRun:
     """`py-spy dump --json`. Without native frames the target is not stopped at all."""
     extra = ["--native"] if native else ["--nonblocking"]
+    extra += ["--locals"] if variables else []
     run = run_tool([binary, "dump", "--json", *extra, "--pid", str(pid)], limit_s)
     return ToolRun(run.output, explain_pyspy(run.problem, pid) if run.problem else "")
 

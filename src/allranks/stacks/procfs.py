@@ -11,13 +11,16 @@ import json
 import os
 import platform
 import re
+import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
+from allranks.stacks.wait_limits import read_wait_limits
 
 PROC = Path("/proc")
 MAX_THREADS = 4096
@@ -57,7 +60,7 @@ def scan(pids: list[int] | None = None) -> list[ProcessEntry]:
 
 def read_entry(pid: int) -> ProcessEntry | None:
     """One process; None when it does not exist."""
-    stat = _read(pid, "stat")
+    stat = read_proc(pid, "stat")
     if not stat:
         return None
     comm = stat[stat.find("(") + 1 : stat.rfind(")")]
@@ -76,7 +79,7 @@ def read_entry(pid: int) -> ProcessEntry | None:
         title=title,
         environ=_environ(pid),
         inner_pid=int(inner[-1]) if inner else 0,
-        slurm_job=next(iter(_SLURM_CGROUP.findall(_read(pid, "cgroup"))), ""),
+        slurm_job=next(iter(_SLURM_CGROUP.findall(read_proc(pid, "cgroup"))), ""),
         uid=int(status.get("Uid", "-1 -1").split()[1]),
         python=_is_python(pid, comm, title),
         spawned="multiprocessing.spawn import spawn_main" in title and _talks(pid),
@@ -85,7 +88,7 @@ def read_entry(pid: int) -> ProcessEntry | None:
 
 def _talks(pid: int) -> bool:
     """Whether a process has torch and a TCP connection, as every rank has."""
-    return "libtorch" in _read(pid, "maps") and bool((open_files(pid) or set()) & _tcp(pid, "01"))
+    return "libtorch" in read_proc(pid, "maps") and bool((open_files(pid) or set()) & _tcp(pid, "01"))
 
 
 def is_foreign_port(port: int, pids: Sequence[int]) -> bool:
@@ -100,7 +103,9 @@ def is_foreign_port(port: int, pids: Sequence[int]) -> bool:
 
 def _tcp(pid: int, state: str, port: int | None = None) -> set[str]:
     """The TCP sockets that a process can see in this state, as its open files name them."""
-    rows = [line.split() for name in ("net/tcp", "net/tcp6") for line in _read(pid, name).splitlines()[1:]]
+    rows = [
+        line.split() for name in ("net/tcp", "net/tcp6") for line in read_proc(pid, name).splitlines()[1:]
+    ]
     at = "" if port is None else f":{port:04X}"
     return {f"socket:[{row[9]}]" for row in rows if row[3] == state and row[1].endswith(at)}
 
@@ -118,7 +123,7 @@ def open_files(pid: int) -> set[str] | None:
     return found
 
 
-def _read(pid: int, name: str) -> str:
+def read_proc(pid: int, name: str) -> str:
     try:
         return (PROC / str(pid) / name).read_bytes().decode("utf-8", "replace")
     except (OSError, ValueError):
@@ -126,7 +131,7 @@ def _read(pid: int, name: str) -> str:
 
 
 def _environ(pid: int) -> dict[str, str]:
-    pairs = (item.partition("=") for item in _read(pid, "environ").split("\0"))
+    pairs = (item.partition("=") for item in read_proc(pid, "environ").split("\0"))
     return {name: value for name, equals, value in pairs if equals and name in _WANTED}
 
 
@@ -154,18 +159,23 @@ def children_of(pid: int) -> list[int]:
         threads = os.listdir(PROC / str(pid) / "task")
     except OSError:
         return []
-    return [int(word) for thread in threads for word in _read(pid, f"task/{thread}/children").split()]
+    return [int(word) for thread in threads for word in read_proc(pid, f"task/{thread}/children").split()]
 
 
 def _command_line(pid: int) -> str:
-    return without_secrets(_read(pid, "cmdline")).replace("\0", " ").strip()
+    return without_secrets(read_proc(pid, "cmdline")).replace("\0", " ").strip()
 
 
-def read_facts(pid: int) -> dict[str, object]:
-    """The facts of one process in the shape of the raw capture files; raises OSError when it is gone."""
-    threads = _with_mutex_owners(pid, [row for row in _threads(pid) if row])
+def read_facts(pid: int, only: Container[int] | None = None) -> dict[str, object]:
+    """The facts of one process in the shape of the raw capture files; raises OSError when it is gone. Of threads that are
+    not in `only` just the names."""
+    threads = _with_memory(pid, [row for row in _threads(pid, only) if row])
     if not threads:
         raise ProcessLookupError(f"process {pid} is gone")
+    machine = platform.machine()
+    calls = {int(str(row["tid"])): parse_syscall(str(row["syscall"]), machine) for row in threads}
+    for tid, limit_s in read_wait_limits(pid, calls).items():
+        next(row for row in threads if row["tid"] == tid)["wait_s"] = round(limit_s, 3)
     return {
         "pid": pid,
         "cmdline": _command_line(pid),
@@ -176,16 +186,20 @@ def read_facts(pid: int) -> dict[str, object]:
     }
 
 
-def _threads(pid: int) -> Iterator[dict[str, object]]:
+def _threads(pid: int, only: Container[int] | None = None) -> Iterator[dict[str, object]]:
     names = sorted(
         (int(name) for name in os.listdir(PROC / str(pid) / "task")), key=lambda tid: (tid != pid, tid)
     )
     for tid in names[:MAX_THREADS]:
-        stat = _read(pid, f"task/{tid}/stat")
+        if only is not None and tid != pid and tid not in only:
+            yield {"tid": tid, "comm": read_proc(pid, f"task/{tid}/comm").strip(), "wchan": "", "syscall": ""}
+            continue
+        stat = read_proc(pid, f"task/{tid}/stat")
         fields = stat.rsplit(")", 1)[-1].split()
         if len(fields) < 13:
             continue
-        inner = status_of(pid, tid).get("NSpid", str(tid)).split()[-1]  # in its own PID namespace
+        status = status_of(pid, tid)
+        inner = status.get("NSpid", str(tid)).split()[-1]  # in its own PID namespace
         yield {
             "tid": tid,
             **({"inner_tid": int(inner)} if int(inner) != tid else {}),
@@ -193,42 +207,63 @@ def _threads(pid: int) -> Iterator[dict[str, object]]:
             "state": fields[0],
             "utime": int(fields[11]),
             "stime": int(fields[12]),
-            "wchan": _read(pid, f"task/{tid}/wchan").strip(),
-            "syscall": _read(pid, f"task/{tid}/syscall").strip(),
-            "kstack": _read(pid, f"task/{tid}/stack").strip(),
+            "switches": sum(int(value) for name, value in status.items() if name.endswith("ctxt_switches")),
+            "wchan": read_proc(pid, f"task/{tid}/wchan").strip(),
+            "syscall": read_proc(pid, f"task/{tid}/syscall").strip(),
+            "kstack": read_proc(pid, f"task/{tid}/stack").strip(),
         }
 
 
-def _with_mutex_owners(pid: int, threads: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Adds who holds the native mutex that a thread waits for: glibc keeps the owner 8 bytes behind the futex."""
-    waiting = [row for row in threads if (address := _mutex_address(str(row["syscall"]))) and address]
-    if not waiting:
-        return threads
-    known = {row["tid"] for row in threads}
+def time_left(name: str, args: tuple[int, ...], memory: BinaryIO) -> float | None:
+    """Seconds until a system call with an absolute end is over; None when it has none, or only a relative one."""
+    clock, at = time.CLOCK_MONOTONIC, 0
+    if name == "clock_nanosleep" and len(args) > 2 and args[1] & 1:
+        clock, at = args[0], args[2]
+    elif name == "futex" and len(args) > 3 and args[1] & 0x7F == 9:
+        clock, at = time.CLOCK_REALTIME if args[1] & 0x100 else clock, args[3]
+    data = peek(memory, at, 16)
+    if len(data) < 16 or clock not in (0, 1):
+        return None
+    seconds, nanos = struct.unpack("=qq", data)
+    return round(seconds + nanos / 1e9 - time.clock_gettime(clock), 3)
+
+
+def peek(memory: BinaryIO, address: int, count: int) -> bytes:
+    """Some bytes of a process's memory; none where it cannot be read."""
     try:
-        with open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
-            for row in waiting:
-                memory.seek(_mutex_address(str(row["syscall"])) + 8)
-                owner = int.from_bytes(memory.read(4), "little")
+        memory.seek(address)
+        return memory.read(count) if address else b""
+    except (OSError, ValueError, OverflowError):
+        return b""
+
+
+def _with_memory(pid: int, threads: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Adds what only memory tells: when a wait ends by itself, and who holds the native mutex that a thread waits for
+    (glibc keeps the owner 8 bytes behind the futex)."""
+    known = {row["tid"] for row in threads}
+    with contextlib.suppress(OSError), open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
+        for row in threads:
+            name, args = parse_syscall(str(row["syscall"]), platform.machine())
+            if (left := time_left(name, args, memory)) is not None:
+                row["left_s"] = left
+            if address := _mutex_address(name, args):
+                owner = int.from_bytes(peek(memory, address + 8, 4), "little")
                 if owner in known:
                     row["mutex_owner"] = owner
-    except (OSError, ValueError, OverflowError):
-        pass
     return threads
 
 
-def _mutex_address(syscall: str) -> int:
+def _mutex_address(name: str, args: tuple[int, ...]) -> int:
     """The address of a mutex whose holder others wait for (futex WAIT of the value 2), else 0."""
-    name, args = parse_syscall(syscall, platform.machine())
     is_mutex = name == "futex" and len(args) > 2 and args[1] & 0x7F == 0 and args[2] & 0xFFFFFFFF == 2
     return args[0] if is_mutex else 0
 
 
 def main_thread_work(pid: int) -> tuple[int, int]:
     """Clock ticks and context switches of a process's main thread, ever."""
-    fields = _read(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split()
+    fields = read_proc(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split()
     ticks = int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
-    lines = _read(pid, f"task/{pid}/status").splitlines()
+    lines = read_proc(pid, f"task/{pid}/status").splitlines()
     return ticks, sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
 
 
@@ -239,7 +274,7 @@ def catches(pid: int, signal_number: int) -> bool:
 
 def status_of(pid: int, thread: int = 0) -> dict[str, str]:
     """The fields of /proc/PID/status of a process or one of its threads; none when it is gone."""
-    text = _read(pid, f"task/{thread}/status" if thread else "status")
+    text = read_proc(pid, f"task/{thread}/status" if thread else "status")
     return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
 
 
@@ -251,7 +286,7 @@ def signal_set(pid: int, field: str) -> int:
 def mapped_files(pid: int, suffix: str) -> list[Path]:
     """Files with this end of name that a process has mapped, as paths that work from here."""
     found: dict[Path, None] = {}
-    for line in _read(pid, "maps").splitlines():
+    for line in read_proc(pid, "maps").splitlines():
         if line.endswith(suffix):
             path = line.split(None, 5)[-1]
             # Path.exists() raises where another user's folder has the name of a container's
@@ -364,8 +399,11 @@ def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
         syscall=name,
         args=args,
         ticks=_count(row.get("utime")) + _count(row.get("stime")),
+        switches=_count(row.get("switches")),
+        left_s=float(left) if isinstance(left := row.get("left_s"), int | float) else None,
         kernel_stack=kernel_functions(str(row.get("kstack") or "")),
         mutex_owner=owner if isinstance(owner, int) else None,
+        wait_s=float(limit) if isinstance(limit := row.get("wait_s"), int | float) else None,
     )
 
 

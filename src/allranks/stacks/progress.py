@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from allranks.model.stacks import RankMarks
-from allranks.stacks.causes import WAITS, Cause
-from allranks.stacks.views import ProcessView, ThreadView
+from allranks.model.stacks import WAITS, RankMarks, StackFrame
+from allranks.stacks.causes import Cause
+from allranks.stacks.views import ProcessView, ThreadView, user_frame
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,61 @@ def decide_progress(
     if timed:
         return _join_timed(timed, marked)
     return _by_snapshots(marked, views, causes)
+
+
+def decide_by_movement(
+    views: Mapping[int, ProcessView], causes: Mapping[int, Cause], seconds: float
+) -> HangDecision:
+    """Without marks: what the main threads did between the first and the last look. Stacks, CPU time and context switches
+    that all stayed the same are a stall; a wait that ended, or another line, is progress."""
+    mains = {
+        rank: view.main for rank, view in views.items() if view.main is not None and len(view.main.facts) > 1
+    }
+    if not mains or len(mains) < len(views) or seconds < SHORT_S:
+        return HangDecision(
+            None, "there are no progress marks, and not all ranks could be watched for some seconds"
+        )
+    lines = {rank: {_user_line(path) for path in main.paths} for rank, main in mains.items()}
+    if moved := sorted(rank for rank, seen in lines.items() if len(seen) > 1):
+        return HangDecision(False, f"rank {moved[0]} went to another line between the looks")
+    woken = [
+        rank for rank, main in mains.items() if causes[rank].cause in WAITS and not main.busy and _woke(main)
+    ]
+    if woken:
+        return HangDecision(False, f"rank {min(woken)} finished what it waited for between the looks")
+    others = {rank: main for rank, main in mains.items() if causes[rank].cause not in WAITS}
+    ends = {
+        rank: main.now.left_s
+        for rank, main in others.items()
+        if main.now is not None and main.now.left_s is not None
+    }
+    if soon := {rank: left for rank, left in ends.items() if left <= SOON_S}:
+        rank = min(soon)
+        return HangDecision(
+            None, f"rank {rank} sleeps, and wakes up in {max(0.0, soon[rank]):.0f} s: look again then"
+        )
+    if works := sorted(rank for rank, main in others.items() if main.busy or _woke(main)):
+        return HangDecision(
+            None, f"rank {works[0]} works on the same line for {seconds:.0f} s: look longer, --for 60"
+        )
+    return HangDecision(
+        True, f"no rank moved for {seconds:.0f} s: same lines, no CPU time, no context switches"
+    )
+
+
+SHORT_S = 2.0  # a shorter look tells nothing
+SOON_S = 60.0
+WAKES = 3  # context switches that a thread which only waits may make, by being looked at
+
+
+def _user_line(path: tuple[StackFrame, ...]) -> tuple[str, int]:
+    frame = user_frame(path)
+    return (frame.file, frame.line) if frame is not None else ("", 0)
+
+
+def _woke(main: ThreadView) -> bool:
+    """Whether a thread ran between the looks."""
+    return (main.ticks_moved or 0) > 1 or main.facts[-1].switches - main.facts[0].switches > WAKES
 
 
 def decide_by_counts(decided: HangDecision, still_s: float | None, stillness: Stillness) -> HangDecision:

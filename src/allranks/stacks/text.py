@@ -128,15 +128,15 @@ MAX_LINES = 400  # of the tree; the HTML report has no limit
 
 def render_text(report: StacksReport, roots: Sequence[Node]) -> Iterator[str]:
     """Everything a person needs at three in the morning, in reading order."""
-    yield from _tree_lines(roots, frozenset(report.culprits))
+    yield from _verdict(report)
     yield ""
     yield from _table(report)
     yield ""
-    yield from _verdict(report)
+    yield from _tree_lines(roots, frozenset(report.culprits))
 
 
 def _verdict(report: StacksReport) -> Iterator[str]:
-    word = {True: "HUNG", False: "NOT HUNG", None: "UNCLEAR"}[report.hung]
+    word = {True: "STUCK", False: "MOVING", None: "UNCLEAR"}[report.hung]
     yield f"{word}: {report.sentence}"
     if report.hung is not False and report.reason and report.reason not in report.sentence:
         yield f"  because {report.reason}"

@@ -200,7 +200,7 @@ class Supervisor:
             self._wake = None
 
     def _turn(self) -> None:
-        """Waits for what happens next, and lets whom it concerns answer."""
+        """Waits for the next events and handles them."""
         for key, _ in self._selector.select(self._timeout()):
             if self._selector.get_map().get(key.fileobj) == key:  # not ended by one before it
                 key.data()

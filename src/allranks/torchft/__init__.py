@@ -16,7 +16,7 @@ from allranks.manager.diloco import DiLoCo
 from allranks.manager.groups.managed import ManagedDeviceMesh, ft_init_device_mesh, managed_device_mesh
 from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
-from allranks.torchft import checkpointing, coordination, futures, manager, process_group
+from allranks.torchft import checkpointing, coordination, manager, process_group
 from allranks.torchft.manager import Manager, WorldSizeMode
 from allranks.torchft.process_group import (
     ManagedProcessGroup,
@@ -51,7 +51,6 @@ __all__ = [
     "checkpointing",
     "coordination",
     "ft_init_device_mesh",
-    "futures",
     "managed_device_mesh",
     "manager",
     "process_group",

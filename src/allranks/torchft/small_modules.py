@@ -5,12 +5,8 @@ What has no counterpart here can be imported, and says what to use when it is ca
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from types import ModuleType
 
 import torch
@@ -19,15 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import data
 
-from allranks.errors import ConfigurationError
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.diloco import DiLoCo
 from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
 from allranks.torchft import checkpointing, coordination
-
-log = logging.getLogger("allranks.torchft")
+from allranks.torchft.coordination import not_offered
 
 
 class DistributedSampler(data.distributed.DistributedSampler):
@@ -86,66 +80,6 @@ def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
     return local.detach().clone().requires_grad_(t.requires_grad)
 
 
-class DummyWork(dist._Work):
-    """Succeeded at once with `result`."""
-
-    def __init__(self, result: object) -> None:
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[object]:
-        done: torch.futures.Future[object] = torch.futures.Future()
-        done.set_result(self._result)
-        return done
-
-
-def get_stream_context(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """Work inside runs on `stream`; nothing changes for None or without an accelerator."""
-    if stream is None or not torch.cuda.is_available():
-        return nullcontext()
-    context: AbstractContextManager[object] = torch.cuda.stream(stream)
-    return context
-
-
-def record_event() -> torch.cuda.Event | None:
-    """An event in the current stream, which is returned; None without an accelerator."""
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.current_stream().record_event(torch.cuda.Event(interprocess=True))
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
-
-
-def setup_logger(name: str) -> None:
-    """Says once per name what is there instead when OpenTelemetry was asked for (TORCHFT_USE_OTEL)."""
-    if os.environ.get("TORCHFT_USE_OTEL", "false").lower() not in ("false", "0", ""):
-        log.warning(
-            "%s: no OpenTelemetry export here; scrape /metrics of the lighthouse, or attach a handler", name
-        )
-
-
-def shutdown_logger() -> None:
-    """Nothing was opened."""
-
-
-def not_offered(name: str, instead: str) -> type:
-    """A class of that name that cannot be made (nor called): both raise one sentence."""
-
-    def refuse(self: object, *arguments: object, **named: object) -> None:
-        raise ConfigurationError(f"allranks.torchft does not offer {name}: {instead}")
-
-    return type(name, (), {"__init__": refuse, "__doc__": f"Not offered: {instead}.", "__module__": __name__})
-
-
 def _named(*things: type) -> dict[str, object]:
     return {one.__name__: one for one in things}
 
@@ -168,7 +102,6 @@ MODULES: dict[str, Mapping[str, object]] = {
     "ddp": _named(DistributedDataParallel, PureDistributedDataParallel),
     "local_sgd": _named(DiLoCo, LocalSGD) | {"extract_local_tensor": extract_local_tensor},
     "optim": {"Optimizer": Optimizer, "OptimizerWrapper": OptimizerWrapper},
-    "otel": {"setup_logger": setup_logger, "shutdown": shutdown_logger},
     "parameter_server": _not_offered(
         "ParameterServer", "configure a ProcessGroupGloo of two ranks yourself for each session"
     ),
@@ -178,12 +111,6 @@ MODULES: dict[str, Mapping[str, object]] = {
     "torchx": {
         "hsdp": not_offered("torchx.hsdp", "start with `allranks run --replicas N --nproc-per-node M SCRIPT`")
     },
-    "utils": {
-        "get_stream_context": get_stream_context,
-        "record_event": record_event,
-        "synchronize": synchronize,
-    },
-    "work": {"DummyWork": DummyWork, "_DummyWork": DummyWork},
 }
 
 

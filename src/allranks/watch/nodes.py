@@ -120,7 +120,7 @@ class NodeMonitor:
 
     def _miss_lighthouse(self, away_s: float) -> None:
         """Once: it is gone, with the node that held it."""
-        host, successor = self._host(), self._failover.heir
+        host, successor = self._host(), self._failover.successor
         self._failover = Failover()
         if host is not None and not self._stop.is_set():
             reason = f"its agent held the lighthouse, which does not answer for {away_s:.1f} s"

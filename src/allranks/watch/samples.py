@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from allranks.blackbox.header import STRUCT, is_alive, parse_header, process_state, read_regular
+from allranks.blackbox.header import HEADER_BYTES, is_alive, parse_header, process_state, read_regular
+from allranks.blackbox.phases import PhaseMark, read_phases
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
 from allranks.model.trace import Flag, RankTrace, State
@@ -46,6 +47,7 @@ class RankSample:
     attempt: int = 0
     step_ns: int = 0  # of the last step mark
     joined: bool = False  # it has begun to make a process group
+    phases: tuple[PhaseMark, ...] = ()  # what it did besides steps
     loss: float = 0.0  # that the script gave with the last step mark; 0: none
 
     @property
@@ -84,9 +86,10 @@ def read_samples(folder: Path) -> list[RankSample]:
 
 
 def read_sample(path: str | Path) -> RankSample | None:
-    """Reads one header; None when the file is no whole black box of a version that we know."""
+    """Reads one header; None when the file is not a whole black box of a known version."""
     try:
-        head = parse_header(read_regular(path, STRUCT.size))
+        page = read_regular(path, HEADER_BYTES)
+        head = parse_header(page)
     except (OSError, InputError):
         return None
     return RankSample(
@@ -105,6 +108,7 @@ def read_sample(path: str | Path) -> RankSample | None:
         attempt=head.attempt,
         step_ns=head.step_ns,
         joined=head.inside > 0 or head.setups > 0,
+        phases=read_phases(page),
         loss=head.loss,
     )
 

@@ -127,7 +127,7 @@ class NoticeState:
 
     ranks: dict[int, RankHistory] = field(default_factory=dict)
     allowed_until_s: float = 0.0  # silence is allowed until then (after "slow, not hung")
-    extended: int = 0  # inspections in a row that did not settle it; each adds half a limit
+    extended: int = 0  # inspections in a row that did not settle it
     # of the last action: a silence that began before it was ended by it and proves nothing
     acted_s: float = 0.0
 
@@ -159,10 +159,15 @@ def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm
         base = _young_limit_s(base, state, options, rhythms)
     if contradict(rhythms):
         base = options.floor_s
-    limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + state.extended / 2)
+    limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + _extension(state.extended))
     if state.extended == 1:
         limit = min(limit, _before_retry_s(SECOND_LOOK, usual, options))
     return min(options.cap_s, limit)
+
+
+def _extension(times: int) -> float:
+    """How many limits more than one a silence has: the second look comes soon, later ones half a limit apart."""
+    return 0.25 if times == 1 else max(0, times - 1) / 2
 
 
 def _tells(state: NoticeState, rhythms: Sequence[Rhythm]) -> bool:
@@ -283,7 +288,7 @@ def _looping(now_s: float, present: dict[int, RankHistory], options: NoticeOptio
 
 
 def _last_progress_s(state: NoticeState, histories: list[RankHistory]) -> float:
-    """A process that has just started is no progress of those that wait for it; an action of ours begins a new wait."""
+    """A process that has just started does not count as progress of those that wait for it; an action of ours begins a new wait."""
     moved = [h.changed_s for h in histories if h.changes]
     if not moved:
         return max(h.changed_s for h in histories)
@@ -352,7 +357,7 @@ def mark_resumed(state: NoticeState, now_s: float) -> NoticeState:
 
 
 def extend_deadline(state: NoticeState, now_s: float, options: NoticeOptions) -> NoticeState:
-    """After a look that did not settle it: be patient for half a limit more, each time."""
+    """After a look that did not settle it: be patient for longer, each time."""
     return replace(state, extended=state.extended + 1, allowed_until_s=now_s)
 
 
@@ -365,10 +370,17 @@ class ProgressHistory:
     # path -> (mark, …)
     _rhythms: dict[str, tuple[tuple[int, int, int], Rhythm]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _began_s: float | None = None
+    started_in_s: float = (
+        0.0  # until the ranks made their first progress: what a restart costs; 0 when not known
+    )
 
     def observe(self, now_s: float, samples: list[RankSample]) -> None:
         with self._lock:
             self._state = observe(now_s, self._state, samples, self.options)
+        self._began_s = now_s if self._began_s is None else self._began_s
+        if not self.started_in_s and any(history.changes for history in self._state.ranks.values()):
+            self.started_in_s = now_s - self._began_s
 
     def standstill(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
         """Nobody makes progress."""
@@ -403,6 +415,13 @@ class ProgressHistory:
         """An action ends this silence: it does not make the job look slow from now on."""
         with self._lock:
             self._state = mark_resumed(self._state, time.monotonic())
+
+    @property
+    def longest_s(self) -> float:
+        """The longest pause that ended, of the job and of the places where its ranks are."""
+        silences = [s for history in self._state.ranks.values() for s in history.silences_s]
+        pauses = [s for _, rhythm in self._rhythms.values() if rhythm.known for s in rhythm.pauses_s]
+        return max((*silences, *pauses), default=0.0)
 
     @property
     def moves(self) -> bool:

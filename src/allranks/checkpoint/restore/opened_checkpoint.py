@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from allranks.checkpoint import checksum as checksums
 from allranks.checkpoint import manifest as manifests
-from allranks.checkpoint.stores import Attempt, DataReader, Store, quoted, store_arguments
+from allranks.checkpoint.stores import DataReader, Store, quoted, store_arguments
 from allranks.errors import CheckpointDamaged
 
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.
@@ -31,7 +31,6 @@ class Opened:
     manifest: manifests.Manifest
     indexes: tuple[manifests.Index, ...]
     progress: Callable[[int], None] | None = None  # called with the bytes of every shard that was checked
-    open_file: Callable[[str], DataReader] | None = None  # None: those of the committed checkpoint
     _sources: dict[str, DataReader] = field(default_factory=dict)
     _requests: ThreadPoolExecutor | None = None
     _table: dict[str, list[tuple[manifests.Index, manifests.StoredShard]]] | None = None
@@ -162,18 +161,16 @@ class Opened:
 
     def _open(self, file: str) -> DataReader:
         try:
-            source = self.open_file(file) if self.open_file else self.store.open(self.name, file)
+            source = self.store.open(self.name, file)
         except FileNotFoundError as error:
             raise self._damaged(f"{file} is missing", file) from error
-        known = next(((one, i.algorithm) for i in self.indexes for one in i.files if one.file == file), None)
-        if known is not None:  # else it is of another checkpoint
-            expected, algorithm = known
-            if source.bytes != expected.bytes:
-                raise self._damaged(f"{file} has {source.bytes} bytes instead of {expected.bytes}", file)
-            header = memoryview(bytearray(expected.header_bytes))
-            source.read_into(0, header)
-            if checksums.checksum(header, algorithm) != expected.header_checksum:
-                raise self._damaged(f"the header of {file} does not match its checksum", file)
+        expected, algorithm = next((f, i.algorithm) for i in self.indexes for f in i.files if f.file == file)
+        if source.bytes != expected.bytes:
+            raise self._damaged(f"{file} has {source.bytes} bytes instead of {expected.bytes}", file)
+        header = memoryview(bytearray(expected.header_bytes))
+        source.read_into(0, header)
+        if checksums.checksum(header, algorithm) != expected.header_checksum:
+            raise self._damaged(f"the header of {file} does not match its checksum", file)
         return source
 
     def _damaged(self, reason: str, key: str) -> CheckpointDamaged:
@@ -209,22 +206,6 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
         checkpoint = Opened(store, name, manifest, tuple(indexes), progress)
         stack.callback(checkpoint.close)
         yield checkpoint
-
-
-def check_staged(store: Store, attempt: Attempt, index: manifests.Index) -> None:
-    """Reads an attempt's data file back, past this machine's caches; CheckpointDamaged names what is different."""
-    nothing = manifests.Manifest(0, 0, 0, 0.0, attempt.token, ())
-    with closing(
-        Opened(store, attempt.name, nothing, (index,), open_file=partial(store.open_staged, attempt))
-    ) as staged:
-        wide = staged.source(index.files[0].file).wide_reads
-        runs = neighbours(sorted(index.shards, key=lambda s: s.start), lambda s: s, REQUEST_BYTES)
-
-        def checker() -> Callable[[list[manifests.StoredShard]], None]:
-            scratch = memoryview(bytearray(REQUEST_BYTES if wide else checksums.TOGETHER_BYTES))
-            return lambda run: staged.check_run([(index, stored) for stored in run], scratch)
-
-        checksums.in_threads(checksums.cores(), runs, checker)
 
 
 def neighbours(

@@ -353,7 +353,6 @@ class SaveCoordinator:
             commit_timeout_s=config.commit_timeout_s,
             retries=retries,
             retry_delay_s=config.async_save_retry_delay,
-            read_back=config.read_back,
             job=config.job,
         )
 

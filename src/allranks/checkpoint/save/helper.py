@@ -19,10 +19,9 @@ from dataclasses import asdict
 from typing import Any, TypeAlias
 
 from allranks.channel.frames import JsonReader, send_json
-from allranks.checkpoint.manifest import MANIFEST, FileLayout, Index, Shard, decode_manifest, lay_out
-from allranks.checkpoint.save.writer import Saved, SaveJob, as_older, write_checkpoint
+from allranks.checkpoint.manifest import FileLayout, Shard, lay_out
+from allranks.checkpoint.save.writer import Saved, SaveJob, write_checkpoint
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, hint_for, open_store, reason_of
-from allranks.errors import CheckpointValidationError
 
 SOCKET_FD = 3
 #: What rank and helper send each other, as JSON: `kind` says which of the messages at the end of the module it is.
@@ -32,7 +31,7 @@ NICENESS = 5
 
 
 class Helper:
-    """The state of one helper: mapped memory, known layouts, open stores, the last index per store."""
+    """The state of one helper: mapped memory, known layouts, open stores."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -41,7 +40,6 @@ class Helper:
         self.arenas: dict[int, memoryview] = {}
         self.layouts: dict[int, FileLayout] = {}
         self.stores: dict[str, Store] = {}
-        self.last: dict[str, tuple[str, str, Index]] = {}
         self.queues: dict[str, queue.SimpleQueue[Message | None]] = {}
         self.workers: list[threading.Thread] = []
         self.sending = threading.Lock()
@@ -90,11 +88,7 @@ class Helper:
         try:
             layout, image = self.layouts[message["layout"]], message["image"]
             store = self.store(job.store)
-            older = self.older(job, store)
-            saved, index = write_checkpoint(job, layout, image, store, older, self.parent_alive)
-            if store.references:
-                name = job.attempt.name
-                self.last[job.store.url] = (name, job.attempt.token, as_older(index, name))
+            saved = write_checkpoint(job, layout, image, store, self.parent_alive)
             return {"kind": "saved", "save": message["save"], "result": asdict(saved)}
         except Exception as error:
             if isinstance(error, PermissionError):
@@ -116,16 +110,6 @@ class Helper:
         if key not in self.stores:
             self.stores[key] = open_store(spec)
         return self.stores[key]
-
-    def older(self, job: SaveJob, store: Store) -> Index | None:
-        """This rank's last index in the store, if that checkpoint is still there unchanged."""
-        if not store.references or job.store.url not in self.last:
-            return None
-        name, token, index = self.last[job.store.url]
-        with contextlib.suppress(OSError, CheckpointValidationError):
-            if decode_manifest(store.read(name, MANIFEST), name).attempt == token:
-                return index
-        return None
 
     def parent_alive(self) -> bool:
         return self.parent is not None and not select.select([self.parent], [], [], 0)[0]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -21,11 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from allranks.checkpoint.group import RankGroup
 from allranks.checkpoint.manifest import FileLayout, Shard, lay_out, padded
 from allranks.checkpoint.tensors import is_dtensor, local_parts
-
-try:
-    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-except ImportError:  # torch < 2.3
-    from torch.distributed.checkpoint._dedup_tensors import dedup_tensors as dedup_save_plans
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",

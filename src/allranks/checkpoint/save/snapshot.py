@@ -20,7 +20,7 @@ from allranks.checkpoint.state import PER_RANK, CheckpointState, StateDict
 from allranks.checkpoint.tensors import Flat, as_dtensor, flatten, is_dtensor, local_chunk, unflatten
 from allranks.errors import CheckpointDamaged
 
-#: Hashing a snapshot is a matter of memory bandwidth; whoever needs it waits no longer than this.
+#: Hashing a snapshot is a matter of memory bandwidth; nothing waits longer than this for it.
 SEAL_LIMIT_S = 600.0
 
 

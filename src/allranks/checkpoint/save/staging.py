@@ -189,7 +189,7 @@ def _finish(
     """Body of the copy thread. `pairs` only keeps device tensors alive until they are copied."""
     copy._copy_left()
     try:
-        with copy._helping:  # whoever helps has copied its last one, too
+        with copy._helping:  # a helping thread has copied its last one, too
             changed = [source for source, version in versions if source._version != version]
         if changed:
             raise TornCopy(

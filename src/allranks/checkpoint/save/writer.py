@@ -12,10 +12,10 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from allranks.checkpoint.checksum import checksum, identifies_content
+from allranks.checkpoint.checksum import checksum
 from allranks.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -23,20 +23,17 @@ from allranks.checkpoint.manifest import (
     Index,
     Manifest,
     Part,
-    Placed,
-    Shard,
     Skeleton,
     StoredShard,
+    bytes_of_index,
     decode_manifest,
     encode_index,
     encode_manifest,
-    lay_out,
     part_name,
-    shards_of_index,
 )
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, reason_of
 from allranks.checkpoint.stores.listing import prune
-from allranks.errors import AllranksError, CheckpointDamaged, CheckpointValidationError
+from allranks.errors import AllranksError, CheckpointValidationError
 
 T = TypeVar("T")
 
@@ -61,7 +58,6 @@ class SaveJob:
     commit_timeout_s: float = 600.0
     retries: int = 0
     retry_delay_s: float = 5.0
-    read_back: bool = False
     job: str = ""
 
     @property
@@ -90,13 +86,12 @@ def write_checkpoint(
     layout: FileLayout,
     image: memoryview,
     store: Store,
-    older: Index | None = None,
     alive: Callable[[], bool] = lambda: True,
-) -> tuple[Saved, Index]:
-    """Writes, waits for the other ranks' parts, commits, prunes. `older` is this rank's last index here."""
+) -> Saved:
+    """Writes, waits for the other ranks' parts, commits, prunes."""
     began = time.monotonic()
     try:
-        index, part = _retrying(job, lambda: _write_part(job, layout, image, store, older))
+        part = _retrying(job, lambda: _write_part(job, layout, image, store))
         if job.rank == job.ranks[0]:
             manifest = collect(job, part, store, alive)
             _retrying(job, lambda: store.commit(job.attempt, encode_manifest(manifest)))
@@ -109,7 +104,7 @@ def write_checkpoint(
         store.leave(job.attempt)
     left, problem = _keep_house(job, store) if job.rank == job.ranks[0] else ((), "")
     path, took_s = store.path_of(job.attempt.name), time.monotonic() - began
-    return Saved(path, layout.bytes, took_s, left, problem), index
+    return Saved(path, layout.bytes, took_s, left, problem)
 
 
 def _keep_house(job: SaveJob, store: Store) -> tuple[tuple[str, ...], str]:
@@ -123,9 +118,7 @@ def _keep_house(job: SaveJob, store: Store) -> tuple[tuple[str, ...], str]:
     return tuple(left), ""
 
 
-def _write_part(
-    job: SaveJob, layout: FileLayout, image: memoryview, store: Store, older: Index | None
-) -> tuple[Index, Part]:
+def _write_part(job: SaveJob, layout: FileLayout, image: memoryview, store: Store) -> Part:
     """Data file, then index; both durable when this returns."""
     name = part_file(store, job.attempt, job.rank, "safetensors")
     sums: dict[str, str] = {}
@@ -134,36 +127,17 @@ def _write_part(
         for p in layout.placed:
             sums[p.key] = checksum(image[p.start : p.start + p.shard.bytes], job.algorithm)
 
-    hashing = threading.Thread(target=hash_all)
+    hashing = threading.Thread(target=hash_all)  # while it is written
     hashing.start()
-    reusable: dict[str, StoredShard] = {}
     try:
-        if store.references:
-            hashing.join()
-            reusable = _reusable(layout, sums, older, job)
-        changed = {p.shard: p for p in layout.placed if p.key not in reusable}
-        written = lay_out(list(changed)) if reusable else layout
-        pieces = _pieces(written, changed, image) if reusable else [image[: layout.bytes]]
-        # on a disk: hashing and writing at the same time
-        store.write(job.attempt, name, pieces, written.bytes)
+        store.write(job.attempt, name, [image[: layout.bytes]], layout.bytes)
     finally:
         hashing.join()
-    stored = [StoredShard(p.shard, name, p.start, sums[changed[p.shard].key]) for p in written.placed]
-    file = data_file(name, written, job.algorithm)
-    index = Index(job.rank, job.algorithm, (file,), (*stored, *reusable.values()), job.common, job.own)
-    if job.read_back:
-        _read_back(store, job.attempt, replace(index, shards=tuple(stored)))
-    return index, write_index(store, job.attempt, index)
-
-
-def _read_back(store: Store, attempt: Attempt, index: Index) -> None:
-    """Compares what the storage has with what was meant, while the state is still in memory; OSError (EIO)."""
-    from allranks.checkpoint.restore.opened_checkpoint import check_staged  # only who reads back needs it
-
-    try:
-        check_staged(store, attempt, index)
-    except CheckpointDamaged as error:
-        raise OSError(errno.EIO, f"read back is not what was written: {error.reason}") from error
+    stored = tuple(StoredShard(p.shard, name, p.start, sums[p.key]) for p in layout.placed)
+    file = data_file(name, layout, job.algorithm)
+    return write_index(
+        store, job.attempt, Index(job.rank, job.algorithm, (file,), stored, job.common, job.own)
+    )
 
 
 def part_file(store: Store, attempt: Attempt, rank: int, suffix: str) -> str:
@@ -179,44 +153,11 @@ def write_index(store: Store, attempt: Attempt, index: Index) -> Part:
     """Writes an index file; the part that the manifest names."""
     name, data = part_file(store, attempt, index.rank, "json"), encode_index(index)
     store.write(attempt, name, [memoryview(data)], len(data))
-    size = sum(file.bytes for file in index.files)
-    return _part(index.rank, name, data, size, {stored.file for stored in index.shards})
+    return _part(index.rank, name, data, sum(file.bytes for file in index.files))
 
 
-def _part(rank: int, name: str, data: bytes, size: int, files: set[str]) -> Part:
-    references = tuple(sorted(file for file in files if file.startswith("../")))
-    return Part(rank, name, len(data), hashlib.sha256(data).hexdigest(), size, references)
-
-
-def _reusable(
-    layout: FileLayout, sums: dict[str, str], older: Index | None, job: SaveJob
-) -> dict[str, StoredShard]:
-    """key → where an older checkpoint keeps the very same bytes."""
-    if older is None or older.algorithm != job.algorithm or not identifies_content(job.algorithm):
-        return {}
-    known = {(s.shard, s.checksum): s for s in older.shards if s.file.startswith("../")}
-    found = {}
-    for placed in layout.placed:
-        match = known.get((placed.shard, sums[placed.key]))
-        if match is not None and not match.file.startswith(f"../{job.attempt.name}/"):
-            found[placed.key] = match
-    return found
-
-
-def _pieces(layout: FileLayout, source: Mapping[Shard, Placed], image: memoryview) -> Iterator[memoryview]:
-    yield memoryview(layout.header)
-    for placed in layout.placed:
-        start = source[placed.shard].start
-        yield image[start : start + placed.shard.bytes]
-
-
-def as_older(index: Index, name: str) -> Index:
-    """An index as a later checkpoint of the same store sees it: every file by its way through the parent."""
-    shards = tuple(
-        s if s.file.startswith("../") else StoredShard(s.shard, f"../{name}/{s.file}", s.start, s.checksum)
-        for s in index.shards
-    )
-    return Index(index.rank, index.algorithm, index.files, shards)
+def _part(rank: int, name: str, data: bytes, size: int) -> Part:
+    return Part(rank, name, len(data), hashlib.sha256(data).hexdigest(), size)
 
 
 def _retrying(job: SaveJob, act: Callable[[], T]) -> T:
@@ -259,7 +200,7 @@ def part_of(job: SaveJob, rank: int, store: Store) -> Part | None:
             raise Peers(f"rank {rank} could not write its part: {_reason(failed)}")
         return None
     try:
-        return _part(rank, name, data, *shards_of_index(data, name))
+        return _part(rank, name, data, bytes_of_index(data, name))
     except CheckpointValidationError:
         return None  # seen while being written; looked at again
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from allranks.errors import AllranksError, InputError
+from allranks.model.files import write_atomically
 from allranks.model.parsing import without_secrets
 
 Pieces = Iterable[memoryview]
@@ -70,7 +71,6 @@ class Store(Protocol):
     tier: str
     spec: StoreSpec
     attempt_in_names: bool  # file names carry the attempt, since there is no rename
-    references: bool  # a checkpoint may point into an older one, so that unchanged tensors stay there
 
     def path_of(self, name: str) -> str:
         """How the checkpoint is called towards the user."""
@@ -80,9 +80,6 @@ class Store(Protocol):
 
     def staged(self, attempt: Attempt, file: str) -> bytes | None:
         """A small file of an attempt that is not committed yet; None while it is not there."""
-
-    def open_staged(self, attempt: Attempt, file: str) -> DataReader:
-        """A data file of an attempt that is not committed yet, as the storage has it: past this machine's caches."""
 
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
         """Makes the attempt the checkpoint of its name, replacing an older one of that name."""
@@ -241,6 +238,10 @@ def _object_store_hint(text: str, number: int | None, store: str, options: Mappi
         return f"set {_KEYS}, or give the machine a role; then try: allranks checkpoint ls {store}"
     if "TimeTooSkewed" in text or "request time" in text.lower():
         return f"the clock of this machine is wrong: date -u; set it (chronyd, ntpd), then try: allranks checkpoint ls {store}{keys}"
+    if "InvalidAccessKeyId" in text:
+        return f"the access key is not known there: check AWS_ACCESS_KEY_ID and the endpoint; try it: allranks checkpoint ls {store}{keys}"
+    if "SignatureDoesNotMatch" in text:
+        return f"the secret key does not belong to the access key: check AWS_SECRET_ACCESS_KEY; try it: allranks checkpoint ls {store}{keys}"
     if "NotImplemented" in text:
         return (
             "this store cannot put an object on condition (If-None-Match), which keeps two savers of one checkpoint apart: "
@@ -314,10 +315,7 @@ class KnownMount:
 
     def _write(self, point: str) -> None:
         with contextlib.suppress(OSError):
-            self.note.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self.note.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps({"folder": str(self.folder), "mounted_at": point}))
-            unfinished.replace(self.note)
+            write_atomically(self.note, json.dumps({"folder": str(self.folder), "mounted_at": point}))
 
     def _from_note(self) -> str | None:
         """The mount point of the last save, "" for none; None without a note."""

@@ -42,7 +42,6 @@ class FileStore:
 
     tier = "NVME"
     attempt_in_names = False
-    references = False
 
     def __init__(self, root: Path, spec: StoreSpec | None = None) -> None:
         self.root = root
@@ -74,9 +73,6 @@ class FileStore:
             return _read_small(self._folder(attempt) / file)
         except FileNotFoundError:
             return None
-
-    def open_staged(self, attempt: Attempt, file: str) -> FileSource:
-        return UncachedSource(self._folder(attempt) / file)
 
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
         folder, final = self._folder(attempt), self.root / attempt.name
@@ -294,18 +290,6 @@ class FileSource:
                 return self._fd
             self._fds[threading.get_ident()] = fd
         return fd
-
-
-class UncachedSource(FileSource):
-    """A file as the disk has it: its pages are dropped before it is read, and again afterwards."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        super().close()
 
 
 def _open_plain(path: Path) -> int:

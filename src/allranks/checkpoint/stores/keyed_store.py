@@ -1,7 +1,7 @@
 """Checkpoints in anything that keeps bytes by key: object stores (tier S3) and peers' memory (tier PEER).
 
 Torch-free. There is no rename, so file names carry the attempt, and the conditional put of the manifest is the
-commit. A checkpoint may point into the data files of older ones: removing an old one keeps those files.
+commit.
 
 Lists of objects may be out of date. None is believed against the pointer (`pointer.py`), and nothing is deleted before the
 objects themselves have been asked: a file goes when no manifest that could name it is there.
@@ -60,7 +60,6 @@ class KeyedStore:
     blobs: BlobStore
     spec: StoreSpec
     tier: str
-    references: bool
     pointer: bool = False  # its lists may be out of date
     attempt_in_names: bool = True
 
@@ -76,9 +75,6 @@ class KeyedStore:
         except FileNotFoundError:
             return None
 
-    def open_staged(self, attempt: Attempt, file: str) -> BlobSource:
-        return BlobSource(self.blobs, f"{attempt.name}/{file}")
-
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
         key, replaced, version = f"{attempt.name}/{MANIFEST}", "", None
         with contextlib.suppress(FileNotFoundError):
@@ -92,7 +88,7 @@ class KeyedStore:
         with contextlib.suppress(OSError):  # it is committed; older files are tidied another time
             self._point(add=attempt.name)
             if replaced not in ("", attempt.token):
-                self.blobs.delete(self._unshared(attempt.name, replaced, self._listed()))
+                self.blobs.delete(_files_of(attempt.name, replaced, self._listed()))
 
     def abandon(self, attempt: Attempt) -> None:
         if not self._committed(attempt):  # else only the answer was lost
@@ -112,8 +108,6 @@ class KeyedStore:
             for key, changed in listed.items()
             if changed < limit and (found := _OURS.fullmatch(key)) and found[1] not in complete
         }
-        needed = self._referenced(filter(_is_manifest, listed)) if stale else set()
-        stale = {key: found for key, found in stale.items() if key not in needed}
         self._check_list(
             f"{name}/{file}"
             for name, token in {(found[1], found[2]) for found in stale.values()}
@@ -128,10 +122,10 @@ class KeyedStore:
         return sorted({*listed, *self._known()})
 
     def read(self, name: str, file: str) -> bytes:
-        return self.blobs.get(_join(name, file))[0]
+        return self.blobs.get(f"{name}/{file}")[0]
 
     def open(self, name: str, file: str) -> BlobSource:
-        return BlobSource(self.blobs, _join(name, file))
+        return BlobSource(self.blobs, f"{name}/{file}")
 
     def remove(self, name: str) -> bool:
         listed = self._listed()
@@ -139,10 +133,9 @@ class KeyedStore:
         if any(changed > limit for key, changed in listed.items() if key.startswith(f"{READING}/{name}/")):
             return False  # a reader that has not run out
         token = _attempt_of(self.read(name, MANIFEST), name)
-        unshared = self._unshared(name, token, listed)
         self._point(drop={name})
         self.blobs.delete([f"{name}/{MANIFEST}"])
-        self.blobs.delete(unshared)
+        self.blobs.delete(_files_of(name, token, listed))
         return True
 
     def quarantine(self, name: str, reason: str) -> str:
@@ -243,22 +236,6 @@ class KeyedStore:
             data = encode(self._known(), add, drop)
             self.blobs.put(POINTER, [memoryview(data)], len(data))
 
-    def _unshared(self, name: str, token: str, listed: Iterable[str]) -> list[str]:
-        """The files of one attempt that no other manifest points at; none if the attempt is not known."""
-        mine = [key for key in listed if (found := _OURS.fullmatch(key)) and found.groups() == (name, token)]
-        others = (key for key in listed if key.endswith(f"/{MANIFEST}") and key != f"{name}/{MANIFEST}")
-        shared = self._referenced(others) if mine else set()
-        return [key for key in mine if key not in shared]
-
-    def _referenced(self, manifests: Iterable[str]) -> set[str]:
-        """Data files that these manifests point at, in their own or in other folders."""
-        found = set()
-        for key in manifests:
-            with contextlib.suppress(FileNotFoundError, CheckpointValidationError):
-                parts = decode_manifest(self.blobs.get(key)[0], key).parts
-                found |= {_join(key.split("/")[0], file) for part in parts for file in part.references}
-        return found
-
 
 class BlobSource:
     """One data object, read by ranges."""
@@ -305,11 +282,6 @@ def _attempt_of(manifest: bytes, path: str) -> str:
         return ""
 
 
-def _join(name: str, file: str) -> str:
-    """A file's key; `../OTHER/FILE` leads into another checkpoint of the same store, and no further."""
-    if not file.startswith("../"):
-        return f"{name}/{file}"
-    other = file.removeprefix("../")
-    if ".." in other.split("/") or other.count("/") != 1:
-        raise CheckpointValidationError(f"reference '{file}' leads out of the store", path=name)
-    return other
+def _files_of(name: str, token: str, listed: Iterable[str]) -> list[str]:
+    """The files of one attempt; none if the attempt is not known."""
+    return [key for key in listed if (found := _OURS.fullmatch(key)) and found.groups() == (name, token)]

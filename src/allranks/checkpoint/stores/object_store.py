@@ -7,7 +7,7 @@ import configparser
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -52,7 +52,25 @@ _KEY_VARIABLES = (
 
 def open_object_store(spec: StoreSpec) -> KeyedStore:
     """Opens the bucket of a URL. Options: endpoint, region, access_key_id, secret_access_key, timeouts."""
-    return KeyedStore(ObjectBlobs(spec), spec, "S3", references=True, pointer=True)
+    return KeyedStore(ObjectBlobs(spec), spec, "S3", pointer=True)
+
+
+def try_access(spec: StoreSpec) -> Iterator[tuple[str, OSError]]:
+    """(IAM action, why it failed) of what saves and restores need: lists, writes, reads and deletes one small object."""
+    blobs, name, data = ObjectBlobs(spec), f"allranks-access-{os.urandom(6).hex()}", b"{}"
+    steps: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("s3:ListBucket", lambda: blobs.keys(name)),
+        ("s3:PutObject", lambda: blobs.put(name, [memoryview(data)], len(data))),
+        ("s3:GetObject", lambda: blobs.get(name)),
+        ("s3:DeleteObject", lambda: blobs.delete([name])),
+    )
+    for action, call in steps:
+        try:
+            call()
+        except OSError as error:
+            yield action, error
+            if action == "s3:PutObject" or isinstance(error, FileNotFoundError):
+                return  # there is nothing to read and to delete
 
 
 _used_by: set[int] = set()  # processes

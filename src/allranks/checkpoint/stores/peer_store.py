@@ -237,7 +237,7 @@ def open_peers(spec: StoreSpec) -> KeyedStore:
         if not address.rpartition(":")[2].isdigit():
             raise InputError(f"'{address}' in '{spec.url}' is not HOST:PORT", hint="peer://HOST:PORT/JOB")
     blobs = PeerBlobs(addresses.split(","), job or "job", spec.options.get("token", ""), node)
-    return KeyedStore(blobs, spec, "PEER", references=False)
+    return KeyedStore(blobs, spec, "PEER")
 
 
 @dataclass(eq=False, repr=False)  # not shown: it holds a secret

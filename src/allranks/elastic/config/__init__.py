@@ -7,17 +7,15 @@ result.valid, result.errors, result.warnings
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.checkpoint.stores import StoreSpec, reason_of
-from allranks.checkpoint.stores.object_store import ObjectBlobs
+from allranks.checkpoint.stores.object_store import try_access
 from allranks.elastic.config.schema import JobConfig, json_schema
 from allranks.elastic.config.validate import Checked, ConfigCheck
-from allranks.elastic.config.yaml_tree import ConfigProblem, Tree, read_tree
 from allranks.errors import ConfigurationError, InputError, MissingExtra
+from allranks.model.yaml_tree import ConfigProblem, Tree, read_tree
 
 __all__ = [
     "ConfigProblem",
@@ -108,28 +106,17 @@ def validate_s3_access(
     """
     given = {"region": region or "", "endpoint": endpoint or "", "timeout_s": "15", "max_retries": "1"}
     url = bucket if "://" in bucket else f"s3://{bucket}"
-    try:
-        blobs = ObjectBlobs(StoreSpec(url, {key: value for key, value in given.items() if value}))
-    except MissingExtra as error:
-        return ValidationResult(warnings=[f"cannot check S3 bucket '{bucket}': {error}"])
-    name, data = f"allranks-access-{uuid.uuid4().hex[:12]}", b"allranks"
-    steps: dict[str, Callable[[], object]] = {
-        "s3:ListBucket": lambda: blobs.keys(name),
-        "s3:PutObject": lambda: blobs.put(name, [memoryview(data)], len(data)),
-        "s3:GetObject": lambda: blobs.get(name),
-        "s3:DeleteObject": lambda: blobs.delete([name]),
-    }
     errors: list[str] = []
-    for action, call in steps.items():
-        try:
-            call()
-        except OSError as error:
+    try:
+        for action, error in try_access(
+            StoreSpec(url, {key: value for key, value in given.items() if value})
+        ):
             message, fatal = _s3_problem(error, bucket, action)
             if not fatal:
                 return ValidationResult(not errors, errors, [message])
             errors.append(message)
-            if action == "s3:PutObject" or isinstance(error, FileNotFoundError):
-                break  # there is nothing to read and to delete
+    except MissingExtra as error:
+        return ValidationResult(warnings=[f"cannot check S3 bucket '{bucket}': {error}"])
     return ValidationResult(not errors, errors)
 
 

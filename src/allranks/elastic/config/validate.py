@@ -15,8 +15,8 @@ from typing import Any, get_args, get_origin
 
 from allranks.checkpoint.config import folder_problem
 from allranks.elastic.config.schema import ALIASES, FOREIGN, SECTIONS, JobConfig, Key, Training, keys_of
-from allranks.elastic.config.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
 from allranks.model.parsing import hide_secrets
+from allranks.model.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
 from allranks.stacks.debug_config import bad_patterns
 
 MAX_PROBLEMS = 100  # that are shown

@@ -132,12 +132,12 @@ class ElasticDataLoader:
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Goes on at the state's step, in the world of this loader."""
+        """Continues at the state's step, in the world of this loader."""
         self.dataset.load_state_dict(state)
         self._restart()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Goes on where the state is; ends with the last epoch, never if the order is endless."""
+        """Continues where the state is; ends with the last epoch, never if the order is endless."""
         self._restart()
         generation = -1
         while generation != self._generation:

@@ -302,7 +302,7 @@ class ResumableDataset:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Goes on where the state was taken. Seed and shuffle come from the state: they name the order.
+        """Continues where the state was taken. Seed and shuffle come from the state: they name the order.
 
         The world of this process takes over from the state's step on. A state with only the known harness's
         keys (`total_tokens_processed`, `epoch`) gives the position.

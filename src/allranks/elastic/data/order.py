@@ -5,7 +5,7 @@ computed where it is needed instead of stored. Each epoch has its own. A mixture
 in blocks with fixed counts, so the weights hold in every block and any position is found without history.
 
 One cursor runs through the order; a step takes the next `sum(shares)` positions and deals them to the ranks in order.
-Whoever the ranks are (`WorldHistory`), the cursor only moves forward: nothing is lost, nothing is seen twice.
+Whichever ranks there are (`WorldHistory`), the cursor only moves forward: nothing is lost, nothing is seen twice.
 """
 
 from __future__ import annotations

@@ -3,44 +3,40 @@
 allranks index build data/*.jsonl -o train.index --tokenizer tokenizer.json
 index = TokenIndexFile("train.index")
 index.total_tokens, index.tokens[:10], index.find_position(12345)
-
-This module builds: cut, tokenize in parallel, write in order. Interrupted, a build continues where it was.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import allranks
-from allranks.elastic.index.file import IndexHeader, IndexWriter, Position, TokenIndexFile
-from allranks.elastic.index.sources import Block, InputFile, content_crc32, cut, read_source
-from allranks.elastic.index.tokenize import (
-    Encode,
+from allranks.elastic.index.documents import (
+    Document,
+    Encoder,
     HasEncode,
-    TokenizerSpec,
-    find_tokenizer,
-    make_encoder,
+    InputFile,
+    find_encoder,
+    read_documents,
+    read_source,
     wrap_object,
 )
-from allranks.elastic.index.workers import Setup, Tokenized, WorkerPool, tokenize
+from allranks.elastic.index.file import IndexHeader, IndexWriter, TokenIndexFile
 from allranks.errors import AllranksError, DataLoadingError, InputError
+from allranks.model.files import replacing
 
 __all__ = ["BuildProgress", "BuildRequest", "IndexBuilder", "IndexHeader", "TokenIndexFile", "build_index"]
 
-_LARGEST_BLOCK = 4 << 20
-_SMALLEST_BLOCK = 64 << 10
-_WORTH_A_PROCESS = 2 << 20  # input bytes below which child processes cost more than they give
+#: Documents that are tokenized together: at most so many, and of so many characters.
+_BATCH, _BATCH_CHARACTERS = 256, 1 << 20
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What to build. `workers` None: one per core; 0: in this process."""
+    """What to build."""
 
     files: tuple[str, ...]
     output: str
@@ -49,13 +45,12 @@ class BuildRequest:
     append_eos: bool = False
     eos_id: int | None = None
     skip_bad: bool = False
-    workers: int | None = None
     force: bool = False
 
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a build is; `bytes_done` of `bytes_total` input bytes. `resumed_bytes` were done before."""
+    """How far a build is; `bytes_done` of `bytes_total` input bytes."""
 
     bytes_done: int
     bytes_total: int
@@ -63,7 +58,6 @@ class BuildProgress:
     documents: int
     skipped: int
     elapsed_s: float
-    resumed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,159 +68,100 @@ class BuildResult:
     header: IndexHeader
     progress: BuildProgress
     fresh: bool = True
-    resumed: bool = False
 
 
 def build_index(
     request: BuildRequest,
-    progress: Callable[[BuildProgress], None] | None = None,
+    progress: Callable[[BuildProgress], None] = lambda now: None,
     *,
     tokenizer: HasEncode | None = None,
 ) -> BuildResult:
-    """Builds, resumes, or finds that nothing is to be done. `tokenizer` is an object with `encode`."""
+    """Builds, or finds that nothing is to be done. `tokenizer` is an object with `encode`."""
     sources = [read_source(path) for path in request.files]
     if not sources:
         raise InputError("no input files")
-    if tokenizer is not None:
-        spec, encode = wrap_object(tokenizer)
-        return _Build(request, sources, spec, progress, encode).run()
-    spec = find_tokenizer(request.tokenizer, append_eos=request.append_eos, eos_id=request.eos_id)
-    return _Build(request, sources, spec, progress, None).run()
+    encoder = (
+        wrap_object(tokenizer)
+        if tokenizer is not None
+        else find_encoder(request.tokenizer, append_eos=request.append_eos, eos_id=request.eos_id)
+    )
+    facts: dict[str, object] = {
+        "files": [asdict(source) for source in sources],
+        "tokenizer": {"name": encoder.name, "digest": encoder.digest, "vocab_size": encoder.vocab_size},
+        "eos_id": encoder.eos_id,
+        "text_key": request.text_key,
+        "skip_bad": request.skip_bad,
+    }
+    output = Path(request.output)
+    if output.exists() and not request.force:
+        return _there_already(output, facts, sum(source.size for source in sources))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(output) as draft:
+            header, last = _write(request, draft, sources, encoder, facts, progress)
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror or error}") from error
+    return BuildResult(str(output), header, last)
 
 
-@dataclass
-class _Build:
-    """One run. `encode` is set when the tokenizer cannot leave this process."""
+def _write(
+    request: BuildRequest,
+    draft: Path,
+    sources: list[InputFile],
+    encoder: Encoder,
+    facts: dict[str, object],
+    progress: Callable[[BuildProgress], None],
+) -> tuple[IndexHeader, BuildProgress]:
+    started, total = time.monotonic(), sum(source.size for source in sources)
+    skipped = before = 0
+    with draft.open("wb") as file:
+        writer = IndexWriter(file, encoder.token_bytes)
 
-    request: BuildRequest
-    sources: list[InputFile]
-    spec: TokenizerSpec
-    report: Callable[[BuildProgress], None] | None
-    encode: Encode | None
+        def reached(done: int) -> BuildProgress:
+            elapsed_s = time.monotonic() - started
+            return BuildProgress(done, total, writer.tokens, writer.documents, skipped, elapsed_s)
 
-    def run(self) -> BuildResult:
-        started, report = time.monotonic(), self.report or (lambda now: None)
-        output = Path(self.request.output)
-        if output.exists() and not self.request.force:
-            return self._there_already(output)
-        writer = IndexWriter(output, self.spec.token_bytes, self._identity())
-        writer.open()
-        try:
-            before = self._bytes_done(writer.position)
-            done = before
-            for block, result in self._results(writer.position):
-                writer.append(
-                    block.file, block.end, result.tokens, result.lengths, result.places, result.skipped
-                )
-                done = sum(source.size for source in self.sources[: block.file]) + block.progress
-                report(_progress(writer.position, done, self._total, before, started))
-            if done < self._total:  # trailing empty files
-                report(_progress(writer.position, self._total, self._total, before, started))
-            for source in self.sources:
-                if read_source(source.path) != source:
-                    raise DataLoadingError("the file changed while it was read: build again", source.path)
-            header = writer.finish(self._meta(), len(self.sources))
-        except OSError as error:
-            raise InputError(
-                f"cannot write {output}: {error.strerror or error}",
-                hint="make room or choose another place; what is done is kept, the same command continues there",
-            ) from error
-        finally:
-            writer.close()
-        last = _progress(writer.position, self._total, self._total, before, started)
-        return BuildResult(str(output), header, last, resumed=writer.resumed)
-
-    @property
-    def _total(self) -> int:
-        return sum(source.size for source in self.sources)
-
-    def _results(self, position: Position) -> Iterator[tuple[Block, Tokenized]]:
-        left = self._total - self._bytes_done(position)
-        wanted = self.request.workers if self.request.workers is not None else (os.cpu_count() or 1)
-        blocks = self._blocks(position)
-        key, skip = self.request.text_key, self.request.skip_bad
-        small = self.request.workers is None and left < _WORTH_A_PROCESS
-        if self.encode is not None or wanted == 0 or small:
-            encode = self.encode or make_encoder(self.spec)
-            for block in blocks:
-                yield block, tokenize(block, encode, key, skip)
-            return
-        with WorkerPool(Setup(self.spec, key, skip), wanted) as pool:
-            yield from pool.run(blocks)
-
-    def _blocks(self, position: Position) -> Iterator[Block]:
-        size = self._block_bytes
-        for number in range(position.file, len(self.sources)):
-            resume = position.resume if number == position.file else 0
-            yield from cut(self.sources[number], number, size, resume)
-
-    @property
-    def _block_bytes(self) -> int:
-        """A function of the input alone, so that a resumed build cuts as the first one did."""
-        return max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, self._total // 64))
-
-    def _bytes_done(self, position: Position) -> int:
-        before = sum(source.size for source in self.sources[: position.file])
-        source = self.sources[position.file]
-        if source.kind == "parquet" or source.packing:
-            return before  # not known in bytes of the file; a bar that starts low is no harm
-        return before + min(position.resume, source.size)
-
-    def _identity(self) -> dict[str, object]:
-        """What makes two builds the same build."""
-        spec = self.spec
-        return {
-            "files": [asdict(source) for source in self.sources],
-            "tokenizer": {"name": spec.name, "digest": spec.digest, "vocab_size": spec.vocab_size},
-            "eos_id": spec.eos_id,
-            "text_key": self.request.text_key,
-            "skip_bad": self.request.skip_bad,
-            "block_bytes": self._block_bytes,
-        }
-
-    def _meta(self) -> dict[str, object]:
+        for number, source in enumerate(sources):
+            for batch in _batches(read_documents(source, request.text_key, request.skip_bad)):
+                texts = [(document.text, document.place) for document in batch if document.text is not None]
+                for ids, (_, place) in zip(encoder.encode([text for text, _ in texts]), texts, strict=True):
+                    writer.append(ids, number, place)
+                skipped += len(batch) - len(texts)
+                progress(reached(before + batch[-1].bytes_done))
+            before += source.size
+            if read_source(source.path) != source:
+                raise DataLoadingError("the file changed while it was read: build again", source.path)
+        progress(reached(total))
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        content = [content_crc32(source.path) for source in self.sources]
-        return {
-            **self._identity(),
-            "content_crc32": content,
-            "allranks": allranks.__version__,
-            "created": now,
-        }
-
-    def _there_already(self, output: Path) -> BuildResult:
-        try:
-            with TokenIndexFile(output) as index:
-                meta, header = dict(index.meta), index.header
-                content = meta.pop("content_crc32", None)
-                meta = {key: value for key, value in meta.items() if key not in ("allranks", "created")}
-        except AllranksError as error:
-            raise InputError(
-                f"{output} exists and is no usable index ({error}); overwrite it with --force"
-            ) from error
-        if meta != self._identity() and not self._only_touched(meta, content):
-            raise InputError(f"{output} exists and was built from something else; overwrite it with --force")
-        here = Position(tokens=header.total_tokens, documents=header.num_documents)
-        done = _progress(here, self._total, self._total, self._total, time.monotonic())
-        return BuildResult(str(output), header, done, fresh=False)
-
-    def _only_touched(self, meta: dict[str, object], content: list[int] | None) -> bool:
-        """Whether the files differ in nothing but their times: copied or touched, with the same bytes."""
-
-        def timeless(identity: dict[str, Any]) -> dict[str, object]:
-            files = [
-                {k: v for k, v in file.items() if k != "modified_ns"} for file in identity.get("files", ())
-            ]
-            return {**identity, "files": files}
-
-        if content is None or timeless(meta) != timeless(self._identity()):
-            return False
-        return content == [content_crc32(source.path) for source in self.sources]
+        made = {**facts, "allranks": allranks.__version__, "created": now}
+        return writer.finish(made, len(sources)), reached(total)
 
 
-def _progress(position: Position, done: int, total: int, before: int, started: float) -> BuildProgress:
-    elapsed = time.monotonic() - started
-    return BuildProgress(done, total, position.tokens, position.documents, position.skipped, elapsed, before)
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text or "")
+        if len(batch) == _BATCH or characters > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _there_already(output: Path, facts: dict[str, object], size: int) -> BuildResult:
+    try:
+        with TokenIndexFile(output) as index:
+            same, header = {key: index.meta.get(key) for key in facts} == facts, index.header
+    except AllranksError as error:
+        raise InputError(
+            f"{output} exists and is not a usable index ({error}); overwrite it with --force"
+        ) from error
+    if not same:
+        raise InputError(f"{output} exists and was built from something else; overwrite it with --force")
+    done = BuildProgress(size, size, header.total_tokens, header.num_documents, 0, 0.0)
+    return BuildResult(str(output), header, done, fresh=False)
 
 
 class IndexBuilder:

@@ -93,7 +93,7 @@ class Actions:
     def present(self, presence: Presence) -> Failover:
         """An agent says which ranks its node has; learns who speaks if the lighthouse goes with its own node."""
         body = self._command("present", body=presence)
-        return Failover(_presence(body.get("host")), str(body.get("heir") or ""))
+        return Failover(_presence(body.get("host")), str(body.get("successor") or ""))
 
     def presence(self, agent: str) -> Presence | None:
         """What an agent, perhaps a lost one, has told of its node; None when nothing is known."""

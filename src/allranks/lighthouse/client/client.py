@@ -52,7 +52,7 @@ class Client(Actions):
         self._thread: threading.Thread | None = None
         self._first: PendingAnswer[messages.Welcome] = PendingAnswer(self._not_connected)
         self._lock = threading.Lock()
-        self._asking: tuple[PendingAnswer[cluster.Quorum], cluster.Member] | None = None
+        self._asking: tuple[PendingAnswer[cluster.Quorum], messages.Join] | None = None
         self._withdrawn: PendingAnswer[messages.NoQuorumYet] | None = None
         self._commands: dict[int, PendingAnswer[messages.Result]] = {}
         self._ids = itertools.count(1)
@@ -107,14 +107,20 @@ class Client(Actions):
         LighthouseUnreachable (no lighthouse all that time)."""
         return self.request_quorum(member).result(timeout_s)
 
-    def request_quorum(self, member: cluster.Member) -> PendingAnswer[cluster.Quorum]:
-        """Asks for a quorum without waiting. One at a time: asking again before the answer is an error."""
+    def request_quorum(
+        self, member: cluster.Member, unreached: tuple[str, ...] = (), unserved: tuple[str, ...] = ()
+    ) -> PendingAnswer[cluster.Quorum]:
+        """Asks for a quorum without waiting. One at a time: asking again before the answer is an error.
+
+        `unreached`, `unserved`: sessions that this rank could not connect to, or could not fetch a state from.
+        """
         ticket: PendingAnswer[cluster.Quorum] = PendingAnswer(self._no_quorum)
         with self._lock:
             self._check_open()
             if self._asking is not None and not self._asking[0].done():
                 raise errors.LighthouseError("this replica is asking for a quorum already")
-            self._asking = (ticket, replace(member, session=self.session, node=member.node or self._node))
+            own = replace(member, session=self.session, node=member.node or self._node)
+            self._asking = (ticket, messages.Join(own, 0, unreached, unserved))
         self._reactor.call(self._send_join)
         return ticket
 
@@ -137,7 +143,7 @@ class Client(Actions):
         self._reactor.call(self._send_report)
 
     def leave(self, reason: str = "", finished: bool = False, term: int = 0, step: int = -1) -> None:
-        """Leaves in good order: the others go on at once. Returns when it is sent.
+        """Leaves in good order: the others continue at once. Returns when it is sent.
 
         `finished` says that the training is over: who comes after the last member does not begin it anew, alone.
         `term` and `step` are those of the state that this replica held.
@@ -200,7 +206,7 @@ class Client(Actions):
         body: Body | None = None,
         timeout_s: float = 10.0,
     ) -> JsonObject:
-        # a path that is no UTF-8 is half a surrogate pair in a str, which the lighthouse refuses
+        # a path that is not UTF-8 is half a surrogate pair in a str, which the lighthouse refuses
         text = json.dumps(asdict(body), ensure_ascii=False).encode(errors="replace").decode() if body else ""
         command = messages.Command(next(self._ids), action, replica, reason, replicas, text)
         ticket: PendingAnswer[messages.Result] = PendingAnswer(
@@ -251,7 +257,7 @@ class Client(Actions):
             asking = self._asking
         if asking is not None and not asking[0].done():
             known = self.quorum.round if self.quorum else 0
-            self._send(messages.Join(asking[1], known))  # when the line is down: again with the next Welcome
+            self._send(replace(asking[1], known=known))  # when the line is down: again with the next Welcome
 
     def _send(self, message: object) -> bool:
         return self._line is not None and self._line.send(messages.encode(message))

@@ -243,7 +243,7 @@ class Link:
         self._line.send(messages.PREAMBLE + frame)
 
     def _wrap(self, sock: socket.socket) -> socket.socket:
-        """TLS; the handshake goes on by itself with the first reads and writes."""
+        """TLS; the handshake continues by itself with the first reads and writes."""
         import ssl
 
         options = self.options
@@ -379,7 +379,7 @@ class Link:
         if error is None:
             self._broken("the lighthouse closed the connection")
         elif isinstance(error, frames.BadFrame):
-            self._broken(f"this is no lighthouse of our version: {error}")
+            self._broken(f"this is not a lighthouse of our version: {error}")
         else:
             self._broken(getattr(error, "strerror", "") or str(error))
 

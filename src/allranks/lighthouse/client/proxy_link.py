@@ -142,7 +142,7 @@ class ProxyLink:
         self._receive(kind, payload)
 
     def _died(self, error: Exception | None) -> None:
-        """Somebody killed the liveness proxy: start another, with pauses if that goes on."""
+        """Somebody killed the liveness proxy: start another, with pauses if that happens again."""
         if self._closed:
             return
         self._shut()

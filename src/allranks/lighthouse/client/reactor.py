@@ -107,7 +107,7 @@ class Reactor:
         self.call(lambda: None)
 
     def run(self) -> None:
-        """Until stopped. A callback that raises is logged; the rest goes on."""
+        """Until stopped. A callback that raises is logged; the others still run."""
         while not self._stopped:
             self._turn()
 
@@ -196,7 +196,7 @@ class FrameSocket:
                     self._out.appendleft((memoryview(data)[sent:], ()))
         except self._again as error:  # in a handshake of TLS the other side may have to speak first
             write = type(error).__name__ != "SSLWantReadError"
-        except OSError as error:  # later: whoever sends need not expect to be called back
+        except OSError as error:  # later: a sender does not expect to be called back
             self._broken = True
             self._reactor.later(0.0, partial(self._end, error))
             return

@@ -1,4 +1,4 @@
-"""One life of the group: a quorum, its plan, the connected groups, and whether it still works."""
+"""One group: a quorum, its plan, the connected groups, and whether it still works."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Generation:
     group: ReconfigurableGroup  # gradients: the ranks of equal place in each replica
     box: VoteMesh  # votes of all ranks
     broken: str = ""  # why, in the words of who noticed
-    over: bool = False  # replaced by a later one: its end is no accident
+    over: bool = False  # replaced by a later one: its end is not a failure
     loaded: bool = True  # the state to train on is in place; False while healing
     drops: bool = False  # our replica heals, and holds steps that are in no other state
     reported: bool = False  # that learning rates and the like differ in it
@@ -134,7 +134,7 @@ class StepAttempt:
     generation: Generation | None = None  # bound at the first collective
     committed: bool = False
     reduced: bool = False  # a first backward is behind it: from here on the others count on our state
-    error: Exception | None = None  # ours alone: we go on with the collectives and vote no
+    error: Exception | None = None  # ours alone: we make the collectives and vote no
     spoiled: str = ""  # the group broke, or we computed on an old state: no vote
     issuers: list[object] = field(default_factory=list)  # who issued each collective, in order
     works: list[ManagedWork] = field(default_factory=list)  # to be finished before the vote

@@ -249,7 +249,9 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
                     return self._track(getattr(backend, operation)(*arguments))
             raise GroupAborted(str(self._error or "the members changed"))  # while we waited for the gate
         finally:
-            backend = None  # a traceback would keep it, and whoever drops that last would have to destroy it
+            backend = (
+                None  # a traceback would keep it, and the thread that drops it last would have to destroy it
+            )
 
     def _make(self, meeting: GroupSpec) -> object:
         """On a thread that may be abandoned: changes nothing that the next group would use."""

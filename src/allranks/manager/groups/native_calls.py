@@ -1,7 +1,7 @@
 """Calls into torch's C++ that cannot be interrupted, and its log while they are called off.
 
 Runs in a rank. gloo waits for a member that should call us without holding a socket that could be cut, and torch's
-store goes on trying an address that is dead. Such a call runs in a thread of its own: whoever abandons it frees
+store keeps trying an address that is dead. Such a call runs in a thread of its own: the one that abandons it frees
 the caller at once, and what the call makes after that is discarded. torch then prints C++ stack traces; its log level
 is one number in libc10, read at every line, and torch offers no way to set it once it is imported. Where the number cannot be
 found nothing is silenced.

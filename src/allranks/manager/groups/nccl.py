@@ -1,6 +1,6 @@
 """NCCL for GPU tensors: the communicator is aborted and made again in place, the process lives on.
 
-Runs in a rank with a GPU. `abort` ends the kernels that wait for a dead peer, so that the stream goes on; the
+Runs in a rank with a GPU. `abort` ends the kernels that wait for a dead peer, so that the stream continues; the
 step is then tried again with a new communicator over the members that are left. torch's watchdog tells every
 peer that goes with a C++ stack trace: its log is silent while such a group is in use, unless TORCH_CPP_LOG_LEVEL
 is set. What goes wrong is raised, and told by the manager.
@@ -233,7 +233,7 @@ def _end(retired: list[Any]) -> None:
 def _abort(backend: Any, gate: threading.Lock) -> None:
     """NCCL's abort may take hundreds of milliseconds: never on the thread that listens to the lighthouse.
 
-    Not while the backend takes an operation, which it does without its peers: torch would go on asking the dead
+    Not while the backend takes an operation, which it does without its peers: torch would keep asking the dead
     communicator whether it has been taken. Only a queue that is full would need the abort to move on.
     """
     taken = gate.acquire(timeout=_TAKEN_S)

@@ -1,7 +1,7 @@
 """The receiving side of healing: takes one state from several sources at once, stripe by stripe.
 
 Runs in a rank. One named thread per source takes stripes from a common list, so a fast source does more; a
-source that dies puts its stripe back and the others go on. `begin` may be called again with other sources after
+source that dies puts its stripe back for the others. `begin` may be called again with other sources after
 `finish`: what has arrived is kept as long as the wanted state is the same.
 """
 
@@ -197,7 +197,7 @@ class Fetch:
                 return
 
     def _hand_back(self, stripes: Sequence[tuple[HealSegment, ...]], landed: bool = False) -> None:
-        """Stripes that did not arrive are for whoever asks next; one that has `landed` flies no more."""
+        """Stripes that did not arrive are for the next thread that asks; one that has `landed` flies no more."""
         with self._lock:
             self._left.extendleft(reversed(stripes))
             self._flying -= len(stripes) + landed

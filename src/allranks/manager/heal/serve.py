@@ -1,6 +1,6 @@
 """The source side of healing: a small server in every rank that streams the offered state to members.
 
-Runs in a rank. Who may connect, and how many strangers may try, is the matter of channel/server.py. Bytes go from the training tensors to the socket; nothing is copied on the way but what lies on a device.
+Runs in a rank. Which processes may connect, and how many may try without authentication, is decided in channel/server.py. Bytes go from the training tensors to the socket; nothing is copied on the way but what lies on a device.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class HealServer:
         send_checksum(connection, hasher)
 
     def _wait_for(self, position: Position, quorum: tuple[int, int], wait_s: float) -> Offer | None:
-        """What is offered at this position to whoever has the key of this quorum."""
+        """What is offered at this position to holders of this quorum's key."""
         deadline = time.monotonic() + min(wait_s, self.timeout_s)
         with self._changed:
             while self._offer is None or self._offer.position != position or quorum < self._quorum:

@@ -1,0 +1,80 @@
+"""What it costs to look at the processes of a job: wall and CPU seconds of one look, its pauses left out.
+
+    python benchmarks/process_tree.py [--processes 200]
+
+Starts a tree of Python processes that wait in four ways (socket, queue, lock, sleep), looks at it, and prints one JSON line.
+CPU seconds are ours and those of py-spy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+
+from allranks.diagnose.process_verdict import explain_processes
+from allranks.stacks.tree import LookOptions, find_tree, look_at_processes
+
+
+def wait(number: int, queue: multiprocessing.Queue, ready: multiprocessing.Semaphore) -> None:  # type: ignore[type-arg]
+    ours, _theirs = socket.socketpair()
+    held = threading.Lock()
+    held.acquire()
+    ready.release()
+    ways = (lambda: ours.recv(1), queue.get, held.acquire, lambda: time.sleep(3600))
+    ways[number % len(ways)]()
+
+
+def serve(count: int) -> None:
+    """The first process of the tree."""
+    context = multiprocessing.get_context("fork")
+    queue, ready = context.Queue(), context.Semaphore(0)
+    for number in range(count - 1):
+        context.Process(target=wait, args=(number, queue, ready), daemon=True).start()
+    for _ in range(count - 1):
+        ready.acquire()
+    print("ready", flush=True)
+    time.sleep(3600)
+
+
+def cpu_s() -> float:
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=200)
+    count = parser.parse_args().processes
+    read, write = os.pipe()
+    first = os.fork()
+    if first == 0:
+        os.setsid()
+        os.dup2(write, 1)
+        serve(count)
+        os._exit(0)
+    os.close(write)
+    try:
+        with os.fdopen(read) as lines:
+            lines.readline()
+        began, used = time.monotonic(), cpu_s()
+        look = look_at_processes(find_tree([first]), LookOptions(for_s=0.0, rounds=2))
+        finding = explain_processes(look)
+        row = {"processes": len(look.processes), "wall_s": time.monotonic() - began, "cpu_s": cpu_s() - used}
+        print(json.dumps({**{k: round(v, 2) for k, v in row.items()}, "state": finding.state}))
+    finally:
+        os.killpg(first, 9)
+        os.waitpid(first, 0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

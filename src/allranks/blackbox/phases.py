@@ -1,0 +1,102 @@
+"""What a rank does besides training steps, as marks in its black box: saving, restoring, healing, regrouping, evaluation.
+
+A small ring in the unused half of the header page, so that an agent reads it together with the header. The rank writes
+a few words when a phase begins and one when it ends; short phases between two samples of the agent are all there.
+Importable by every part: `during("saving")` does nothing where nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from allranks.blackbox.file_writer import Box
+
+OFFSET, SLOTS = 2048, 48  # of the header page
+_ENTRY = struct.Struct("<16sqq")
+_COUNT = struct.Struct("<q")
+FIRST = "first step"  # from the first progress mark of a process to its second
+
+
+class PhaseMark(NamedTuple):
+    """One phase. Epoch nanoseconds; `end_ns` 0: not ended."""
+
+    name: str
+    begin_ns: int
+    end_ns: int
+
+
+class _Marks:
+    """Of the box of this process; None: nothing is recorded."""
+
+    box: Box | None = None
+    pid = 0
+    lock = threading.Lock()
+
+
+def attach(box: Box | None) -> None:
+    """From now on phases of this process go into this box."""
+    _Marks.box, _Marks.pid, _Marks.lock = box, os.getpid(), threading.Lock()
+
+
+def begin(name: str) -> int:
+    """Marks the beginning of a phase and returns its number, 0 where nothing is recorded."""
+    box = _Marks.box
+    if box is None or os.getpid() != _Marks.pid:
+        return 0
+    with _Marks.lock, suppress(ValueError):  # a box that was closed meanwhile
+        memory = box.memory
+        number = int(_COUNT.unpack_from(memory, OFFSET)[0]) + 1
+        at = _offset(number)
+        struct.pack_into("<q", memory, at + 16, 0)  # a reader passes over an entry that is being written
+        memory[at : at + 16] = name.encode("utf-8", "replace")[:16].ljust(16, b"\0")
+        struct.pack_into("<q", memory, at + 24, 0)
+        struct.pack_into("<q", memory, at + 16, time.time_ns())
+        _COUNT.pack_into(memory, OFFSET, number)
+        return number
+    return 0
+
+
+def end(number: int) -> None:
+    """Marks the end of the phase that `begin` gave this number."""
+    box = _Marks.box
+    if not number or box is None or os.getpid() != _Marks.pid:
+        return
+    with _Marks.lock, suppress(ValueError):
+        if number > _COUNT.unpack_from(box.memory, OFFSET)[0] - SLOTS:
+            struct.pack_into("<q", box.memory, _offset(number) + 24, time.time_ns())
+
+
+@contextmanager
+def during(name: str) -> Iterator[None]:
+    """The block is a phase of this rank."""
+    number = begin(name)
+    try:
+        yield
+    finally:
+        end(number)
+
+
+def _offset(number: int) -> int:
+    return OFFSET + 8 + (number - 1) % SLOTS * _ENTRY.size
+
+
+def read_phases(page: bytes) -> tuple[PhaseMark, ...]:
+    """The newest phases in the header page of a box, oldest first."""
+    if len(page) < OFFSET + 8 + SLOTS * _ENTRY.size:
+        return ()
+    number = _COUNT.unpack_from(page, OFFSET)[0]
+    if number <= 0:
+        return ()
+    found = []
+    for one in range(max(1, number - SLOTS + 1), number + 1):
+        name, begin_ns, end_ns = _ENTRY.unpack_from(page, _offset(one))
+        if begin_ns > 0:
+            found.append(PhaseMark(name.rstrip(b"\0").decode("utf-8", "replace"), begin_ns, end_ns))
+    return tuple(found)

@@ -1,0 +1,48 @@
+"""`allranks advise`: what would raise the goodput of a job, from its own ledger."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from allranks.cli.goodput import moment_of, read_accounts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "jobs",
+        nargs="*",
+        metavar="JOB|FOLDER",
+        help="name of a job, folder of incidents, or ledger file (default: ./allranks-incidents)",
+    )
+    add("--since", metavar="TIME", help="only the time after it: 24h, 7d, or 2026-11-18T14:00 (UTC)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 nothing to change, 1 there is advice, 2 no ledger."""
+    from allranks.goodput.advice import advise, find_intervals
+
+    accounts = read_accounts(args.jobs, moment_of(args.since))
+    found = {one.job: advise(one) for one in accounts}
+    if args.json:
+        body = [
+            {
+                "job": one.job,
+                "goodput": one.goodput,
+                "advice": [asdict(line) for line in found[one.job]],
+                "intervals": [asdict(line) for line in find_intervals(one)],
+            }
+            for one in accounts
+        ]
+        print(json.dumps(body[0] if len(body) == 1 else body))
+        return 1 if any(found.values()) else 0
+    for one in accounts:
+        prefix = f"{one.job}: " if len(accounts) > 1 else ""
+        if not found[one.job]:
+            print(f"{prefix}{one.goodput:.1%} useful; no change is worth more than 0.2 % of the time.")
+        for line in found[one.job]:
+            print(f"{prefix}+{line.gain:.1%}: {line.what}.\n    {line.why}.")
+    return 1 if any(found.values()) else 0

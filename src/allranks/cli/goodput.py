@@ -1,0 +1,138 @@
+"""`allranks goodput`: where the time of a job went, from its ledger."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from allranks.errors import InputError
+
+if TYPE_CHECKING:
+    from allranks.goodput.file import NodeLedger
+    from allranks.goodput.summary import JobAccount
+
+UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "jobs",
+        nargs="*",
+        metavar="JOB|FOLDER",
+        help="name of a job, folder of incidents, or ledger file (default: ./allranks-incidents)",
+    )
+    add("--since", metavar="TIME", help="only the time after it: 24h, 7d, or 2026-11-18T14:00 (UTC)")
+    add("--window", metavar="TIME", help="also the share of each window of this length: 1h, 1d")
+    add(
+        "--gpu-hour",
+        type=float,
+        default=0.0,
+        metavar="PRICE",
+        help="price of a GPU hour in dollars, for the cost",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+    add("--html", type=Path, metavar="FILE", help="write a page with pictures")
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 when there is a ledger, 2 when there is none."""
+    from allranks.goodput.report import Price, render_page, render_text, to_object
+
+    price = Price(args.gpu_hour)
+    window_s = seconds_of(args.window) if args.window else 0.0
+    accounts = read_accounts(args.jobs, moment_of(args.since))
+    if args.html is not None:
+        from allranks.model.files import write_atomically
+
+        write_atomically(args.html, render_page(accounts[-1], price, time.time()), mode=0o644)
+    if args.json:
+        found = [to_object(one, price, window_s) for one in accounts]
+        print(json.dumps(found[0] if len(found) == 1 else found))
+        return 0
+    for number, one in enumerate(accounts):
+        if len(accounts) > 1:
+            print(f"{chr(10) if number else ''}job {one.job}")
+        print("\n".join(render_text(one, price, window_s)))
+    if args.html is not None:
+        print(f"Wrote {args.html}")
+    return 0
+
+
+def read_accounts(words: list[str], since: float = 0.0) -> list[JobAccount]:
+    """The account of every job that is meant, one for each name."""
+    from allranks.goodput.summary import account
+
+    return [account(ledgers, since) for ledgers in read_ledgers(words).values()]
+
+
+def read_ledgers(words: list[str]) -> dict[str, list[NodeLedger]]:
+    """Job -> the ledgers of its nodes, oldest job first. InputError when there are none."""
+    from allranks.goodput.file import read_ledger
+    from allranks.goodput.records import RunStart
+
+    paths: dict[Path, None] = {}
+    for word in words or ["allranks-incidents"]:
+        paths |= dict.fromkeys(_ledgers_of(word))
+    if not paths:
+        raise InputError(
+            f"no ledger in {', '.join(words) or './allranks-incidents'}",
+            hint="`allranks run` writes one beside the incidents of a job. Give the job's name, or that folder.",
+        )
+    found: dict[str, list[NodeLedger]] = {}
+    for path in paths:
+        try:
+            ledger = read_ledger(path)
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        job = next((one.job for one in ledger.records if isinstance(one, RunStart)), path.name)
+        found.setdefault(job, []).append(ledger)
+    return found
+
+
+def _ledgers_of(word: str) -> list[Path]:
+    from allranks.goodput.file import SUFFIX, find_ledgers
+
+    path = Path(word)
+    if path.is_file():
+        return [path]
+    if path.is_dir() and (found := find_ledgers(path)):
+        return found
+    from allranks.incidents.job_overview import find_job, read_job
+
+    if found := find_ledgers(Path("allranks-incidents"), word):
+        return found
+    folder = find_job(word)
+    facts = read_job(folder)
+    job, incidents = facts.get("job"), facts.get("incidents")
+    if not isinstance(job, str) or not isinstance(incidents, str):
+        raise InputError(
+            f"{folder} does not say where the incidents of its job are", hint=f"Give the *{SUFFIX} file."
+        )
+    return find_ledgers(Path(incidents), job)
+
+
+def seconds_of(text: str) -> float:
+    """ "90s", "24h", "7d" in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)?", text.strip())
+    if found is None or (found[2] or "s") not in UNITS:
+        raise InputError(f"{text!r} is not a length of time", hint="For example 90s, 30m, 24h, 7d.")
+    return float(found[1]) * UNITS[found[2] or "s"]
+
+
+def moment_of(text: str | None) -> float:
+    """Epoch seconds of "24h" (ago), "2026-11-18" or "2026-11-18T14:00" (UTC); 0 for None."""
+    if not text:
+        return 0.0
+    for form in ("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"):
+        try:
+            import calendar
+
+            return float(calendar.timegm(time.strptime(text, form)))
+        except ValueError:
+            continue
+    return time.time() - seconds_of(text)

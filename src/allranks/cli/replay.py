@@ -1,0 +1,116 @@
+"""`allranks replay PATH…`: a recorded hang as one Python file that hangs in the same way on any machine with torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.terminal import at_work, check_target, write_whole
+from allranks.errors import InputError, require
+from allranks.model.options import check_options, option
+
+if TYPE_CHECKING:  # heavy: numpy comes with them
+    from allranks.diagnose import DiagnoseOptions
+    from allranks.diagnose.replay import ReplayPlan
+    from allranks.load import LoadResult
+    from allranks.model.diagnosis import RankNow
+
+_flag = partial(option, group="output")
+
+
+@dataclass(frozen=True)
+class ReplayFlags:
+    """Where the file goes, how many processes it starts, and whether it is run."""
+
+    output: str = _flag("replay.py", "the file to write", flags="-o --output", metavar="FILE")
+    run: bool = _flag(False, "run it under the recorder, and check that cause and ranks are the same")
+    processes: int = _flag(
+        16, "of a larger job only the ranks that matter are repeated, so many at most", at_least=2, at_most=64
+    )
+    json: bool = _flag(False, "one JSON object on stdout")
+    force: bool = _flag(False, "overwrite an existing file")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="the folder of an incident; or black boxes and dumps of a job",
+    )
+    add_flags(parser, ReplayFlags)
+
+
+def main(args: argparse.Namespace) -> int:
+    """0 written, and with --run the same verdict; 1 another verdict; 2 could not run."""
+    options = read_flags(ReplayFlags, args)
+    check_target(options.output, options.force)
+    if options.run:
+        require("torch", feature="allranks replay --run", extra="torch")
+    plan = make_plan(args.paths, options.processes)
+    from allranks.diagnose.replay_script import write_script
+
+    write_whole(options.output, [write_script(plan, Path(options.output).name)])
+    facts: dict[str, object] = {"schema": 1, "file": options.output, "ranks": list(plan.ranks), "same": None}
+    if not options.run:
+        _say(options, facts, _about(plan, options.output))
+        return 0
+    from allranks.drill.replay import run_replay
+
+    with at_work(f"{len(plan.ranks)} processes repeat the calls"):
+        result = run_replay(plan, Path(options.output).resolve())
+    facts |= {"same": result.same, "cause": result.cause, "named": list(result.ranks)}
+    told = "the replay hangs in the same way" if result.same else "the replay ends otherwise"
+    _say(options, facts, f"{told}: {result.sentence}")
+    return 0 if result.same else 1
+
+
+def _say(options: ReplayFlags, facts: dict[str, object], text: str) -> None:
+    print(json.dumps(facts) if options.json else text)
+
+
+def _about(plan: ReplayPlan, name: str) -> str:
+    verdict = plan.verdict.sentence if plan.verdict is not None else "no fault in these calls"
+    return f"{verdict}\n`python {name}` repeats it with {len(plan.ranks)} processes"
+
+
+def make_plan(paths: list[str], processes: int) -> ReplayPlan:
+    """What the files of a job tell, as the calls of a few processes."""
+    from allranks.api.functions import load_dumps
+    from allranks.diagnose import diagnose
+    from allranks.diagnose.align import align, forget_past_quorums
+    from allranks.diagnose.replay import plan_replay
+    from allranks.load import LoadOptions
+
+    loaded = load_dumps(paths, LoadOptions(allow_nothing=True))
+    if not any(len(trace.calls) or trace.progress.inside for trace in loaded.traces):
+        bad = [f"  {note.path}: {note.note or note.kind}" for note in loaded.files if note.status != "ok"]
+        raise InputError(
+            f"{', '.join(paths)}: no recorded call in these files, so nothing can be repeated",
+            hint="\n".join(bad[:20]),
+        )
+    seen, options = _circumstances(paths, loaded)
+    with at_work(f"comparing the calls of {len(loaded.traces):,} ranks"):
+        verdict = diagnose(loaded.traces, loaded.files, stacks=seen, options=options).verdict
+        job = align(forget_past_quorums(loaded.traces), now_ns=options.now_ns, ended=options.ended)
+        return plan_replay(job, verdict, [now.rank for now in seen], processes)
+
+
+def _circumstances(paths: list[str], loaded: LoadResult) -> tuple[list[RankNow], DiagnoseOptions]:
+    """(ranks whose process was gone, when the files were taken). Stacks do not count: a replay repeats calls."""
+    from allranks.diagnose import DiagnoseOptions
+    from allranks.incidents.evidence import find_evidence, is_incident, read_incident
+
+    incident = is_incident(paths)
+    found = read_incident(Path(paths[0])) if incident else find_evidence(loaded, loaded.traces, paths)
+    gone = [now for now in found.seen if now.cause == "gone"]
+    quiet_s = found.observed.quiet_s if found.observed is not None else 0.0
+    return gone, DiagnoseOptions(now_ns=found.now_ns, quiet_s=quiet_s, ended=found.ended)

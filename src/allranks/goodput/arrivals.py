@@ -1,0 +1,157 @@
+"""When ranks came to their collectives, from black boxes: who waited for whom, and for how long. Pure.
+
+A call counts as waiting from the rank's own arrival until the last rank came. Of calls that overlap with computing (the
+buckets of one backward pass) only the last one waits. On one host arrivals are compared by the clock; between hosts by how
+long each rank was inside the call, since their clocks differ: the rank that waits least came last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from allranks.model.trace import Flag, RankTrace
+
+#: Operations that nobody leaves before everybody has entered.
+SYNCHRONISING = (
+    "all_reduce",
+    "allreduce",
+    "all_gather",
+    "allgather",
+    "reduce_scatter",
+    "all_to_all",
+    "alltoall",
+    "barrier",
+)
+_UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
+MIN_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """The collectives of one group that all of its ranks here have finished; matrices are ranks x collectives."""
+
+    group: str
+    ranks: tuple[int, ...]
+    arrived: np.ndarray  # epoch seconds by each rank's own clock
+    late: np.ndarray  # seconds before the last rank came that this rank came: 0 for the last
+    step: np.ndarray
+    blocks: np.ndarray  # whether the rank waits in this call (and does not compute meanwhile)
+    elements: np.ndarray  # of the input, ranks x collectives
+    waits_s: np.ndarray  # late, where it blocks
+    took: np.ndarray  # seconds inside the call
+
+    @property
+    def last(self) -> np.ndarray:
+        """Which rank came last, as an index."""
+        found: np.ndarray = np.argmin(self.late, axis=0)
+        return found
+
+
+def find_meetings(traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62) -> list[Meetings]:
+    """One for each group with at least two of these ranks in it."""
+    lanes: dict[tuple[str, tuple[int, ...]], dict[int, tuple[RankTrace, np.ndarray]]] = defaultdict(dict)
+    for trace in traces:
+        rank, calls = trace.header.rank, trace.calls
+        if rank is None or not len(calls):
+            continue
+        synchronising = np.array([name.lstrip("_").startswith(SYNCHRONISING) for name in trace.names])
+        keep = synchronising[calls["op"]] & (calls["flags"] & _UNUSED == 0) & (calls["seq"] > 0)
+        keep &= (calls["created_ns"] >= since_ns) & (calls["created_ns"] < until_ns)
+        for number in np.unique(calls["group"][keep]):
+            group = trace.groups[number]
+            lanes[group.name, group.ranks][rank] = trace, np.flatnonzero(keep & (calls["group"] == number))
+    found = [_match(name, lane) for (name, _), lane in lanes.items() if len(lane) > 1]
+    return [one for one in found if one is not None]
+
+
+def _match(name: str, lane: dict[int, tuple[RankTrace, np.ndarray]]) -> Meetings | None:
+    ranks = tuple(sorted(lane))
+    seqs: np.ndarray | None = None
+    for trace, rows in lane.values():
+        own = np.unique(trace.calls["seq"][rows])
+        seqs = own if seqs is None else np.intersect1d(seqs, own, assume_unique=True)
+    if seqs is None or len(seqs) < MIN_CALLS:
+        return None
+    shape = len(ranks), len(seqs)
+    arrived, ended, blocks, elements = np.zeros(shape), np.zeros(shape), np.ones(shape, bool), np.zeros(shape)
+    step = np.full(len(seqs), -1)
+    for i, rank in enumerate(ranks):
+        trace, rows = lane[rank]
+        calls, rows = trace.calls, rows[np.searchsorted(trace.calls["seq"][rows], seqs)]
+        arrived[i], ended[i] = calls["created_ns"][rows] / 1e9, calls["completed_ns"][rows] / 1e9
+        blocks[i], elements[i] = ~_overlaps(trace)[rows], calls["in_numel"][rows]
+        step = np.maximum(step, calls["step"][rows])
+    hosts = {lane[rank][0].header.host for rank in ranks}
+    done = (ended > 0).all(axis=0)
+    took = np.where(ended > 0, ended - arrived, 0.0)
+    late = arrived.max(axis=0) - arrived if len(hosts) == 1 else took - took.min(axis=0)
+    if len(hosts) > 1:  # by the clock of the first rank
+        parts = (arrived[0] + late[0] - late, late, blocks, elements, took, step)
+        arrived, late, blocks, elements, took, step = (part[..., done] for part in parts)
+    return Meetings(name, ranks, arrived, late, step, blocks, elements, np.where(blocks, late, 0.0), took)
+
+
+def _overlaps(trace: RankTrace) -> np.ndarray:
+    """Calls that a backward pass makes beside its computing: another one from the same line follows in the same step."""
+    calls = trace.calls
+    backward = np.array([any("backward" in frame.name for frame in stack) for stack in trace.stacks])
+    follows = np.zeros(len(calls), bool)
+    same = (calls["stack"][:-1] == calls["stack"][1:]) & (calls["step"][:-1] == calls["step"][1:])
+    follows[:-1] = same & (np.diff(calls["created_ns"]) < 60e9)
+    found: np.ndarray = follows & backward[calls["stack"]] & (calls["stack"] > 0)
+    return found
+
+
+def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, list[tuple[float, float, int]]]:
+    """For each rank the times in which it waited and for whom: (begin, end, rank), in order and without overlaps."""
+    found: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
+    for one in meetings:
+        whom = np.array(one.ranks)[one.last]
+        for i, rank in enumerate(one.ranks):
+            for k in np.flatnonzero(one.waits_s[i] > 0):
+                begin = float(one.arrived[i, k])
+                found[rank].append((begin, begin + float(one.waits_s[i, k]), int(whom[k])))
+    return {rank: _disjoint(sorted(spans)) for rank, spans in found.items()}
+
+
+def _disjoint(spans: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    end, kept = 0.0, []
+    for begin, until, whom in spans:
+        if until > max(begin, end):
+            kept.append((max(begin, end), until, whom))
+            end = until
+    return kept
+
+
+def wait_shares(
+    batches: Sequence[Sequence[RankTrace]],
+    begin: float,
+    end: float,
+    without: Sequence[tuple[float, float]] = (),
+) -> Mapping[int, Mapping[int, float]]:
+    """rank -> rank that it waited for -> share of the time from `begin` to `end`, as far as the boxes reach back.
+
+    A batch has one box of each rank: the newest, and those that ended meanwhile together with the ones that they trained
+    with. Waits that touch the times of `without` are left out: they are booked to something else.
+    """
+    since, until = int(begin * 1e9), int(end * 1e9)
+    meetings = [one for traces in batches for one in find_meetings(traces, since, until)]
+    shares: dict[int, dict[int, float]] = {}
+    if not meetings:
+        return shares
+    first = min(float(one.arrived.min()) for one in meetings)
+    last = max(float(one.arrived.max()) for one in meetings)
+    covered = last - first - sum(max(0.0, min(last, high) - max(first, low)) for low, high in without)
+    for rank, spans in waits_by_rank(meetings).items():
+        by: dict[int, float] = defaultdict(float)
+        for low, high, whom in spans:
+            if not any(low < over and high > began for began, over in without):
+                by[whom] += high - low
+        total = sum(by.values())
+        scale = 1.0 / max(covered, total, 1e-9)
+        shares[rank] = {whom: seconds * scale for whom, seconds in by.items() if seconds * scale >= 0.002}
+    return shares

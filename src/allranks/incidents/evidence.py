@@ -1,0 +1,376 @@
+"""Evidence of a job, gathered from whatever files there are, for the one judge (incidents/judge.py).
+
+An incident's folder holds black boxes, stacks and observed.json: how a process ended, which ranks have not moved since
+before a regroup, when the copies were taken. Any other folder, or a mix of files and archives, may hold dumps, stack
+captures, logs and answers of NCCL; processes that are gone are seen in /proc.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from allranks.diagnose.phrasing import is_secondary
+from allranks.errors import AllranksError, InputError
+from allranks.load import LoadOptions, LoadResult, load_paths
+from allranks.load.sources import archive_of, unpack
+from allranks.model.diagnosis import FileNote, Finding, RankNow
+from allranks.model.files import write_atomically
+from allranks.model.parsing import from_json, without_secrets
+from allranks.model.stacks import RankState, StacksReport, is_user_file
+from allranks.model.trace import Frame, RankTrace
+
+if TYPE_CHECKING:  # only when there are captures: start-up counts
+    from allranks.model.stacks import Capture
+
+log = logging.getLogger("allranks.agent")
+
+T = TypeVar("T")
+
+FILE = "observed.json"
+MAX_TEXT_BYTES = 4 << 20
+#: Files of captures, as `allranks stacks` and people name them.
+_CAPTURE = re.compile(
+    r"^bundle\.json$|^rank\d+(?:\.child\d+)?\.(?:pyspy|proc|gdb|cuda|pystack|faulthandler|progress\.jsonl)"
+    r"|^(?:pyspy|cudagdb)_.+_\d+\.txt$"
+)
+_LOG = re.compile(r"\.(?:log|out|err|txt)$|^std(?:out|err)")
+_LOG_RANK = re.compile(r"rank[_.-]?(\d{1,7})|[_/](\d{1,7})/std(?:out|err)")
+#: The last line of a traceback, perhaps behind torch's prefix; how a program in C++ ends; what shells and kernels say of a death.
+_ENDED = re.compile(
+    r"^(?:\[rank(\d{1,7})\]:\s*)?((?:[\w.]+(?:Error|Exception|Interrupt)\b[^\n]{0,300})"
+    r"|terminate called after throwing an instance of '[^'\n]{1,100}'(?:\s+what\(\):\s*[^\n]{0,300})?"
+    r"|[^\n]{0,200}(?:Connection (?:closed|reset) by peer|\[enforce fail at|oom_kill event)[^\n]{0,200}"
+    r"|Fatal Python error: [^\n]{0,200}|(?:Killed|Segmentation fault|Bus error|Aborted)[^\n]{0,80}"
+    r"|Out of memory[^\n]{0,200})$",
+    re.M,
+)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the agent knew of an incident besides black boxes and stacks."""
+
+    taken_ns: int = 0  # epoch: when the black boxes were copied
+    gone: tuple[int, ...] = ()  # ranks whose process exited without shutting down
+    told: Finding | None = None  # what is known without a diagnosis: a death, a cut connection, a lost node
+    reason: str = ""  # why it was opened
+    quiet_s: float = 0.0
+    unmoved: tuple[int, ...] = ()  # ranks that have not begun their step again, while others have
+    marked: tuple[int, ...] = ()  # ranks that have made steps
+    behind: tuple[int, ...] = ()  # ranks that the others go on without
+    still_s: float = 10.0  # the silence that this job's watch takes for a stall
+    looping: bool = False  # collectives are completed, steps are not
+    left: tuple[int, ...] = ()  # ranks whose program ended by itself
+    diverged: Finding | None = None  # calls that differed while the job still ran
+    outcome: str = ""  # a stall that is not, or not yet, a hang: what it is or was
+    ended: bool = False  # the stall is over
+
+    def write(self, folder: Path) -> None:
+        """Keeps it with the evidence."""
+        write_atomically(folder / FILE, json.dumps(asdict(self)))
+
+
+def read_observed(folder: Path) -> Observed | None:
+    """What the agent kept; None when there is nothing, or nothing readable."""
+    try:
+        return from_json((folder / FILE).read_bytes(), Observed)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a job."""
+
+    traces: Sequence[RankTrace] = ()
+    files: Sequence[FileNote] = ()  # every file, with those that were used named as such
+    seen: tuple[RankNow, ...] = ()  # one entry per rank of which something is known
+    reports: tuple[StacksReport, ...] = ()
+    logs: dict[int, str] = field(default_factory=dict)  # rank -> how its log ends, as a sentence
+    ras: tuple[str, ...] = ()  # what NCCL's RAS service reported, as sentences
+    observed: Observed | None = None  # None: not the folder of an incident
+    now_ns: int = 0  # epoch: when the black boxes were as they are; 0: nothing tells
+    ended: bool = False  # all processes are gone, and nothing tells since when
+    captures: tuple[Capture, ...] = ()
+    missing: tuple[str, ...] = ()  # what could not be used
+    copied: bool = False  # `now_ns` is the time of copies: the job may have stopped long before
+
+    @property
+    def report(self) -> StacksReport | None:
+        """What the stacks say; of several captures the one that says most."""
+        return max(self.reports, key=lambda one: (one.hung is True, len(one.ranks)), default=None)
+
+
+def is_incident(roots: Sequence[str]) -> bool:
+    """Whether this is the folder of one incident."""
+    return len(roots) == 1 and (Path(roots[0]) / FILE).is_file()
+
+
+def read_incident(folder: Path) -> Evidence:
+    """What lies in an incident's folder."""
+    observed = read_observed(folder) or Observed()
+    missing: list[str] = []
+    loaded = attempt("black boxes", lambda: load_paths([str(folder / "boxes")], LoadOptions()), missing)
+    captures, reports = _read_stacks(folder / "stacks", observed, missing)
+    seen = {
+        rank: _rank_now(state, native=False) for report in reports for rank, state in report.ranks.items()
+    }
+    seen |= {rank: RankNow(rank, "gone", "", "its process is gone") for rank in observed.gone}
+    traces, files = (loaded.traces, loaded.files) if loaded is not None else ([], [])
+    return Evidence(
+        traces,
+        files,
+        tuple(seen.values()),
+        reports,
+        observed=observed,
+        now_ns=observed.taken_ns,
+        captures=captures,
+        missing=tuple(missing),
+    )
+
+
+def _read_stacks(
+    folder: Path, observed: Observed, missing: list[str]
+) -> tuple[tuple[Capture, ...], tuple[StacksReport, ...]]:
+    if not folder.exists():
+        return (), ()
+    from allranks.stacks import Stillness, classify, read_capture
+
+    stillness = Stillness(still_s=min(observed.still_s, Stillness.still_s))
+    capture = attempt("stacks", lambda: read_capture(folder), missing)
+    if capture is None:
+        return (), ()
+    report = attempt(
+        "stacks", lambda: classify(capture, stillness=stillness, quiet_s=observed.quiet_s), missing
+    )
+    return (capture,), () if report is None else (report,)
+
+
+def _rank_now(state: RankState, native: bool) -> RankNow:
+    frames = tuple(Frame(one.name, one.file, one.line) for one in state.stack if native or not one.native)
+    return RankNow(state.rank, state.cause, nearest_line(state), state.evidence, frames)
+
+
+def nearest_line(state: RankState) -> str:
+    """The user's line nearest the hang: the worker's where a DataLoader worker hangs, else the rank's own."""
+    if state.cause == "dataloader_wait":
+        for child in state.children:
+            file = child.where.split(":")[0]
+            if child.cause not in ("queue_wait", "healthy", "unknown") and is_user_file(file):
+                return f"{child.where} (DataLoader worker {child.child})"
+    return state.where
+
+
+def attempt(what: str, work: Callable[[], T], missing: list[str]) -> T | None:
+    """One part of the evidence; if it cannot be read the rest still counts, and `missing` says so."""
+    try:
+        return work()
+    except (AllranksError, OSError) as error:
+        missing.append(f"{what}: {error}")
+    except Exception as error:  # a mistake of ours
+        log.exception("%s could not be read", what)
+        missing.append(f"{what}: {error!r}")
+    return None
+
+
+def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> Evidence:
+    """Everything in the files. Notes name files as seen from one of the `roots`."""
+    paths = _Paths(roots)
+    missing: list[str] = []
+    with ExitStack() as stack:
+        if any(note.status != "ok" and archive_of(note.path) for note in loaded.files):
+            import tempfile
+
+            try:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="allranks-"))
+                paths.unpack(loaded.files, folder)
+            except OSError as error:
+                missing.append(f"stacks and logs in archives: {error}")
+        return _find_evidence(loaded, traces, paths, missing)
+
+
+def _find_evidence(
+    loaded: LoadResult, traces: list[RankTrace], paths: _Paths, missing: list[str]
+) -> Evidence:
+    boxes = any(trace.kind.startswith("black box") for trace in traces)
+    ended = boxes and _is_post_mortem(traces)
+    found = {now.rank: now for now in _gone(traces)}
+    used: dict[str, str] = {}
+    captures = _captures(loaded.files, paths, used, missing)
+    reports = _classify(captures)
+    for report in reports:
+        for rank, state in report.ranks.items():
+            found.setdefault(rank, _rank_now(state, native=True))
+    logs, ras = _texts(loaded.files, paths, used)
+    here = {trace.header.rank for trace in traces}
+    for rank, text in logs.items():  # of a rank without a dump its log is all there is
+        if rank not in found and rank not in here and not is_secondary(text):
+            found[rank] = RankNow(rank, "gone", "", f"its log ends with: {text}")
+    files = [
+        replace(note, status="ok", kind=used[note.path], note="used") if note.path in used else note
+        for note in loaded.files
+    ]
+    seen = tuple(found[rank] for rank in sorted(found))
+    now_ns, copied = _taken_ns(traces, paths.roots) if boxes and not ended else (0, False)
+    return Evidence(
+        traces, files, seen, reports, logs, ras, None, now_ns, ended, tuple(captures), tuple(missing), copied
+    )
+
+
+def _classify(captures: Sequence[Capture]) -> tuple[StacksReport, ...]:
+    if not captures:
+        return ()
+    from allranks.stacks import classify
+
+    return tuple(classify(capture) for capture in captures)
+
+
+class _Paths:
+    """Where the files of a load are: notes name them as seen from one of the roots, or in an archive."""
+
+    def __init__(self, roots: list[str]) -> None:
+        self.roots = roots
+        self._unpacked: dict[str, str] = {}
+
+    def find(self, path: str) -> str:
+        """A file that can be opened; "" when there is none."""
+        paths = (path, *(os.path.join(root, path) for root in self.roots))
+        return self._unpacked.get(path) or next((one for one in paths if os.path.isfile(one)), "")
+
+    def unpack(self, files: list[FileNote], folder: str) -> None:
+        """Files of the archives that are not dumps, into a folder."""
+        wanted: dict[str, set[str]] = {}
+        for note in files:
+            if note.status != "ok" and (archive := archive_of(note.path)):
+                wanted.setdefault(archive, set()).add(note.path)
+        for archive, members in wanted.items():
+            if path := self.find(archive):
+                self._unpacked |= unpack(archive, path, members, folder)
+
+
+def _texts(
+    files: list[FileNote], paths: _Paths, used: dict[str, str]
+) -> tuple[dict[int, str], tuple[str, ...]]:
+    """(how the logs of ranks end, what NCCL RAS reported) among the files that are plain text."""
+    logs: dict[int, str] = {}
+    reported: list[str] = []
+    for note in files:
+        if note.status == "ok" or note.path in used or not _LOG.search(Path(note.path).name.lower()):
+            continue
+        text = _tail(paths.find(note.path))
+        counts = "launched up to operation" in text
+        ends = list(_ENDED.finditer(text))
+        if counts:
+            from allranks.model.stacks import RasReply
+            from allranks.stacks.ras import describe, read_counts
+
+            if read_counts(text):
+                used[note.path] = "NCCL RAS answer"
+                reported += describe((RasReply("", 0.0, text), RasReply("", 0.0, text)))
+        elif ends:
+            named = _LOG_RANK.search(note.path)
+            for end in ends:
+                rank = end[1] or (named and (named[1] or named[2]))
+                if rank is not None:
+                    logs[int(rank)] = without_secrets(" ".join(end[2].split()))
+                    used[note.path] = "log"
+    return logs, tuple(dict.fromkeys(reported))
+
+
+def _tail(path: str) -> str:
+    """The end of a text file; "" when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_TEXT_BYTES))
+            return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _is_post_mortem(traces: list[RankTrace]) -> bool:
+    """Whether all black boxes are of this machine and their processes are gone: then nothing runs any more."""
+    boxes = _local_boxes(traces)
+    return bool(boxes) and len(boxes) == len(traces) and not any(_is_running(trace) for trace in boxes)
+
+
+def _taken_ns(traces: list[RankTrace], roots: list[str]) -> tuple[int, bool]:
+    """When black boxes were as they are, and whether that is the time of copies: now, where one of them is still written to; the time of the copies where
+    none is; 0 when nothing tells (a copy that kept the time of the original)."""
+    from allranks.blackbox.reader import boxes_of_process
+
+    boxes = [trace for trace in traces if trace.kind.startswith("black box")]
+    files = {trace.path: place for trace in boxes if (place := _Paths(roots).find(trace.path))}
+    for trace in _local_boxes(boxes):
+        pid, file = trace.header.pid, files.get(trace.path)
+        if _is_running(trace) and file is not None:
+            # whether the process writes to this very file; taken for true where we may not look
+            hidden = not os.access(f"/proc/{pid}/maps", os.R_OK)
+            if hidden or any(os.path.samefile(box, file) for box in boxes_of_process(pid)):
+                return time.time_ns(), False
+    newest = max((trace.header.written_ns for trace in boxes), default=0)
+    copied = max((os.stat(place).st_mtime_ns for place in files.values()), default=0)
+    return (copied, True) if copied > newest else (0, False)
+
+
+def _gone(traces: list[RankTrace]) -> list[RankNow]:
+    """Ranks of this machine whose process is gone while others still run. When all are gone it tells nothing."""
+    if _is_post_mortem(traces):
+        return []
+    return [
+        RankNow(trace.header.rank, "gone", "", f"its process {trace.header.pid} is gone")
+        for trace in _local_boxes(traces)
+        if trace.header.rank is not None and not _is_running(trace)
+    ]
+
+
+def _local_boxes(traces: list[RankTrace]) -> list[RankTrace]:
+    here = os.uname().nodename  # the socket module would take longer than the diagnosis
+    return [
+        t for t in traces if t.kind.startswith("black box") and t.header.host == here and t.header.pid > 0
+    ]
+
+
+def _is_running(trace: RankTrace) -> bool:
+    return os.path.exists(f"/proc/{trace.header.pid}")
+
+
+def _captures(
+    files: list[FileNote], paths: _Paths, used: dict[str, str], missing: list[str]
+) -> list[Capture]:
+    """The captures among the files, one for all folders that do not repeat a rank; notes which files they were made of."""
+    found = [
+        note.path for note in files if note.kind == "stacks" or _CAPTURE.search(os.path.basename(note.path))
+    ]
+    held = {path: Path(place) for path in found if (place := paths.find(path))}
+    if not held:
+        return []
+    from allranks.stacks import join, read_capture
+    from allranks.stacks.raw_files import read_by_content
+
+    captures = []
+    named = {path: place for path, place in held.items() if _CAPTURE.search(place.name)}
+    for folder in sorted({place.parent for place in named.values()}):
+        try:
+            captures.append(read_capture(folder, by_content=False))
+            used.update((path, "stacks") for path, place in named.items() if place.parent == folder)
+        except InputError as error:
+            missing.append(f"stack captures in {folder}: {error}")
+    others = {path: place for path, place in held.items() if path not in named}
+    if (by_content := read_by_content(sorted(others.items()))).processes:
+        captures.append(by_content)
+        used.update(dict.fromkeys(others, "stacks"))
+    # parts of one, by folder or node, where no rank is in two of them
+    ranks = [process.rank for capture in captures for process in capture.processes if process.child is None]
+    whole = 0 < len(ranks) == len(set(ranks))
+    return [join(captures)] if whole else captures

@@ -1,0 +1,305 @@
+"""What a silence is, from several looks at it: a stall, a hang, or over. Pure.
+
+*Stalled*: nobody has moved for longer than usual. *Hung*: it will not move by itself. That is certain when it follows from
+what was seen: calls that do not match, ranks that wait for each other, a process that is gone, a rank all of whose threads
+wait without limit for one another, a sleep that ends after the cap. Else only time tells: a rank whose stack moves, that
+compiles or waits for a command that works has time until the cap; any other one until several times the longest pause so
+far. Sleeps between retries, garbage collection, saving, swapping and a stopped process end by themselves; they are not
+told from a hang before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from allranks.incidents.policy import CERTAIN_MISMATCH, PROGRAM_FAULT
+from allranks.model.diagnosis import Finding
+from allranks.model.formatting import duration
+from allranks.model.stacks import (
+    WAITS,
+    Capture,
+    ProcessCapture,
+    RankState,
+    StacksReport,
+    ThreadFacts,
+)
+
+State = Literal["stalled", "hung", "ended"]
+TRUSTED = 0.6  # of a verdict: a less confident one does not make a hang certain
+WORKING = frozenset(
+    {"busy_python", "native_call", "gil_held_native", "gil_contention", "cuda_kernel", "slow", "healthy"}
+)
+SAVING = frozenset({"checkpoint_io", "d_state", "file_lock_wait", "network_io"})
+#: Files that are on a stack while torch or Triton compile, but not while compiled code runs.
+COMPILING = (
+    *("torch/_dynamo/convert_frame", "torch/_dynamo/symbolic_convert", "torch/_inductor/compile_fx"),
+    *("torch/_inductor/async_compile", "torch/_inductor/codecache", "torch/_inductor/graph.py"),
+    *(
+        "torch/_inductor/scheduler",
+        "torch/_inductor/codegen/",
+        "torch/_functorch/_aot_autograd/graph_compile",
+    ),
+    *("triton/compiler", "triton/runtime/build", "torch/utils/cpp_extension"),
+)
+#: Waits of Python's own, which only a thread or a child of the same process can end.
+_INSIDE = frozenset(
+    {"lock_deadlock", "queue_wait", "shutdown_join", "sleep", "dataloader_wait"}
+    | {"subprocess_wait", "child_process_wait"}
+)
+#: Waits for another rank. One for the device may be work of its own, one for a key of a store may wait for anybody.
+_FOR_A_RANK = frozenset({"collective_wait", "p2p_wait", "rendezvous_wait"})
+_FOR_A_CHILD = frozenset({"subprocess_wait", "child_process_wait", "dataloader_wait"})
+#: Threads that watch, report or copy, and wake nobody.
+_BACKGROUND = ("/tqdm/", "/wandb/", "/tensorboard", "/allranks/", "/torch/utils/data/_utils/pin_memory")
+_PRIVATE = 0x80  # flag of a futex that no other process can wake
+#: What a rank does that may still move.
+_VERBS = {
+    "sleep": "sleeps",
+    "stopped": "is stopped",
+    "busy_python": "runs Python code",
+    "native_call": "is in native code",
+    "lock_deadlock": "waits for a lock",
+    "queue_wait": "waits on a queue",
+    "network_io": "waits for the network",
+    "checkpoint_io": "reads or writes a file",
+    "file_lock_wait": "waits for a file lock",
+    "dataloader_wait": "waits for its DataLoader",
+    "subprocess_wait": "waits for a command",
+    "child_process_wait": "waits for a child process",
+}
+_STILL_TICKS = 2  # clock ticks between two looks that are not work
+
+
+@dataclass(frozen=True)
+class ThreadWait:
+    """What the kernel says of one thread."""
+
+    wait_s: float | None  # how long its system call may last; -1 without limit, None when not known
+    inside: bool  # only its own process can end it
+    still: bool = True  # neither CPU time nor a context switch during the look
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the kernel says of a rank and its child processes at one look."""
+
+    ticks: int = 0  # CPU time of these threads
+    threads: tuple[ThreadWait, ...] = ()  # of Python, but not those that only watch or report
+    children: tuple[ThreadWait, ...] = ()  # the same of child processes; of another program its first one
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a silent job."""
+
+    at_s: float
+    quiet_s: float
+    report: StacksReport | None
+    moved: bool  # some rank made progress while we looked
+    calling: bool = False  # some rank completed calls of the same attempt at its step
+    finding: Finding | None = None  # the verdict on all evidence, if this is a hang
+    activity: Mapping[int, Activity] = field(default_factory=dict)  # by rank
+    absent: tuple[int, ...] = ()  # ranks whose process has ended
+    behind: bool = False  # the others have given these ranks up and continue
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """Seconds without progress."""
+
+    hung_s: float  # after which a rank that shows nothing is hung
+    cap_s: float  # that anything may take
+    longest_s: float = 0.0  # pause that this job has had
+
+
+@dataclass(frozen=True)
+class StallOutcome:
+    """What it is, and why. `certain`: it follows from what was seen, not from the time that has passed."""
+
+    state: State
+    reason: str
+    certain: bool = False
+
+
+def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
+    """What several looks at the same silence show."""
+    last = looks[-1]
+    if last.moved:
+        return StallOutcome("ended", "the ranks move again")
+    if last.calling and last.quiet_s < limits.cap_s:
+        return StallOutcome("stalled", "no step was done, but calls of it are being completed")
+    if len(looks) < 2:
+        return StallOutcome("stalled", "one look cannot tell a pause from a hang")
+    if reason := _certain(looks, limits):
+        return StallOutcome("hung", reason, certain=True)
+    silent = f"no progress for {duration(last.quiet_s)}"
+    if last.quiet_s >= limits.cap_s:
+        return StallOutcome(
+            "hung", f"{silent}, more than the {duration(limits.cap_s)} that anything may take"
+        )
+    guilty = find_guilty(last)
+    patient = next(filter(None, (_works(state, looks) for state in guilty)), "")
+    if patient:
+        return StallOutcome("stalled", patient)
+    if last.quiet_s < limits.hung_s:
+        return StallOutcome("stalled", _describe(guilty, last))
+    known = f"3 times the longest pause so far ({duration(limits.longest_s)})" if _by_history(limits) else ""
+    why = known or f"the {duration(limits.hung_s)} that a pause may take"
+    return StallOutcome("hung", f"{silent}, more than {why}: {_describe(guilty, last)}")
+
+
+def _by_history(limits: StallLimits) -> bool:
+    return limits.longest_s * HISTORY_FACTOR >= limits.hung_s
+
+
+HISTORY_FACTOR, FLOOR_FACTOR = 3.0, 9.2  # times the longest pause; times the shortest silence that is a stall
+
+
+def limits_of(floor_s: float, cap_s: float, longest_s: float) -> StallLimits:
+    """By what this job has shown so far."""
+    hung_s = max(FLOOR_FACTOR * floor_s, HISTORY_FACTOR * longest_s)
+    return StallLimits(min(cap_s, hung_s), cap_s, longest_s)
+
+
+def find_guilty(look: Look) -> list[RankState]:
+    """The culprits, or those of them that the verdict on all evidence names: a collective of NCCL is waited for in
+    whatever CUDA call comes next, in a stack that looks like work."""
+    report, found = look.report, look.finding
+    if report is None:
+        return []
+    guilty = [report.ranks[rank] for rank in report.culprits if rank in report.ranks]
+    named = found.ranks if found is not None and found.confidence >= TRUSTED else ()
+    return [state for state in guilty if state.rank in named] or guilty
+
+
+def describe_pause(looks: Sequence[Look]) -> str:
+    """What the ranks did that the others waited for; "" when nothing tells."""
+    still = [look for look in looks if not look.moved and look.report is not None and look.report.culprits]
+    seen = still[-1] if still else None
+    return _describe(find_guilty(seen), seen) if seen is not None else ""
+
+
+# certain
+
+
+def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
+    """Why it cannot move by itself; "" when it may."""
+    last = looks[-1]
+    found = last.finding if last.finding is not None and last.finding.confidence >= TRUSTED else None
+    states = last.report.ranks.values() if last.report is not None else ()
+    idle = [state for state in states if state.cause not in _FOR_A_RANK and state.cause != "unknown"]
+    if found is not None and (found.cause in CERTAIN_MISMATCH or (found.cause in PROGRAM_FAULT and not idle)):
+        return f"the calls of the ranks do not match: {found.sentence}"
+    if found is not None and found.ranks and set(found.ranks) <= set(last.absent):
+        return f"the others wait for a process that has ended: {found.sentence}"
+    if found is not None and found.ranks and states and not idle and found.cause != "none_finished":
+        return f"every rank waits for another: {found.sentence}"
+    if not (last.behind or any(state.cause in WAITS for state in states)):
+        return ""  # nobody waits for another rank
+    return next(filter(None, (_never_wakes(state, looks, limits) for state in find_guilty(last))), "")
+
+
+def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -> str:
+    """Why a rank that the others wait for will not move; "" when it may."""
+    before, now = (look.activity.get(state.rank, Activity()) for look in looks[-2:])
+    if not now.threads or state.cause == "stopped" or now.ticks - before.ticks > _STILL_TICKS:
+        return ""
+    # a DataLoader asks its workers again and again
+    threads = (*(() if state.cause == "dataloader_wait" else now.threads), *now.children)
+    if not threads or not all(thread.still for thread in threads):
+        return ""
+    left = [t.wait_s for t in threads if t.wait_s is not None and t.wait_s > limits.cap_s]
+    inside = state.cause in _INSIDE and all(
+        t.wait_s == -1.0 and (t.inside or (now.children and state.cause in _FOR_A_CHILD))
+        for t in threads
+        if t.wait_s not in left
+    )
+    at = f"rank {state.rank} at {state.where or 'an unknown line'}"
+    if len(left) == len(threads) or (left and inside):
+        return f"{at} sleeps for another {duration(min(left))}, and nothing else in it moves"
+    if inside:
+        return f"{at} waits without limit, and no thread of it can wake another ({state.cause})"
+    return ""
+
+
+# patience
+
+
+def _works(state: RankState, looks: Sequence[Look]) -> str:
+    """Why a rank has time until the cap, or "" when it has not."""
+    name = f"rank {state.rank}"
+    if any(part in frame.file for frame in state.stack for part in COMPILING):
+        return f"{name} compiles"
+    if state.command_works:
+        return f"{name} waits for a command that works"
+    if state.cause in WORKING | SAVING and not _same_functions(state.rank, looks):
+        return f"{name} works: its stack moves ({state.cause}, {state.where or 'unknown line'})"
+    return ""
+
+
+def _same_functions(rank: int, looks: Sequence[Look]) -> bool:
+    """Whether the rank was in the same functions at every look (lines inside a loop may differ)."""
+    seen = set()
+    for look in looks:
+        state = look.report.ranks.get(rank) if look.report is not None else None
+        if state is not None and state.stack:
+            seen.add(tuple((frame.name, frame.file) for frame in state.stack if not frame.native))
+    return len(seen) <= 1
+
+
+def _describe(guilty: Sequence[RankState], look: Look) -> str:
+    if not guilty:
+        waits = look.report is not None and look.report.ranks
+        return "every rank waits for another" if waits else "what the ranks do could not be read"
+    return ", ".join(
+        f"rank {state.rank} {_VERBS.get(state.cause, f'is in {state.cause}')} at {state.where or 'an unknown line'}"
+        for state in guilty[:3]
+    )
+
+
+# from captures
+
+
+def find_activity(captures: Sequence[Capture]) -> dict[int, Activity]:
+    """By rank; of several captures of a rank the last one counts."""
+    found: dict[int, list[ProcessCapture]] = {}
+    for capture in captures:
+        for process in capture.processes:
+            found.setdefault(process.rank, []).append(process)
+    return {rank: _activity(processes) for rank, processes in found.items()}
+
+
+def _activity(processes: Sequence[ProcessCapture]) -> Activity:
+    ticks = 0
+    found: tuple[list[ThreadWait], list[ThreadWait]] = ([], [])
+    for process in processes:
+        shots = [shot for shot in process.snapshots if shot.facts]
+        if not shots or _is_helper(process):
+            continue
+        first, last = ({fact.tid: fact for fact in shot.facts} for shot in (shots[0], shots[-1]))
+        for tid in _telling(process, shots[-1].facts):
+            ticks += last[tid].ticks
+            found[process.child is not None].append(_thread(first.get(tid, last[tid]), last[tid]))
+    return Activity(ticks, tuple(found[0]), tuple(found[1]))
+
+
+def _is_helper(process: ProcessCapture) -> bool:
+    """Whether it is a process of ours beside the rank, and not a fork of the rank."""
+    return process.child is not None and " -m allranks." in process.title and ".launch." not in process.title
+
+
+def _telling(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]:
+    """The main thread, and those that run Python and may wake it."""
+    stacks = process.snapshots[-1].stacks
+    python = [one for one in stacks if any(not frame.native for frame in one.frames)]
+    able = {one.tid for one in python if not any(part in f.file for f in one.frames for part in _BACKGROUND)}
+    return [fact.tid for number, fact in enumerate(facts) if number == 0 or fact.tid in able]
+
+
+def _thread(first: ThreadFacts, last: ThreadFacts) -> ThreadWait:
+    still = (first.ticks, first.switches) == (last.ticks, last.switches) and last.state in ("S", "D")
+    futex = last.syscall == "futex" and len(last.args) > 1 and bool(last.args[1] & _PRIVATE)
+    inside = futex or last.syscall in ("wait4", "waitid", "pause", "rt_sigsuspend")
+    return ThreadWait(last.wait_s, inside, still)

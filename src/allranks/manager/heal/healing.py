@@ -1,0 +1,172 @@
+"""The state on its way, at both ends: fetched for the group that wants it, offered to members that need ours.
+
+Runs in a rank, on the regrouping thread; `make_offer_if_due` and what `load.py` uses are called by the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+from allranks.errors import HealingFailed
+from allranks.manager.groups.generation import Generation
+from allranks.manager.groups.teardown import start_thread
+from allranks.manager.heal.fetch import Fetch, HealSource, report_fetched
+from allranks.manager.heal.serve import HealServer
+from allranks.manager.heal.state import LiveState
+from allranks.manager.options import ManagerOptions
+from allranks.manager.plan import NOWHERE, QuorumPlan, ReplicaClaim
+from allranks.manager.reachability import Reachability
+from allranks.manager.training import TrainingState
+
+log = logging.getLogger("allranks.manager")
+
+_HEAL_TRIES = 10
+_FRUITLESS_TRIES = 3
+
+
+@dataclass(eq=False)
+class Healing:
+    """`fetch` is the state that is on its way to us, or has arrived and is not loaded yet."""
+
+    options: ManagerOptions
+    training: TrainingState
+    server: HealServer
+    live: LiveState
+    reach: Reachability
+    fetch: Fetch | None = None
+    _offer_due: Generation | None = None
+    _failures: int = 0  # since we were healed last
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    # ---- to us ----
+
+    def fetched_for(self, generation: Generation) -> Fetch | None:
+        """The state that this group wants, once all of it is here."""
+        fetch, top = self.fetch, generation.plan.top
+        return fetch if fetch and fetch.position == top == self.training.held.arrived else None
+
+    def prepare_fetch(self, plan: QuorumPlan) -> Fetch:
+        if self.fetch is None or self.fetch.position != plan.top:
+            self.training.arrived(NOWHERE)
+            keep = self.training.held.precious
+            limit_s, tear = self.options.timeout_s, self.training.tear
+            self.fetch = Fetch(plan.top, self.live, limit_s, keep, tear, plan.lineage)
+        return self.fetch
+
+    def begin(self, fetch: Fetch, generation: Generation) -> None:
+        """Starts to fetch, unless everything is here or on its way already."""
+        if not fetch.complete and not fetch.begun:
+            fetch.begin(self._sources(generation))
+
+    def pause(self) -> None:
+        """The group did not come about, or is gone: nothing more may land in our state until the next one."""
+        fetch = self.fetch
+        if fetch is not None:
+            fetch.cancel()
+            with contextlib.suppress(HealingFailed):
+                fetch.finish()
+                self._arrived(fetch)
+
+    def _arrived(self, fetch: Fetch) -> None:
+        """All of a state is here; the training thread may load it, also in the next group."""
+        with self.training.changed:
+            if self.fetch is fetch:  # else it is loaded
+                self.training.arrived(fetch.position, fetch.lineage)
+
+    def take_state(self, generation: Generation) -> None:
+        """Fetches the state if we must heal; the training thread will load it."""
+        with self.training.changed:  # it may be loading what came for the group before, and then let go of it
+            wanted = generation.usable and not generation.loaded
+            fetch = self.prepare_fetch(generation.plan) if wanted else None
+        if fetch is None:
+            self.pause()
+            with self.training.changed:
+                if generation.usable and generation.loaded:
+                    self.fetch = None  # nobody wants it any more: its memory is free
+                    self.training.arrived(NOWHERE)
+        if generation.heals and (generation.loaded if fetch is None else self._heal(generation, fetch)):
+            self._end_transfer(generation)
+
+    def _heal(self, generation: Generation, fetch: Fetch) -> bool:
+        try:
+            self.begin(fetch, generation)
+            fetch.finish()
+        except HealingFailed as error:
+            if not fetch.cancelled:  # one that was called off proves nothing
+                self._failures += 1
+                members = generation.quorum.members
+                self.reach.note_not_served(
+                    [members[place] for place in generation.plan.sources_of(generation.index)]
+                )
+            if self.training.break_group(generation, f"healing failed: {error}"):
+                log.warning("%s", error)
+            if self._failures >= (_FRUITLESS_TRIES if fetch.fruitless else _HEAL_TRIES):
+                self.training.finish_regrouping(error)
+            return False
+        self._failures = 0
+        self._arrived(fetch)
+        self.reach.served()
+        self.training.times.mark("state fetched")
+        took_ms = (time.monotonic() - fetch.began_at) * 1e3
+        log.info("healed: %.1f MB in %.0f ms", fetch.total_bytes / 1e6, took_ms)
+        return True
+
+    def _end_transfer(self, generation: Generation) -> None:
+        """Our state is here: we and those who gave it may launch collectives again. Touches no device."""
+        order, index, limit_s = generation.quorum.order, generation.index, self.options.timeout_s
+        for source in self._sources(generation):
+            args = (source, order, index, limit_s, lambda: generation.usable)
+            start_thread("allranks-heal-report", report_fetched, *args)
+        self.training.transferred(order, index)
+
+    def _sources(self, generation: Generation) -> list[HealSource]:
+        members, found = generation.quorum.members, []
+        credential = self.server.keys.for_quorum(*generation.quorum.order)
+        for place in generation.plan.sources_of(generation.index):
+            said = ReplicaClaim.decode(members[place].data)
+            address = said.ranks[self.options.rank].address
+            found.append(HealSource(address, credential, members[place].replica))
+        return found
+
+    def cancel(self) -> None:
+        """Nothing waits for the state any longer; what has arrived is kept."""
+        if self.fetch is not None:
+            self.fetch.cancel()
+
+    # ---- from us ----
+
+    def make_offer_if_due(self) -> None:
+        """Offers the state once nothing changes it any more; called by the training thread after a roll forward."""
+        with self._guard:
+            generation, self._offer_due = self._offer_due, None
+        if generation is not None and generation.usable:
+            self.server.offer(self.live.offer(generation.plan.top), generation.quorum.order)
+
+    def offer(self, generation: Generation, later: bool) -> None:
+        """Makes our state fetchable once it is whole: in the next step, or when a roll forward has been applied too."""
+        if later:
+            with self._guard:
+                self._offer_due = generation
+        else:
+            start_thread("allranks-offer", self._offer_in_step, generation)
+
+    def _offer_in_step(self, generation: Generation) -> None:
+        top = generation.plan.top
+        try:
+            self.training.wait_until_opened(lambda: generation.usable, self.options.timeout_s)
+            offer = self.live.offer(top)
+        except HealingFailed as error:
+            self.training.break_group(generation, str(error))
+            return
+        if generation.usable and self.training.held.holds(top):
+            self.server.offer(offer, generation.quorum.order)
+            self.training.times.mark("state offered")
+
+    def needs_nothing(self) -> None:
+        """This group gave us no state to fetch: earlier failures do not count any more."""
+        self._failures = 0
+        self.reach.served()

@@ -1,0 +1,308 @@
+"""YAML text → plain values with the line and column of every key, or what is wrong in plain words. Pure: text in, tree out.
+
+The scalar rules are those of YAML 1.2: `on`, `yes` and `12:30` are strings, `1e-4` is a number. Keys written
+twice are problems, not silently the last one. What the parser says is about grammar, what the user needs is the line to
+change: after a mistake the parser cannot go on, so every line is looked at for the mistakes that one glance can tell (tabs,
+`key:value`), and all of them are reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from allranks.model.parsing import hide_secrets, printable, without_secrets
+
+
+class ConfigProblem(str):
+    """A sentence that is also a place, without secrets: a str, so that lists of messages stay lists of messages.
+
+    `message` is the bare sentence; `path` is dotted ("elastic.min_nodes"); `line` and `column` count from 1
+    and are None when the configuration did not come from YAML text.
+    """
+
+    message: str
+    path: str
+    line: int | None
+    column: int | None
+
+    def __new__(cls, message: str, path: str = "", mark: tuple[int, int] | None = None) -> ConfigProblem:
+        text = message = printable(without_secrets(message))
+        path = printable(without_secrets(path))
+        if mark is not None:
+            text = f"line {mark[0]}, column {mark[1]}: {path + ': ' if path else ''}{message}"
+        self = super().__new__(cls, text)
+        self.message, self.path = message, path
+        self.line, self.column = mark if mark is not None else (None, None)
+        return self
+
+    def to_dict(self) -> dict[str, str | int | None]:
+        return {"message": self.message, "path": self.path, "line": self.line, "column": self.column}
+
+
+_NO_SPACE = re.compile(r"^(?P<indent>\s*(?:- +)?)(?P<key>[A-Za-z_][\w.-]*):(?P<value>[^\s:/\\].*)$")
+_UNQUOTED = re.compile(r"^\s*(?:- +)?(?P<key>[\w.-]+): +(?P<value>[^\"'\[{|>#\s].*:(?: .*|$))")
+_STARTS = {
+    "*": "an alias (*name)",
+    "&": "an anchor (&name)",
+    "!": "a tag (!name)",
+    "%": "a directive",
+    "@": "a reserved character",
+    "`": "a reserved character",
+}
+
+
+def explain(text: str, error: yaml.YAMLError) -> list[ConfigProblem]:
+    """Every mistake found, first to last; at least one problem."""
+    lines = text.splitlines()
+    found = {problem.line: problem for problem in _obvious_mistakes(lines)}
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        return [_unreadable(text, error), *found.values()]
+    if not {mark.line, mark.line + 1} & set(found):
+        problem = _at(lines, mark, error)
+        found[problem.line] = problem
+    return [found[key] for key in sorted(found, key=lambda key: key or 0)]
+
+
+def missing_space(text: str) -> str | None:
+    """The fix when `text` is a mapping whose colon lacks its space ("lr:1e-4"), else None."""
+    match = _NO_SPACE.match(text.split("\n")[0].split(" ")[0])
+    return _write_space(match) if match else None
+
+
+def _write_space(match: re.Match[str]) -> str:
+    value = hide_secrets(match["value"].strip(), match["key"])
+    return f"missing space after the colon: write '{match['key']}: {value}'"
+
+
+def _obvious_mistakes(lines: list[str]) -> Iterator[ConfigProblem]:
+    for number, line in enumerate(lines, 1):
+        indent = line[: len(line) - len(line.lstrip())]
+        if "\t" in indent and line.strip():
+            tab = "indented with a tab: YAML allows only spaces; replace each tab by two spaces"
+            yield ConfigProblem(tab, mark=(number, indent.index("\t") + 1))
+        elif match := _NO_SPACE.match(line):
+            yield ConfigProblem(_write_space(match), mark=(number, match.start("value")))
+
+
+def _at(lines: list[str], mark: yaml.Mark, error: yaml.YAMLError) -> ConfigProblem:
+    """The mistake at the place where the parser stopped."""
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    place = (mark.line + 1, mark.column + 1)
+    message = str(getattr(error, "problem", "") or error)
+    context = str(getattr(error, "context", "") or "")
+    if "\t" in line:
+        return ConfigProblem("a tab stands where YAML allows only spaces; replace it by spaces", mark=place)
+    scanning = "scanning" in context or "cannot start any token" in message or "undefined alias" in message
+    special = _special_character(line, mark.column) if scanning else ""
+    if special:
+        return ConfigProblem(special, mark=place)
+    if "mapping values are not allowed" in message:
+        return _extra_colon(lines, place)
+    for word, in_context, sentence, at_context in _GRAMMAR:
+        if word in (context if in_context else message):
+            began = getattr(error, "context_mark", None) if at_context else None
+            where = place if began is None else (began.line + 1, began.column + 1)
+            return ConfigProblem(sentence.format(message=message), mark=where)
+    return ConfigProblem(f"not valid YAML: {message}", mark=place)
+
+
+def _special_character(line: str, column: int) -> str:
+    """A value that begins with a character which means something in YAML; "" if this one does not."""
+    value = re.match(r"^\s*(?:- +)?([\w.-]+): +(\S.*)$", line)
+    start = value[2][0] if value else line[column : column + 1] or line.strip()[:1]
+    if start not in _STARTS:
+        return ""
+    quoted = f': "{hide_secrets(value[2].strip(), value[1])}"' if value else ""
+    return f"unquoted special character {start!r}: in YAML it starts {_STARTS[start]}; put the value in quotes{quoted}"
+
+
+_LINE_UP = (
+    "this line does not line up with the lines before it: keys of one section need the same indentation"
+)
+_SECOND = "the file holds more than one document: a line '---' starts a second one"
+#: (what the parser says, whether in its context, our sentence, whether the mistake is where its context began)
+_GRAMMAR = (
+    ("another document", False, _SECOND, False),
+    ("quoted scalar", True, "a quote opened here is never closed ({message})", True),
+    ("flow", True, "a bracket or brace opened here is never closed, or a comma is missing", True),
+    ("could not find expected ':'", False, "no colon after this key: write 'key: value'", True),
+    ("block", True, _LINE_UP, False),
+)
+
+
+def _extra_colon(lines: list[str], place: tuple[int, int]) -> ConfigProblem:
+    number = next((n for n in range(place[0] - 1, 0, -1) if lines[n - 1].strip()), 0)
+    before = lines[number - 1].rstrip() if number else ""
+    if re.fullmatch(r"\s*[\w.-]+", before):
+        name = before.strip()
+        return ConfigProblem(f"no colon after '{name}': write '{name}:'", mark=(number, len(before)))
+    text = "mapping values are not allowed here: "
+    if match := _UNQUOTED.match(lines[place[0] - 1]):
+        text += "the value has an unquoted special character ':'; "
+        text += f'quote it: {match["key"]}: "{hide_secrets(match["value"].strip(), match["key"])}"'
+    else:
+        text += "this line is indented deeper than the line before it, which already has a value; "
+        text += "or the line before lacks the space after its colon"
+    return ConfigProblem(text, mark=place)
+
+
+def _unreadable(text: str, error: yaml.YAMLError) -> ConfigProblem:
+    """A character that no YAML file may hold."""
+    position = getattr(error, "position", None)
+    if not isinstance(position, int):
+        return ConfigProblem(f"not valid YAML: {error}")
+    line = text.count("\n", 0, position) + 1
+    column = position - (text.rfind("\n", 0, position) + 1) + 1
+    bad = text[position : position + 1]
+    return ConfigProblem(f"the character {bad!r} is not allowed in YAML", mark=(line, column))
+
+
+KeyPath = tuple[str | int, ...]
+_MAX_NODES = 50_000
+_TOO_DEEP = "values are nested too deeply to be read: a bracket that is never closed?"
+
+
+@dataclass
+class Tree:
+    """`values` is None when the text is not valid YAML; `marks` holds (line, column), from 1, of every path."""
+
+    values: object = None
+    marks: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
+    problems: list[ConfigProblem] = field(default_factory=list)
+
+    def mark(self, path: KeyPath) -> tuple[int, int] | None:
+        """Where a path stands; a missing key is placed at its nearest written parent."""
+        while path and path not in self.marks:
+            path = path[:-1]
+        return self.marks.get(path)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalar rules of YAML 1.2 (core schema), for so many values."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
+    count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.count += 1
+        if self.count > _MAX_NODES:
+            raise _TooMuch(f"more than {_MAX_NODES} values: no job has so many", self.line + 1)
+        return super().compose_node(parent, index)
+
+
+class _TooMuch(ValueError):
+    """(what, line)"""
+
+
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+#: (tag, what a scalar of it looks like, what it may begin with); the first one that fits counts
+for _tag, _pattern, _begins in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
+    ("float", _FLOAT, list("-+0123456789.")),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _begins)
+
+
+def read_tree(text: str) -> Tree:
+    """Parses YAML; what cannot be parsed becomes problems in plain words."""
+    tree = Tree()
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        if node is None:
+            return Tree({})
+        tree.marks[()] = _mark(node)
+        tree.values = _Reader(tree).value(node, ())
+    except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
+        tree.problems += explain(text, error)
+    except _TooMuch as error:
+        tree.problems.append(ConfigProblem(error.args[0], mark=(error.args[1], 1)))
+    except ValueError as error:
+        tree.problems.append(ConfigProblem(str(error)))
+    except RecursionError:
+        tree.problems.append(ConfigProblem(_TOO_DEEP))
+    return tree
+
+
+def read_yaml(text: str) -> object:
+    """Plain data; ValueError for text that is not valid YAML, with every mistake and its line."""
+    tree = read_tree(text)
+    if tree.problems:
+        raise ValueError("; ".join(tree.problems))
+    return tree.values
+
+
+def _mark(node: yaml.Node) -> tuple[int, int]:
+    return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+@dataclass
+class _Reader:
+    """Walks a composed document; `count` bounds what aliases may expand to."""
+
+    tree: Tree
+    count: int = 0
+    open: set[int] = field(default_factory=set)
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.count += 1
+        if self.count > _MAX_NODES:
+            raise ValueError(f"the file expands to more than {_MAX_NODES} values: aliases that multiply?")
+        if id(node) in self.open:
+            raise ValueError(f"line {_mark(node)[0]}: an alias contains itself")
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                self.tree.marks.update({(*path, i): _mark(child) for i, child in enumerate(node.value)})
+                return [self.value(child, (*path, i)) for i, child in enumerate(node.value)]
+            return _scalar(node)
+        finally:
+            self.open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, object]:
+        merged: dict[Any, object] = {}
+        own: dict[Any, object] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                    if not isinstance(source, yaml.MappingNode):
+                        raise ValueError(f"line {_mark(value_node)[0]}: '<<' needs a mapping to merge")
+                    merged = {**self.value(source, path), **merged}
+                continue
+            key = _scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else str(key_node.value)
+            here = (*path, key)
+            if key in own:
+                first = self.tree.marks[here][0]
+                message = f"'{key}' is written twice (first in line {first}); the second would hide the first"
+                self.tree.problems.append(ConfigProblem(message, dotted(here), _mark(key_node)))
+            self.tree.marks[here] = _mark(key_node)
+            own[key] = self.value(value_node, here)
+        return {**merged, **own}
+
+
+def _scalar(node: yaml.Node) -> Any:
+    text, tag = str(node.value), node.tag.removeprefix("tag:yaml.org,2002:")
+    if tag == "null":
+        return None
+    if tag == "bool":
+        return text.lower() == "true"
+    if tag == "int":
+        return int(text, 0) if text[:2] in {"0x", "0o"} else int(text)
+    if tag == "float":
+        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+    return text
+
+
+def dotted(path: KeyPath) -> str:
+    """How a path is written in messages."""
+    return ".".join(str(part) for part in path)

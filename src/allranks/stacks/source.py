@@ -1,0 +1,205 @@
+"""What the source around a line says: which locks are held there, which lock the line asks for, whether it only polls. Pure.
+
+The interpreter does not record who holds a lock. A thread that stands inside `with self.lock:` holds it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import lru_cache
+
+_LOCKS = ("lock", "mutex", "sem", "cond", "guard")
+
+
+@lru_cache(maxsize=64)
+def _tree(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _around(text: str, line: int) -> list[ast.stmt]:
+    """The statements that a line is in, outermost first."""
+    tree = _tree(text)
+    found: list[ast.stmt] = []
+    body: list[ast.stmt] = list(tree.body) if tree is not None else []
+    while body:
+        inside = next((s for s in body if s.lineno <= line <= (s.end_lineno or s.lineno)), None)
+        if inside is None:
+            break
+        found.append(inside)
+        body = [child for child in ast.walk(inside) if isinstance(child, ast.stmt) and child is not inside]
+        body = [s for s in body if s.lineno <= line <= (s.end_lineno or s.lineno)]
+        body.sort(key=lambda s: (s.lineno, -(s.end_lineno or s.lineno)))
+    return found
+
+
+def _last_function(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Of the statements around a line those of the innermost function."""
+    starts = [i for i, s in enumerate(statements) if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return statements[starts[-1] :] if starts else statements
+
+
+def held_locks(text: str, line: int) -> tuple[str, ...]:
+    """Expressions of the locks that a frame at this line holds: blocks of `with` that it is inside of, and `x.acquire()`
+    without `x.release()` before it in the same function."""
+    around = _last_function(_around(text, line))
+    held: dict[str, None] = {}
+    for one in around:
+        if isinstance(one, ast.With | ast.AsyncWith) and one.body and one.body[0].lineno <= line:
+            held |= dict.fromkeys(ast.unparse(item.context_expr) for item in one.items)
+    if around:
+        calls = [
+            (node.lineno, ast.unparse(node.func.value), node.func.attr)
+            for node in _own_nodes(around[0])
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.lineno < line
+        ]
+        for _, name, method in sorted(calls):
+            if method == "acquire":
+                held[name] = None
+            elif method == "release":
+                held.pop(name, None)
+    return tuple(held)
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions inside it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield node
+            yield from _own_nodes(node)
+
+
+def asked_lock(text: str, line: int) -> str:
+    """The lock that a line asks for: of `with LOCK:` or `LOCK.acquire()`; "" when it does neither."""
+    for one in reversed(_around(text, line)):
+        if isinstance(one, ast.With | ast.AsyncWith) and one.body and line < one.body[0].lineno:
+            at = [i for i in one.items if _covers(i.context_expr, line)]
+            names = [ast.unparse(item.context_expr) for item in at or one.items]
+            return next((n for n in names if any(word in n.lower() for word in _LOCKS)), names[0])
+        for value, method in _method_calls(one, line):
+            if method == "acquire":
+                return ast.unparse(value)
+    return ""
+
+
+def _covers(node: ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _method_calls(tree: ast.AST, line: int = 0) -> Iterator[tuple[ast.expr, str]]:
+    """(object, method) of the calls of methods, all or those of one line."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and (not line or _covers(node, line))
+        ):
+            yield node.func.value, node.func.attr
+
+
+def is_poll(text: str, line: int) -> bool:
+    """Whether a line sleeps in a `while` loop that tests a condition or does little else: it waits for a change."""
+    loops = [
+        s for s in _last_function(_around(text, line)) if isinstance(s, ast.While | ast.For | ast.AsyncFor)
+    ]
+    return bool(loops) and isinstance(loops[-1], ast.While)
+
+
+def polls_memory(text: str, line: int) -> bool:
+    """Whether such a loop only compares values: what it waits for can only come through memory."""
+    loops = [s for s in _last_function(_around(text, line)) if isinstance(s, ast.While)]
+    calls = [node for node in ast.walk(loops[-1]) if isinstance(node, ast.Call)] if loops else []
+    names = {
+        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "?")
+        for node in calls
+    }
+    return bool(loops) and names <= {"sleep", "len", "int", "bytes", "sched_yield", "item"}
+
+
+#: What a call waits for -> the calls that end the wait.
+_ENDED_BY = {
+    "wait": ("set", "notify", "notify_all", "abort"),
+    "wait_for": ("notify", "notify_all"),
+    "get": ("put", "put_nowait", "send"),
+    "put": ("get", "get_nowait", "task_done"),
+    "join": ("task_done",),
+    "recv": ("send",),
+    "acquire": ("release",),
+    "result": ("set_result", "set_exception"),
+    "await": ("set_result", "set_exception", "set"),
+}
+
+
+def waited_object(text: str, line: int) -> tuple[str, str]:
+    """(name, method) of what a line waits on: `self.done.wait()` is ("done", "wait"); ("", "") when no such call is there."""
+    for one in reversed(_around(text, line)):
+        calls = [(_last_word(value), method) for value, method in _method_calls(one, line)]
+        calls += [
+            (_last_word(node.value), "await")
+            for node in ast.walk(one)
+            if isinstance(node, ast.Await) and _covers(node, line)
+        ]
+        for name, method in calls:
+            if name and method in _ENDED_BY:
+                return name, method
+        if one.lineno == line:
+            break
+    return "", ""
+
+
+def find_setters(text: str, name: str, method: str) -> tuple[str, ...]:
+    """The functions of a file that end a wait for an object of this name."""
+    tree, ends = _tree(text), _ENDED_BY.get(method, ())
+    functions = [
+        node
+        for node in (ast.walk(tree) if tree is not None and name else ())
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return tuple(
+        dict.fromkeys(
+            one.name
+            for one in functions
+            if any(called in ends and _last_word(value) == name for value, called in _method_calls(one))
+        )
+    )
+
+
+def is_started(text: str, function: str) -> bool:
+    """Whether a file runs a function beside others: as the target of a thread or process, or as a task."""
+    tree = _tree(text)
+    for node in ast.walk(tree) if tree is not None else ():
+        if not isinstance(node, ast.Call):
+            continue
+        given = [k.value for k in node.keywords if k.arg == "target"]
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called in ("create_task", "ensure_future", "submit", "run_coroutine_threadsafe", "start_soon"):
+            given += [a.func if isinstance(a, ast.Call) else a for a in node.args]
+        if any(_last_word(one) == function for one in given):
+            return True
+    return False
+
+
+def mentions_later(text: str, line: int, word: str) -> bool:
+    """Whether the function around a line has a word in or behind that line."""
+    around = _last_function(_around(text, line))
+    last = around[0].end_lineno or line if around else line
+    return bool(word) and any(word in one for one in text.splitlines()[line - 1 : last])
+
+
+def _last_word(node: ast.expr) -> str:
+    """`self.done` is done, `request["done"]` too."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Subscript):
+        key = node.slice
+        return (
+            str(key.value)
+            if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            else _last_word(node.value)
+        )
+    return ""

@@ -1,0 +1,148 @@
+"""Who waits for whom between processes: the pure graph over frozen looks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from allranks.diagnose.process_verdict import explain_processes
+from allranks.model.processes import JobLook, Link, Process, ThreadLook, Wait
+from allranks.model.stacks import StackFrame
+
+
+def thread(tid: int, kind: str, line: int = 0, **facts: object) -> ThreadLook:
+    """A thread at a line of job.py; `facts` of ThreadLook, and of Wait behind `wait_`."""
+    wait = {name.removeprefix("wait_"): value for name, value in facts.items() if name.startswith("wait_")}
+    rest = {name: value for name, value in facts.items() if not name.startswith("wait_")}
+    user = StackFrame("work", "/job/job.py", line) if line else None
+    frames = (user,) if user is not None else ()
+    return ThreadLook(tid, f"t{tid}", Wait(kind, f"({kind})", **wait), frames, user=user, **rest)  # type: ignore[arg-type]
+
+
+def process(pid: int, *threads: ThreadLook, links: tuple[Link, ...] = (), **facts: object) -> Process:
+    first = replace(threads[0], main=True) if threads else None
+    return Process(
+        pid, node="a", role=f"role{pid}", threads=(first, *threads[1:]) if first else (), links=links, **facts
+    )  # type: ignore[arg-type]
+
+
+def tcp(fd: int, mine: int, other: int, side: str, **facts: object) -> Link:
+    return Link(fd, "tcp", f"tcp {mine}>{other}", f"tcp {other}>{mine}", side, **facts)  # type: ignore[arg-type]
+
+
+CLIENT, SERVER = tcp(3, 50, 80, "client", turn="awaits"), tcp(4, 80, 50, "server", turn="owes")
+ASKS = thread(1, "socket", 5, wait_ends=("tcp 50>80",))
+IDLE = thread(9, "idle")
+
+
+def answer(*processes: Process) -> tuple[str, set[tuple[int, int]]]:
+    found = explain_processes(JobLook(processes, 5.0))
+    return found.state, {(one.pid, one.line) for one in found.guilty}
+
+
+def test_a_handler_that_does_not_move_is_guilty() -> None:
+    """The client waits for a server whose handler waits for an event that no function sets."""
+    handler = thread(2, "event", 41, handles=True, wait_lock="done")
+    assert answer(process(1, ASKS, links=(CLIENT,)), process(2, IDLE, handler, links=(SERVER,))) == (
+        "stuck",
+        {(2, 41)},
+    )
+
+
+def test_the_holder_of_the_lock_is_followed() -> None:
+    """A handler waits for a lock; the thread inside the lock's block sleeps for an hour."""
+    handler = thread(2, "lock", 41, handles=True, wait_lock="self.judge")
+    holder = thread(3, "sleep", 17, holds=("judge",), wait_left_s=3600.0)
+    server = process(2, IDLE, handler, holder, links=(SERVER,))
+    assert answer(process(1, ASKS, links=(CLIENT,)), server) == ("stuck", {(2, 17)})
+
+
+def test_two_locks_in_different_order_are_a_circle() -> None:
+    """Both threads are named, and only them."""
+    one = thread(2, "lock", 13, holds=("cache",), wait_lock="scheduler")
+    two = thread(3, "lock", 24, holds=("scheduler",), wait_lock="cache", handles=True)
+    server = process(2, IDLE, one, two, links=(SERVER,))
+    assert answer(process(1, ASKS, links=(CLIENT,)), server) == ("stuck", {(2, 13), (2, 24)})
+
+
+def test_the_function_that_would_set_an_event_is_followed() -> None:
+    """The handler waits for what the engine's thread sets; that one is in C code."""
+    engine = replace(thread(3, "work", 70), frames=(StackFrame("engine_loop", "/job/job.py", 70),))
+    handler = thread(2, "event", 41, handles=True, wait_lock="done", wait_setters=("engine_loop",))
+    server = process(2, IDLE, handler, engine, links=(SERVER,))
+    assert answer(process(1, ASKS, links=(CLIENT,)), server) == ("stuck", {(2, 70)})
+
+
+def test_a_missing_member_of_a_group_is_guilty() -> None:
+    """Of three members two are in the collective; the idle trainer of another group is not accused."""
+
+    def gloo(mine: int, other: int, group: int) -> Link:
+        return tcp(mine, mine, other, "client", owner=f"gloo {group}")
+
+    waits = thread(1, "collective", 96)
+    trainer0 = process(1, waits, links=(gloo(10, 20, 1), gloo(11, 30, 2), gloo(12, 40, 2)))
+    trainer1 = process(2, IDLE, links=(gloo(20, 10, 1),))
+    rollout0 = process(3, waits, links=(gloo(30, 11, 1), gloo(31, 41, 1)))
+    rollout1 = process(4, thread(9, "idle", 204), links=(gloo(40, 12, 1), gloo(41, 31, 1)))
+    assert answer(trainer0, trainer1, rollout0, rollout1) == ("stuck", {(4, 204)})
+
+
+def test_data_that_moves_is_no_hang() -> None:
+    """The same waits, but bytes went over the connection while we looked."""
+    moved = replace(CLIENT, moved=True)
+    handler = thread(2, "sleep", 41, handles=True, wait_left_s=0.4)
+    state, guilty = answer(process(1, ASKS, links=(moved,)), process(2, IDLE, handler, links=(SERVER,)))
+    assert (state, guilty) == ("moving", set())
+
+
+def test_a_sleep_that_ends_soon_is_no_hang() -> None:
+    """The rest of the sleep is known."""
+    handler = thread(2, "sleep", 41, handles=True, wait_left_s=12.0)
+    state, guilty = answer(process(1, ASKS, links=(CLIENT,)), process(2, IDLE, handler, links=(SERVER,)))
+    assert (state, guilty) == ("moving", set())
+
+
+def test_a_process_that_computes_is_unclear() -> None:
+    """Busy on one line all the time: stuck or slow, and the answer says what decides it."""
+    found = explain_processes(JobLook((process(1, thread(1, "work", 5, busy=True), ticks=400),), 5.0))
+    assert found.state == "unclear" and "--for" in found.reason
+
+
+def test_idle_servers_are_no_hang() -> None:
+    assert answer(process(1, IDLE), process(2, IDLE)) == ("moving", set())
+
+
+def test_a_killed_process_comes_first() -> None:
+    """A child that was killed and never waited for is the cause of the queue that stays full."""
+    dead = process(2, alive=False, ended="killed by SIGKILL", ppid=1)
+    state, guilty = answer(process(1, thread(1, "queue", 27)), dead)
+    assert state == "stuck" and (2, 0) in guilty
+
+
+def test_a_stopped_process_is_guilty() -> None:
+    stopped = process(2, thread(2, "stopped"), links=(SERVER,))
+    assert answer(process(1, ASKS, links=(CLIENT,)), stopped) == ("stuck", {(2, 0)})
+
+
+def test_two_nodes_are_joined_by_their_addresses() -> None:
+    """The client of node a waits for the server of node b, which has the same pid."""
+    handler = thread(2, "event", 41, handles=True, wait_lock="done")
+    server = replace(process(1, IDLE, handler, links=(SERVER,)), node="b")
+    found = explain_processes(JobLook((process(1, ASKS, links=(CLIENT,)), server), 5.0))
+    assert [(one.node, one.pid, one.line) for one in found.guilty] == [("b", 1, 41)]
+
+
+@pytest.mark.parametrize("kind", ["child", "thread"])
+def test_waiting_for_the_end_of_an_idle_server_is_no_hang(kind: str) -> None:
+    """A launcher that waits for its server is how servers run."""
+    launcher = process(1, thread(1, kind, 3, wait_pids=(2,)))
+    assert answer(launcher, process(2, IDLE, ppid=1)) == ("moving", set())
+
+
+def test_the_words_name_roles_and_lines() -> None:
+    handler = thread(2, "event", 41, handles=True, wait_lock="done")
+    server = replace(process(2, IDLE, handler, links=(SERVER,)), role="reward", number=1)
+    found = explain_processes(JobLook((process(1, ASKS, links=(CLIENT,)), server), 5.0))
+    assert "reward 1 (pid 2, thread t2) (event) at job.py:41 in work" in found.sentence
+    assert [(link.role, link.pids) for link in found.chain] == [("role1", (1,))]

@@ -1,0 +1,229 @@
+"""Nodes are remembered across jobs; whatever happens to the database, no training notices."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from allranks.cli import main
+from allranks.goodput.history import HistoryWriter, NodeHistory, default_place, known_bad
+from allranks.goodput.nodes import BadNode, NodeEvent, judge_nodes, outage_events
+from allranks.goodput.records import Outage
+
+NOW = 1_790_000_000.0
+DAY = 86400.0
+
+
+def event(node: str, job: str, days_ago: float, cause: str = "rank_died") -> NodeEvent:
+    return NodeEvent(node, job, NOW - days_ago * DAY, cause, "rank 3 died of SIGKILL")
+
+
+def judged(events: list[NodeEvent], nodes: int = 20) -> list[BadNode]:
+    return judge_nodes(events, [f"n{number}" for number in range(nodes)], NOW)
+
+
+def test_a_node_that_fails_again_and_again_is_bad_with_a_reason() -> None:
+    found = judged(
+        [event("n3", "j1", 1), event("n3", "j2", 2, "gpu_lost"), event("n3", "j2", 3), event("n5", "j2", 2)]
+    )
+    assert [one.node for one in found] == ["n3"]
+    assert found[0].confidence > 0.99
+    assert found[0].reason == "3 incidents in 2 jobs (2 x rank died, 1 x gpu lost); other nodes have 0.1"
+
+
+def test_one_failure_or_failures_everywhere_accuse_nobody() -> None:
+    assert judged([event("n3", "j1", 1)]) == []
+    assert judged([event(f"n{n}", f"j{k}", k) for n in range(20) for k in range(3)]) == []
+
+
+def test_a_node_is_forgiven_after_a_while() -> None:
+    old = [event("n3", f"j{days}", days) for days in (15, 16, 17)]
+    assert judged(old) == []
+    assert judge_nodes(old, ["n1", "n2"], NOW, forgive_s=30 * DAY)[0].node == "n3"
+
+
+def test_an_error_of_the_program_says_nothing_of_the_node() -> None:
+    raised = Outage("i", "death", "rank_died", "n1", (3,), NOW, text="rank 3 raised ValueError at train.py:8")
+    killed = Outage("i", "death", "rank_died", "n1", (3,), NOW, text="rank 3 died of SIGKILL")
+    assert outage_events("j", raised, {3: "n2"}) == []
+    assert [one.node for one in outage_events("j", killed, {3: "n2"})] == ["n2"]
+    assert [one.node for one in outage_events("j", killed, {})] == ["n1"]
+
+
+def test_commands_and_doctor_show_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(tmp_path / "state" / "history.sqlite")
+    monkeypatch.setenv("ALLRANKS_HISTORY", place)
+    here, now = socket.gethostname(), time.time()
+    NodeHistory(place).record([NodeEvent(here, f"j{k}", now - k, "rank_died") for k in range(4)])
+    assert main(["history", "--slurm-exclude"]) == 0
+    assert capsys.readouterr().out == f"{here}\n"
+    assert main(["history", "--week"]) == 1
+    assert capsys.readouterr().out.startswith(f"{here} is bad (")
+    bad = known_bad(here)
+    assert bad is not None and bad.events == 4
+    assert known_bad("another") is None
+    assert default_place({"ALLRANKS_HISTORY": "off"}) == ""
+
+
+def writes_in_time(place: str, caplog: pytest.LogCaptureFixture) -> str:
+    """The warning of an agent that writes there; putting and closing return within their limits."""
+    writer = HistoryWriter(NodeHistory(place))
+    for number in range(3):
+        writer.put([event("n1", f"j{number}", 0)])
+    writer.close()
+    return " ".join(record.message for record in caplog.records)
+
+
+def test_a_damaged_file_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "h").write_bytes(b"not a database" * 1000)
+    said = writes_in_time(str(tmp_path / "h"), caplog)
+    assert said.count("nodes are not remembered") == 1 and "not a database" in said
+    assert known_bad("n1", {"ALLRANKS_HISTORY": str(tmp_path / "h")}) is None
+
+
+def test_a_missing_or_forbidden_folder_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert "nodes are not remembered" in writes_in_time(str(tmp_path / "file" / "h"), caplog)
+    assert known_bad("n1", {"ALLRANKS_HISTORY": str(tmp_path / "none")}) is None
+
+
+def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """/dev/full takes no byte; the rollback journal of a database in a read-only place is refused alike."""
+    place = tmp_path / "h"
+    NodeHistory(str(place)).record([event("n1", "j", 1)])
+    with sqlite3.connect(place) as connection:
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    full = NodeHistory(str(place))
+
+    class Full(NodeHistory):
+        def _open_file(self, make: bool) -> sqlite3.Connection:
+            connection = super()._open_file(make)
+            connection.execute(f"PRAGMA max_page_count = {pages}")
+            return connection
+
+    writer = HistoryWriter(Full(str(place)))
+    writer.put([NodeEvent(f"n{k}", "j" * 500, float(k), "c", "x" * 500) for k in range(200)])
+    writer.close()
+    assert "full" in " ".join(record.message for record in caplog.records)
+    assert len(full.events()) == 1  # none of the others, not a part of them
+
+
+def test_a_locked_file_does_not_hold_up_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = str(tmp_path / "h")
+    NodeHistory(place).record([event("n1", "j", 1)])
+    monkeypatch.setattr("allranks.goodput.history.BUSY_S", 0.05)
+    monkeypatch.setattr("allranks.goodput.history.CLOSE_S", 0.5)
+    holder = sqlite3.connect(place, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    writer = HistoryWriter(NodeHistory(place))
+    writer.put([event("n2", "j", 1)])  # returns at once
+    writer.close()  # and so does this, after its limit
+    holder.execute("ROLLBACK")
+    holder.close()
+    assert {one.node for one in NodeHistory(place).events()} <= {"n1", "n2"}
+
+
+def storm(place: str, rounds: int, writers: int = 8) -> None:
+    """Writers at once, killed at random moments: what was acknowledged is there, and every write as a whole."""
+    chance, first, acknowledged = random.Random(7), 0, []
+    script = Path(__file__).with_name("history_writer.py")
+    for _ in range(rounds):
+        running = [
+            subprocess.Popen(
+                [sys.executable, str(script), place, str(n), str(first)],
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+            )
+            for n in range(writers)
+        ]
+        seen = [running[0].stdout.readline()]  # type: ignore[union-attr]  # they write
+        time.sleep(chance.uniform(0.0, 0.3))  # the random moment, nothing is awaited
+        for one in running:
+            one.send_signal(signal.SIGKILL)
+        for n, one in enumerate(running):
+            lines = [*(seen if n == 0 else ()), *one.communicate()[0].splitlines()]
+            acknowledged += [(f"n{n}", f"job{line.strip()}") for line in lines if line.strip()]
+        first += 1_000_000
+    found: dict[tuple[str, str], set[str]] = {}
+    for one in NodeHistory(place).events():
+        if one.job.startswith("job"):  # not what the test wrote before
+            found.setdefault((one.node, one.job), set()).add(one.cause)
+    assert acknowledged
+    assert set(acknowledged) <= found.keys()
+    assert all(causes == {"a", "b", "c"} for causes in found.values())
+
+
+def test_eight_writers_and_kills_lose_nothing_in_sqlite(tmp_path: Path) -> None:
+    storm(str(tmp_path / "h"), rounds=1)
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(1800)
+def test_a_hundred_kills_of_eight_writers_in_sqlite(tmp_path: Path) -> None:
+    storm(str(tmp_path / "h"), rounds=100)
+
+
+@contextmanager
+def postgres(folder: Path) -> Iterator[str]:
+    """A PostgreSQL of this test alone, over a Unix socket. As root it runs as the user `postgres`."""
+    binaries = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    found = str(binaries[-1]) if binaries else os.path.dirname(shutil.which("initdb") or "")
+    if not found:
+        pytest.skip("postgresql is not installed")
+    pytest.importorskip("psycopg")
+    for parent in (folder, *folder.parents):
+        if parent.stat().st_uid == os.getuid() and len(parent.parts) > 2:
+            parent.chmod(0o755)
+    data = folder / "pg"
+    data.mkdir()
+    user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
+    if user:
+        shutil.chown(data, "postgres")
+    run = lambda *words: subprocess.run([*user, *words], check=True, capture_output=True, text=True, cwd="/")  # noqa: E731
+    run(f"{found}/initdb", "-D", f"{data}/db", "-U", "allranks", "-A", "trust")
+    options = f"-c listen_addresses='' -c unix_socket_directories='{data}'"
+    run(f"{found}/pg_ctl", "-D", f"{data}/db", "-o", options, "-l", f"{data}/log", "-w", "start")
+    try:
+        yield f"postgresql://allranks@/postgres?host={data}"
+    finally:
+        run(f"{found}/pg_ctl", "-D", f"{data}/db", "-m", "immediate", "stop")
+
+
+def test_postgres_remembers_the_same(tmp_path: Path) -> None:
+    with postgres(tmp_path) as place:
+        history = NodeHistory(place)
+        history.record(
+            [event("n3", "j1", 1), event("n3", "j2", 2), event("n3", "j2", 2)],
+            [("n3", "j1", 1.0, NOW, 8.0, 4.0)],
+        )
+        assert len(history.events()) == 2  # the same event twice is one
+        assert history.events(node="n4") == []
+        assert history.nodes() == ["n3"]
+        assert history.bad_nodes(NOW)[0].node == "n3"
+        storm(place, rounds=1)
+    with pytest.raises(OSError, match="the history"):
+        history.events()
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(1800)
+def test_a_hundred_kills_of_eight_writers_in_postgres(tmp_path: Path) -> None:
+    with postgres(tmp_path) as place:
+        storm(place, rounds=100)

@@ -1,0 +1,101 @@
+"""Two small real jobs with planted losses: what the ledger books is what was planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).parent.parent.parent / "benchmarks" / "_goodput_job.py"
+
+
+def run_job(folder: Path, *words: str) -> str:
+    environment = {
+        **os.environ,
+        "ALLRANKS_DIR": str(folder / "boxes"),
+        "ALLRANKS_HISTORY": str(folder / "history"),
+    }
+    command = [sys.executable, "-m", "allranks", "run", "--job", "planted", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def account_of(folder: Path) -> dict[str, dict[str, float]]:
+    command = [sys.executable, "-m", "allranks", "goodput", "allranks-incidents", "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=True)
+    found: dict[str, dict[str, float]] = json.loads(done.stdout)
+    return found
+
+
+def planted(output: str, state: str) -> float:
+    lines = [line.split("PLANTED ")[1].split() for line in output.splitlines() if "PLANTED" in line]
+    return sum(float(words[2]) for words in lines if words[1] == state)
+
+
+def check_sum(found: dict[str, dict[str, float]], ranks: int) -> None:
+    wall = float(found["running_s"]) * ranks  # type: ignore[arg-type]
+    assert sum(found["rank_seconds"].values()) == pytest.approx(wall, rel=0.005)
+
+
+@pytest.mark.timeout(300)
+def test_a_whole_job_that_is_killed_saves_evaluates_and_has_a_slow_rank(tmp_path: Path) -> None:
+    script = [
+        str(JOB),
+        "--steps",
+        "60",
+        "--step-s",
+        "0.05",
+        "--slow-rank",
+        "1",
+        "--slow-s",
+        "0.1",
+        "--kill-at",
+        "36",
+    ]
+    script += [
+        "--save-every",
+        "10",
+        "--save-s",
+        "0.2",
+        "--eval-at",
+        "20",
+        "--eval-s",
+        "1.0",
+        "--state",
+        str(tmp_path / "saved"),
+    ]
+    output = run_job(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", *script)
+    assert "PLANTED 0 kill" in output
+    found = account_of(tmp_path)
+    seconds = found["rank_seconds"]
+    check_sum(found, 2)
+    assert seconds["saving"] == pytest.approx(planted(output, "saving"), abs=0.5)
+    assert seconds["evaluation"] == pytest.approx(planted(output, "evaluation"), abs=0.5)
+    assert seconds["waiting"] == pytest.approx(0.1 * 66, abs=1.5)  # 60 steps, and 6 of them twice
+    assert found["waiting_for"][0]["rank"] == 1  # type: ignore[index]
+    assert seconds["repeated"] == pytest.approx(
+        2 * 5 * 0.15, abs=0.8
+    )  # steps 31-35; step 30 is the first of its process
+    assert seconds["stalled"] > 0
+    assert found["failures"] == 1
+    assert "[allranks] goodput " in output
+    assert (tmp_path / "history").exists()
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_that_dies_heals_and_the_others_continue(tmp_path: Path) -> None:
+    script = [str(JOB), "--steps", "120", "--step-s", "0.05", "--kill-at", "20", "--kill-rank", "2"]
+    output = run_job(tmp_path, "--replicas", "3", *script)
+    assert "PLANTED 2 kill" in output
+    found = account_of(tmp_path)
+    seconds = found["rank_seconds"]
+    check_sum(found, 3)
+    assert seconds["repeated"] < 0.5
+    assert seconds["useful"] > 3 * 120 * 0.05 * 0.6
+    assert seconds["stalled"] + seconds["starting"] > 1.0
+    assert found["failures"] == 1 and found["step"] == 119

@@ -1,0 +1,182 @@
+"""What a slow rank costs, predicted from arrival times and compared with the same job without the delay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from allranks.goodput.arrivals import wait_shares
+from allranks.goodput.changes import find_change
+from allranks.goodput.slow import find_slow
+from allranks.model.trace import CALL, Frame, Group, RankTrace, State, TraceHeader
+
+T0 = 1_790_000_000.0
+STEP_S, COMM_S = 0.2, 0.002
+Plan = list[
+    tuple[tuple[int, ...], float]
+]  # the collectives of a step: members, and share of the step before it
+
+DDP: Plan = [(tuple(range(8)), 1.0)]
+FSDP: Plan = [(tuple(range(8)), 0.25)] * 4
+TENSOR: Plan = [
+    *[(pair, 0.2) for _ in range(4) for pair in ((0, 1), (2, 3), (4, 5), (6, 7))],
+    (tuple(range(8)), 0.2),
+]
+EXPERT: Plan = [((0, 1, 2, 3), 0.5), ((4, 5, 6, 7), 0.5), (tuple(range(8)), 0.5)]
+
+
+def record(
+    plan: Plan, factors: np.ndarray, hosts: Sequence[str] = ("a",) * 8, skew: Sequence[float] = (0.0,) * 8
+) -> tuple[list[RankTrace], float]:
+    """Black boxes of a job whose rank r is `factors[r, s]` times as slow in step s, and how long its steps take."""
+    ranks, steps = factors.shape
+    rows: list[list[tuple[int, float, float, int, int]]] = [[] for _ in range(ranks)]
+    groups = list(dict.fromkeys(members for members, _ in plan))
+    seqs = dict.fromkeys(groups, 0)
+    free, begins = np.full(ranks, T0), []
+    for step in range(steps):
+        begins.append(free.max())
+        for members, share in plan:
+            seqs[members] += 1
+            at = {rank: free[rank] + STEP_S * share * factors[rank, step] for rank in members}
+            end = max(at.values()) + COMM_S
+            for rank in members:
+                rows[rank].append((groups.index(members) + 1, at[rank], end, seqs[members], step))
+                free[rank] = end
+    table = (Group(""), *(Group(f"g{number}", ranks=members) for number, members in enumerate(groups)))
+    traces = []
+    for rank in range(ranks):
+        calls = np.zeros(len(rows[rank]), CALL)
+        for index, (group, at, end, seq, step) in enumerate(rows[rank]):
+            ns = [round((t + skew[rank]) * 1e9) for t in (at, end)]
+            calls[index]["created_ns"], calls[index]["completed_ns"] = ns
+            calls[index]["group"], calls[index]["seq"], calls[index]["step"] = group, seq, step
+            calls[index]["op"], calls[index]["state"], calls[index]["in_numel"] = 1, State.COMPLETED, 16
+        traces.append(
+            RankTrace(TraceHeader(rank, ranks, hosts[rank]), calls, table, ("", "all_reduce"), stacks=((),))
+        )
+    return traces, float(np.mean(np.diff(begins)))
+
+
+def noise(seed: int, ranks: int = 8, steps: int = 120, width: float = 0.01) -> np.ndarray:
+    found: np.ndarray = np.random.default_rng(seed).normal(1.0, width, (ranks, steps)).clip(0.8)
+    return found
+
+
+@pytest.mark.parametrize("plan", [DDP, FSDP, TENSOR, EXPERT], ids=["ddp", "fsdp", "tensor", "expert"])
+@pytest.mark.parametrize("slow", [1.1, 1.25, 2.0])
+def test_the_predicted_step_is_the_step_without_the_delay(plan: Plan, slow: float) -> None:
+    factors = noise(1)
+    _, expected = record(plan, factors)
+    factors[5] *= slow
+    traces, _ = record(plan, factors)
+    found = find_slow(traces)
+    assert found is not None and found.what_ifs
+    assert 5 in found.what_ifs[0].ranks
+    alone = next(one for one in found.what_ifs if one.ranks == (5,))
+    assert alone.step_s == pytest.approx(expected, rel=0.03)
+    assert found.replayed_s == pytest.approx(found.step_s, rel=0.02)
+    assert found.cause == "one rank always"
+
+
+def test_clocks_of_hosts_may_differ() -> None:
+    factors = noise(2)
+    factors[5] *= 1.3
+    traces, _ = record(DDP, factors, hosts="aaaabbbb", skew=(0, 0, 0, 0, 3, 3, 3, 3))
+    found = find_slow(traces)
+    assert found is not None and found.what_ifs[0].who == "rank 5"
+
+
+def test_a_slow_node_is_named_as_a_node() -> None:
+    factors = noise(3)
+    factors[4:] *= 1.3
+    traces, _ = record(FSDP, factors, hosts="aaaabbbb")
+    found = find_slow(traces)
+    assert found is not None
+    assert (found.what_ifs[0].who, found.cause) == ("node b", "node")
+
+
+def test_ranks_that_pause_in_turn_are_not_one_slow_rank() -> None:
+    factors = noise(4)
+    for step in range(120):
+        factors[step * 3 % 8, step] *= 1.4
+    found = find_slow(record(DDP, factors)[0])
+    assert found is not None and found.cause == "different ranks in turn"
+
+
+def test_nobody_is_slow_in_a_healthy_job() -> None:
+    found = find_slow(record(FSDP, noise(5, width=0.003))[0])
+    assert found is not None
+    assert found.what_ifs == () and found.sentence.startswith("No rank slows the others down")
+
+
+def test_long_inputs_are_named_where_calls_show_their_size() -> None:
+    sizes = np.random.default_rng(6).integers(100, 400, (8, 120))
+    traces, _ = record(DDP, 0.5 + sizes / 400)
+    for rank, trace in enumerate(traces):
+        trace.calls["in_numel"] = sizes[rank]
+    found = find_slow(traces)
+    assert found is not None and found.cause == "input length"
+
+
+def test_saves_are_named() -> None:
+    factors = noise(7)
+    factors[0, 10::10] *= 2.5
+    found = find_slow(record(DDP, factors)[0], saves=set(range(10, 120, 10)))
+    assert found is not None and found.cause == "saving"
+
+
+def test_buckets_that_overlap_with_backward_wait_once() -> None:
+    """DDP starts a bucket and computes on: only the last one of a backward pass waits."""
+    factors = noise(8, ranks=2, width=0.0)
+    factors[1] *= 1.5
+    traces, _ = record([((0, 1), 0.5), ((0, 1), 0.5)], factors)
+    step = traces[0].calls["created_ns"][::2]
+    for rank, trace in enumerate(traces):  # arrivals as if nobody waited for the first bucket
+        begin = step - int(0.5 * STEP_S * factors[0, 0] * 1e9)
+        for part in (0, 1):
+            trace.calls["created_ns"][part::2] = begin + int(
+                (part + 1) * 0.5 * STEP_S * factors[rank, 0] * 1e9
+            )
+        trace.calls["stack"] = 1
+    backward = tuple(
+        RankTrace(t.header, t.calls, t.groups, t.names, stacks=((), (Frame("backward", "autograd.py", 1),)))
+        for t in traces
+    )
+    shares = wait_shares([backward], T0, T0 + 1000.0)
+    assert shares[0][1] == pytest.approx(0.5 * STEP_S / (float(np.diff(step).mean()) / 1e9), rel=0.05)
+    assert shares.get(1, {}) == {}
+
+
+def series(
+    seed: int, slow_from: int | None = None, slow: float = 0.1, steps: int = 200
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lateness of a rank against the others, and the others' time: noise, a save every 20 steps, evaluation, longer inputs."""
+    chance = np.random.default_rng(seed)
+    others = np.full(steps, 1.0)
+    others[80:] *= 1.3  # longer inputs from here on, for all
+    others[steps // 2] *= 20  # evaluation
+    own = others * chance.normal(1.0, 0.02, steps)
+    own[::20] += 0.8  # this rank saves
+    own[chance.integers(0, steps, 4)] *= 1.5  # and pauses now and then
+    if slow_from is not None:
+        own[slow_from:] += slow * others[slow_from:]
+    return own - others, others
+
+
+def test_a_rank_that_becomes_a_tenth_slower_is_named_within_sixty_steps() -> None:
+    named = 0
+    for seed in range(40):
+        late, others = series(seed, slow_from=100)
+        found = find_change(late[:160], others[:160], np.arange(160.0), 3)
+        named += found is not None and 95 <= found.index <= 115 and abs(found.share - 0.1) < 0.03
+    assert named >= 38
+
+
+def test_healthy_jobs_give_no_alarm() -> None:
+    alarms = [
+        seed for seed in range(60) if find_change(*series(seed, steps=1000), np.arange(1000.0), 3) is not None
+    ]
+    assert alarms == []

@@ -1,0 +1,197 @@
+"""Stalled, hung or ended: decisions over looks at a silent job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from allranks.incidents.stall import (
+    Activity,
+    Look,
+    StallLimits,
+    ThreadWait,
+    find_activity,
+    judge_stall,
+    limits_of,
+)
+from allranks.model.diagnosis import Finding
+from allranks.model.stacks import (
+    Capture,
+    ChildState,
+    ProcessCapture,
+    RankState,
+    Snapshot,
+    StackFrame,
+    StacksReport,
+    ThreadFacts,
+    ThreadStack,
+)
+
+LIMITS = StallLimits(hung_s=92.0, cap_s=300.0)
+YEAR = 3e7
+LATE = Finding("stuck_before_collective", (1,), "rank 1 never entered all_reduce #8", confidence=0.95)
+INSIDE, OUTSIDE = ThreadWait(-1.0, inside=True), ThreadWait(-1.0, inside=False)
+
+
+def waits(wait_s: float, *, inside: bool = False) -> Activity:
+    return Activity(5, (ThreadWait(wait_s, inside),))
+
+
+def looks(
+    cause: str,
+    activity: Activity | None = None,
+    *,
+    quiet_s: float = 15.0,
+    functions: tuple[str, ...] = ("load", "load", "load"),
+    file: str = "train.py",
+    finding: Finding | None = LATE,
+    other: str = "collective_wait",
+) -> list[Look]:
+    """Three looks at a job whose rank 1 is in `cause` while rank 0 waits; line numbers differ each time."""
+    found = []
+    for number, function in enumerate(functions):
+        stack = (StackFrame(function, file, 10 + number), StackFrame("main", "train.py", 50))
+        guilty = RankState(1, cause, "train.py:10 in load", "", stack=stack)
+        report = StacksReport(True, (1,), "", {0: RankState(0, other, "", ""), 1: guilty})
+        at = quiet_s - 5.0 * (len(functions) - 1 - number)
+        seen = {} if activity is None else {1: activity}
+        found.append(Look(at, at, report, False, finding=finding, activity=seen))
+    return found
+
+
+# Pauses that end by themselves: a stall for as long as anybody of the kind has been seen to take.
+PAUSES = {
+    "a retry that sleeps": looks("sleep", waits(30.0), quiet_s=90),
+    "garbage collection": looks("native_call", Activity(900, (ThreadWait(None, False, False),)), quiet_s=90),
+    "an evaluation": looks("busy_python", functions=("layer1", "layer2", "layer3"), quiet_s=250),
+    "compilation": looks("native_call", file="/x/torch/_inductor/codecache.py", quiet_s=290),
+    "a checkpoint": looks("checkpoint_io", waits(-1.0), quiet_s=90),
+    "a command": looks("subprocess_wait", Activity(5, (INSIDE,), (ThreadWait(40.0, False),)), quiet_s=90),
+    "a download without a timeout": looks("network_io", waits(-1.0), quiet_s=90),
+    "a stopped process": looks("stopped", waits(YEAR), quiet_s=90),
+    "a lock whose holder sleeps": looks(
+        "lock_deadlock", Activity(5, (INSIDE, ThreadWait(20.0, False))), quiet_s=90
+    ),
+    "a lock of another process": looks("lock_deadlock", Activity(5, (OUTSIDE,)), quiet_s=90),
+    "a lock, and a thread that works": looks(
+        "lock_deadlock", Activity(5, (INSIDE, replace(INSIDE, still=False))), quiet_s=90
+    ),
+    "all ranks on their own": looks("sleep", waits(YEAR), other="sleep", finding=None, quiet_s=90),
+    "a network that is away": looks(
+        "collective_wait", finding=replace(LATE, cause="none_finished"), quiet_s=90
+    ),
+    "work on the device": looks("cuda_wait", waits(-1.0), quiet_s=90),
+    "a key of a store": looks("store_wait", waits(2.0), quiet_s=90),
+    "nothing could be read": [Look(n, 80.0 + 5 * n, None, False, finding=LATE) for n in range(3)],
+}
+
+
+@pytest.mark.parametrize("kind", PAUSES)
+def test_a_pause_of_a_known_kind_is_a_stall(kind: str) -> None:
+    found = judge_stall(PAUSES[kind], LIMITS)
+    assert (found.state, found.certain) == ("stalled", False)
+
+
+@pytest.mark.parametrize("kind", PAUSES)
+def test_no_pause_lasts_for_longer_than_the_cap(kind: str) -> None:
+    """And most of them not for longer than several times what a stall is."""
+    last = replace(PAUSES[kind][-1], quiet_s=301.0)
+    assert judge_stall([*PAUSES[kind], last], LIMITS).state == "hung"
+    works = kind in ("an evaluation", "compilation")
+    last = replace(PAUSES[kind][-1], quiet_s=93.0)
+    assert judge_stall([*PAUSES[kind], last], LIMITS).state == ("stalled" if works else "hung")
+
+
+# Hangs that follow from what was seen, with a word of the reason.
+HANGS = {
+    "a sleep for a year": (looks("sleep", waits(YEAR)), "sleeps for another"),
+    "C code that sleeps and keeps the GIL": (looks("gil_held_native", waits(YEAR)), "sleeps for another"),
+    "a lock that it holds itself": (looks("lock_deadlock", Activity(5, (INSIDE,))), "without limit"),
+    "two threads and two locks": (looks("lock_deadlock", Activity(5, (INSIDE, INSIDE))), "without limit"),
+    "a queue that nobody fills": (looks("queue_wait", Activity(5, (INSIDE,))), "without limit"),
+    "a command that sleeps for a year": (
+        looks("subprocess_wait", Activity(5, (OUTSIDE,), (ThreadWait(YEAR, False),))),
+        "sleeps for another",
+    ),
+    "a DataLoader whose worker sleeps for a year": (
+        looks("dataloader_wait", Activity(5, (ThreadWait(5.0, False),), (ThreadWait(YEAR, False), INSIDE))),
+        "sleeps for another",
+    ),
+    "a mismatch": (looks("sleep", finding=replace(LATE, cause="size_mismatch")), "do not match"),
+    "ranks that wait for each other": (looks("collective_wait"), "waits for another"),
+    "calls in another order": (
+        looks("collective_wait", finding=replace(LATE, cause="order_inversion")),
+        "do not match",
+    ),
+    "a process that has ended": ([replace(one, absent=(1,)) for one in looks("unknown")], "has ended"),
+}
+
+
+@pytest.mark.parametrize("kind", HANGS)
+def test_a_hang_that_follows_from_what_was_seen_is_certain_at_the_second_look(kind: str) -> None:
+    seen, reason = HANGS[kind]
+    assert judge_stall(seen[:1], LIMITS).state == "stalled"
+    found = judge_stall(seen[:2], LIMITS)
+    assert (found.state, found.certain) == ("hung", True) and reason in found.reason
+
+
+def test_a_rank_that_used_cpu_time_between_two_looks_may_move() -> None:
+    seen = looks("lock_deadlock", Activity(5, (INSIDE,)))
+    seen[-1] = replace(seen[-1], activity={1: Activity(50, (INSIDE,))})
+    assert judge_stall(seen, LIMITS).state == "stalled"
+
+
+def test_progress_ends_a_stall_and_completed_calls_prolong_it() -> None:
+    seen = looks("sleep", waits(YEAR))
+    assert judge_stall([*seen, replace(seen[-1], moved=True)], LIMITS).state == "ended"
+    assert judge_stall([*seen, replace(seen[-1], calling=True)], LIMITS).state == "stalled"
+    assert judge_stall([*seen, replace(seen[-1], calling=True, quiet_s=301)], LIMITS).state == "hung"
+
+
+def test_a_command_that_works_has_time_until_the_cap() -> None:
+    """tar packs a checkpoint."""
+    tar = ChildState(0, 7, "busy_python", "", "")
+    state = RankState(1, "subprocess_wait", "", "", children=(tar,))
+    seen = [
+        replace(one, report=StacksReport(True, (1,), "", {1: state})) for one in looks("sleep", quiet_s=250)
+    ]
+    assert judge_stall(seen, LIMITS).state == "stalled"
+
+
+def test_a_rank_that_only_serves_compiled_code_does_not_compile() -> None:
+    """FSDP2's hooks, and code that was compiled before, have frames of torch/_dynamo, too."""
+    for file in ("/x/torch/_dynamo/eval_frame.py", "/x/torch/_functorch/_aot_autograd/runtime_wrappers.py"):
+        assert judge_stall(looks("native_call", file=file, quiet_s=95), LIMITS).state == "hung"
+
+
+def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
+    assert limits_of(10.0, 300.0, 0.0) == StallLimits(92.0, 300.0, 0.0)
+    assert limits_of(10.0, 300.0, 50.0).hung_s == 150.0
+    assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
+
+
+def test_activity_is_of_threads_that_may_wake_another() -> None:
+    """Those of Python, a timer's, too, and the first thread of a child; not a progress bar's, nor native ones."""
+
+    def stack(tid: int, file: str) -> ThreadStack:
+        return ThreadStack(tid, "", (StackFrame("f", file, 1),))
+
+    def facts(switches: int) -> tuple[ThreadFacts, ...]:
+        futex = {"state": "S", "syscall": "futex", "wait_s": -1.0}
+        return (
+            ThreadFacts(1, ticks=3, args=(0, 0x189), **futex),  # type: ignore[arg-type]
+            ThreadFacts(2, ticks=4, args=(0, 0x109), switches=switches, **futex),  # type: ignore[arg-type]
+            ThreadFacts(3, ticks=90),
+            ThreadFacts(4, ticks=90),
+        )
+
+    library = "/usr/lib/python3.11/threading.py"
+    stacks = (stack(1, "train.py"), stack(2, library), stack(4, "/x/site-packages/tqdm/_monitor.py"))
+    shots = tuple(Snapshot(n, stacks=stacks, facts=facts(n)) for n in range(2))
+    sleeps = ThreadFacts(9, state="S", syscall="clock_nanosleep", wait_s=40.0)
+    child = ProcessCapture(1, child=0, snapshots=(Snapshot(0, facts=(sleeps,)),))
+    proxy = replace(child, child=1, title="python -S -m allranks.lighthouse.client.liveness_proxy")
+    found = find_activity([Capture((ProcessCapture(1, snapshots=shots), child, proxy))])
+    threads = (INSIDE, replace(OUTSIDE, still=False))
+    assert found == {1: Activity(7, threads, (ThreadWait(40.0, False),))}

@@ -1,0 +1,233 @@
+"""Live processes of several roles: their links, tasks, roles, and the verdict of `allranks stacks --tree`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from allranks.cli.stacks_tree import finding_json
+from allranks.diagnose.process_verdict import explain_processes
+from allranks.errors import ConfigurationError
+from allranks.model.processes import JobLook, Process
+from allranks.stacks import source
+from allranks.stacks.roles import give_roles, load_roles, parse_roles
+from allranks.stacks.tasks import line_at, read_tasks
+from allranks.stacks.tree import LookOptions, find_tree, how_ended, look_at_processes, read_looks, write_look
+
+
+@contextmanager
+def running(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that prints "ready" before it waits; it is killed with all that it started."""
+    script = folder / "job.py"
+    script.write_text(textwrap.dedent(text))
+    words = [sys.executable, "-u", str(script)]
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if line.strip() == "ready":
+                break
+        yield job
+    finally:
+        os.killpg(job.pid, 9)
+        job.wait()
+
+
+def look_at(pid: int, seconds: float = 1.0) -> JobLook:
+    return look_at_processes(find_tree([pid]), LookOptions(for_s=seconds, rounds=2))
+
+
+SERVER = """
+    import os, socket, subprocess, sys, threading
+
+    def reward(port):
+        connection = socket.create_connection(("127.0.0.1", int(port)))
+        connection.sendall(b"x")
+        judge = threading.Lock()
+
+        def refresh():
+            with judge:
+                print("ready")
+                threading.Event().wait()
+
+        threading.Thread(target=refresh, name="refresh").start()
+        threading.Event().wait(0.2)
+        with judge:
+            connection.sendall(b"answer")
+
+    def trainer():
+        server = socket.create_server(("127.0.0.1", 0))
+        words = [sys.executable, "-u", __file__, "reward", str(server.getsockname()[1])]
+        child = subprocess.Popen(words)
+        connection, _ = server.accept()
+        connection.recv(1)
+        connection.recv(1)
+
+    reward(sys.argv[2]) if len(sys.argv) > 1 else trainer()
+    """
+
+
+def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: Path) -> None:
+    """Trainer → socket → the server's main thread → lock → the thread that holds it. The same from a bundle."""
+    with running(tmp_path, SERVER) as job:
+        look = look_at(job.pid)
+    found = explain_processes(look)
+    lines = (tmp_path / "job.py").read_text().splitlines()
+    guilty = [(one.role, lines[one.line - 1].strip()) for one in found.guilty]
+    assert (found.state, guilty) == ("stuck", [("reward", "threading.Event().wait()")]), found.sentence
+    assert [link.role for link in found.chain] == ["trainer"]
+    write_look(look, tmp_path / "bundle")
+    assert explain_processes(read_looks([tmp_path / "bundle"])) == found
+    shape = finding_json(found, look)
+    assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
+
+
+def test_suspended_tasks_are_read_from_memory(tmp_path: Path) -> None:
+    """The loop sleeps in epoll; the coroutine that waits, and the one that awaits it, are found with their lines."""
+    text = """
+        import asyncio
+
+        async def inner(event):
+            await event.wait()
+
+        async def handler():
+            await inner(asyncio.Event())
+
+        async def main():
+            task = asyncio.create_task(handler())
+            await asyncio.sleep(0.05)
+            print("ready")
+            await asyncio.sleep(3000)
+
+        asyncio.run(main())
+        """
+    if sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)):
+        pytest.skip("the layout of this interpreter's coroutines is not known")
+    with running(tmp_path, text) as job:
+        chains = read_tasks(job.pid)
+    lines = {tuple(f.line for f in frames if f.file.endswith("job.py")): delay for frames, delay in chains}
+    assert (5, 8) in lines
+    assert 3000.0 in lines.values() or 0.05 in lines.values()
+
+
+def test_processes_of_other_users_are_not_read(tmp_path: Path) -> None:
+    """A child that has another user's rights is left out."""
+    if os.geteuid() != 0:
+        pytest.skip("root")
+    text = """
+        import os, time
+        if not os.fork():
+            os.setuid(65534)
+            print("ready")
+        time.sleep(1000)
+        """
+    with running(tmp_path, text) as job:
+        assert [entry.pid for entry in find_tree([job.pid])] == [job.pid]
+
+
+def test_lines_of_a_code_object() -> None:
+    def function(value: int) -> int:
+        if value:
+            value += 1
+
+        return value
+
+    code = function.__code__
+    expected = [line for *_, line in code.co_lines() if line is not None]
+    found = {line_at(code.co_linetable, code.co_firstlineno, i) for i in range(len(code.co_code) // 2)}
+    assert found == set(expected)
+
+
+CODE = """
+class Engine:
+    def evict(self):
+        with self.cache:
+            with self.scheduler:
+                pass
+
+    def take(self):
+        self.gpu.acquire()
+        self.work()
+        self.gpu.release()
+        self.idle()
+
+    def wait(self, request):
+        request["done"].wait()
+
+    def loop(self, request):
+        request["done"].set()
+
+    def poll(self):
+        while not os.path.exists(self.path):
+            time.sleep(1)
+        for step in range(3):
+            time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "held", "asked"),
+    [
+        (5, ("self.cache",), "self.scheduler"),
+        (4, (), "self.cache"),
+        (10, ("self.gpu",), ""),
+        (12, (), ""),
+        (9, (), "self.gpu"),
+    ],
+)
+def test_locks_of_a_line(line: int, held: tuple[str, ...], asked: str) -> None:
+    """What the source says that a frame holds and asks for."""
+    assert (source.held_locks(CODE, line), source.asked_lock(CODE, line)) == (held, asked)
+
+
+def test_who_ends_a_wait_and_what_polls() -> None:
+    assert source.waited_object(CODE, 15) == ("done", "wait")
+    assert source.find_setters(CODE, "done", "wait") == ("loop",)
+    assert (source.is_poll(CODE, 22), source.is_poll(CODE, 24)) == (True, False)
+
+
+@pytest.mark.parametrize(("status", "text"), [(9, "killed by SIGKILL"), (256, "exit code 1"), (0, "")])
+def test_how_a_process_ended(status: int, text: str) -> None:
+    assert how_ended(status) == text
+
+
+@pytest.mark.parametrize(
+    ("title", "role"),
+    [
+        ("sglang::scheduler_TP0", "scheduler"),
+        ("sglang::detokenizer", "detokenizer"),
+        ("VLLM::EngineCore_DP0", "engine core"),
+        ("VLLM::Worker_TP1", "engine worker"),
+        ("VLLM::APIServer_0", "server"),
+        ("ray::TaskRunner.run", "driver"),
+        ("ray::AgentLoopWorker.generate_sequences", "rollout engine"),
+        ("ray::vLLMHttpServer", "rollout engine"),
+        ("ray::ActorModelRayActor.fit", "trainer"),
+        ("ray::RewardModelRayActor", "reward"),
+        ("ray::LLMRayActor.generate", "rollout engine"),
+        ("ray::WorkerDict.actor_rollout_update_actor", "trainer"),
+        ("ray::IDLE", "Ray's raylet"),
+        ("ray::Shop.sell", "Shop"),
+        ("python -u serve.py reward 8000", "reward"),
+        ("python /job/reward_server.py --port 1", "reward server"),
+        ("/usr/bin/torchrun --nproc-per-node 2 train.py", "launcher"),
+    ],
+)
+def test_roles_by_title(title: str, role: str) -> None:
+    """Titles as the packages set them."""
+    assert [p.role for p in give_roles([Process(2, title=title)], {}, load_roles())] == [role]
+
+
+def test_a_job_file_adds_roles_before_ours() -> None:
+    rules = (*parse_roles([{"role": "shop", "ray": "^Shop"}]), *load_roles())
+    assert give_roles([Process(2, title="ray::Shop.sell")], {}, rules)[0].role == "shop"
+    with pytest.raises(ConfigurationError, match="row 1"):
+        parse_roles([{"role": "x", "titel": "y"}])

@@ -1,0 +1,62 @@
+"""How long a system call may last: from its arguments, and from the memory of a real process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from allranks.model.stacks import ThreadFacts
+from allranks.stacks.procfs import parse_facts, read_facts
+from allranks.stacks.wait_limits import FOR_EVER, wait_limit_s
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "limit_s"),
+    [
+        ("poll", (1, 1, 5000), 5.0),
+        ("poll", (1, 1, 0xFFFFFFFF), FOR_EVER),
+        ("epoll_wait", (3, 1, 1, 0xFFFFFFFFFFFFFFFF), FOR_EVER),
+        ("nanosleep", (64, 0), 7.0),
+        ("pselect6", (0, 0, 0, 0, 0), FOR_EVER),
+        ("futex", (1, 0x80, 0, 0), FOR_EVER),
+        ("futex", (1, 0x80, 0, 64), 7.0),
+        ("futex", (1, 0x81, 0, 0), None),  # it wakes another
+        ("recvfrom", (4,), FOR_EVER),
+        ("clock_nanosleep", (1, 0, 64), 7.0),
+        ("clock_nanosleep", (1, 1, 64), 0.0),  # until 7 s after the start of this machine
+        ("ioctl", (1, 2), None),
+        ("poll", (), None),
+    ],
+)
+def test_the_limit_is_in_the_arguments(name: str, args: tuple[int, ...], limit_s: float | None) -> None:
+    assert wait_limit_s(name, args, lambda address: 7.0 if address == 64 else None) == limit_s
+
+
+@pytest.mark.parametrize(
+    ("program", "least_s", "most_s"),
+    [
+        ("import time; time.sleep(500)", 300, 500),
+        ("import threading; threading.Event().wait(400)", 200, 400),
+        ("import threading; threading.Event().wait()", FOR_EVER, FOR_EVER),
+        ("import subprocess; subprocess.run(['sleep', '60'])", FOR_EVER, FOR_EVER),
+    ],
+)
+def test_the_limit_of_a_live_thread_is_read_without_its_help(
+    program: str, least_s: float, most_s: float
+) -> None:
+    """A sleep that ends in minutes and one that never ends have the same stack."""
+    script = f"import os, sys; print(1, flush=True); {program}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            main = ThreadFacts(0)
+            while main.wait_s is None or not main.switches or main.syscall in ("read", "openat"):
+                time.sleep(0.05)
+                main = parse_facts(json.dumps(read_facts(process.pid))).threads[0]
+            assert least_s <= main.wait_s <= most_s
+        finally:
+            process.kill()
