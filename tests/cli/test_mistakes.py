@@ -71,3 +71,14 @@ def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, monkeypatch: pytest.
     assert of(2, ValueError("the loss is nan")) == ""
     monkeypatch.delenv("ALLRANKS_DIR")
     assert of(1, ValueError("the loss is nan")) == ""
+
+
+def test_a_dump_through_a_pipe_that_is_not_there_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`dump --native STEM` said nothing when no rank listened."""
+    box = Path(__file__).parents[1] / "record" / "cases" / "mixed_calls.r0.box"
+    out = tmp_path / "out"
+    assert main(["dump", str(box), "-o", str(out), "--native", str(tmp_path / "pipe")]) == 0
+    said = capsys.readouterr().err
+    assert "rank 0 cannot be asked" in said and "TORCH_NCCL_DEBUG_INFO_PIPE_FILE=" in said
