@@ -13,9 +13,9 @@ from importlib import resources
 from itertools import pairwise
 
 from allranks.errors import ConfigurationError
-from allranks.model.parsing import read_yaml
 from allranks.model.processes import Process
 from allranks.model.stacks import is_user_file
+from allranks.model.yaml_tree import read_yaml
 from allranks.stacks.find import coordinates
 from allranks.stacks.procfs import ProcessEntry
 from allranks.stacks.views import short_name

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 
-from allranks.model.parsing import read_yaml
 from allranks.model.processes import Link, ThreadLook, Wait
 from allranks.model.stacks import StackFrame, ThreadStack, is_user_file
+from allranks.model.yaml_tree import read_yaml
 from allranks.stacks import source
 from allranks.stacks.patterns import StackPattern, frame_matches, match_thread
 from allranks.stacks.views import ProcessView, ThreadView, user_frame
