@@ -150,8 +150,10 @@ ROWS = (
     ),
     Row(
         "job_page",
-        "lighthouse CPU for one refresh of the job page, 1,000 replicas",
-        lambda n: f"{n['refresh_ms']:.0f} ms, {n['bytes'] / 1000:.0f} kB",
+        "lighthouse CPU for one refresh of the job page, 1,024 ranks / replicas",
+        lambda n: (
+            f"{n['whole_refresh_ms']:.1f} / {n['replicas_refresh_ms']:.1f} ms, {n['replicas_bytes'] / 1000:.1f} kB"
+        ),
         lambda n: "–",
     ),
     Row(

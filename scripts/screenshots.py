@@ -9,15 +9,17 @@ import itertools
 import sys
 from pathlib import Path
 
-PAGES, RANKS = ("job", "diagnose", "stacks", "story"), (3, 64, 1024)
+REPORTS, RANKS = ("diagnose", "stacks", "story"), (3, 64, 1024)
+JOBS, STATES = (3, 64, 1024, 16384), ("healthy", "looking", "hung", "recovered")
 WIDTHS, SCHEMES = (400, 1000, 1600), ("light", "dark")
 
 
 def main(folder: Path) -> int:
     """0: all are there."""
+    shown = [f"job-{ranks}-{state}" for ranks, state in itertools.product(JOBS, STATES)]
+    shown += [f"{page}-{ranks}" for page, ranks in itertools.product(REPORTS, RANKS)]
     names = [
-        f"{page}-{ranks}-{width}-{scheme}.png"
-        for page, ranks, width, scheme in itertools.product(PAGES, RANKS, WIDTHS, SCHEMES)
+        f"{name}-{width}-{scheme}.png" for name, width, scheme in itertools.product(shown, WIDTHS, SCHEMES)
     ]
     missing = [name for name in names if not (folder / name).is_file()]
     for name in missing:

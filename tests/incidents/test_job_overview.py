@@ -42,7 +42,7 @@ def row(rank: int, doing: str, waits_for: tuple[int, ...] = (), alive: bool = Tr
     return RankRow(rank, 100 + rank, "n", alive, 7, 14, 3.0, doing, waits_for)
 
 
-ANSWER = "Hung for 3.0 s, at step 7: rank 1 never entered all_reduce #8 of group dp; it is at train.py:7 in load_batch (sleep)"
+ANSWER = "Hung for 3 s, at step 7: rank 1 never entered all_reduce #8 of group dp; it is at train.py:7 in load_batch (sleep)"
 MOVING = {"line": "Training: step 7, 2.0 steps/s", "level": "good", "state": "training"}
 VIEW = JobView(
     "job", "/x", 0.0,
@@ -106,11 +106,9 @@ def test_without_a_lighthouse_the_line_is_made_of_boxes_and_incidents() -> None:
     sentence = "rank 1 is at train.py:7"
     hang: dict[str, Any] = {"kind": "hang", "job": "job", "verdict": {"sentence": sentence}}
     found = describe(local_facts(VIEW.rows, [hang], watched=True))
-    assert (found.text, found.level) == (f"Hung for 3.0 s, at step 7: {sentence}", "bad")
+    assert (found.text, found.level) == (f"Hung for 3 s, at step 7: {sentence}", "bad")
     found = describe(local_facts(VIEW.rows, [{**hang, "kind": "stall"}], watched=True))
-    assert (
-        found.text.startswith("Looking into it: no progress for 3.0 s, at step 7") and found.level == "warn"
-    )
+    assert found.text.startswith("Looking into it: no progress for 3 s, at step 7") and found.level == "warn"
     for incidents in ([], [{**hang, "closed": 5.0}]):
         assert describe(local_facts(VIEW.rows, incidents, watched=True)).text == "Training: step 7"
     done = replace(VIEW.rows[0], alive=False, doing="exit")

@@ -99,6 +99,8 @@ def test_no_timeline_makes_two_renderers_disagree(events: list[str]) -> None:
         desk = Desk()
         agents = tuple(desk.enter(f"agent-{name}", role="observer", node=name)[0] for name in "ab")
         line = Timeline(desk.service, agents)  # type: ignore[arg-type]
+        frozen = desk.service.now()
+        desk.service.training.now = lambda: frozen
         for step in range(5):
             desk.service.beat(agents[0], Beat(step, step))
         for event in events:

@@ -379,7 +379,9 @@ def judge_dumps(
     names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
     if traces and (absent := how.pg_filters - names):
         known = sorted({group.desc or group.name for trace in traces for group in trace.groups})
-        raise InputError(f"no group {min(absent)!r} in these dumps", hint=f"Groups: {', '.join(known[:20])}.")
+        raise InputError(
+            f"no group {min(absent)!r} in these dumps", hint=f"Groups: {', '.join(filter(None, known[:20]))}."
+        )
     return result
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.cli.parser import add_flags, read_flags
-from allranks.cli.terminal import ProgressBar, at_work, check_target, use_color, write_whole
+from allranks.cli.terminal import ProgressBar, at_work, check_target, fold, use_color, write_whole
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 
@@ -132,7 +132,8 @@ def _diagnose(
         if not found.files:
             asked = "Give the folder that holds the dumps, or the name of a job that was recorded here."
             raise InputError(f"{', '.join(paths)}: there are no files in it", hint=asked)
-        raise InputError("no dump among the files could be read", hint=hint)
+        kinds = "Dumps are files of torch's flight recorder, black boxes (*.box) and archives of them. Logs: `allranks doctor explain PATH`."
+        raise InputError("no dump among the files could be read", hint=f"{hint}\n{kinds}")
     return found
 
 
@@ -199,7 +200,8 @@ def _print(options: DiagnoseFlags, result: Diagnosis) -> None:
         print(as_json.render(result))
         return
     how = text.TextOptions(use_color(), options.print_stack_trace, options.verbose)
-    print("\n".join(text.render(result, how)))
+    for line in text.render(result, how):
+        print("\n".join(fold(line)))
 
 
 def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTrace]) -> list[str]:

@@ -9,6 +9,7 @@ from allranks.api.debug_server import is_address
 from allranks.cli import dump_files
 from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
+from allranks.model.formatting import ranks_text
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
@@ -144,6 +145,12 @@ def _dump(args: argparse.Namespace) -> int:
     answer(args.json, {"schema": 1, "files": written, "asked_native": asked}, lines)
     for rank in asked if not args.json else ():
         note(f"asked rank {rank} for its NCCL dump")
+    silent = [h.rank for h in headers if args.native and h.rank not in asked]
+    if silent:
+        note(
+            f"allranks dump: {ranks_text(silent)} cannot be asked: there is no pipe {args.native}RANK.pipe. Start the job with "
+            f"TORCH_NCCL_DEBUG_INFO_PIPE_FILE={args.native} and TORCH_NCCL_DUMP_ON_TIMEOUT=1"
+        )
     return 0
 
 

@@ -23,7 +23,7 @@ from allranks.etcd import parse_endpoints
 from allranks.lighthouse.connection import calm_collector, raise_open_files
 from allranks.lighthouse.election import EtcdOptions
 from allranks.lighthouse.options import Options, ServerOptions
-from allranks.lighthouse.server import Lighthouse, new_event_loop
+from allranks.lighthouse.server import Lighthouse, explain_listen, new_event_loop
 from allranks.lighthouse.web import http_protocol
 
 log = logging.getLogger("allranks.lighthouse")
@@ -49,7 +49,8 @@ def serve(options: LighthouseFlags, args: argparse.Namespace) -> int:
             lighthouse, lambda: _announce(options, lighthouse, token, token_file, "".join(grpc))
         )
     except OSError as error:
-        raise InputError(f"cannot listen on {options.bind}: {error.strerror or error}") from error
+        text, hint = explain_listen(error, options.bind)
+        raise InputError(text, hint=hint) from error
     finally:
         # replicas that were there to the last come back to the next lighthouse here, with the same token
         known = lighthouse.service.state.replicas.values() if lighthouse.service else ()

@@ -36,6 +36,12 @@ class _Parser(argparse.ArgumentParser):
         choices = [name for action in self._actions for name in action.choices or ()]
         wrong = re.search(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'", message)
         word = (wrong[1] or wrong[2]) if wrong else ""
+        number = re.match(r"argument (\S+): invalid (int|float) value: (.*)", message)
+        if number:
+            flag = number[1].split("/")[-1].rstrip(":")
+            message = (
+                f"{flag} takes {'a number' if number[2] == 'float' else 'a whole number'}, not {number[3]}"
+            )
         near = get_close_matches(word.split("=")[0], [*known, *map(str, choices)], 2, 0.6) if word else []
         tail = f"; did you mean {' or '.join(near)}?" if near else ""
         lines = [f"{self.prog}: {message}{tail}"]

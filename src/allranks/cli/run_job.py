@@ -388,7 +388,11 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Client | None:
     try:
         client.start(timeout_s=5.0)
     except AllranksError as error:
-        logging.getLogger("allranks.agent").warning("no lighthouse: %s", error)
+        logging.getLogger("allranks.agent").warning(
+            "%s. The job runs without it: no page, and each node judges hangs by its own ranks. Check --lighthouse and "
+            "ALLRANKS_LIGHTHOUSE",
+            error,
+        )
         return None
     stack.callback(client.close)
     return client

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +22,7 @@ from allranks.model.parsing import printable
 
 LONG_S = 1.0  # what takes longer shows that it is at work
 _CLEAR = "\r\x1b[K"  # the line under the cursor
+_PAINT = re.compile(r"\x1b\[[0-9;]*m")
 _OURS = re.compile(r"(\x1b\[(?:[0-2]|3[1-6])m|[\n\t])")
 
 
@@ -38,6 +41,25 @@ def harmless(text: str) -> str:
         return text
     parts = _OURS.split(text)  # every second one is ours
     return "".join(part if i % 2 else printable(part, len(part)) for i, part in enumerate(parts))
+
+
+def fold(line: str) -> list[str]:
+    """The line in lines of the terminal, broken between words; one line where the output is not a terminal."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    plain = _PAINT.sub("", line)
+    if not width or len(plain) <= width:
+        return [line]
+    indent = " " * min(len(plain) - len(plain.lstrip(" -")), width // 2)
+    lines = textwrap.wrap(
+        plain,
+        width,
+        subsequent_indent=indent or "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
+    codes = _PAINT.findall(line)
+    return [f"{codes[0]}{each}{codes[-1]}" for each in lines] if codes else lines
 
 
 def note(text: str) -> None:

@@ -93,7 +93,11 @@ def main(args: argparse.Namespace) -> int:
         sidecar.start_command(words)
     else:
         sidecar.take(args.pid)
-    return sidecar.run()
+    try:
+        return sidecar.run()
+    except KeyboardInterrupt:  # a signal is how a watch of other processes ends
+        _say("stopped")
+        return 130
 
 
 def _say(text: str) -> None:

@@ -51,6 +51,7 @@ class _Awaited:
     since_s: float
     new_only: bool  # only new processes count: the old ones may do a last step before they end
     patience_s: float
+    out: dict[int, RankSample] = field(default_factory=dict)  # that were lost and should come back
 
 
 @dataclass
@@ -58,6 +59,9 @@ class Recoveries:
     """All incidents that wait for progress."""
 
     _waiting: list[_Awaited] = field(default_factory=list)
+    _returning: list[_Awaited] = field(
+        default_factory=list
+    )  # recovered; the ranks that were lost are not back yet
     _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # of the last ones
 
     @property
@@ -78,7 +82,9 @@ class Recoveries:
         out = set(guilty)
         survivors = {s.rank: s for s in samples if s.rank not in out and s.alive and not s.closed}
         everybody = {s.rank: s for s in samples}
-        self._waiting.append(_Awaited(opened, survivors or everybody, time.monotonic(), new_only, patience_s))
+        lost = {rank: s for rank, s in everybody.items() if rank in out} if survivors and not new_only else {}
+        before, now_s = survivors or everybody, time.monotonic()
+        self._waiting.append(_Awaited(opened, before, now_s, new_only, patience_s, lost))
 
     def recent(self, for_s: float) -> bool:
         """Whether something has been answered within this time and has not recovered: worth a closer look."""
@@ -98,16 +104,35 @@ class Recoveries:
             if before and len(moved) == len(before):
                 step = max((s.step for s in samples), default=-1)
                 opened.update(
-                    Moment("recovered", time.time(), f"{_count(moved)} again, step {step}"),
+                    Moment("recovered", time.time(), f"{_count(moved)} again" + _at(step)),
                     closed=time.time(),
                     durations_s={**opened.current.durations_s, "recovered": took},
                 )
                 self._waiting.remove(waiting)
+                if waiting.out:
+                    self._returning.append(replace(waiting, since_s=time.monotonic()))
                 if opened.current.acted or opened.current.kind == "death":
                     self._took_s.append(took)
                 yield opened
             elif not before or took > waiting.patience_s:
                 self._waiting.remove(waiting)
+        yield from self._look_for_returned(now)
+
+    def _look_for_returned(self, now: dict[int, RankSample]) -> Iterator[IncidentFolder]:
+        """Notes that the ranks that were lost train again, in new processes: the story is complete then."""
+        for waiting in list(self._returning):
+            back = [r for r, old in waiting.out.items() if r in now and _further(now[r], old, new_only=True)]
+            if len(back) == len(waiting.out):
+                step = max(now[rank].step for rank in back)
+                waiting.opened.update(Moment("back", time.time(), f"{_count(back)} again" + _at(step)))
+                self._returning.remove(waiting)
+                yield waiting.opened
+            elif time.monotonic() - waiting.since_s > PATIENCE_S:
+                self._returning.remove(waiting)
+
+
+def _at(step: int) -> str:
+    return f", at step {step:,}" if step >= 0 else ""
 
 
 def _count(ranks: list[int]) -> str:

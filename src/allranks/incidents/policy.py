@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from allranks.model.formatting import duration
+from allranks.model.formatting import duration, ranks_text
 from allranks.model.incident import Action, ActionKind
 from allranks.model.options import option
 
@@ -156,7 +156,7 @@ def _why(case: HangFacts, wanted: ActionKind) -> str:
         return "no rank is to blame (network or device)"
     if not case.ranks:
         return "no rank was named"
-    why = f"{case.cause} of rank {', '.join(map(str, case.ranks))} (confidence {case.confidence:.2f})"
+    why = f"{ranks_text(case.ranks)}: {case.cause.replace('_', ' ')} ({case.confidence:.0%} sure)"
     if case.cause in PROGRAM_FAULT and wanted == "evict":
         why += "; the program itself disagrees between ranks, it may come back"
     return why

@@ -34,7 +34,7 @@ from allranks.model.cluster import (
 )
 from allranks.model.incident import Action, Failure, Incident
 from allranks.record.dump import dump_ended_ranks
-from allranks.report.story import headline, lasted
+from allranks.report.story import decision, headline, lasted
 from allranks.supervise.replicas import Event, Request, Supervisor
 from allranks.supervise.restarts import SAME_FAILURES, find_program_error
 from allranks.watch.exits import Death, Ending, find_deaths, find_first
@@ -365,7 +365,7 @@ class NodeAgent:
 
     def _tell(self, incident: Incident) -> None:
         outcome = incident.action.result if incident.action is not None else ""
-        news = f"{headline(incident)}\n{outcome}\n{incident.closed}"
+        news = f"{headline(incident)}\n{outcome}\n{incident.closed}\n{len(incident.timeline)}"
         if self._told.get(incident.id) == news:
             return
         self._told[incident.id] = news
@@ -386,7 +386,7 @@ class NodeAgent:
             at=incident.opened,
             kind=incident.kind,
             outcome=outcome,
-            decided=incident.action.reason if incident.action is not None and not outcome else "",
+            decided=decision(incident.action),
             ranks=incident.ranks,
             took_s=round(lasted(incident, time.time()), 1),
             closed=incident.closed is not None,

@@ -102,7 +102,7 @@ class History:
             if waiting and sample.at < waiting[0].at:
                 waiting.clear()  # the clock was set back
             waiting.append(sample)
-            if tier == 0 or sample.at - waiting[0].at >= seconds - TIERS[0][0] / 2:
+            if tier == 0 or sample.at - waiting[0].at >= seconds - 1.5 * TIERS[0][0]:
                 self._write(tier, join(waiting) if tier else sample)
                 waiting.clear()
 
@@ -119,7 +119,7 @@ class History:
         tier = next((i for i, (s, rows) in enumerate(TIERS) if s * rows >= span_s), len(TIERS) - 1)
         chosen: list[Sample] = []
         for each in range(tier, -1, -1):
-            last = max((sample.at for sample in chosen), default=begin)
+            last = max((sample.at for sample in chosen), default=begin - 1e-6)
             chosen += [sample for _, sample in self._rows(each) if sample.at > last]
         chosen.sort(key=lambda sample: sample.at)
         return {one.name: [tidy(getattr(sample, one.name)) for sample in chosen] for one in fields(Sample)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from allranks.blackbox.files import job_folders
@@ -98,10 +98,9 @@ def _numbers(service: Service, training: TrainingStatus, cells: str) -> dict[str
     }
 
 
-def _incidents(incidents: object) -> Iterator[dict[str, object]]:
+def _incidents(incidents: Iterable[PublishedIncident]) -> Iterator[dict[str, object]]:
     """One line each, the newest first, open ones before."""
-    newest: list[PublishedIncident] = list(incidents)[::-1]  # type: ignore[call-overload]
-    newest.sort(key=lambda one: one.closed)
+    newest = sorted(reversed(list(incidents)), key=lambda one: one.closed)
     for one in newest[:MAX_INCIDENTS]:
         yield {
             "id": one.incident, "kind": one.kind, "at": one.at, "sentence": one.sentence, "cause": one.cause,

@@ -11,6 +11,7 @@ every descriptor before anybody has counted them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -46,6 +47,19 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
         context.load_verify_locations(options.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def explain_listen(error: BaseException, address: str) -> tuple[str, str]:
+    """Why a lighthouse cannot listen there, and the way out."""
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        port = address.rpartition(":")[2]
+        hint = (
+            f"`ss -ltnp 'sport = :{port}'` names it. --bind {address.rpartition(':')[0]}:0 takes a free port."
+        )
+        return f"cannot listen on {address}: another process uses this port", hint
+    why = os.strerror(number) if isinstance(number, int) and number > 0 else str(error)
+    return f"cannot listen on {address}: {why}", "--bind HOST:PORT takes an address of this machine."
 
 
 class Handshake(asyncio.Protocol):
@@ -130,7 +144,8 @@ class Lighthouse:
             raise LighthouseError(f"the lighthouse did not listen within {timeout_s} s")
         if self._error is not None:
             self._thread.join(timeout_s)
-            raise LighthouseError(f"cannot listen on {self.server.host}:{self.server.port}: {self._error}")
+            text, hint = explain_listen(self._error, f"{self.server.host}:{self.server.port}")
+            raise LighthouseError(text, hint=hint)
         return self
 
     def close(self, timeout_s: float = 10.0) -> None:

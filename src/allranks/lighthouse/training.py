@@ -13,7 +13,7 @@ from statistics import median
 
 from allranks.lighthouse.status import Departed, StatusEvent, TrainingStatus
 from allranks.model.cluster import AGENT
-from allranks.model.formatting import duration
+from allranks.model.formatting import age
 from allranks.model.job_state import AgentState, JobFacts, OpenIncident, describe
 
 NOTE_S = 0.05  # steps that follow each other faster are noted together
@@ -252,9 +252,9 @@ class TrainingView:
             if one.kind == "evicted":
                 parts.append(f"{one.replica} evicted")
             elif usual is not None and away < usual:
-                parts.append(f"{one.replica} back in about {duration(max(1.0, usual - away))}")
+                parts.append(f"{one.replica} back in about {age(usual - away)}")
             else:
-                parts.append(f"{one.replica} lost {duration(max(1.0, away))} ago")
+                parts.append(f"{one.replica} lost {age(away)} ago")
         more = f" and {len(gone) - 2} more" if len(gone) > 2 else ""
         return f", {', '.join(parts)}{more}" if parts else ""
 

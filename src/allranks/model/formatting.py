@@ -51,6 +51,12 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
+def age(seconds: float) -> str:
+    """How long something lasts that still lasts: whole seconds, at least one."""
+    whole = max(1, round(seconds))
+    return f"{whole} s" if whole < 120 else duration(whole)
+
+
 def speed(per_s: float, word: str) -> str:
     """ "1,234 steps/s", "6.6 steps/s", "2.4 s per step"."""
     if per_s >= 99.95:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from allranks.model.formatting import count, duration, speed
+from allranks.model.formatting import age, count, speed
 
 Level = Literal["good", "warn", "bad"]
 RED_STALL_S = 60.0  # without agents
@@ -92,7 +92,7 @@ def _trouble(facts: JobFacts) -> StateLine | None:
     stalled = [agent for agent in facts.agents if agent.motion == "stalled"]
     if stalled:
         cause = next((agent.sentence for agent in stalled if agent.sentence), "")
-        text = f"Looking into it: no progress for {duration(facts.silent_s)}{_at(facts)}{_count(facts)}"
+        text = f"Looking into it: no progress for {age(facts.silent_s)}{_at(facts)}{_count(facts)}"
         return StateLine("looking", "warn", f"{text}; {cause}" if cause else text)
     if hang is not None:
         what = hang.outcome or hang.sentence
@@ -109,7 +109,7 @@ def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
     agents = [agent for agent in facts.agents if agent.motion == "hung"]
     cause = hang.sentence if hang is not None else next((a.sentence for a in agents if a.sentence), "")
     done = "" if hang is None else hang.outcome or hang.decided
-    text = f"Hung for {duration(facts.silent_s)}{_at(facts)}" + (
+    text = f"Hung for {age(facts.silent_s)}{_at(facts)}" + (
         f": {cause[:1].lower()}{cause[1:]}" if cause else ""
     )
     return StateLine("hung", "bad", f"{text.rstrip('.')}. {done[:1].upper()}{done[1:]}" if done else text)
@@ -121,10 +121,10 @@ def _not_training(facts: JobFacts) -> StateLine | None:
         why = f": {facts.waiting}" if facts.waiting else facts.missing
         return StateLine("starting", "warn", f"Starting{_count(facts)}{why}")
     if facts.gone == "left":
-        text = f"No replica trains: they have left; the last step was {facts.step:,}{facts.missing}"
+        text = f"No replica trains: they have left{_last(facts)}{facts.missing}"
         return StateLine("stopped", "warn", text)
     if facts.gone:
-        text = f"Stopped: no replica is connected; the last step was {facts.step:,}{facts.missing}"
+        text = f"Stopped: no replica is connected{_last(facts)}{facts.missing}"
         return StateLine("stopped", "bad", text)
     return None
 
@@ -136,7 +136,7 @@ def _stalled(facts: JobFacts) -> StateLine | None:
     why = f"; {facts.waiting}" if facts.waiting else facts.missing
     level: Level = "bad" if facts.silent_s >= max(RED_STALL_S, 2 * facts.usual_s) else "warn"
     what = "step" if facts.step >= 0 or facts.replicas else "call finished"
-    text = f"Stalled: no {what} for {duration(facts.silent_s)}{_at(facts)}{_count(facts)}{why}"
+    text = f"Stalled: no {what} for {age(facts.silent_s)}{_at(facts)}{_count(facts)}{why}"
     return StateLine("stalled", level, text)
 
 
@@ -146,15 +146,20 @@ def _training(facts: JobFacts) -> StateLine:
     rest = f"{_count(facts)}{facts.missing}"
     if facts.step < 0 and not facts.replicas:
         pace = f", {speed(facts.calls_per_s, 'call')}" if facts.calls_per_s and not late else ""
-        last = f", the last one {duration(facts.silent_s)} ago" if late else pace
+        last = f", the last one {age(facts.silent_s)} ago" if late else pace
         return StateLine("training", level, f"Running: {facts.calls:,} calls finished{last}{rest}")
     pace = "" if facts.steps_per_s is None or late else f", {speed(facts.steps_per_s, 'step')}"
-    last = f", the last step {duration(facts.silent_s)} ago" if late else pace
-    return StateLine("training", level, f"Training: step {facts.step:,}{last}{rest}")
+    last = f", the last step {age(facts.silent_s)} ago" if late else pace
+    begun = f": step {facts.step:,}" if facts.step >= 0 else ""
+    return StateLine("training", level, f"Training{begun}{last}{rest}")
 
 
 def _newest(incidents: Sequence[OpenIncident], kind: str) -> OpenIncident | None:
     return next((one for one in reversed(incidents) if one.kind == kind), None)
+
+
+def _last(facts: JobFacts) -> str:
+    return f"; the last step was {facts.step:,}" if facts.step >= 0 else ""
 
 
 def _at(facts: JobFacts) -> str:

@@ -9,10 +9,13 @@ Runs in the rank. The script sees the argv and `__main__` that it would have see
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import runpy
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from allranks.record.recorder import Recorder
 
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+SAME_ERROR_S = 30.0  # what ranks raise within this time is one error
 USAGE = "usage: python -m allranks.record SCRIPT [ARGS…]  |  python -m allranks.record -m MODULE [ARGS…]"
 
 
@@ -68,7 +72,36 @@ def _show(
         kind, SyntaxError
     ):  # of a script that cannot be compiled no frame is left
         trace = theirs
-    show(kind, error.with_traceback(trace), trace)
+    first = _raised_before(kind, error, trace)
+    if first:
+        words = f"{kind.__name__}: {error}".split("\n")[0]
+        print(f"the same error as rank {first}, whose output has the traceback: {words}", file=sys.stderr)
+    else:
+        show(kind, error.with_traceback(trace), trace)
+
+
+def _raised_before(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """The rank of this node that raised the same a moment ago; "" for the first one, and where nothing can be told."""
+    folder, rank = os.environ.get("ALLRANKS_DIR"), os.environ.get("RANK", "")
+    if not folder or not rank.isdigit() or os.environ.get("LOCAL_WORLD_SIZE") == "1":
+        return ""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
+    place = hashlib.sha256(repr((kind.__name__, str(error), frames)).encode()).hexdigest()[:16]
+    path = os.path.join(folder, f"raised.{place}")
+    try:
+        if time.time() - os.stat(path).st_mtime > SAME_ERROR_S:
+            os.unlink(path)  # of an earlier attempt
+    except OSError:
+        pass
+    try:
+        with open(path, "x") as file:
+            file.write(rank)
+        return ""
+    except FileExistsError:
+        with open(path) as file:
+            return file.read() or ""
+    except OSError:
+        return ""
 
 
 def _starts_scripts(file: str) -> bool:

@@ -19,7 +19,7 @@ from allranks.pages import Source, StackCard, frame_lines, read_source, stack_ca
 from allranks.report.html import timeline_values
 from allranks.report.text import clean
 
-_GOOD = frozenset({"last good step", "recovered", "healed", "ended"})
+_GOOD = frozenset({"last good step", "recovered", "back", "healed", "ended"})
 _BAD = frozenset({"fault", "overdue", "died"})
 _ENDS = frozenset({"recovered", "healed", "ended"})
 
@@ -53,7 +53,7 @@ def render_story(
         facts=_facts(incident, verdict),
         advice=advice,
         commands=[*pages.commands([*advice, *missing]), *again],
-        guilty_title=f"The guilty rank{'s' if len(incident.ranks) > 1 else ''}",
+        guilty_title=f"The {'' if incident.kind == 'death' else 'guilty '}rank{'s' if len(incident.ranks) > 1 else ''}",
         guilty_stacks=_stacks(incident, verdict),
         moments=[_moment(moment, begin, span) for moment in incident.timeline],
         down=_down(incident.timeline, begin, span),
@@ -84,6 +84,15 @@ def lasted(incident: Incident, now: float) -> float:
     return max(0.0, max(ends, default=incident.closed or now) - begin)
 
 
+def decision(action: Action | None) -> str:
+    """What the policy decided where nothing was done, in one short sentence; "" where something was."""
+    if action is None or action.done:
+        return ""
+    if action.kind == "dry_run":
+        return f"Nothing was done (dry run): {action.reason.partition(':')[0]} with --recovery on"
+    return f"Nothing was done: {action.reason}"
+
+
 def _status(incident: Incident) -> tuple[str, str]:
     if incident.kind == "stall":
         return ("Stalled", "warn") if incident.closed is None else ("Stall that ended", "warn")
@@ -93,24 +102,36 @@ def _status(incident: Incident) -> tuple[str, str]:
 
 
 def _facts(incident: Incident, verdict: Finding) -> list[tuple[str, str]]:
-    names = {
-        "noticed": "Noticed after",
-        "evidence": "Evidence in",
-        "lasted": "Lasted",
-        "recovered": "Recovered in",
-    }
+    plural = "s" if len(incident.ranks) > 1 else ""
     facts = [
-        ("Guilty rank" + ("s" if len(incident.ranks) > 1 else ""), rank_list(incident.ranks)),
+        (f"Rank{plural}" if incident.kind == "death" else f"Guilty rank{plural}", rank_list(incident.ranks)),
         ("Cause", verdict.cause.replace("_", " ")),
         ("Where", verdict.where),
         ("Confidence", f"{verdict.confidence:.0%}" if incident.verdict is not None else ""),
-        *(
-            (text, duration(incident.durations_s[key]))
-            for key, text in names.items()
-            if key in incident.durations_s
-        ),
+        *_times(incident),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+#: Moments of the timeline and what their distance to its beginning is called. Recovered: the others continue. Back: the
+#: replica that was lost trains again.
+_AFTER = {
+    "noticed": "Noticed after",
+    "evidence": "Evidence after",
+    "verdict": "Verdict after",
+    "recovered": "Others continued after",
+    "back": "Back after",
+    "ended": "Ended after",
+}
+
+
+def _times(incident: Incident) -> list[tuple[str, str]]:
+    """From the timeline itself: cards and timeline are of one clock, and begin at the same moment."""
+    begin = min((moment.at for moment in incident.timeline), default=0.0)
+    first: dict[str, float] = {}
+    for moment in incident.timeline:
+        first.setdefault(moment.name, moment.at)
+    return [(text, duration(first[name] - begin)) for name, text in _AFTER.items() if name in first]
 
 
 def _stacks(incident: Incident, verdict: Finding) -> list[StackCard]:

@@ -1,0 +1,84 @@
+"""What common mistakes are answered with: what is wrong, and the way out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.cli import main, terminal
+from allranks.lighthouse.server import explain_listen
+from allranks.record.__main__ import _raised_before
+
+
+def test_a_port_in_use_is_said_once_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was "[Errno 98] … (while attempting to bind …)", twice the same."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["lighthouse", "--bind", f"127.0.0.1:{port}", "--no-token"]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: another process uses this port" in said
+    assert f"sport = :{port}" in said and "--bind 127.0.0.1:0" in said and "Errno" not in said
+    text, hint = explain_listen(OSError(errno.EADDRNOTAVAIL, "x"), "10.9.9.9:1")
+    assert "requested address" in text and "--bind" in hint
+
+
+def test_a_word_where_a_number_belongs_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """ "invalid int value" is Python's word for it."""
+    with pytest.raises(SystemExit):
+        main(["diagnose", "x", "--selected-ranks", "a"])
+    assert "--selected-ranks takes a whole number, not 'a'" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_dump_is_answered_with_what_dumps_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "Dumps are files of torch's flight recorder, black boxes (*.box)" in capsys.readouterr().err
+
+
+def test_on_a_narrow_terminal_lines_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It broke inside of "case.py"; where there is no terminal lines stay whole."""
+    line = "\x1b[31mrank 0 never entered _all_gather_base #94 of group default_pg (nccl_cases.py:98)\x1b[0m"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert terminal.fold(line) == [line]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    folded = terminal.fold(line)
+    assert len(folded) == 3 and all(one.startswith("\x1b[31m") and one.endswith("\x1b[0m") for one in folded)
+    words = " ".join(terminal._PAINT.sub("", one).strip() for one in folded)
+    assert words == terminal._PAINT.sub("", line) and "(nccl_cases.py:98)" in folded[-1]
+    assert terminal.fold("  - " + "word " * 12)[1].startswith("    word")
+
+
+def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback of the first rank; the others name it. Another error, and one of later, are shown whole."""
+    monkeypatch.setenv("ALLRANKS_DIR", str(tmp_path))
+
+    def of(rank: int, error: Exception) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        return _raised_before(type(error), error, error.__traceback__)
+
+    assert [of(rank, ValueError("the loss is nan")) for rank in (3, 0, 1)] == ["", "3", "3"]
+    assert of(1, ValueError("another")) == "" == of(2, KeyError("the loss is nan"))
+    for path in tmp_path.glob("raised.*"):
+        os.utime(path, (1, 1))
+    assert of(2, ValueError("the loss is nan")) == ""
+    monkeypatch.delenv("ALLRANKS_DIR")
+    assert of(1, ValueError("the loss is nan")) == ""
+
+
+def test_a_dump_through_a_pipe_that_is_not_there_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`dump --native STEM` said nothing when no rank listened."""
+    box = Path(__file__).parents[1] / "record" / "cases" / "mixed_calls.r0.box"
+    out = tmp_path / "out"
+    assert main(["dump", str(box), "-o", str(out), "--native", str(tmp_path / "pipe")]) == 0
+    said = capsys.readouterr().err
+    assert "rank 0 cannot be asked" in said and "TORCH_NCCL_DEBUG_INFO_PIPE_FILE=" in said
