@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from allranks.drill.faults import Fault, FaultPlan, inject
 from torch import nn
 
 import allranks.torchft as torchft
