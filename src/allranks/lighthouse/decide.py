@@ -114,7 +114,7 @@ def _finished(now: float, state: QuorumState, options: Options) -> tuple[Wait, s
 
 def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
     by_last, idle = _by_last(state), _idle(state)
-    askers = state.asking_veterans if by_last else state.asking
+    askers = state.requesting_members if by_last else state.asking
     if not idle or not askers:
         return None
     deadline = next(iter(askers.values())).asked_at + options.join_timeout_s
@@ -207,7 +207,9 @@ def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision,
 
 def find_unproved(state: QuorumState) -> list[Member]:
     """Who asks and may not join the members that train before they and it have reached each other."""
-    veterans = find_provers(state)
+    if not state.has_newcomers:
+        return []
+    members = find_provers(state)
     return [
         replica.asking
         for name, replica in state.asking.items()
@@ -215,7 +217,7 @@ def find_unproved(state: QuorumState) -> list[Member]:
         and replica.asking is not None
         and replica.probes
         and (replica.asking.address or replica.asking.store)
-        and not state.reach.is_proved(replica.session, veterans)
+        and not state.reach.is_proved(replica.session, members)
     ]
 
 
@@ -343,6 +345,8 @@ def _why(
 
 def find_joining(now: float, state: QuorumState) -> list[Member]:
     """Replicas that ask, are not members yet, and could be as soon as the members ask too."""
+    if not state.has_newcomers:
+        return []
     members = [state.replicas[name].session for name in state.continuing] if state.reach.apart else []
     unproved = {member.replica for member in find_unproved(state)}
     return [
@@ -381,7 +385,7 @@ def find_broken(state: QuorumState) -> str:
         return ""
     given_up = [
         name
-        for name, replica in state.asking_veterans.items()
+        for name, replica in state.requesting_members.items()
         if replica.asking is not None and replica.asking.commit_failures
     ]
     if not given_up:

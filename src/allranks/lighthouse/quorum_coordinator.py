@@ -224,7 +224,7 @@ class QuorumCoordinator:
     def _probe_newcomers(self, now: float) -> None:
         """Lets members and newcomers reach each other, beside the training, before anybody stops for a newcomer."""
         state, reach = self.state, self.state.reach
-        members = find_provers(state) if state.asking else []
+        members = find_provers(state) if state.has_newcomers else []
         if not members:
             return
         by_session = {m.session: m for m in state.last.members} if state.last else {}

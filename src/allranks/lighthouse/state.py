@@ -5,7 +5,7 @@ Every change is a method that takes `now` (awake seconds, see detect.AwakeClock)
 living, so dead names never pile up; a member of the last quorum that died stays in `gone` until the next one.
 
 Besides the facts the state keeps small indexes, so that a decision costs nothing while most are missing:
-`asking`, `asking_veterans`, `continuing` (members of the last quorum that never left it), `idle` and `continuing_not_asking`
+`asking`, `requesting_members`, `continuing` (members of the last quorum that never left it), `idle` and `continuing_not_asking`
 (those of them that do not ask). `_index` keeps them true for one name; tests compare with a decision made without them.
 """
 
@@ -106,7 +106,7 @@ class QuorumState:
     # indexes
     asking: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
     cooling: dict[str, float] = field(default_factory=dict)
-    asking_veterans: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
+    requesting_members: dict[str, Replica] = field(default_factory=dict)  # in the order of asking
     continuing: set[str] = field(default_factory=set)
     continuing_not_asking: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
@@ -197,6 +197,11 @@ class QuorumState:
         self.finished_at = now
         self._index(name)
         return True
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether a replica asks that is not a member: looked up at every event, with thousands of members."""
+        return len(self.asking) > len(self.requesting_members)
 
     @property
     def over(self) -> bool:
@@ -448,7 +453,7 @@ class QuorumState:
         veteran = replica is not None and self._sessions.get(name) == replica.session
         veteran = veteran and name not in self.departed
         _keep(self.asking, name, asker)
-        _keep(self.asking_veterans, name, asker if veteran else None)
+        _keep(self.requesting_members, name, asker if veteran else None)
         _put(self.idle, name, idle)
         _put(self.continuing, name, veteran)
         _put(self.continuing_not_asking, name, veteran and idle)
