@@ -182,7 +182,7 @@ class Sidecar:
         if stall is None or self._stalls >= self.options.repeats:
             return ""
         self._stalls += 1
-        self._history.extend_deadline(2)  # the next collection of this stall comes later
+        self._history.extend_deadline(3 if self._stalls == 1 else 2)  # the next collection: a limit later
         return f"no progress for {stall.quiet_s:.0f} s"
 
     # the job
