@@ -240,7 +240,7 @@ def _elf_symbols(path: Path, names: tuple[str, ...], base: int) -> dict[str, int
                     )
                     for name in names:
                         where = text.find(b"\0" + name.encode() + b"\0") + 1
-                        values = entries["value"][entries["name"] == where] if where else ()
+                        values = entries["value"][entries["name"] == where] if where else []
                         if len(values):
                             found[name] = int(values[0]) + moved
     except (OSError, struct.error, ValueError, IndexError):
