@@ -146,3 +146,12 @@ def test_the_words_name_roles_and_lines() -> None:
     found = explain_processes(JobLook((process(1, ASKS, links=(CLIENT,)), server), 5.0))
     assert "reward 1 (pid 2, thread t2) (event) at job.py:41 in work" in found.sentence
     assert [(link.role, link.pids) for link in found.chain] == [("role1", (1,))]
+
+
+def test_waiters_behind_another_thread_of_the_guilty_process_are_listed() -> None:
+    """Trainer → handler → lock → holder, the last two in one process: the trainer is in the chain."""
+    handler = thread(2, "lock", 41, handles=True, wait_lock="judge")
+    holder = thread(3, "sleep", 17, holds=("judge",), wait_left_s=3600.0)
+    server = process(2, IDLE, handler, holder, links=(SERVER,))
+    found = explain_processes(JobLook((process(1, ASKS, links=(CLIENT,)), server), 5.0))
+    assert [link.pids for link in found.chain] == [(1,)]

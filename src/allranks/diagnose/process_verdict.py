@@ -245,28 +245,25 @@ def _chain(root: Root) -> tuple[ChainLink, ...]:
     """Who waits for whom, from the root outwards: one link for each role and line."""
     waits, done = root.waits, {u.process.where for u in root.units}
     links: list[ChainLink] = []
-    level = list(root.nodes)
+    seen, level = set(root.nodes), list(root.nodes)
     while level and len(links) < 20:
-        found: dict[Where, tuple[Unit, Unit, int]] = {}
+        next_level: list[int] = []
+        groups: dict[tuple[object, ...], list[tuple[Unit, Unit]]] = {}
         for node in level:
             for n in waits.graph.waits_for_me.get(node, ()):
-                unit = waits.units[n]
-                if n in root.behind and unit.process.where not in done:
-                    found.setdefault(unit.process.where, (unit, waits.units[node], n))
-        groups: dict[tuple[object, ...], list[tuple[Unit, Unit]]] = {}
-        for unit, target, _ in found.values():
-            user = unit.thread.user
-            key = (
-                unit.process.role,
-                unit.thread.wait.says,
-                user and (user.file, user.line),
-                target.process.role,
-            )
-            groups.setdefault(key, []).append((unit, target))
+                if n in seen or n not in root.behind:
+                    continue
+                seen.add(n)
+                next_level.append(n)
+                unit, target = waits.units[n], waits.units[node]
+                if unit.process.where not in done:
+                    done.add(unit.process.where)
+                    user = unit.thread.user
+                    line = user and (user.file, user.line)
+                    key = (unit.process.role, unit.thread.wait.says, line, target.process.role)
+                    groups.setdefault(key, []).append((unit, target))
         links += [_link(pairs) for pairs in groups.values()]
-        done |= set(found)
-        inside = set(found)
-        level = [n for n, u in enumerate(waits.units) if u.process.where in inside and n in root.behind]
+        level = next_level
     return tuple(links)
 
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -224,7 +224,8 @@ def _elf_symbols(path: Path, names: tuple[str, ...], base: int) -> dict[str, int
             if head[:5] != b"\x7fELF\x02":
                 return {}
             moved = base if struct.unpack_from("<H", head, 16)[0] == 3 else 0  # shared object or PIE
-            table, size, count = struct.unpack_from("<Q", head, 40)[0], *struct.unpack_from("<HH", head, 58)
+            table = struct.unpack_from("<Q", head, 40)[0]
+            size, count = struct.unpack_from("<HH", head, 58)
             file.seek(table)
             rows: list[tuple[int, ...]] = []
             rows += [struct.unpack("<IIQQQQIIQQ", file.read(64)) for _ in range(count) if size == 64]
@@ -233,13 +234,13 @@ def _elf_symbols(path: Path, names: tuple[str, ...], base: int) -> dict[str, int
                     file.seek(rows[row[6]][4])
                     text = file.read(rows[row[6]][5])
                     file.seek(row[4])
-                    entries = np.frombuffer(
+                    entries: Any = np.frombuffer(
                         file.read(row[5]),
                         [("name", "<u4"), ("info", "V4"), ("value", "<u8"), ("size", "<u8")],
                     )
                     for name in names:
                         where = text.find(b"\0" + name.encode() + b"\0") + 1
-                        values = entries["value"][entries["name"] == where] if where else ()
+                        values = entries["value"][entries["name"] == where] if where else []
                         if len(values):
                             found[name] = int(values[0]) + moved
     except (OSError, struct.error, ValueError, IndexError):
