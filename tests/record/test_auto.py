@@ -98,3 +98,35 @@ def test_a_torch_that_we_do_not_know_is_left_as_it_is(tmp_path: Path, env: dict[
     code = "import torch.distributed.distributed_c10d as c, sys; print(c.found, 'allranks.record.auto' in sys.modules)"
     done = _python(code, env)
     assert (done.stdout, done.stderr) == ("1 True\n", "")
+
+
+RAY = """
+import datetime, sys
+import ray
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    def train(self, rank, folder):
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.FileStore(folder + "/world", 2), rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(4))
+        return rank
+
+ray.init(num_cpus=2, include_dashboard=False, logging_level="warning", log_to_driver=False)
+trainers = [Trainer.remote() for _ in range(2)]
+print(ray.get([one.train.remote(rank, sys.argv[1]) for rank, one in enumerate(trainers)]))
+ray.shutdown()
+"""
+
+
+@pytest.mark.everything
+def test_actors_of_ray_record_too(tmp_path: Path, env: dict[str, str]) -> None:
+    pytest.importorskip("ray")
+    script = tmp_path / "job.py"
+    script.write_text(RAY)
+    words = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert "[0, 1]" in done.stdout, done.stderr
+    boxes = [load_paths([str(one)]).traces[0] for one in (tmp_path / "boxes").glob("*.box")]
+    assert sorted((one.header.rank, len(one.calls)) for one in boxes) == [(0, 1), (1, 1)]
