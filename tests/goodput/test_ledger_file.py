@@ -193,15 +193,12 @@ def test_python_and_the_command_read_the_same(
     assert main(["goodput", "no-such-job"]) == 2
 
 
-def test_metrics_and_page_get_the_seconds_by_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allranks.lighthouse.metrics import render_metrics
-    from allranks.lighthouse.options import Options
-    from allranks.lighthouse.service import Service
+def test_metrics_get_the_seconds_by_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from allranks.lighthouse.metrics import spent_metrics
     from allranks.model import metrics
 
-    keeper = keep(tmp_path, 60.0)
-    monkeypatch.setattr(metrics, "SPENT", [keeper.spent])
-    monkeypatch.setattr("allranks.lighthouse.metrics.SPENT", [keeper.spent])
-    lines = list(render_metrics(Service(Options()).snapshot()))
+    assert spent_metrics() == []
+    monkeypatch.setattr("allranks.lighthouse.metrics.SPENT", [keep(tmp_path, 60.0).spent])
+    lines = list(metrics.render(spent_metrics()))
     assert any(line.startswith("allranks_goodput_ratio 0.9") for line in lines)
     assert any(line.startswith('allranks_rank_seconds{state="useful"} 2') for line in lines)

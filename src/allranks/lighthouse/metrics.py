@@ -13,11 +13,17 @@ from allranks.model.metrics import SPENT, Metric, labels, render
 def render_metrics(status: Status) -> Iterator[str]:
     """One line per sample, each metric with its help."""
     rows = [row for row in status.replicas if row.state != "observer"]
-    parts = (_lighthouse(status), _training(status), _incidents(status), _replicas(status, rows), _spent())
+    parts = (
+        _lighthouse(status),
+        _training(status),
+        _incidents(status),
+        _replicas(status, rows),
+        spent_metrics(),
+    )
     return render([metric for part in parts for metric in part])
 
 
-def _spent() -> list[Metric]:
+def spent_metrics() -> list[Metric]:
     """Where the time of this node's ranks went; nothing without a ledger in this process."""
     spent = SPENT[-1]() if SPENT else {}
     if not (total := sum(spent.values())):
