@@ -99,6 +99,11 @@ def run(drill: Drill, folder: Path) -> tuple[dict[str, float], dict[str, object]
         check=True,
     )
     found: dict[str, object] = json.loads(read.stdout)
+    if "--slow-rank" in script:
+        slow = subprocess.run(
+            [*command, "slow", str(folder / "boxes"), "--json"], capture_output=True, text=True
+        )
+        found["what_if"] = json.loads(slow.stdout) if slow.returncode == 1 else {}
     return {state: s for state, s in planted.items() if state not in ("kill", "hang")}, found
 
 
@@ -116,6 +121,18 @@ def judge(drill: Drill, planted: dict[str, float], found: dict[str, object]) -> 
             f"  {'ok ' if right else 'BAD'} {state:<11} planted {seconds:8.2f} s  booked {booked[state]:8.2f} s",
             flush=True,
         )
+    if what_if := found.get("what_if"):
+        assert isinstance(what_if, dict)
+        own = float(drill.script[drill.script.index("--step-s") + 1])
+        best = what_if["what_ifs"][0]
+        error = best["step_s"] / own - 1
+        print(f"  what if     {what_if['sentence']} (the step itself sleeps {own} s: {error:+.1%})")
+        rows["what_if"] = {
+            "who": best["who"],
+            "step_s": best["step_s"],
+            "error": error,
+            "right": abs(error) <= 0.1,
+        }
     print(f"  {'ok ' if off <= 0.005 else 'BAD'} sum         off by {off:.3%}", flush=True)
     return {"rows": rows, "sum_off": round(off, 6), "goodput": found["goodput"]}
 

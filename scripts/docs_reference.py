@@ -50,7 +50,7 @@ def errors_page() -> Iterator[str]:
 API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("My job hangs now", "allranks", ("diagnose", "stacks")),
     ("", "allranks.api.functions", ("DiagnosisResult", "RecordedCalls", "StacksResult", "CheckpointIndex")),
-    ("Recording", "allranks", ("record", "step", "expect", "Recorder", "FlightRecorderHook")),
+    ("Recording", "allranks", ("record", "step", "phase", "expect", "Recorder", "FlightRecorderHook")),
     ("Keep my job running", "allranks", ("Manager", "Optimizer", "DistributedDataParallel")),
     ("Lose nothing", "allranks", ("load_checkpoint_index",)),
     ("", "allranks.checkpoint", ("CheckpointManager", "CheckpointConfig")),

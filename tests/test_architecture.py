@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"supervise", "watch", "incidents", "record", "report", "lighthouse.client", "etcd"},
     "frtrace": {"load", "diagnose"},
     "drill": {"*"},
-    "api": {"load", "diagnose", "report", "stacks", "checkpoint", "incidents", "watch"},
+    "api": {"load", "diagnose", "report", "stacks", "checkpoint", "incidents", "watch", "goodput"},
     "examples": set(),
     "cli": {"*"},
 }

@@ -24,13 +24,14 @@ _PUBLIC = {
     "DistributedDataParallel": "allranks.manager.ddp",
     "diagnose": "allranks.diagnose",
     "stacks": "allranks.stacks",
+    "goodput": "allranks.goodput",
     "load_checkpoint_index": "allranks.api.functions",
     "jobs": "allranks.api.live",
     "status": "allranks.api.live",
     "examples": "allranks.examples",
 }
 
-_CALLABLE = frozenset({"record", "diagnose", "stacks", "examples"})  # packages
+_CALLABLE = frozenset({"record", "diagnose", "stacks", "goodput", "examples"})  # packages
 
 __all__ = sorted([*_PUBLIC, "__version__"])
 

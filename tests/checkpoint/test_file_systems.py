@@ -16,10 +16,11 @@ import pytest
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend, stores
 from allranks.checkpoint.stores import Attempt
 from allranks.checkpoint.stores.file_store import FileStore, sync_folder
+from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointLoadError, CheckpointSaveError, CheckpointUnreachable
 
 from .jobs import contents, make_job, make_state
-from .kernel_answers import FILE_SYSTEMS
+from .kernel_answers import FILE_SYSTEMS, answer_as
 
 SAVE_READ_REMOVE = """
 import sys
@@ -110,25 +111,14 @@ def test_a_file_system_that_cannotsync_folders_is_no_failure() -> None:
     sync_folder(Path("/proc"))
 
 
-LOOK = """
-import sys
-from allranks.checkpoint import CheckpointConfig, CheckpointManager
-from allranks.errors import CheckpointUnreachable
-from tests.checkpoint.jobs import make_job
-from tests.checkpoint.kernel_answers import answer_as
-
-model, optimizer = make_job()
-def restore():
-    config = CheckpointConfig(nvme_path=sys.argv[2], memory_snapshot_interval=0, wait_for_stores_s=0.1)
-    return CheckpointManager(config).restore(model, optimizer)
-
-assert restore() is None  # and every module is loaded
-answer_as(sys.argv[1])
-try:
-    print("step 1" if restore() is None else "restored")
-except CheckpointUnreachable as error:
-    print(error)
-"""
+def _start_on(rank: int, world: int, file_system: str, folder: Path) -> str:
+    """What a start on such a file system comes to."""
+    assert _restored(folder) == 0  # and every module is loaded
+    answer_as(file_system)
+    try:
+        return f"step {_restored(folder)}"
+    except CheckpointUnreachable as error:
+        return str(error)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +130,9 @@ except CheckpointUnreachable as error:
 )
 def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path: Path, file_system: str, answer: str) -> None:
     """The folder can be opened, but the kernel has no list of what is in it."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, file_system, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=Path(__file__).parents[2],
-    )
-    assert f"[NVME] {tmp_path} did not answer: {answer}" in done.stdout, (done.stdout, done.stderr)
+    with Ranks(_start_on, 1, (file_system, tmp_path), backend=None) as ranks:
+        [said] = ranks.values(60)
+    assert f"[NVME] {tmp_path} did not answer: {answer}" in said
 
 
 def _restored(folder: Path, wait_s: float = 0.1) -> int:

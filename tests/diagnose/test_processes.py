@@ -7,28 +7,28 @@ from dataclasses import replace
 import pytest
 
 from allranks.diagnose.process_verdict import explain_processes
-from allranks.model.processes import JobLook, Link, Process, ThreadLook, Wait
+from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook, WaitFor
 from allranks.model.stacks import StackFrame
 
 
 def thread(tid: int, kind: str, line: int = 0, **facts: object) -> ThreadLook:
-    """A thread at a line of job.py; `facts` of ThreadLook, and of Wait behind `wait_`."""
+    """A thread at a line of job.py; `facts` of ThreadLook, and of WaitFor behind `wait_`."""
     wait = {name.removeprefix("wait_"): value for name, value in facts.items() if name.startswith("wait_")}
     rest = {name: value for name, value in facts.items() if not name.startswith("wait_")}
     user = StackFrame("work", "/job/job.py", line) if line else None
     frames = (user,) if user is not None else ()
-    return ThreadLook(tid, f"t{tid}", Wait(kind, f"({kind})", **wait), frames, user=user, **rest)  # type: ignore[arg-type]
+    return ThreadLook(tid, f"t{tid}", WaitFor(kind, f"({kind})", **wait), frames, user=user, **rest)  # type: ignore[arg-type]
 
 
-def process(pid: int, *threads: ThreadLook, links: tuple[Link, ...] = (), **facts: object) -> Process:
+def process(pid: int, *threads: ThreadLook, links: tuple[ProcessLink, ...] = (), **facts: object) -> Process:
     first = replace(threads[0], main=True) if threads else None
     return Process(
         pid, node="a", role=f"role{pid}", threads=(first, *threads[1:]) if first else (), links=links, **facts
     )  # type: ignore[arg-type]
 
 
-def tcp(fd: int, mine: int, other: int, side: str, **facts: object) -> Link:
-    return Link(fd, "tcp", f"tcp {mine}>{other}", f"tcp {other}>{mine}", side, **facts)  # type: ignore[arg-type]
+def tcp(fd: int, mine: int, other: int, side: str, **facts: object) -> ProcessLink:
+    return ProcessLink(fd, "tcp", f"tcp {mine}>{other}", f"tcp {other}>{mine}", side, **facts)  # type: ignore[arg-type]
 
 
 CLIENT, SERVER = tcp(3, 50, 80, "client", turn="awaits"), tcp(4, 80, 50, "server", turn="owes")
@@ -77,7 +77,7 @@ def test_the_function_that_would_set_an_event_is_followed() -> None:
 def test_a_missing_member_of_a_group_is_guilty() -> None:
     """Of three members two are in the collective; the idle trainer of another group is not accused."""
 
-    def gloo(mine: int, other: int, group: int) -> Link:
+    def gloo(mine: int, other: int, group: int) -> ProcessLink:
         return tcp(mine, mine, other, "client", owner=f"gloo {group}")
 
     waits = thread(1, "collective", 96)

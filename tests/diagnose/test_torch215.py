@@ -199,6 +199,7 @@ def test_two_ranks_that_both_take_a_gather_named_different_roots(tmp_path: Path)
     ranks = {0: gathers(1, True, WAITS), 1: gathers(0, True, WAITS), 2: gathers(0, False, {})}
     verdict = judged(write_hook(tmp_path, ranks, [0, 1, 2])).verdict
     assert verdict is not None and (verdict.cause, verdict.ranks) == ("root_mismatch", (1,)), verdict
+    assert "with itself as the root, where rank 0 had itself as the root" in verdict.sentence
 
 
 def test_a_message_that_a_rank_passed_over_comes_before_a_rank_without_a_dump(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def check_store(s3: Any, monkeypatch: pytest.MonkeyPatch, key: str, secret: str,
         "AWS_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    options = DoctorOptions(s3="s3://doctor/run", s3_endpoint=endpoint or s3.endpoint)
+    options = DoctorOptions(s3="s3://ready/run", s3_endpoint=endpoint or s3.endpoint)
     (found,) = services.check_object_store(options)
     return found
 
@@ -51,12 +51,13 @@ def test_wrong_credentials_and_missing_permissions_are_told_apart(
     """Against a real store: a right key, an unknown one, a wrong secret, and one that may not list or write."""
     from checkpoint.s3server import KEY, SECRET, Proxy
 
-    assert check_store(s3, monkeypatch, KEY, SECRET).status == "ok"
+    right = check_store(s3, monkeypatch, KEY, SECRET)
+    assert right.status == "ok", right
     assert "access key is not known" in check_store(s3, monkeypatch, "nobody", SECRET).hint
     assert "secret key does not belong" in check_store(s3, monkeypatch, KEY, "wrong").hint
     for word, permission, place in (
-        ("PUT", "s3:PutObject", "doctor/run*"),
-        ("list-type", "s3:ListBucket", "doctor"),
+        ("PUT", "s3:PutObject", "ready/run*"),
+        ("list-type", "s3:ListBucket", "ready"),
     ):
         with Proxy(s3.ports["s3"], lambda line, word=word: 403 if word in line else None) as proxy:  # type: ignore[misc]
             found = check_store(s3, monkeypatch, KEY, SECRET, proxy.endpoint)

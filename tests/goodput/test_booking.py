@@ -147,3 +147,28 @@ def test_a_script_without_marks_is_booked_by_its_calls() -> None:
     found = totals(book([rank], 24.0))
     assert found["starting"] == near(5.0)
     assert found["useful"] == near(19.0)
+
+
+def test_a_hang_that_never_ends_is_stalled_until_the_end() -> None:
+    ranks = [PaperRank(n) for n in range(2)]
+    for rank in ranks:
+        rank.start(0.0)
+        rank.steps(2.0, 0, 30, 1.0)  # the last mark is at 31, and nothing follows
+    found = totals(book(ranks, 92.0, [(45.0, outage("h1", 31.0))]))
+    assert found["stalled:h1"] == near(2 * 60.0)
+    assert "idle" not in found
+
+
+def test_steps_that_were_done_again_between_two_looks_are_counted() -> None:
+    """The first look at the new process comes when it is past the step that was reached before."""
+    rank = PaperRank(0)
+    rank.start(0.0)
+    rank.steps(2.0, 0, 37, 0.1)  # step 36 begins at 5.6
+    rank.kill(5.65)
+    rank.start(8.0)
+    rank.steps(9.0, 30, 50, 0.1)
+    rank.exit(14.0)
+    found = totals(book([rank], 14.0, poll_s=2.0))
+    assert found["repeated"] == pytest.approx(
+        0.5 + 0.4, abs=0.11
+    )  # steps 31-35; 36 is lost, and the death is seen at 6.0

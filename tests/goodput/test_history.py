@@ -39,7 +39,7 @@ def test_a_node_that_fails_again_and_again_is_bad_with_a_reason() -> None:
         [event("n3", "j1", 1), event("n3", "j2", 2, "gpu_lost"), event("n3", "j2", 3), event("n5", "j2", 2)]
     )
     assert [one.node for one in found] == ["n3"]
-    assert found[0].confidence > 0.99
+    assert found[0].confidence == 0.99
     assert found[0].reason == "3 incidents in 2 jobs (2 x rank died, 1 x gpu lost); other nodes have 0.1"
 
 
@@ -71,6 +71,8 @@ def test_commands_and_doctor_show_it(
     NodeHistory(place).record([NodeEvent(here, f"j{k}", now - k, "rank_died") for k in range(4)])
     assert main(["history", "--slurm-exclude"]) == 0
     assert capsys.readouterr().out == f"{here}\n"
+    assert main(["slurm", "submit", "--dry-run", "--exclude-bad-nodes", "train.py"]) == 0
+    assert f"#SBATCH --exclude={here}\n" in capsys.readouterr().out
     assert main(["history", "--week"]) == 1
     assert capsys.readouterr().out.startswith(f"{here} is bad (")
     bad = known_bad(here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -174,3 +175,33 @@ def test_the_report_begins_with_the_answer(tmp_path: Path) -> None:
     windows = by_window(found, 60.0)
     assert sum(sum(states.values()) for _, states in windows) == pytest.approx(found.rank_seconds)
     assert "<script>" in render_page(found, Price(2.0), T0)
+
+
+def test_python_and_the_command_read_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import allranks
+    from allranks.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    keep(tmp_path / "allranks-incidents", 60.0)
+    assert main(["goodput", "job/1", "--json", "--html", "page.html"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert allranks.goodput("job/1").goodput == pytest.approx(shown["goodput"])
+    assert "Where the time went" in (tmp_path / "page.html").read_text()
+    assert main(["advise"]) in (0, 1)
+    assert main(["goodput", "no-such-job"]) == 2
+
+
+def test_metrics_and_page_get_the_seconds_by_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from allranks.lighthouse.metrics import render_metrics
+    from allranks.lighthouse.options import Options
+    from allranks.lighthouse.service import Service
+    from allranks.model import metrics
+
+    keeper = keep(tmp_path, 60.0)
+    monkeypatch.setattr(metrics, "SPENT", [keeper.spent])
+    monkeypatch.setattr("allranks.lighthouse.metrics.SPENT", [keeper.spent])
+    lines = list(render_metrics(Service(Options()).snapshot()))
+    assert any(line.startswith("allranks_goodput_ratio 0.9") for line in lines)
+    assert any(line.startswith('allranks_rank_seconds{state="useful"} 2') for line in lines)

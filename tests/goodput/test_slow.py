@@ -9,7 +9,7 @@ import pytest
 
 from allranks.goodput.arrivals import wait_shares
 from allranks.goodput.changes import find_change
-from allranks.goodput.slow import find_slow
+from allranks.goodput.slow import Lateness, find_slow
 from allranks.model.trace import CALL, Frame, Group, RankTrace, State, TraceHeader
 
 T0 = 1_790_000_000.0
@@ -180,3 +180,14 @@ def test_healthy_jobs_give_no_alarm() -> None:
         seed for seed in range(60) if find_change(*series(seed, steps=1000), np.arange(1000.0), 3) is not None
     ]
     assert alarms == []
+
+
+def test_a_running_job_is_told_once_that_a_rank_became_slow() -> None:
+    factors = noise(9, ranks=4, steps=200)
+    factors[2, 120:] *= 1.2
+    plan: Plan = [((0, 1, 2, 3), 1.0)]
+    lateness, told = Lateness(), []
+    for seen in (60, 120, 160, 200):  # the boxes at four looks
+        traces, _ = record(plan, factors[:, :seen])
+        told += [(change.rank, seen) for change in lateness.add(traces)]
+    assert told == [(2, 160)]

@@ -11,7 +11,7 @@ import pytest
 
 from allranks.cli import main
 from allranks.incidents.evidence import Observed, read_observed
-from allranks.incidents.folder import read_incidents
+from allranks.incidents.folder import open_incident, read_incidents
 from allranks.incidents.judge import correct
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
@@ -259,3 +259,24 @@ def test_diagnose_on_an_incident_folder_says_what_the_incident_says(
     kept = json.loads((folder / "diagnosis.json").read_text())["verdict"]
     assert story["verdict"]["ranks"] == [2]
     assert again == kept == story["verdict"]
+
+
+def test_diagnose_on_a_job_says_what_its_open_hang_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exit that is blocked leaves black boxes in which nothing is wrong; the agent has looked at the stacks."""
+    job, incidents = tmp_path / "job", tmp_path / "incidents"
+    job.mkdir()
+    write_box(job, 0, 7)
+    (job / "job.json").write_text(json.dumps({"job": "j", "incidents": str(incidents)}))
+    opened = open_incident(incidents, kind="hang", job="j", reason="silent")
+    Observed(told=replace(DIED, cause="shutdown_join")).write(opened.path)
+
+    def said() -> object:
+        main(["diagnose", "--json", str(job)])
+        return json.loads(capsys.readouterr().out)["verdict"]
+
+    verdict = said()
+    assert isinstance(verdict, dict) and verdict["cause"] == "shutdown_join"
+    opened.update(closed=1.0)
+    assert said() is None

@@ -14,6 +14,7 @@ from allranks.incidents.stall import (
     find_activity,
     judge_stall,
     limits_of,
+    next_look_s,
 )
 from allranks.model.diagnosis import Finding
 from allranks.model.stacks import (
@@ -119,6 +120,10 @@ HANGS = {
         "sleeps for another",
     ),
     "a mismatch": (looks("sleep", finding=replace(LATE, cause="size_mismatch")), "do not match"),
+    "a mismatch of two ranks": (
+        looks("collective_wait", finding=replace(LATE, cause="type_mismatch", confidence=0.5)),
+        "do not match",
+    ),
     "ranks that wait for each other": (looks("collective_wait"), "waits for another"),
     "calls in another order": (
         looks("collective_wait", finding=replace(LATE, cause="order_inversion")),
@@ -169,6 +174,14 @@ def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
     assert limits_of(10.0, 300.0, 0.0) == StallLimits(92.0, 300.0, 0.0)
     assert limits_of(10.0, 300.0, 50.0).hung_s == 150.0
     assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
+
+
+def test_looks_become_rarer_and_do_not_miss_a_limit() -> None:
+    """Each one asks all nodes for their stacks."""
+    seen = [12.0]
+    while seen[-1] < 300:
+        seen.append(next_look_s(seen[-1], LIMITS))
+    assert 92.0 in seen and 300.0 in seen and len(seen) == 14
 
 
 def test_activity_is_of_threads_that_may_wake_another() -> None:

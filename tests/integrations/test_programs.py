@@ -105,7 +105,7 @@ def test_ten_kills_and_a_hang(name: str, clean: dict[str, tuple[str, Path, Path]
     assert len(list(tmp_path.glob("kill-*"))) == KILLS and (tmp_path / "hung").exists()
     assert bits(output) == wanted
     found = [json.loads(path.read_text()) for path in incidents.glob("*/incident.json")]
-    hangs = [one for one in found if one["kind"] == "hang"]  # a slow moment of this machine is "slow"
+    hangs = [one for one in found if one["kind"] == "hang"]  # a slow moment of this machine is a stall
     script = PROGRAMS / KINDS[name][0][0]
     line = 1 + next(i for i, text in enumerate(script.read_text().splitlines()) if "# hangs here" in text)
     assert [one["action"]["ranks"] for one in hangs] == [[1]], hangs

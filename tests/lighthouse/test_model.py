@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -22,6 +22,7 @@ from .simulated import Job, Process
 MOST_PER_S = 20
 SETTLE_S = 150.0  # longer than every back-off
 STILL_S = 5.0
+CALM_S = 45.0  # after which everything that happened is known
 names = some.sampled_from("abcdef")
 waits = some.sampled_from((0.05, 0.3, 1.0, 3.0, 8.0, 20.0, 40.0))
 which = some.integers(0, 7)
@@ -32,6 +33,7 @@ class JobMachine(RuleBasedStateMachine):
     process that was refused stays out."""
 
     job: Job
+    changed_at = 0.0
 
     @initialize(presume_dead_s=some.sampled_from((8.0, 30.0)), first=some.sets(names, min_size=1, max_size=4))
     def begin(self, presume_dead_s: float, first: set[str]) -> None:
@@ -44,18 +46,41 @@ class JobMachine(RuleBasedStateMachine):
         return [each for each in self.job.processes if each.alive]
 
     def wait(self, seconds: float) -> None:
+        """After something has happened."""
+        self.changed_at = self.job.now
+        self.watch(seconds)
+
+    def watch(self, seconds: float) -> None:
         end = self.job.now + seconds
         while self.job.now < end:
             self.job.run(min(1.0, end - self.job.now))
             assert not self.job.violations, self.job.violations[0]
             assert self.job.most_per_s <= MOST_PER_S, f"{self.job.most_per_s} quorums in one second"
+        if self.job.now - self.changed_at >= CALM_S and self.nobody_is_odd():
+            still = self.job.now - self.job.last_commit
+            assert still <= STILL_S, (
+                f"nobody trains for {still:.1f} s: {self.job.service.coordinator.waiting}"
+            )
+
+    def nobody_is_odd(self) -> bool:
+        """Some run, and nobody is frozen, cut off from the lighthouse, a liar or asks without pause: then some must train,
+        whatever is cut between them."""
+        alive = self.alive
+        odd = any(each.frozen or each.cut or each.liar or each.hasty for each in alive)
+        return not odd and any(each.runs and not each.garbage for each in alive)
 
     # ---- processes come and go
 
-    @rule(name=names, kind=some.sampled_from(("", "", "liar", "garbage", "hasty", "again")), wait=waits)
+    @rule(
+        name=names,
+        kind=some.sampled_from(("", "", "", "liar", "garbage", "hasty", "again", "again")),
+        wait=waits,
+    )
     def start(self, name: str, kind: str, wait: float) -> None:
         alive = self.alive
-        taken = {each.name for each in alive}
+        taken = {each.name: each for each in alive}
+        if kind == "again":
+            name = name if name in taken else next(iter(taken), name)
         # one that lies from the start of the job on cannot be told from the holder of its state
         trains = any(each.phase == "training" and each.step and not each.liar and each.runs for each in alive)
         if len(alive) < 8 and (name in taken) == (kind == "again"):
@@ -90,6 +115,10 @@ class JobMachine(RuleBasedStateMachine):
                     self.job.cuts.discard(pair)
         self.wait(wait)
 
+    @rule()
+    def leave_alone(self) -> None:
+        self.watch(CALM_S)
+
     @rule(index=which, wait=waits)
     def mend(self, index: int, wait: float) -> None:
         if cuts := sorted(self.job.cuts, key=sorted):
@@ -106,7 +135,7 @@ class JobMachine(RuleBasedStateMachine):
             job.cut_lighthouse(process, False)
             if process.hasty:
                 job.kill(process)
-        self.wait(SETTLE_S)
+        self.watch(SETTLE_S)
         honest = [each for each in job.processes if each.runs and not each.liar and not each.garbage]
         if not honest or any(each.runs and each.liar and each.phase == "training" for each in job.processes):
             return  # a liar that is older than all others cannot be told from the holder of the state
@@ -132,8 +161,8 @@ def run(examples: int, steps: int = 30, soak: bool = False) -> None:
 
 
 def test_whatever_happens_one_process_per_name_commits_and_the_largest_set_trains() -> None:
-    """A few hundred events; at the end all that live train together."""
-    run(25)
+    """More than a hundred events; at the end all that live train together."""
+    run(8, 20)
 
 
 @pytest.mark.soak
@@ -217,20 +246,56 @@ def test_members_that_ask_again_and_again_have_a_pace(monkeypatch: pytest.Monkey
     assert play_hasty(1.2) > 10 * MOST_PER_S
 
 
-MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "A1 lease": _no_lease,
-    "A1 names": _second_process_takes_the_name,
-    "A2 nobody left out": _nobody_is_left_out,
-    "A4 lies": _lies_are_believed,
-    "A4 claims": _claims_are_not_checked,
-    "A5 pace": _no_pace,
-    "A8 order": _the_latest_group_wins,
+Rules = Sequence[tuple[object, ...]]  # (rule, arguments ...)
+TWO_OF_ONE_NAME: Rules = (("change", 0, "lose", 20.0), ("start", "a", "again", 40.0))
+#: The defect, and a course of events that shows it; it begins with one process that trains.
+MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Rules]] = {
+    "A1 lease": (_no_lease, TWO_OF_ONE_NAME),
+    "A1 names": (_second_process_takes_the_name, TWO_OF_ONE_NAME),
+    "A2 nobody left out": (
+        _nobody_is_left_out,
+        (("start", "b", "", 3.0), ("start", "c", "", 3.0), ("cut", 0, 1, None, 0.3), ("leave_alone",)),
+    ),
+    "A4 lies": (_lies_are_believed, (("start", "b", "", 3.0), ("start", "c", "liar", 40.0))),
+    "A4 claims": (_claims_are_not_checked, (("start", "b", "garbage", 3.0),)),
+    "A5 pace": (
+        _no_pace,
+        (("change", 0, "kill", 1.0), ("start", "b", "hasty", 0.05), ("start", "c", "hasty", 3.0)),
+    ),
+    "A8 order": (
+        _the_latest_group_wins,
+        (("change", 0, "freeze", 40.0), ("start", "b", "", 3.0), ("change", 0, "thaw", 8.0)),
+    ),
 }
+
+
+def play(rules: Rules) -> None:
+    """These events, one after the other, and the end."""
+    machine = JobMachine()
+    machine.begin(8.0, {"a"})
+    machine.wait(40.0)
+    for name, *values in rules:
+        getattr(machine, str(name))(*values)
+    machine.teardown()
+
+
+FOUND = (AssertionError, ValueError, TypeError, KeyError, AttributeError)  # a member may crash on a claim
 
 
 @pytest.mark.parametrize("defect", MUTANTS)
 def test_each_defect_put_back_is_found(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model would have seen it: something that must hold does not, or a member crashes on a claim."""
-    MUTANTS[defect](monkeypatch)
-    with pytest.raises((AssertionError, ValueError, TypeError, KeyError, AttributeError)):
-        run(2000)
+    """A course of events that the machine may take: everything holds, and does not with the defect."""
+    mutate, rules = MUTANTS[defect]
+    play(rules)
+    mutate(monkeypatch)
+    with pytest.raises(FOUND):
+        play(rules)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("defect", MUTANTS)
+def test_the_machine_finds_each_defect_by_itself(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being told where to look."""
+    MUTANTS[defect][0](monkeypatch)
+    with pytest.raises(FOUND):
+        run(2000, soak=True)

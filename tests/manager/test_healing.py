@@ -38,13 +38,15 @@ def test_a_source_or_receiver_killed_while_healing_leaves_equal_replicas(
     lighthouse: LighthouseProcess, victim: str
 ) -> None:
     """Sender a or receiver c dies with the state on its way: the rest goes on, equal in every bit."""
-    place = "sending state" if victim == "a" else "receiving state"
-    fault = Fault("kill", victim, at=place)
+    faults = (Fault("kill", "c", at="receiving state"),)
+    if (
+        victim == "a"
+    ):  # the other source is held up: otherwise it might send everything before a sends anything
+        faults = (Fault("kill", "a", at="sending state"), Fault("hang", "b", at="sending state", for_s=10.0))
     job = Job(own_weights=True, width=200_000, adam=False, until_told=True)
-    armed = replace(job, faults=(fault,), arm_at=2 if victim == "a" else 0)
+    armed = replace(job, faults=faults, arm_at=2 if victim == "a" else 0)
     with Cluster(lighthouse, job) as cluster:
-        cluster.start("a", job=armed)
-        cluster.start("b")
+        cluster.start("a", "b", job=armed)
         cluster.wait_for("act 0", "a", "b")
         cluster.start("c", job=armed)
         cluster.killed(victim)

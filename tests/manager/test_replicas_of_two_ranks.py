@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from allranks.drill.faults import Fault, FaultPlan, inject
 from torch import nn
 
 import allranks.torchft as torchft
@@ -23,6 +22,7 @@ from allranks.lighthouse.options import Options
 from allranks.manager.ddp import DistributedDataParallel
 
 from .cluster import LIMIT_S, LighthouseProcess, batch
+from .faults import Fault, FaultPlan, inject
 
 TOGETHER = 3  # steps of both replicas before one is killed
 

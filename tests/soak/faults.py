@@ -25,7 +25,7 @@ STREAMS: dict[str, dict[str, dict[str, int]]] = {
         "agent-replicas": {"kill": 1, "stop": 3, "slow": 2},
         "lighthouse": {"kill": 2, "stop": 2, "slow": 2, "partition": 2},
         "proxy-replicas": {"kill": 4, "stop": 2},
-        "node": {"partition": 3},
+        "node": {"partition": 3, "peers": 2, "one-way": 1},
         "etcd": {"kill": 1, "stop": 2},
         "clock-replicas": {"forward": 1, "back": 1},
         "clock-lighthouse": {"forward": 1, "back": 1},
@@ -47,6 +47,7 @@ REPORTED = {("rank-replicas", "kill"), ("rank-replicas", "hang"), ("rank-job", "
 #: before each of them all replicas have to be there
 DESTRUCTIVE = {
     ("rank-replicas", "kill"), ("rank-replicas", "hang"), ("agent-replicas", "kill"), ("node", "partition"),
+    ("node", "peers"), ("node", "one-way"),
 }  # fmt: skip
 JUMP_S = 3600
 
@@ -182,12 +183,17 @@ def _fill(path: Path, seconds: float) -> bool:
 
 
 def _node(world: World, planned: Planned) -> bool:
-    """The second node is cut off; no connection closes."""
+    """The second node is cut off, or only from the first node's replicas: the lighthouses stay in reach ("peers"), or only
+    connections to it are dropped ("one-way"). No connection closes."""
     if not sandbox.inside():
         return False
-    sandbox.switch("down")
-    time.sleep(planned.seconds)
-    sandbox.switch("up")
+    if planned.fault == "partition":
+        sandbox.switch("down")
+        time.sleep(planned.seconds)
+        sandbox.switch("up")
+        return True
+    with sandbox.filtering(world.ports, only_new=planned.fault == "one-way"):
+        time.sleep(planned.seconds)
     return True
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 NODE = "soak-node"  # the network namespace of the second node
@@ -51,6 +52,20 @@ def switch(state: str) -> None:
     _ip(f"-n {NODE} link set eth0 {state}")
 
 
+@contextmanager
+def filtering(passes: Sequence[int], only_new: bool) -> Iterator[None]:
+    """Inside, the second node gets nothing but what these ports of the first send; `only_new`: only its new connections."""
+    ports = ", ".join(map(str, passes))
+    dropped = "tcp flags & (syn | ack) == syn drop" if only_new else "drop"
+    rules = f'iifname "eth0" tcp sport {{ {ports} }} accept; iifname "eth0" {dropped};'
+    table = f"table inet soak {{\nchain c {{\ntype filter hook input priority 0; {rules}\n}}\n}}\n"
+    _nft("-f", "-", text=table)
+    try:
+        yield
+    finally:
+        _nft("delete", "table", "inet", "soak")
+
+
 def left_behind() -> list[str]:
     """Processes, sockets and shared memory that nobody needs any more; read when everything has ended."""
     return [*_processes(), *_sockets(), *_shared_memory()]
@@ -88,6 +103,12 @@ def _shared_memory() -> list[str]:
     if size > 256 << 20:
         found.append(f"{size >> 20} MiB of black boxes in shared memory")
     return found
+
+
+def _nft(*words: str, text: str = "") -> None:
+    """In the second node."""
+    command = ["ip", "netns", "exec", NODE, "nft", *words]
+    subprocess.run(command, input=text, text=True, check=True, capture_output=True)
 
 
 def _ip(words: str) -> None:

@@ -18,7 +18,9 @@ from allranks.diagnose.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
 from allranks.model.processes import JobLook, Process
 from allranks.stacks import source
-from allranks.stacks.roles import give_roles, load_roles, parse_roles
+from allranks.stacks.debug_config import DebugOptions
+from allranks.stacks.html import render_processes
+from allranks.stacks.roles import give_roles, load_roles, parse_roles, with_roles
 from allranks.stacks.tasks import line_at, read_tasks
 from allranks.stacks.tree import LookOptions, find_tree, how_ended, look_at_processes, read_looks, write_look
 
@@ -38,7 +40,7 @@ def running(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
         yield job
     finally:
         os.killpg(job.pid, 9)
-        job.wait()
+        job.communicate()
 
 
 def look_at(pid: int, seconds: float = 1.0) -> JobLook:
@@ -51,15 +53,18 @@ SERVER = """
     def reward(port):
         connection = socket.create_connection(("127.0.0.1", int(port)))
         connection.sendall(b"x")
-        judge = threading.Lock()
+        judge, held, asks = threading.Lock(), threading.Event(), threading.Event()
 
         def refresh():
             with judge:
+                held.set()
+                asks.wait()
                 print("ready")
                 threading.Event().wait()
 
         threading.Thread(target=refresh, name="refresh").start()
-        threading.Event().wait(0.2)
+        held.wait()
+        asks.set()
         with judge:
             connection.sendall(b"answer")
 
@@ -86,6 +91,8 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert [link.role for link in found.chain] == ["trainer"]
     write_look(look, tmp_path / "bundle")
     assert explain_processes(read_looks([tmp_path / "bundle"])) == found
+    page = render_processes(look, found)
+    assert "What must move first" in page and "refresh" in page
     shape = finding_json(found, look)
     assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
 
@@ -229,5 +236,8 @@ def test_roles_by_title(title: str, role: str) -> None:
 def test_a_job_file_adds_roles_before_ours() -> None:
     rules = (*parse_roles([{"role": "shop", "ray": "^Shop"}]), *load_roles())
     assert give_roles([Process(2, title="ray::Shop.sell")], {}, rules)[0].role == "shop"
+    assert give_roles([Process(2, title="ray::Shop.sell")], {}, with_roles(["till=Shop"]))[0].role == "till"
+    with pytest.raises(ConfigurationError, match="no ROLE=EXPRESSION"):
+        DebugOptions(roles=("Shop",))
     with pytest.raises(ConfigurationError, match="row 1"):
         parse_roles([{"role": "x", "titel": "y"}])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from allranks.drill.ranks import Ranks
 from allranks.incidents.evidence import Observed
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.judge import correct
@@ -16,6 +18,7 @@ from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.watch.calls import MAX_NAMED, CallComparison, read_calls
 from allranks.watch.samples import RankSample, read_samples
+from diagnose.gallery_module import gallery
 
 RECORDED = Path(__file__).parents[1] / "diagnose" / "recorded"
 
@@ -60,6 +63,20 @@ def test_a_healthy_job_has_no_difference(tmp_path: Path) -> None:
     samples, calls = boxes("ok_pipeline", tmp_path), CallComparison()
     assert len(read_calls([sample.path for sample in samples])) == 3
     assert [calls.look(now, samples) for now in (100.0, 105.0, 110.0)] == [None] * 3
+
+
+def test_a_difference_of_a_running_job_is_named(tmp_path: Path) -> None:
+    """Real ranks: one skips a step, and what it does next still fits what the others do."""
+    pytest.importorskip("torch")
+    gallery.preload()
+    case, calls = gallery.truth()["nan_skip"], CallComparison()
+    env = {"ALLRANKS_DIR": str(tmp_path)}
+    found, deadline = None, time.monotonic() + 60.0
+    with Ranks(gallery._rank, case.processes, args=(str(case.script),), backend=None, env=env):
+        while found is None and time.monotonic() < deadline:
+            found = calls.look(time.monotonic(), read_samples(tmp_path))
+            time.sleep(0.05)
+    assert found is not None and (found.cause, found.ranks) == ("missing_rank", case.ranks)
 
 
 def test_files_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
+    from allranks.goodput.summary import JobAccount
     from allranks.load import LoadOptions, LoadResult
 
 
@@ -358,14 +359,17 @@ def judge_dumps(
 ) -> Diagnosis:
     """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions.
 
-    The folder of an incident is judged as its agent judged it, unless a part of the dumps was `chosen`.
+    The folder of an incident, and a job of which a hang is open, are judged as the agent judged it, unless a part of the
+    dumps was `chosen`.
     """
     from allranks.diagnose.verdict import DiagnoseOptions
     from allranks.incidents.evidence import find_evidence, is_incident, read_incident
+    from allranks.incidents.job_overview import find_open_hang
     from allranks.incidents.judge import judge
 
-    if is_incident(roots) and not chosen:
-        evidence = read_incident(Path(roots[0]))
+    hang = None if chosen or len(roots) != 1 else find_open_hang(Path(roots[0]))
+    if not chosen and (hang is not None or is_incident(roots)):
+        evidence = read_incident(hang or Path(roots[0]))
     else:
         evidence = find_evidence(loaded, traces, roots)
     for line in evidence.missing:
@@ -441,3 +445,16 @@ def tensors_of(checkpoint: Opened) -> dict[str, dict[str, Any]]:
         entry["bytes"] += shard.bytes
         entry["shards"] += 1
     return dict(sorted(found.items()))
+
+
+def goodput(*jobs: str, since: float = 0.0) -> JobAccount:
+    """Where the time of a job went, from its ledger: `allranks.goodput("my-job").goodput` is the share of useful time.
+
+    `jobs`: the name of a job whose incidents are in ./allranks-incidents, folders of incidents, or ledger files. Of several jobs
+    the last one counts. `since`: epoch seconds.
+    """
+    from allranks.goodput.file import ledgers_at, read_jobs
+    from allranks.goodput.summary import account
+
+    found = read_jobs(path for word in jobs or ("allranks-incidents",) for path in ledgers_at(str(word)))
+    return account(list(found.values())[-1], since)

@@ -60,6 +60,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "watch": (
         "allranks watch -- torchrun --nproc-per-node 8 train.py",
         "allranks watch --pid 4711 --no-progress 120 -o captured/",
+        "allranks watch --tree -- python train_grpo.py  # trainer, engines, reward servers",
     ),
     "slurm": (
         "allranks slurm submit --nodes 4 --gpus-per-node 8 train.py --lr 1e-4",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
-    from allranks.goodput.file import NodeLedger
     from allranks.goodput.summary import JobAccount
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -65,53 +64,27 @@ def main(args: argparse.Namespace) -> int:
 
 def read_accounts(words: list[str], since: float = 0.0) -> list[JobAccount]:
     """The account of every job that is meant, one for each name."""
+    from allranks.goodput.file import read_jobs
     from allranks.goodput.summary import account
 
-    return [account(ledgers, since) for ledgers in read_ledgers(words).values()]
-
-
-def read_ledgers(words: list[str]) -> dict[str, list[NodeLedger]]:
-    """Job -> the ledgers of its nodes, oldest job first. InputError when there are none."""
-    from allranks.goodput.file import read_ledger
-    from allranks.goodput.records import RunStart
-
-    paths: dict[Path, None] = {}
-    for word in words or ["allranks-incidents"]:
-        paths |= dict.fromkeys(_ledgers_of(word))
-    if not paths:
-        raise InputError(
-            f"no ledger in {', '.join(words) or './allranks-incidents'}",
-            hint="`allranks run` writes one beside the incidents of a job. Give the job's name, or that folder.",
-        )
-    found: dict[str, list[NodeLedger]] = {}
-    for path in paths:
-        try:
-            ledger = read_ledger(path)
-        except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-        job = next((one.job for one in ledger.records if isinstance(one, RunStart)), path.name)
-        found.setdefault(job, []).append(ledger)
-    return found
+    paths = [path for word in words or ["allranks-incidents"] for path in _ledgers_of(word)]
+    return [account(ledgers, since) for ledgers in read_jobs(paths).values()]
 
 
 def _ledgers_of(word: str) -> list[Path]:
-    from allranks.goodput.file import SUFFIX, find_ledgers
+    """By a path, or by the name of a job that was run here."""
+    from allranks.goodput.file import find_ledgers, ledgers_at
 
-    path = Path(word)
-    if path.is_file():
-        return [path]
-    if path.is_dir() and (found := find_ledgers(path)):
+    if (found := ledgers_at(word)) or word == "allranks-incidents":
         return found
     from allranks.incidents.job_overview import find_job, read_job
 
-    if found := find_ledgers(Path("allranks-incidents"), word):
-        return found
     folder = find_job(word)
     facts = read_job(folder)
     job, incidents = facts.get("job"), facts.get("incidents")
     if not isinstance(job, str) or not isinstance(incidents, str):
         raise InputError(
-            f"{folder} does not say where the incidents of its job are", hint=f"Give the *{SUFFIX} file."
+            f"{folder} does not say where the incidents of its job are", hint="Give that folder."
         )
     return find_ledgers(Path(incidents), job)
 

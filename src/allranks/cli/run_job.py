@@ -277,10 +277,9 @@ def embed_lighthouse(
     from allranks.lighthouse.web import http_protocol
 
     host, _, port = bind.rpartition(":")
-    kept = (
-        {} if folder is None else {"history": str(folder / FILE_NAME), "token_path": str(folder / TOKEN_FILE)}
-    )
-    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job, **kept)
+    server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
+    if folder is not None:
+        server = replace(server, history=str(folder / FILE_NAME), token_path=str(folder / TOKEN_FILE))
     options = Options(min_replicas=min_replicas or 1, expect_replicas=replicas, **quorum_times(settings))
     # not what this process logs itself: incidents, and the address
     logging.getLogger("allranks.lighthouse").addFilter(

@@ -9,19 +9,20 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from allranks.cli.run import FLAGS
 from allranks.cli.run_job import chosen_flags, embed_lighthouse, read_settings
-from allranks.cli.terminal import answer
+from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
 from allranks.launch import slurm
 from allranks.launch.command_line import arrange, flag_value, has_flag, job_token
 
 _FLAGS = {"--nodes", "--gpus-per-node", "--partition", "--time", "--name", "--output", "--sbatch", "--srun"}
-_ALONE = {"--no-requeue", "--dry-run", "--json", "-h", "--help"}
+_ALONE = {"--exclude-bad-nodes", "--no-requeue", "--dry-run", "--json", "-h", "--help"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="OPTION",
         help="wrap, collect: a further srun option, e.g. --srun=--container-name=x",
+    )
+    add(
+        "--exclude-bad-nodes",
+        action="store_true",
+        help="submit: leave out nodes that `allranks history` lists",
     )
     add("--no-requeue", action="store_true", help="do not let Slurm requeue the job when a node fails")
     add("--dry-run", action="store_true", help="print what would be run")
@@ -130,7 +136,9 @@ def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
     if not words:
         raise InputError("no script was given", hint="allranks slurm submit --nodes 2 SCRIPT")
     asked = (args.nodes, args.gpus_per_node, args.partition, args.time, args.name, args.output)
-    options = slurm.SubmitOptions(*asked, not args.no_requeue, tuple(args.sbatch))
+    bad = bad_nodes() if args.exclude_bad_nodes else ""
+    more = (*args.sbatch, *([f"--exclude={bad}"] if bad else ()))
+    options = slurm.SubmitOptions(*asked, not args.no_requeue, more)
     script = slurm.sbatch_script(options, words, command)
     if args.dry_run:
         print(script, end="")
@@ -144,6 +152,18 @@ def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
     text = f"Submitted job {job}; output in {output}; stacks: allranks slurm collect {job}"
     answer(args.json, {"schema": 1, "job": job, "output": output}, text)
     return 0
+
+
+def bad_nodes() -> str:
+    """The nodes that failed again and again, as Slurm's --exclude takes them; "" for none, and without a history."""
+    from allranks.goodput.history import NodeHistory, default_place
+
+    place = default_place(os.environ)
+    try:
+        return ",".join(one.node for one in NodeHistory(place).bad_nodes(time.time())) if place else ""
+    except OSError as error:
+        note(f"[allranks] no node is left out: {error}")
+        return ""
 
 
 def _need(tool: str) -> None:

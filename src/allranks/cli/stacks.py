@@ -128,11 +128,14 @@ def main(args: argparse.Namespace) -> int:
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
     """The exit code where all processes of a job are asked for; None where its ranks are."""
     from allranks.cli.stacks_tree import join_bundles, show_tree
-    from allranks.stacks.tree import LOOK, find_roots
+    from allranks.stacks.tree import LOOK, find_roots, only_roles
 
     if given and all(Path(one).is_dir() and any(Path(one).rglob(LOOK)) for one in given):
         return join_bundles(given, options)
-    if options.tree or options.ray or options.bundle:
+    chosen = any((options.pid, options.name, options.job, options.folder, options.container, given))
+    # Ranks of Ray's actors are known only by their black boxes: without these all processes are shown.
+    alone = not chosen and not options.all_nodes and only_roles()
+    if options.tree or options.ray or options.bundle or alone:
         pids = options.pid or tuple(find_roots(options.ray))
         if not pids:
             raise InputError(

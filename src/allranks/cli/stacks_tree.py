@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from allranks.cli.terminal import note
+from allranks.cli.terminal import note, write_whole
 from allranks.diagnose.process_verdict import explain_processes
 from allranks.model.parsing import printable
 from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook
+from allranks.stacks.debug_config import read_debug_options
+from allranks.stacks.roles import with_roles
 from allranks.stacks.tree import LookOptions, find_tree, look_at_processes, read_looks, write_look
 
 Json = dict[str, object]
@@ -20,15 +23,29 @@ Json = dict[str, object]
 class Shown(Protocol):
     """The flags that say what is shown."""
 
-    for_s: float
-    role: str
-    json: bool
-    bundle: str
+    @property
+    def for_s(self) -> float: ...
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def json(self) -> bool: ...
+
+    @property
+    def bundle(self) -> str: ...
+
+    @property
+    def html(self) -> str: ...
+
+    @property
+    def config(self) -> str: ...
 
 
 def show_tree(pids: Sequence[int], flags: Shown) -> int:
     """0 moving, 1 stuck or unclear."""
-    look = look_at_processes(find_tree(pids), LookOptions(flags.for_s))
+    rules = with_roles(read_debug_options(flags.config).roles) if flags.config else ()
+    look = look_at_processes(find_tree(pids), LookOptions(flags.for_s, rules=rules))
     if flags.bundle:
         note(f"allranks stacks: Wrote {write_look(look, Path(flags.bundle))}")
     return _show(look, flags)
@@ -41,6 +58,10 @@ def join_bundles(folders: Sequence[str], flags: Shown) -> int:
 
 def _show(look: JobLook, flags: Shown) -> int:
     finding = explain_processes(look)
+    if flags.html:
+        from allranks.stacks.html import render_processes
+
+        write_whole(flags.html, [render_processes(look, finding, time.time())])
     if flags.json:
         print(json.dumps(finding_json(finding, look, flags.role), indent=1))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from allranks.cli.parser import add_flags, read_flags
@@ -14,6 +14,7 @@ from allranks.model.options import option
 from allranks.stacks.debug_config import DebugOptions, read_debug_options
 
 if TYPE_CHECKING:
+    from allranks.watch.role_sidecar import RoleReport
     from allranks.watch.sidecar import Collection
 
 #: The options of a collection that have a flag; the others are for the job file.
@@ -25,8 +26,15 @@ class WatchFlags:
     """What the command takes besides the options of a collection."""
 
     pid: tuple[int, ...] = option((), "watch this process and its children instead; repeatable", metavar="P")
+    tree: bool = option(
+        False,
+        "watch every process below it, whatever its role, and report when the job is stuck",
+        flags="--tree",
+    )
     config: str = option(
-        "", "YAML with a `debug:` section (docs/reference/job_file.md); flags win over it", metavar="FILE"
+        "",
+        "YAML with a `debug:` section (docs/reference/job_file.md); flags win over it",
+        metavar="FILE",
     )
     json: bool = option(False, "one JSON line for each collection on stderr")
 
@@ -42,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the sidecar; the exit code is that of the watched command."""
+    from allranks.watch.role_sidecar import RoleSidecar
     from allranks.watch.sidecar import Sidecar
 
     words = args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
@@ -63,7 +72,23 @@ def main(args: argparse.Namespace) -> int:
         _say(f"{word}: {report.sentence}")
         _say(f"Wrote {done.folder}")
 
-    sidecar = Sidecar(options, options.folder(), _say, show)
+    def show_roles(done: RoleReport) -> None:
+        finding = done.finding
+        if args.json:
+            row = {"reason": done.reason, "folder": str(done.folder), "state": finding.state}
+            note(
+                json.dumps(
+                    {**row, "guilty": [asdict(g) for g in finding.guilty], "sentence": finding.sentence}
+                )
+            )
+            return
+        _say(f"STUCK: {finding.sentence}")
+        _say(f"Wrote {done.folder}")
+
+    folder = options.folder()
+    sidecar = (
+        RoleSidecar(options, folder, _say, show_roles) if args.tree else Sidecar(options, folder, _say, show)
+    )
     if words:
         sidecar.start_command(words)
     else:

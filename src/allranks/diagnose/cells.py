@@ -83,7 +83,7 @@ class Cells:
             for name in ("root", "reduce_op"):
                 columns[name][i, here] = calls[name][rows]
         ranks = np.array([lane.rank for lane in lanes])[:, None]
-        columns["root"] = _own_roots(columns, ranks)
+        columns["root"] = _own_roots(columns, ranks, len(group.members))
         return Cells(job, group, ranks[:, 0].tolist(), seqs, row, **columns)
 
     def bad_columns(self) -> np.ndarray:
@@ -197,17 +197,20 @@ class Cells:
             return "/".join(dict.fromkeys(shapes.input_dtypes or shapes.output_dtypes)) or "unknown dtype"
         if kind == "root_mismatch":
             root = int(self.root[i, column])
-            return f"root {root}" if root >= 0 else "an unknown root"
+            recorded = int(self.job.ranks[rank].trace.calls["root"][row]) >= 0
+            return f"root {root}" if recorded else "itself as the root" if root >= 0 else "an unknown root"
         if kind == "reduce_op_mismatch":
             code = int(self.reduce_op[i, column])
             return REDUCE_OPS[code] if code < len(REDUCE_OPS) else "other"
         return f"in {sizes_text(shapes.inputs)} out {sizes_text(shapes.outputs)}"
 
 
-def _own_roots(columns: dict[str, np.ndarray], ranks: np.ndarray) -> np.ndarray:
-    """The roots; where they are not recorded, a rank that takes in a gather, or gives in a scatter, is the root by its own account."""
+def _own_roots(columns: dict[str, np.ndarray], ranks: np.ndarray, size: int) -> np.ndarray:
+    """The roots; where they are not recorded, a rank that takes for all in a gather, or gives to all in a scatter, is the root by
+    its own account."""
     family, given, taken = (columns[name] for name in ("family", "given", "taken"))
-    roots = ((family == int(Family.GATHER)) & (taken > 0)) | ((family == int(Family.SCATTER)) & (given > 0))
+    gathers = (family == int(Family.GATHER)) & (given > 0) & (taken == given * size)
+    roots = (gathers | ((family == int(Family.SCATTER)) & (taken > 0) & (given == taken * size))) & (size > 1)
     found: np.ndarray = np.where((columns["root"] < 0) & roots, ranks, columns["root"])
     return found
 

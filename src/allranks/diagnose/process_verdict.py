@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,7 +120,8 @@ def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Of units that wait for each other those of the shortest circles: the others only wait for these."""
     if len(nodes) < 3:
         return nodes
-    inside, best, found = set(nodes), len(nodes) + 1, set()
+    inside, best = set(nodes), len(nodes) + 1
+    found: set[int] = set()
     for start in nodes:
         steps, seen, length = [start], {start}, 0
         while steps and length < best:
@@ -139,7 +141,7 @@ def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     guilty = tuple(Guilty(p.pid, p.name, wait=p.ended, node=p.node) for p in dead[:MAX_NAMED])
-    guilty += tuple(_guilty(unit) for unit in root.units[:2])
+    guilty += () if root.circle else tuple(_guilty(unit) for unit in root.units)
     names = _listed(f"{p.name} (pid {p.pid}) has ended: {p.ended}" for p in dead[:3])
     tail = _waiters(root, {u.process.where for u in root.units})
     blocked = "; ".join(dict.fromkeys(_says(u) for u in root.units[:2] if u.active))
@@ -154,7 +156,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     chosen = [best]
     guilty: dict[tuple[int, int], Guilty] = {}
     for root in chosen:
-        for unit in root.units:
+        for unit in _to_blame(root.units):
             one = _guilty(unit)
             guilty.setdefault((one.pid, one.line), one)
     for unit in best.units if len(best.units) == 1 else ():
@@ -167,6 +169,23 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
         _chain(best),
         f"nothing of this moved for {look.seconds:.0f} s",
     )
+
+
+def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
+    """Of a circle all, but of calls of a group those that wait for one partner, else those in another call than most."""
+    if any(u.thread.wait.kind != "collective" for u in units):
+        return units
+    partners = [u for u in units if u.thread.wait.operation in _P2P]
+    sites = Counter((u.thread.wait.operation, u.thread.user and u.thread.user.line) for u in units)
+    (common, count), *rest = sites.most_common()
+    if partners or not rest or count * 2 <= len(units):
+        return partners
+    return [u for u in units if (u.thread.wait.operation, u.thread.user and u.thread.user.line) != common]
+
+
+_P2P = frozenset(
+    {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+)
 
 
 def _starters(root: Root, unit: Unit) -> list[Guilty]:
@@ -274,18 +293,21 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     busy = [u for u in waits.units if u.thread.busy and not u.process.system]
     links = [p for p in look.processes for link in p.links if link.moved and not p.system and p.read]
     ticks = [p for p in look.processes if p.ticks > 10 and not p.system and not p.ours]
+    if moving:
+        names = _listed(dict.fromkeys(f"{u.process.name} (pid {u.process.pid})" for u in moving[:3]))
+        return ProcessFinding("moving", f"stacks change in {names}", reason="stacks change")
     if soon := [
         root
         for root in roots
-        if root.soon_s is not None and root.still and (root.behind or root.units[0].thread.main)
+        if root.soon_s is not None
+        and not root.units[0].process.system
+        and root.still
+        and (root.behind or root.units[0].thread.main)
     ]:
         unit = soon[0].units[0]
         return ProcessFinding(
             "moving", f"{_says(unit)}; then the job continues", reason="a sleep that ends soon"
         )
-    if moving:
-        names = _listed(dict.fromkeys(f"{u.process.name} (pid {u.process.pid})" for u in moving[:3]))
-        return ProcessFinding("moving", f"stacks change in {names}", reason="stacks change")
     if links:
         names = _listed(dict.fromkeys(f"{p.name} (pid {p.pid})" for p in links[:3]))
         return ProcessFinding("moving", f"data moves between processes: {names}", reason="data moves")
@@ -296,6 +318,8 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
             f"{where} for the whole {look.seconds:.0f} s",
             reason="look longer: --for 30 tells whether it leaves this line",
         )
+    if not any(p.read for p in look.processes):
+        return ProcessFinding("unclear", "no stack of this job could be read", reason="see the notes")
     if all(not u.active or u.thread.wait.kind in _LIFE for u in waits.units if not u.process.system):
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from allranks.diagnose.graph import Graph
-from allranks.model.processes import JobLook, Link, Process, ThreadLook, Where
+from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook, Where
 
 #: Waits that end by themselves sooner than this are no hang.
 SOON_S = 30.0
@@ -63,7 +63,7 @@ class _Finder:
         self.of: dict[Where, list[int]] = {}
         for number, unit in enumerate(self.units):
             self.of.setdefault(unit.process.where, []).append(number)
-        self.ends: dict[str, list[tuple[Process, Link]]] = {}
+        self.ends: dict[str, list[tuple[Process, ProcessLink]]] = {}
         for process in alive:
             for link in process.links:
                 self.ends.setdefault(link.end, []).append((process, link))
@@ -184,7 +184,7 @@ class _Finder:
                 found += self._users(process, link.peer) if own else self._serving(process, link.peer, number)
         return found
 
-    def _on_same_side(self, process: Process, link: Link, unit: Unit) -> bool:
+    def _on_same_side(self, process: Process, link: ProcessLink, unit: Unit) -> bool:
         """Whether a process with both ends of a pipe uses the same one as this unit: another reader of a queue."""
         return any(link.end in self.units[n].thread.wait.ends for n in self.of.get(process.where, ()))
 
@@ -257,7 +257,7 @@ class _Finder:
 
     def _collective(self, number: int, unit: Unit) -> list[int]:
         """The members of the group that have not come; where they all have, the members."""
-        groups: dict[str, list[Link]] = {}
+        groups: dict[str, list[ProcessLink]] = {}
         for link in unit.process.links:
             if link.owner.startswith("gloo"):
                 groups.setdefault(link.owner, []).append(link)

@@ -232,7 +232,7 @@ class _Writer:
 
     def _low(self, group: GroupView) -> int:
         """The first number that all ranks repeat."""
-        firsts = []
+        firsts: list[int] = []
         for rank, start in self.starts.items():
             lane = group.lanes.get(rank)
             kept = lane.seqs[lane.rows >= start].tolist() if lane is not None else []

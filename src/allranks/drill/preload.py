@@ -48,9 +48,9 @@ def tell(**facts: object) -> None:
     _marks().write(json.dumps({"at": time.time(), **facts}) + "\n")
 
 
-def _step(recorder: Recorder, number: int, label: str | None = None) -> None:
+def _step(recorder: Recorder, number: int, label: str | None = None, loss: float | None = None) -> None:
     global _marked_in
-    _original(recorder, number, label)
+    _original(recorder, number, label, loss)
     if os.getpid() != recorder.pid:
         return
     tell(step=number)

@@ -217,7 +217,7 @@ def outage_of(incident: Incident) -> Outage:
         begin,
         at.get("noticed", incident.opened),
         at.get("verdict", at.get("evidence", 0.0)),
-        at.get("recovered", at.get("back to speed", 0.0)),
+        at.get("recovered", at.get("ended", 0.0)),
         incident.closed or 0.0,
         (verdict.sentence if verdict is not None else incident.reason)[:300],
     )

@@ -114,9 +114,12 @@ def advance(book: RankBook, sample: Sampled, now: float, reached: int) -> tuple[
 
 
 def finish(book: RankBook, phases: Sequence[PhaseMark], now: float) -> list[Stretch]:
-    """What is left when the job ends."""
+    """What is left when the job ends, or would end now: an incident explains a silence that it did not survive."""
     if book.alive:
-        return _last(book, phases, now, clean=True)
+        return [
+            replace(one, state=DOWN) if one.state == IDLE else one
+            for one in _last(book, phases, now, clean=True)
+        ]
     return _cut(book, [], now, IDLE)
 
 
@@ -147,7 +150,12 @@ def _marked(book: RankBook, sample: Sampled, at: float) -> tuple[RankBook, list[
     parts = [*_cut(book, sample.phases, at, USEFUL)]
     own = sum(part.end - part.begin for part in parts if part.state == USEFUL)
     healed = any(part.state == HEALING for part in parts)
-    again = _share_again(book, sample.step, steps) if sample.step >= 0 and not healed else 0.0
+    if not book.marked and book.usual_s:  # how many steps the first look missed, by how long they took before
+        missed = round(own / book.usual_s)
+        again = _share_again(replace(book, step=sample.step - missed), sample.step, missed)
+    else:
+        again = _share_again(book, sample.step, steps)
+    again = again if sample.step >= 0 and not healed else 0.0
     usual = book.usual_s * max(1, steps) if steps else book.usual_s
     for part in parts:
         done += _split_again(
@@ -180,7 +188,7 @@ def _last(book: RankBook, phases: Sequence[PhaseMark], end: float, *, clean: boo
     if not clean:
         return _cut(book, phases, end, LOST)
     step = min(end, book.booked + book.usual_s)
-    done = _cut(book, phases, step, USEFUL)
+    done = [replace(one, usual_s=one.end - one.begin) for one in _cut(book, phases, step, USEFUL)]
     return done + _cut(replace(book, booked=step), phases, end, IDLE)
 
 

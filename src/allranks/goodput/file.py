@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from allranks.errors import InputError
 from allranks.goodput.records import Booked, Record, RunStart
 from allranks.model.files import write_atomically
 
@@ -146,3 +147,27 @@ def find_ledgers(folder: Path, job: str = "") -> list[Path]:
     return sorted(
         path for path in folder.glob(f"*{SUFFIX}") if path.name.startswith(begins) and path.is_file()
     )
+
+
+def read_jobs(paths: Iterable[Path]) -> dict[str, list[NodeLedger]]:
+    """Job -> the ledgers of its nodes. InputError when a file cannot be read, or there is none."""
+    found: dict[str, list[NodeLedger]] = {}
+    for path in dict.fromkeys(paths):
+        try:
+            ledger = read_ledger(path)
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        job = next((one.job for one in ledger.records if isinstance(one, RunStart)), path.name)
+        found.setdefault(job, []).append(ledger)
+    if not found:
+        hint = "`allranks run` writes one beside the incidents of a job. Give the job's name, or that folder."
+        raise InputError("no ledger was found", hint=hint)
+    return found
+
+
+def ledgers_at(word: str) -> list[Path]:
+    """The ledgers of a file, a folder of incidents, or a job whose incidents are in ./allranks-incidents; [] for none."""
+    path = Path(word)
+    if path.is_file():
+        return [path]
+    return (find_ledgers(path) if path.is_dir() else []) or find_ledgers(Path("allranks-incidents"), word)

@@ -86,7 +86,7 @@ def judge_nodes(
         if len(found) < REPEATED:
             continue
         usual = max((total - len(found)) / max(every - 1, 1), 0.1)
-        confidence = round(1.0 - _at_least(len(found), usual), 3)
+        confidence = min(0.99, round(1.0 - _at_least(len(found), usual), 3))
         if confidence >= CONFIDENT:
             causes = ", ".join(
                 f"{number} x {cause.replace('_', ' ')}"

@@ -26,6 +26,7 @@ from allranks.incidents.stall import (
     find_activity,
     judge_stall,
     limits_of,
+    next_look_s,
 )
 from allranks.model.cluster import Gathering, Motion
 from allranks.model.diagnosis import Finding
@@ -65,6 +66,7 @@ class HangCase:
     lead: str = ""  # the agent that leads the incident, if it is another's
     looks: list[Look] = field(default_factory=list)
     next_s: float = 0.0  # monotonic: not before
+    next_quiet_s: float = 0.0  # not before the silence has lasted so long
     outcome: StallOutcome = UNKNOWN  # of the looks so far
     answered: bool = False  # published, and the policy has decided
     lasted_s: float = 0.0  # as last written
@@ -160,7 +162,8 @@ class HangInvestigator:
             case.prolong(suspicion.quiet_s)
             if not self.options.policy.may_act(self.options.mode):
                 return False
-        return not case.lead and time.monotonic() >= case.next_s
+        due = suspicion.quiet_s >= case.next_quiet_s and time.monotonic() >= case.next_s
+        return due and not case.lead
 
     def _examine(self, suspicion: Suspicion, samples: list[RankSample]) -> None:
         case = self.standstill
@@ -291,19 +294,19 @@ class HangInvestigator:
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> None:
         """What it is after one more look."""
-        after = read_samples(self.options.folder)
+        after, notice = read_samples(self.options.folder), self.options.notice
+        limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
         else:
             case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
-            notice = self.options.notice
-            limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s)
             case.outcome = judge_stall(case.looks, limits)
         if case.outcome.state == "ended":
             self._close(case, case.outcome.reason)
             return
         stalled = case.outcome.state == "stalled"
-        self.pipeline.settle(case.opened, case.stalled if stalled else "")
+        self.pipeline.settle(case.opened, f"stalled: {describe_pause(case.looks)}" if stalled else "")
+        case.next_quiet_s = next_look_s(suspicion.quiet_s, limits) if stalled and len(case.looks) > 1 else 0.0
         if stalled and (suspicion.by_step or case is self.behind):  # else the deadline is extended
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         known = {moment.text for moment in case.opened.current.timeline}

@@ -226,6 +226,18 @@ def find_absent(
     return tuple(rank for rank in members if rank in open_ and (group, sequence) not in open_[rank])
 
 
+def find_open_hang(folder: Path) -> Path | None:
+    """The folder of the newest hang of a job that nobody has ended; None when there is none."""
+    facts = read_job(folder)
+    told = read_incidents(Path(str(facts.get("incidents") or folder / "incidents"))) if facts else []
+    open_ = [
+        i
+        for i in told
+        if i.get("kind") == "hang" and not i.get("closed") and i.get("job") == facts.get("job")
+    ]
+    return Path(str(open_[-1].get("folder"))) if open_ else None
+
+
 def ask_lighthouse(address: str) -> LighthouseView:
     """What its page shows, as it shows it."""
     if not address:

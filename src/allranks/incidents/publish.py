@@ -190,7 +190,6 @@ class IncidentPublisher:
     def publish(self, opened: IncidentFolder) -> None:
         receivers: tuple[Callable[[], object], ...] = (
             lambda: self.write_page(opened),
-            lambda: self.book(opened.current),
             lambda: self.on_incident(opened.current),
             lambda: self.send(opened.current),
             lambda: self.upload(opened.path),
@@ -218,7 +217,8 @@ class IncidentPublisher:
         log.error("%s: %s", opened.current.id, self.last)
 
     def write_page(self, opened: IncidentFolder) -> None:
-        """Only the page in the incident's folder."""
+        """Only the page in the incident's folder, and the ledger."""
+        self.book(opened.current)
         report = opened.path / "diagnosis.txt"
         lines = (
             tuple(report.read_text(encoding="utf-8", errors="replace").splitlines())

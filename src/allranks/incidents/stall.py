@@ -163,6 +163,12 @@ def limits_of(floor_s: float, cap_s: float, longest_s: float) -> StallLimits:
     return StallLimits(min(cap_s, hung_s), cap_s, longest_s)
 
 
+def next_look_s(quiet_s: float, limits: StallLimits) -> float:
+    """The length of the silence at which to look again: each time a third longer, and when a limit is reached."""
+    later = quiet_s * 4 / 3
+    return next((limit for limit in (limits.hung_s, limits.cap_s) if quiet_s < limit < later), later)
+
+
 def find_guilty(look: Look) -> list[RankState]:
     """The culprits, or those of them that the verdict on all evidence names: a collective of NCCL is waited for in
     whatever CUDA call comes next, in a stack that looks like work."""
@@ -187,10 +193,13 @@ def describe_pause(looks: Sequence[Look]) -> str:
 def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     """Why it cannot move by itself; "" when it may."""
     last = looks[-1]
-    found = last.finding if last.finding is not None and last.finding.confidence >= TRUSTED else None
-    states = last.report.ranks.values() if last.report is not None else ()
+    found, states = last.finding, last.report.ranks.values() if last.report is not None else ()
     idle = [state for state in states if state.cause not in _FOR_A_RANK and state.cause != "unknown"]
-    if found is not None and (found.cause in CERTAIN_MISMATCH or (found.cause in PROGRAM_FAULT and not idle)):
+    if found is not None and found.cause in CERTAIN_MISMATCH:  # who of them is wrong may not be
+        return f"the calls of the ranks do not match: {found.sentence}"
+    if found is not None and found.confidence < TRUSTED:
+        found = None
+    if found is not None and found.cause in PROGRAM_FAULT and not idle:
         return f"the calls of the ranks do not match: {found.sentence}"
     if found is not None and found.ranks and set(found.ranks) <= set(last.absent):
         return f"the others wait for a process that has ended: {found.sentence}"

@@ -34,11 +34,11 @@ Where = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Link:
+class ProcessLink:
     """One end of a connection, pipe or shared semaphore. Two ends belong together when `peer` of one is `end` of the other."""
 
     fd: int
-    kind: Literal["tcp", "listen", "unix", "pipe", "shared"]
+    kind: str  # "tcp", "listen", "unix", "pipe", "shared"
     end: str
     peer: str
     side: str = ""  # tcp: "client" or "server"; pipe: "read" or "write"
@@ -49,7 +49,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitFor:
     """What one thread waits for, as far as the thread itself tells."""
 
     kind: str  # one of KINDS
@@ -73,7 +73,7 @@ class ThreadLook:
 
     tid: int
     name: str
-    wait: Wait
+    wait: WaitFor
     frames: tuple[StackFrame, ...] = ()  # innermost first
     main: bool = False
     task: bool = False
@@ -100,7 +100,7 @@ class Process:
     rank: int | None = None
     world: int | None = None
     threads: tuple[ThreadLook, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[ProcessLink, ...] = ()
     ticks: int = 0  # CPU time during the look, in clock ticks
     switches: int = 0  # context switches of the main thread during the look
     alive: bool = True

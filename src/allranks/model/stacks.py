@@ -64,7 +64,14 @@ class ThreadFacts:
     mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
     switches: int = 0  # context switches since the thread began
     wait_s: float | None = None  # how long its system call may last; -1 without limit, None when not known
-    left_s: float | None = None  # until its system call ends by itself; None: never, or unknown
+
+    @property
+    def left_s(self) -> float | None:
+        """Until its system call ends by itself; None: never, not known, or only the limit of one try of many."""
+        flags = self.args[1] if len(self.args) > 1 else 0
+        sleeps = self.syscall == "clock_nanosleep" and flags & 1
+        absolute = sleeps or (self.syscall == "futex" and flags & 0x7F == 9)
+        return self.wait_s if absolute and self.wait_s is not None and self.wait_s >= 0 else None
 
 
 @dataclass(frozen=True)

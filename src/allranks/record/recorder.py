@@ -48,6 +48,7 @@ class Recorder:
         self._complaints: set[str] = set()
         self._first = 0  # the phase of the first step, while it lasts
         self._steps = 0
+        self._named = 0  # the phase that the program named
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +201,8 @@ class Recorder:
     def _phase(self, name: str) -> None:
         if self.writer is not None:
             self.writer.box.set(phase=self._name(name) if name else 0)
+            phases.end(self._named)
+            self._named = phases.begin(name) if name not in ("", "train", "training") else 0
 
     def given_up(self, works: Iterable[object], error: Exception) -> None:
         """See CallWriter.given_up."""

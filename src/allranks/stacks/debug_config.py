@@ -13,6 +13,8 @@ debug:
   native: suspects                      # suspects, all, never
   cuda_gdb: false
   patterns: ["^my_worker"]              # further process titles that are ranks
+  roles: ["reward=^my_judge"]           # further roles of processes
+  restart: ["reward=systemctl --user restart judge"]   # what may be restarted when it is stuck, and how
 """
 
 from __future__ import annotations
@@ -70,11 +72,21 @@ class DebugOptions:
     )
     cuda_gdb: bool = option(False, "take device kernels by cuda-gdb, too")
     patterns: tuple[str, ...] = option((), "further process titles that are ranks")
+    roles: tuple[str, ...] = option((), "further roles of processes: ROLE=EXPRESSION that its title has")
+    restart: tuple[str, ...] = option(
+        (), "roles that `allranks watch --tree` may restart when they are stuck: ROLE=COMMAND"
+    )
 
     def __post_init__(self) -> None:
         check_options(self, "debug: ")
         for complaint in bad_patterns(self.patterns):
             raise ConfigurationError(f"debug: patterns: {complaint}")
+        for one in self.roles:
+            for complaint in bad_patterns([one.partition("=")[2]]) if "=" in one else ["no ROLE=EXPRESSION"]:
+                raise ConfigurationError(f"debug: roles: {one!r}: {complaint}")
+        for one in self.restart:
+            if not all(part.strip() for part in one.partition("=")):
+                raise ConfigurationError(f"debug: restart: {one!r} is not ROLE=COMMAND")
 
     def fixed_points(self) -> tuple[float, ...]:
         """Seconds after the start at which to collect whatever happens."""

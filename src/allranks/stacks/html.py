@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from allranks import pages
+from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook
 from allranks.model.stacks import RankState, StacksReport, is_user_file
 from allranks.pages import Row, StackCard, frame_lines, read_source
 from allranks.stacks.text import Node, compress, same_states
@@ -25,7 +26,7 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
     from markupsafe import Markup
 
     culprits = frozenset(report.culprits)
-    levels = {True: ("Hung", "bad"), False: ("Not hung", "good"), None: ("Unclear", "warn")}
+    levels = {True: ("Stuck", "bad"), False: ("Moving", "good"), None: ("Unclear", "warn")}
     status, level = levels[report.hung]
     hosts = list(dict.fromkeys(state.host for state in report.ranks.values() if state.host))
     host = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
@@ -50,6 +51,50 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
         flames=Markup("\n".join(line for root in roots for line in _flame(root, culprits))),
         notes=report.notes[:200],
     )
+
+
+def render_processes(look: JobLook, finding: ProcessFinding, made_s: float = 0.0) -> str:
+    """The page of a job of several roles."""
+    level = {"stuck": "bad", "moving": "good", "unclear": "warn"}[finding.state]
+    guilty = {(one.node, one.pid, one.line) for one in finding.guilty}
+    threads = [(p, t) for p in look.processes for t in p.threads]
+    blamed = [(p, t) for p, t in threads if (p.node, p.pid, t.user.line if t.user else 0) in guilty]
+    accused = {(node, pid) for node, pid, _ in guilty}
+    nodes = ", ".join(dict.fromkeys(p.node for p in look.processes))
+    return pages.render(
+        "processes.html",
+        title=f"{finding.state.capitalize()}: {finding.sentence}"[:160],
+        kind="Stacks",
+        level=level,
+        status=finding.state.capitalize(),
+        headline=pages.upper(finding.sentence),
+        reason=finding.reason,
+        about=pages.About(
+            "", nodes, made_s=made_s, facts=(("Processes", f"{len(look.processes):,}"),)
+        ).rows(),
+        guilty_stacks=[_thread_card(p, t) for p, t in blamed[:8]],
+        chain=[
+            Row((one.role, ", ".join(map(str, one.pids)), one.waits_for, one.at)) for one in finding.chain
+        ],
+        processes=[_process_row(p, p.where in accused) for p in look.processes if not p.ours],
+        notes=look.notes[:200],
+    )
+
+
+def _thread_card(process: Process, thread: ThreadLook) -> StackCard:
+    lines = frame_lines((short_name(f.name), f.file, f.line) for f in thread.frames)
+    title = f"{process.name}, process {process.pid}, {'task' if thread.task else 'thread'} {thread.name}"
+    return StackCard(title, "live stack", "bad", lines, True, thread.wait.says, read_source(lines))
+
+
+def _process_row(process: Process, guilty: bool) -> Row:
+    told = min(
+        process.threads, key=lambda t: (t.wait.kind == "idle" or not t.wait.strong, not t.main), default=None
+    )
+    user = told.user if told is not None else None
+    at = f"{user.file.rsplit('/', 1)[-1]}:{user.line}" if user is not None else ""
+    does = told.wait.says if told is not None else "" if process.alive else f"has ended: {process.ended}"
+    return Row((process.name, str(process.pid), does, at), "bad" if guilty else "")
 
 
 def _spaced(cause: str) -> str:

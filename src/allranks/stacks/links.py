@@ -11,10 +11,10 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.model.processes import Link
+from allranks.model.processes import ProcessLink
 from allranks.stacks.procfs import PROC, read_proc
 
 _LISTEN, _DUMP, _DONE, _ERROR = 10, 0x301, 3, 2
@@ -35,26 +35,26 @@ class Socket:
     volume: int = 0  # bytes so far, both ways
 
 
-def read_links(pids: Sequence[int], node: str) -> dict[int, tuple[Link, ...]]:
-    """The links of each process, by pid. Sockets of a network namespace that is not ours have no turn."""
-    spaces = {pid: _namespace(pid) for pid in pids}
-    tables = {
-        space: _sockets(next(pid for pid in pids if spaces[pid] == space), f"{node}/{space}", space == own)
-        for own in [_namespace(os.getpid())]
-        for space in set(spaces.values())
-    }
-    return {pid: tuple(_links_of(pid, tables[spaces[pid]], node)) for pid in pids}
+def read_volumes(pids: Sequence[int], node: str) -> dict[str, int]:
+    """Bytes that went over each connection so far, by its end."""
+    return {one.end: one.volume for table in _tables(pids, node).values() for one in table.values()}
 
 
-def mark_moved(
-    first: dict[int, tuple[Link, ...]], pids: Sequence[int], node: str
-) -> dict[int, tuple[Link, ...]]:
-    """The links now, those marked over which bytes went since `first`."""
-    before = {(pid, link.end): link.volume for pid, links in first.items() for link in links}
-    return {
-        pid: tuple(replace(one, moved=before.get((pid, one.end), one.volume) != one.volume) for one in links)
-        for pid, links in read_links(pids, node).items()
-    }
+def read_links(
+    pids: Sequence[int], node: str, before: Mapping[str, int]
+) -> dict[int, tuple[ProcessLink, ...]]:
+    """The links of each process, by pid, those marked over which bytes went since `before`. Sockets of a network namespace
+    that is not ours have no turn."""
+    tables = _tables(pids, node)
+    return {pid: tuple(_links_of(pid, tables[_namespace(pid)], node, before)) for pid in pids}
+
+
+def _tables(pids: Sequence[int], node: str) -> dict[str, dict[int, Socket]]:
+    """The sockets of each network namespace."""
+    spaces = {_namespace(pid): pid for pid in pids}
+    own = _namespace(os.getpid())
+    tables = {space: _sockets(pid, f"{node}/{space}", space == own) for space, pid in spaces.items()}
+    return {"": {}, **tables}  # of a process that ends meanwhile
 
 
 def _namespace(pid: int) -> str:
@@ -153,17 +153,19 @@ def _unix(row: bytes, scope: str) -> Socket | None:
     return Socket(inode, "unix", f"unix {scope} {inode}", f"unix {scope} {struct.unpack('=I', peer[:4])[0]}")
 
 
-def _links_of(pid: int, sockets: dict[int, Socket], node: str) -> Iterable[Link]:
+def _links_of(
+    pid: int, sockets: dict[int, Socket], node: str, before: Mapping[str, int]
+) -> Iterable[ProcessLink]:
     listens = set()
     owners = _library_sockets(pid)
     for fd, target, mode in _descriptors(pid):
         if target.startswith("socket:[") and (one := sockets.get(int(target[8:-1]))) is not None:
             if one.kind == "listen":
                 listens.add(one.port)
-            yield _link(fd, one, owners.get(fd, ""))
+            yield _link(fd, one, owners.get(fd, ""), before)
         elif target.startswith("pipe:[") or _is_fifo(pid, fd, target):
             side = "read" if mode & 0o400 else "write"
-            yield Link(
+            yield ProcessLink(
                 fd,
                 "pipe",
                 f"pipe {node} {target} {side}",
@@ -171,10 +173,10 @@ def _links_of(pid: int, sockets: dict[int, Socket], node: str) -> Iterable[Link]
                 side,
             )
     for key, owner in _shared(pid).items():
-        yield Link(-1, "shared", key, key, owner=owner)
+        yield ProcessLink(-1, "shared", key, key, owner=owner)
     for inode, one in sockets.items():
         if inode < 0 and one.port in listens:
-            yield replace(_link(-1, one, ""), turn="owes")
+            yield replace(_link(-1, one, "", before), turn="owes")
 
 
 def _shared(pid: int) -> dict[str, str]:
@@ -184,25 +186,28 @@ def _shared(pid: int) -> dict[str, str]:
     return {key: "semaphore" if "/sem." in name else "memory" for key, name in names.items()}
 
 
-def _link(fd: int, one: Socket, owner: str) -> Link:
+def _link(fd: int, one: Socket, owner: str, before: Mapping[str, int]) -> ProcessLink:
     turn = ""
     if one.sent_ms is not None and one.received_ms is not None and abs(one.sent_ms - one.received_ms) > 1:
         turn = "awaits" if one.sent_ms < one.received_ms else "owes"
     kind = one.kind if one.kind in ("listen", "unix") else "tcp"
-    return Link(
-        fd, kind, one.end, one.peer, one.kind if kind == "tcp" else "", turn, False, owner, one.volume
-    )
+    moved = before.get(one.end, -1) != one.volume  # a new connection, too
+    side = one.kind if kind == "tcp" else ""
+    return ProcessLink(fd, kind, one.end, one.peer, side, turn, moved, owner, one.volume)
 
 
 def _descriptors(pid: int) -> Iterable[tuple[int, str, int]]:
     """(number, what it leads to, permissions) of each descriptor."""
-    folder = PROC / str(pid) / "fd"
+    folder = f"{PROC}/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                target = os.readlink(folder / name)
-                mode = os.lstat(folder / name).st_mode if target.startswith(("pipe", "/")) else 0
-                yield int(name), target, mode
+            try:
+                path = f"{folder}/{name}"
+                target = os.readlink(path)
+                mode = os.lstat(path).st_mode if target.startswith(("pipe", "/")) else 0
+            except OSError:  # closed meanwhile
+                continue
+            yield int(name), target, mode
 
 
 def _is_fifo(pid: int, fd: int, target: str) -> bool:

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import struct
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import BinaryIO
 
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
-from allranks.stacks.wait_limits import read_wait_limits
+from allranks.stacks.wait_limits import read_time, wait_limit_s
 
 PROC = Path("/proc")
 MAX_THREADS = 4096
@@ -125,7 +124,8 @@ def open_files(pid: int) -> set[str] | None:
 
 def read_proc(pid: int, name: str) -> str:
     try:
-        return (PROC / str(pid) / name).read_bytes().decode("utf-8", "replace")
+        with open(f"{PROC}/{pid}/{name}", "rb") as file:
+            return file.read().decode("utf-8", "replace")
     except (OSError, ValueError):
         return ""
 
@@ -172,10 +172,6 @@ def read_facts(pid: int, only: Container[int] | None = None) -> dict[str, object
     threads = _with_memory(pid, [row for row in _threads(pid, only) if row])
     if not threads:
         raise ProcessLookupError(f"process {pid} is gone")
-    machine = platform.machine()
-    calls = {int(str(row["tid"])): parse_syscall(str(row["syscall"]), machine) for row in threads}
-    for tid, limit_s in read_wait_limits(pid, calls).items():
-        next(row for row in threads if row["tid"] == tid)["wait_s"] = round(limit_s, 3)
     return {
         "pid": pid,
         "cmdline": _command_line(pid),
@@ -214,20 +210,6 @@ def _threads(pid: int, only: Container[int] | None = None) -> Iterator[dict[str,
         }
 
 
-def time_left(name: str, args: tuple[int, ...], memory: BinaryIO) -> float | None:
-    """Seconds until a system call with an absolute end is over; None when it has none, or only a relative one."""
-    clock, at = time.CLOCK_MONOTONIC, 0
-    if name == "clock_nanosleep" and len(args) > 2 and args[1] & 1:
-        clock, at = args[0], args[2]
-    elif name == "futex" and len(args) > 3 and args[1] & 0x7F == 9:
-        clock, at = time.CLOCK_REALTIME if args[1] & 0x100 else clock, args[3]
-    data = peek(memory, at, 16)
-    if len(data) < 16 or clock not in (0, 1):
-        return None
-    seconds, nanos = struct.unpack("=qq", data)
-    return round(seconds + nanos / 1e9 - time.clock_gettime(clock), 3)
-
-
 def peek(memory: BinaryIO, address: int, count: int) -> bytes:
     """Some bytes of a process's memory; none where it cannot be read."""
     try:
@@ -244,8 +226,8 @@ def _with_memory(pid: int, threads: list[dict[str, object]]) -> list[dict[str, o
     with contextlib.suppress(OSError), open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
         for row in threads:
             name, args = parse_syscall(str(row["syscall"]), platform.machine())
-            if (left := time_left(name, args, memory)) is not None:
-                row["left_s"] = left
+            limit = wait_limit_s(name, args, lambda address: read_time(peek(memory, address, 16)))
+            row |= {} if limit is None else {"wait_s": round(limit, 3)}
             if address := _mutex_address(name, args):
                 owner = int.from_bytes(peek(memory, address + 8, 4), "little")
                 if owner in known:
@@ -400,7 +382,6 @@ def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
         args=args,
         ticks=_count(row.get("utime")) + _count(row.get("stime")),
         switches=_count(row.get("switches")),
-        left_s=float(left) if isinstance(left := row.get("left_s"), int | float) else None,
         kernel_stack=kernel_functions(str(row.get("kstack") or "")),
         mutex_owner=owner if isinstance(owner, int) else None,
         wait_s=float(limit) if isinstance(limit := row.get("wait_s"), int | float) else None,

@@ -49,6 +49,12 @@ def load_roles() -> tuple[RoleRule, ...]:
     return parse_roles(read_yaml(text))
 
 
+def with_roles(given: Sequence[str]) -> tuple[RoleRule, ...]:
+    """Our rules behind those of a job file: ROLE=EXPRESSION."""
+    pairs = [one.partition("=")[::2] for one in given]
+    return (*(RoleRule(role.strip(), title=text) for role, text in pairs), *load_roles())
+
+
 def parse_roles(rows: object) -> tuple[RoleRule, ...]:
     """Rules from YAML data; says which row is wrong."""
     if not isinstance(rows, list):
@@ -72,8 +78,14 @@ def give_roles(
     root = min((p.pid for p in processes if p.ppid not in entries), default=0)
     orphans = [p.title for p in processes if p.ppid not in entries and p.pid != root and p.alive]
     # A process that has ended has no title any more: a child that it left has the same one.
-    processes = [replace(p, title=orphans[0]) if not p.alive and orphans else p for p in processes]
-    named = [_with_role(one, entries.get(one.pid), rules, one.pid == root) for one in processes]
+    processes = [
+        replace(p, title=orphans[0]) if not p.alive and orphans and "::" not in p.title else p
+        for p in processes
+    ]
+    named = [
+        _with_role(one, entries.get(one.pid), rules, one.pid == root and len(processes) > 1)
+        for one in processes
+    ]
     counts: dict[str, list[Process]] = {}
     for one in sorted(named, key=lambda p: (p.started_s, p.pid)):
         counts.setdefault(one.role, []).append(one)
@@ -110,7 +122,8 @@ def _with_role(
         return replace(process, role=ray[1])
     if process.rank is not None:
         return replace(process, role="rank" if seen["function"] in ("", "_wrap") else seen["function"])
-    name = seen["function"] or _argument(process.title) or _first_function(process) or _program(process.title)
+    name = seen["function"] or _argument(process.title) or _first_function(process)
+    name = name or ("driver" if root else _program(process.title))
     return replace(process, role=name.replace("_", " ") or "process")
 
 

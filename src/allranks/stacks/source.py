@@ -195,6 +195,9 @@ def _last_word(node: ast.expr) -> str:
         return node.attr
     if isinstance(node, ast.Name):
         return node.id
+    if isinstance(node, ast.Call):  # made on the spot: nobody else has it
+        name = _last_word(node.func)
+        return f"{name}()" if name[:1].isupper() else ""
     if isinstance(node, ast.Subscript):
         key = node.slice
         return (

@@ -226,7 +226,8 @@ def _elf_symbols(path: Path, names: tuple[str, ...], base: int) -> dict[str, int
             moved = base if struct.unpack_from("<H", head, 16)[0] == 3 else 0  # shared object or PIE
             table, size, count = struct.unpack_from("<Q", head, 40)[0], *struct.unpack_from("<HH", head, 58)
             file.seek(table)
-            rows = [struct.unpack("<IIQQQQIIQQ", file.read(64)) for _ in range(count) if size == 64]
+            rows: list[tuple[int, ...]] = []
+            rows += [struct.unpack("<IIQQQQIIQQ", file.read(64)) for _ in range(count) if size == 64]
             for row in rows:
                 if row[1] == 11:  # dynamic symbols; row[6]: their names
                     file.seek(rows[row[6]][4])

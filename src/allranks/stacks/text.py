@@ -16,7 +16,7 @@ from allranks.model.stacks import (
     ThreadStack,
     is_user_file,
 )
-from allranks.stacks.views import cut_fork, place, short_name
+from allranks.stacks.views import cut_fork, place, short_name, user_frame
 
 
 def compress(ranks: Iterable[int]) -> str:
@@ -73,8 +73,14 @@ def _role(process: ProcessCapture, stack: ThreadStack) -> str:
 def _root(role: str, stacks: dict[tuple[StackFrame, ...], list[int]]) -> Node:
     root = _Growing(None)
     for frames, ranks in stacks.items():
-        _insert(root, [frame for frame in cut_fork(frames) if not frame.native], ranks)
+        _insert(root, _from_user([frame for frame in cut_fork(frames) if not frame.native]), ranks)
     return _freeze(root, role)
+
+
+def _from_user(frames: list[StackFrame]) -> list[StackFrame]:
+    """Without the outer frames that only lead to the user's code: runpy, launchers, threading."""
+    users = [index for index, frame in enumerate(frames) if is_user_file(frame.file)]
+    return frames[: users[-1] + 1] if users else frames
 
 
 def _insert(root: _Growing, frames: list[StackFrame], ranks: list[int]) -> None:
@@ -137,7 +143,7 @@ def render_text(report: StacksReport, roots: Sequence[Node]) -> Iterator[str]:
 
 def _verdict(report: StacksReport) -> Iterator[str]:
     word = {True: "STUCK", False: "MOVING", None: "UNCLEAR"}[report.hung]
-    yield f"{word}: {report.sentence}"
+    yield f"{word}: {report.sentence.removeprefix('not hung: ')}"
     if report.hung is not False and report.reason and report.reason not in report.sentence:
         yield f"  because {report.reason}"
     for rank in report.culprits[:5]:
@@ -145,10 +151,20 @@ def _verdict(report: StacksReport) -> Iterator[str]:
         yield f"  rank {rank}: {state.evidence}"
     for line in report.ras:
         yield f"  NCCL RAS: {line}"
-    for note in report.notes[:20]:
+    notes = list(_fold_notes(report.notes))
+    for note in notes[:20]:
         yield f"  note: {note}"
-    if len(report.notes) > 20:
-        yield f"  and {len(report.notes) - 20} more notes (--json has them all)"
+    if len(notes) > 20:
+        yield f"  and {len(notes) - 20} more notes (--json has them all)"
+
+
+def _fold_notes(notes: Sequence[str]) -> Iterator[str]:
+    """Notes that differ only in numbers are one line: a missing right concerns every process alike."""
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        alike.setdefault(re.sub(r"\d+", "#", note), []).append(note)
+    for same in alike.values():
+        yield same[0] if len(same) == 1 else f"{same[0]} (and {len(same) - 1} others alike)"
 
 
 def same_states(report: StacksReport) -> list[list[RankState]]:
@@ -231,6 +247,8 @@ def report_json(report: StacksReport, roots: Sequence[Node] = ()) -> Json:
     """The public shape; fields may be added, never taken away."""
     return {
         "schema": SCHEMA,
+        "state": {True: "stuck", False: "moving", None: "unclear"}[report.hung],
+        "guilty": [_guilty(report.ranks[rank]) for rank in report.culprits if rank in report.ranks],
         "hung": report.hung,
         "culprits": list(report.culprits),
         "sentence": report.sentence,
@@ -242,6 +260,20 @@ def report_json(report: StacksReport, roots: Sequence[Node] = ()) -> Json:
         ],
         "ras": list(report.ras),
         "notes": list(report.notes),
+    }
+
+
+def _guilty(state: RankState) -> Json:
+    """A rank in the shape that processes of several roles have."""
+    frame = user_frame(state.stack)
+    at = (frame.file, frame.line, short_name(frame.name)) if frame is not None else ("", 0, "")
+    names = dict(zip(("file", "line", "function"), at, strict=True))
+    return {
+        "pid": state.pid,
+        "role": f"rank {state.rank}",
+        **names,
+        "wait": state.evidence,
+        "node": state.host,
     }
 
 

@@ -20,12 +20,13 @@ from pathlib import Path
 import msgspec
 
 from allranks.errors import InputError
-from allranks.model.processes import JobLook, Link, Process, ThreadLook
+from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook
 from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadStack
 from allranks.stacks import debuggers, source
 from allranks.stacks.collect import SourceLines
 from allranks.stacks.extras import file_locks, read_extras
-from allranks.stacks.links import mark_moved, read_links
+from allranks.stacks.find import Selection, find_targets
+from allranks.stacks.links import read_links, read_volumes
 from allranks.stacks.patterns import load_patterns
 from allranks.stacks.procfs import (
     PROC,
@@ -79,6 +80,20 @@ def find_tree(pids: Sequence[int]) -> list[ProcessEntry]:
             found[pid] = entry
             todo += parents.get(pid, [])
     return list(found.values())
+
+
+def only_roles() -> bool:
+    """Whether this node has processes with roles of this user, and no rank but what a title of Ray seems to be."""
+    try:
+        ranks = find_targets(Selection())
+    except InputError:
+        ranks = []
+    plain = [
+        one
+        for one in ranks
+        if one.child is None and (one.box is not None or not one.title.startswith("ray::"))
+    ]
+    return not plain and bool(find_roots())
 
 
 def find_roots(ray: bool = False) -> list[int]:
@@ -188,13 +203,13 @@ class _Look:
         self.pyspy = options.pyspy or debuggers.find_pyspy() or ""
         self.cases = {e.pid: _Case(e, e.python and e.state not in "ZX") for e in entries}
         self.sources = SourceLines()
-        self.first_links: dict[int, tuple[Link, ...]] = {}
+        self.volumes: dict[str, int] = {}
 
     def sample(self, number: int, pool: ThreadPoolExecutor) -> None:
         """One round: counters of all, stacks and facts of those that ran since the last one."""
         moved = [case for case in self.cases.values() if self._count(case) or number == 0]
         if number == 0:
-            self.first_links = read_links(list(self.cases), self.node)
+            self.volumes = read_volumes(list(self.cases), self.node)
             moved = choose_typical(moved)
         list(pool.map(self._read, (case for case in moved if not case.ended)))
 
@@ -246,7 +261,7 @@ class _Look:
     def finish(self, pool: ThreadPoolExecutor, seconds: float) -> JobLook:
         """Reads what belongs to the last moment, and puts all together."""
         alive = [pid for pid, case in self.cases.items() if not case.ended]
-        links = mark_moved(self.first_links, alive, self.node)
+        links = read_links(alive, self.node, self.volumes)
         locks = file_locks()
         children: dict[int, list[int]] = {}
         for case in self.cases.values():
@@ -256,6 +271,7 @@ class _Look:
             for pid, case in self.cases.items()
         ]
         rules = self.options.rules or load_roles()
+        found += ended_actors([case.entry for case in self.cases.values()], self.node)
         named = give_roles(self._with_fifos(found), {p: c.entry for p, c in self.cases.items()}, rules)
         return JobLook(named, seconds, self._notes())
 
@@ -280,7 +296,7 @@ class _Look:
     def _process(
         self,
         case: _Case,
-        links: tuple[Link, ...],
+        links: tuple[ProcessLink, ...],
         locks: Mapping[int, tuple[int, ...]],
         children: tuple[int, ...],
     ) -> Process:
@@ -309,7 +325,7 @@ class _Look:
     def _threads(
         self,
         case: _Case,
-        links: tuple[Link, ...],
+        links: tuple[ProcessLink, ...],
         locks: Mapping[int, tuple[int, ...]],
         children: tuple[int, ...],
     ) -> tuple[ThreadLook, ...]:
@@ -327,6 +343,7 @@ class _Look:
             links={link.fd: link for link in links},
             text=lambda file: self.sources.text(file, entry.pid),
             children=children,
+            first=frozenset(f.tid for f in shots[0].facts) | {one.tid for one in shots[0].stacks if one.tid},
             extras=extras,
         )
         loops = any(
@@ -348,6 +365,41 @@ class _Look:
             *lines,
             *(() if self.pyspy else ("py-spy was not found: only /proc was read. pip install py-spy",)),
         )
+
+
+_LOG_FOLDER = re.compile(r"--log[_-]dir=(\S+)")
+_WORKER_LOG = re.compile(r"worker-(\w+)-(?!ffffffff)\w+-(\d+)\.out$")
+
+
+def ended_actors(entries: Iterable[ProcessEntry], node: str) -> list[Process]:
+    """Actors of Ray that have ended without saying so: their logs are there, their processes are not. Ray waits for its
+    workers itself, so no other trace is left."""
+    folders = {match[1] for entry in entries if (match := _LOG_FOLDER.search(entry.title))}
+    found = []
+    for path in (path for folder in folders for path in Path(folder).glob("worker-*.out")):
+        match = _WORKER_LOG.match(path.name)
+        if match is None or os.path.exists(PROC / match[2]):
+            continue
+        name = re.search(r"^:actor_name:(\w+)", _tail(path, first=True), re.MULTILINE)
+        core = _tail(path.parent / f"python-core-worker-{match[1]}_{match[2]}.log")
+        if name is not None and not re.search(r"(?i)\bexit|shut|disconnect", core):
+            found.append(
+                Process(
+                    int(match[2]), node=node, title=f"ray::{name[1]}", alive=False, ended="killed, or crashed"
+                )
+            )
+    return found
+
+
+def _tail(path: Path, first: bool = False) -> str:
+    """The end of a log file, or its beginning."""
+    try:
+        with path.open("rb") as file:
+            if not first:
+                file.seek(max(0, path.stat().st_size - 4096))
+            return file.read(4096).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def how_ended(status: int) -> str:

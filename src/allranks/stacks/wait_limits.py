@@ -6,10 +6,9 @@ a minute and one that ends in a year, a lock with a timeout and one without, loo
 
 from __future__ import annotations
 
-import os
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 FOR_EVER = -1.0
 _TIMESPEC = struct.Struct("<qq")
@@ -31,7 +30,7 @@ _UNLIMITED = frozenset(
     ]
 )
 _MILLISECONDS = {"poll": 2, "epoll_wait": 3, "epoll_pwait": 3}  # the argument that holds them
-_ADDRESS = {"ppoll": 2, "pselect6": 4, "nanosleep": 0, "rt_sigtimedwait": 2, "epoll_pwait2": 3}
+_ADDRESS = {"ppoll": 2, "pselect6": 4, "select": 4, "nanosleep": 0, "rt_sigtimedwait": 2, "epoll_pwait2": 3}
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_REALTIME = 0, 9, 0x100
 _ABSOLUTE = 1  # flag of clock_nanosleep
 
@@ -65,24 +64,10 @@ def _left(until_s: float | None, clock: int) -> float | None:
     return None if until_s is None else max(0.0, until_s - time.clock_gettime(clock))
 
 
-def read_wait_limits(pid: int, calls: Mapping[int, tuple[str, tuple[int, ...]]]) -> dict[int, float]:
-    """The limits of the calls that threads of a process are in, as far as they can be known."""
-    try:
-        memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        memory = -1
-
-    def read(address: int) -> float | None:
-        try:
-            seconds, nanoseconds = _TIMESPEC.unpack(os.pread(memory, _TIMESPEC.size, address))
-        except (OSError, OverflowError, struct.error):
-            return None
-        whole = seconds >= 0 and 0 <= nanoseconds < 10**9
-        return seconds + nanoseconds / 1e9 if whole else None
-
-    try:
-        found = {tid: wait_limit_s(name, args, read) for tid, (name, args) in calls.items()}
-    finally:
-        if memory >= 0:
-            os.close(memory)
-    return {tid: limit for tid, limit in found.items() if limit is not None}
+def read_time(data: bytes) -> float | None:
+    """Seconds of a time as it lies in memory; None when it is none."""
+    if len(data) < _TIMESPEC.size:
+        return None
+    seconds, nanoseconds = _TIMESPEC.unpack(data)
+    whole = seconds >= 0 and 0 <= nanoseconds < 10**9
+    return float(seconds + nanoseconds / 1e9) if whole else None

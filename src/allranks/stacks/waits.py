@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 
-from allranks.model.processes import Link, ThreadLook, Wait
+from allranks.model.processes import ProcessLink, ThreadLook, WaitFor
 from allranks.model.stacks import StackFrame, ThreadStack, is_user_file
 from allranks.model.yaml_tree import read_yaml
 from allranks.stacks import source
@@ -55,9 +55,10 @@ class Surroundings:
 
     view: ProcessView
     patterns: Sequence[StackPattern]
-    links: Mapping[int, Link]
+    links: Mapping[int, ProcessLink]
     text: ReadText
     children: tuple[int, ...] = ()
+    first: frozenset[int] = frozenset()  # threads that were there at the first look
     extras: Mapping[int, ThreadExtra] = field(default_factory=dict)
 
 
@@ -82,17 +83,21 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     view = ThreadView(tid, "task", False, (stack,), None, ())
     user = user_frame(frames)
     awaits = any(link.side == "client" and link.turn == "awaits" for link in around.links.values())
-    if user is None or any(_is(frame, _table()["task_idle"]) for frame in frames[:2]):
-        wait = Wait("idle", "waits for its next work")
+    if any(f.file.endswith("ray/util/queue.py") for f in frames[:4]):
+        full = any(f.name.endswith("put") for f in frames[:2])
+        says = "waits for room in the queue" if full else "waits for an item of the queue"
+        wait = WaitFor("queue", says, setters=("clients",))
+    elif user is None or any(_is(frame, _table()["task_idle"]) for frame in frames[:2]):
+        wait = WaitFor("idle", "waits for its next work")
     elif delay is not None:
-        wait = Wait("sleep", f"sleeps {delay:g} s", left_s=delay)
+        wait = WaitFor("sleep", f"sleeps {delay:g} s", left_s=delay)
     elif any(_is(frame, _table()["http"]) for frame in frames[:12]):
-        wait = Wait("answer", "waits for the answer to its request")
+        wait = WaitFor("answer", "waits for the answer to its request")
     elif any(_is(frame, _table()["stream"]) for frame in frames[:3]):
         wait = (
-            Wait("answer", "waits for data on a connection")
+            WaitFor("answer", "waits for data on a connection")
             if awaits
-            else Wait("idle", "waits for its next request")
+            else WaitFor("idle", "waits for its next request")
         )
     else:
         wait = _by_thread(
@@ -104,7 +109,7 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
                 "",
                 source.waited_object(around.text(user.file), user.line),
             )
-        ) or Wait("work")
+        ) or WaitFor("work")
     holds = tuple(name for frame in frames for name in _held(frame, around.text))
     return ThreadLook(tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=True, user=user)
 
@@ -124,8 +129,8 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
         wait=wait,
         frames=frames,
         main=thread.main,
-        moved=_moved(thread, extra),
-        busy=bool(thread.busy) and (thread.ticks_moved or 0) > 1,
+        moved=_moved(thread, around),
+        busy=any(fact.state == "R" for fact in thread.facts) or (thread.ticks_moved or 0) > 5,
         holds=tuple(dict.fromkeys(holds)),
         handles=serving is not None and user_frame(frames[:serving]) is not None,
         thread_key=_thread_key(frames, extra),
@@ -141,10 +146,12 @@ def _held(frame: StackFrame, text: ReadText) -> tuple[str, ...]:
     return source.held_locks(text(frame.file), frame.line) if is_user_file(frame.file) else ()
 
 
-def _moved(thread: ThreadView, extra: ThreadExtra) -> bool:
+def _moved(thread: ThreadView, around: Surroundings) -> bool:
     """Whether the thread did something while we looked. A wait that polls wakes up and is no movement."""
     paths = {tuple((f.file, f.name, f.line) for f in path if f is not None) for path in thread.paths}
     users = {next(((f.file, f.line) for f in path if user_frame([f])), None) for path in thread.paths}
+    if thread.tid is not None and thread.tid not in around.first:
+        return True  # it was started while we looked
     return len(users) > 1 or (len(paths) > 1 and (thread.ticks_moved or 0) > 2)
 
 
@@ -161,12 +168,13 @@ def _self_of(frames: Sequence[StackFrame], extra: ThreadExtra, patterns: Sequenc
     return found[-1] if found else ""
 
 
-def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> Wait:
+def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> WaitFor:
     now, frames = thread.now, thread.python
     if now is not None and now.state in ("T", "t"):
-        return Wait("stopped", "is stopped by a signal or held by a debugger")
+        return WaitFor("stopped", "is stopped by a signal or held by a debugger")
     if _is_idle(thread, around):
-        return Wait("idle", "waits for its next work")
+        return WaitFor("idle", "waits for its next work")
+    thread = _above_server(thread)
     match = match_thread(around.patterns, thread, around.view)
     cause, operation = (match.pattern.cause, match.operation) if match is not None else ("unknown", "")
     user = user_frame(frames)
@@ -175,7 +183,20 @@ def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> 
         wait = rule(_Asked(thread, extra, around, cause, operation, (name, method)))
         if wait is not None:
             return wait
-    return Wait("work", "is in code that waits for nobody")
+    return WaitFor("work", "is in code that waits for nobody")
+
+
+def _above_server(thread: ThreadView) -> ThreadView:
+    """The thread without the frames of the server that called the user's code: it does what that code does."""
+    frames = thread.python
+    serves = next((i for i, frame in enumerate(frames) if _is(frame, _table()["serves"])), None)
+    if serves is None or user_frame(frames[:serves]) is None:
+        return thread
+    below = frames[serves:]
+    stacks = tuple(
+        replace(one, frames=tuple(f for f in one.frames if f not in below)) for one in thread.stacks
+    )
+    return replace(thread, stacks=stacks)
 
 
 @dataclass(frozen=True)
@@ -212,7 +233,7 @@ def _is_idle(thread: ThreadView, around: Surroundings) -> bool:
     return call in ("accept", "accept4")
 
 
-def _by_torch(a: _Asked) -> Wait | None:
+def _by_torch(a: _Asked) -> WaitFor | None:
     kinds = {
         "collective_wait": "collective",
         "p2p_wait": "collective",
@@ -223,7 +244,7 @@ def _by_torch(a: _Asked) -> Wait | None:
         "dataloader_wait": "queue",
     }
     if a.cause == "dataloader_wait":
-        return Wait(
+        return WaitFor(
             "child",
             "waits for a batch of its data loader's workers",
             pids=a.around.children,
@@ -233,27 +254,27 @@ def _by_torch(a: _Asked) -> Wait | None:
         return None
     if a.cause == "store_wait" and a.extra.fds:
         ends = _ends(a.extra, a.around)
-        return Wait("store", "waits for a key of the store", ends=ends, operation=a.operation)
+        return WaitFor("store", "waits for a key of the store", ends=ends, operation=a.operation)
     says = {
         "collective": f"waits in {a.operation or 'a collective'}",
         "rendezvous": "waits for its process group to form",
         "device": "waits for the device",
     }
     kind = kinds[a.cause]
-    return Wait(kind, says.get(kind, "waits for a key of the store"), operation=a.operation)
+    return WaitFor(kind, says.get(kind, "waits for a key of the store"), operation=a.operation)
 
 
-def _by_ray(a: _Asked) -> Wait | None:
+def _by_ray(a: _Asked) -> WaitFor | None:
     if any(_is(frame, _table()["ray"]) for frame in a.thread.python[:8]) and not any(
         frame_matches("main_loop@ray/_private/worker.py", f) for f in a.thread.python[:1]
     ):
-        return Wait("ray", "waits for a task of Ray", operation=a.waited[1])
+        return WaitFor("ray", "waits for a task of Ray", operation=a.waited[1])
     return None
 
 
-def _by_child(a: _Asked) -> Wait | None:
+def _by_child(a: _Asked) -> WaitFor | None:
     if a.extra.child is not None:
-        return Wait(
+        return WaitFor(
             "child",
             "waits for a process that it started",
             pids=(a.extra.child,) if a.extra.child > 0 else a.around.children,
@@ -263,18 +284,18 @@ def _by_child(a: _Asked) -> Wait | None:
         and a.around.children
         and not any(_is(f, _table()["shared"]) for f in a.thread.python)
     ):
-        return Wait(
+        return WaitFor(
             "child",
             "waits for a process that it started",
             ends=_ends(a.extra, a.around),
             pids=a.around.children,
         )
     if a.extra.holders:
-        return Wait("file_lock", "waits for a lock on a file", pids=a.extra.holders)
+        return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders)
     return None
 
 
-def _by_shared(a: _Asked) -> Wait | None:
+def _by_shared(a: _Asked) -> WaitFor | None:
     """Queues and locks of multiprocessing: a pipe, or a semaphore in shared memory."""
     if not any(_is(frame, _table()["shared"]) for frame in a.thread.python[:4]) and not a.extra.shared:
         return None
@@ -283,9 +304,9 @@ def _by_shared(a: _Asked) -> Wait | None:
     asked = source.asked_lock(text, user.line) if user is not None else ""
     soft = _is_consumer(a.thread, a.around)
     if pipe := _ends(a.extra, a.around):
-        return Wait("pipe", "waits for an item of a queue between processes", ends=pipe, strong=not soft)
+        return WaitFor("pipe", "waits for an item of a queue between processes", ends=pipe, strong=not soft)
     if any(frame_matches("get@multiprocessing/queues.py", frame) for frame in a.thread.python[:3]):
-        return Wait(
+        return WaitFor(
             "queue",
             "waits for its turn at a queue between processes",
             ends=(a.extra.shared,) if a.extra.shared else (),
@@ -300,7 +321,7 @@ def _by_shared(a: _Asked) -> Wait | None:
         if asked
         else "waits for other processes"
     )
-    return Wait(
+    return WaitFor(
         "queue" if is_put else "lock" if asked else "event",
         says,
         lock=asked,
@@ -308,68 +329,63 @@ def _by_shared(a: _Asked) -> Wait | None:
     )
 
 
-def _by_lock(a: _Asked) -> Wait | None:
+def _by_lock(a: _Asked) -> WaitFor | None:
     if a.extra.owner is not None:
-        return Wait("lock", "waits for a native mutex", key=a.extra.futex, tids=(a.extra.owner,))
+        return WaitFor("lock", "waits for a native mutex", key=a.extra.futex, tids=(a.extra.owner,))
     user = user_frame(a.thread.python)
     if a.cause not in ("lock_wait", "lock_deadlock") or user is None:
         return None
     lock = source.asked_lock(a.around.text(user.file), user.line)
-    return Wait(
+    return WaitFor(
         "lock", f"waits for the lock {lock}" if lock else "waits for a lock", key=a.extra.futex, lock=lock
     )
 
 
-def _by_thread(a: _Asked) -> Wait | None:
+def _by_thread(a: _Asked) -> WaitFor | None:
     """Other threads of the process: join, events, conditions, futures, queues."""
-    frames, (name, method) = a.thread.python, a.waited
-    near = frames[:5]
-    if any(
-        _is(f, ("join@threading.py", "_wait_for_tstate_lock@threading.py", "_shutdown@threading.py"))
-        for f in near
-    ):
-        return Wait(
-            "thread",
-            "waits for a thread to end",
-            key=_self_of(frames[:5], a.extra, ("join@threading.py", "_wait_for_tstate_lock@threading.py")),
-        )
+    near = a.thread.python[:5]
+    ends = ("join@threading.py", "_wait_for_tstate_lock@threading.py")
+    if any(_is(f, (*ends, "_shutdown@threading.py")) for f in near):
+        return WaitFor("thread", "waits for a thread to end", key=_self_of(near, a.extra, ends))
     if any(_is(f, _table()["future"]) for f in near):
-        return Wait("event", "waits for the result of a task that it started", key="future")
-    kind = (
-        "queue"
-        if any(_is(f, _table()["queue"]) for f in near)
-        else "event"
-        if any(_is(f, _table()["event"]) for f in near) or a.cause == "thread_wait"
-        else ""
-    )
-    if not kind and a.cause == "queue_wait" and a.extra.futex:
-        kind = "queue"
+        return WaitFor("event", "waits for the result of a task that it started", key="future")
+    kind = _kind_of_object(a, near)
     if not kind:
         return None
-    user = user_frame(frames)
+    user = user_frame(a.thread.python)
     text = a.around.text(user.file) if user is not None else ""
-    if method == "acquire" or any(
-        frame_matches("acquire@threading.py", f) or frame_matches("acquire@asyncio/locks.py", f) for f in near
+    if a.waited[1] == "acquire" or any(
+        _is(f, ("acquire@threading.py", "acquire@asyncio/locks.py")) for f in near
     ):
         lock = source.asked_lock(text, user.line) if user is not None else ""
-        return Wait("lock", f"waits for {lock}" if lock else "waits for a lock", key=a.extra.futex, lock=lock)
+        says = f"waits for {lock}" if lock else "waits for a lock"
+        return WaitFor("lock", says, key=a.extra.futex, lock=lock)
+    return _wait_for_object(a, kind, text)
+
+
+def _kind_of_object(a: _Asked, near: Sequence[StackFrame]) -> str:
+    """Queue, event, or "" for something else."""
+    if any(_is(f, _table()["queue"]) for f in near) or (a.cause == "queue_wait" and a.extra.futex):
+        return "queue"
+    return "event" if any(_is(f, _table()["event"]) for f in near) or a.cause == "thread_wait" else ""
+
+
+def _wait_for_object(a: _Asked, kind: str, text: str) -> WaitFor:
+    """A queue, event or condition, with the functions of its file that would end the wait."""
+    name, method = a.waited
     setters = source.find_setters(text, name, method)
-    lost = next((one for one in setters if source.is_started(text, one)), "")
     full = method == "put"
-    what = {
-        "queue": "puts into a full queue" if full else "waits for an item of a queue",
-        "event": "waits for an event",
-    }[kind]
-    key = _self_of(frames[:5], a.extra, (*_table()["queue"], *_table()["event"])) or a.extra.futex
-    soft = kind == "queue" and not full and _is_consumer(a.thread, a.around)
-    return Wait(
+    says = "waits for an event" if kind == "event" else "waits for an item of a queue"
+    says = "puts into a full queue" if full else says
+    key = _self_of(a.thread.python[:5], a.extra, (*_table()["queue"], *_table()["event"])) or a.extra.futex
+    return WaitFor(
         kind,
-        f"{what} ({name})" if name else what,
+        f"{says} ({name})" if name else says,
         key=key,
         lock=name,
         setters=setters,
-        lost=lost,
-        strong=not soft,
+        lost=next((one for one in setters if source.is_started(text, one)), ""),
+        strong=not (kind == "queue" and not full and _is_consumer(a.thread, a.around)),
         left_s=a.extra.left_s,
         operation=method,
     )
@@ -387,47 +403,47 @@ def _ends(extra: ThreadExtra, around: Surroundings) -> tuple[str, ...]:
     return tuple(around.links[fd].end for fd in extra.fds if fd in around.links)
 
 
-def _by_links(a: _Asked) -> Wait | None:
+def _by_links(a: _Asked) -> WaitFor | None:
     links = [a.around.links[fd] for fd in a.extra.fds if fd in a.around.links]
     if a.extra.opens:
-        return Wait(
+        return WaitFor(
             "open",
             f"opens {a.extra.opens.rsplit('/', 1)[-1]} and waits for the other side",
             path=a.extra.opens,
         )
     if a.extra.connects:
-        return Wait("connect", f"connects to {a.extra.connects.split(' ', 1)[1]}", path=a.extra.connects)
+        return WaitFor("connect", f"connects to {a.extra.connects.split(' ', 1)[1]}", path=a.extra.connects)
     client = any(_is(frame, _table()["http"]) for frame in a.thread.python)
     what = "the answer to its request" if client else "data"
     if links and all(one.kind == "listen" for one in links):
-        return Wait("idle", "waits for a connection")
+        return WaitFor("idle", "waits for a connection")
     if any(one.kind == "pipe" for one in links):
-        return Wait("pipe", "waits for a pipe", ends=tuple(one.end for one in links if one.kind == "pipe"))
+        return WaitFor("pipe", "waits for a pipe", ends=tuple(one.end for one in links if one.kind == "pipe"))
     if links:
         near = [one for one in links if one.kind != "listen"]
-        return Wait("socket", f"waits for {what} on a connection", ends=tuple(one.end for one in near))
+        return WaitFor("socket", f"waits for {what} on a connection", ends=tuple(one.end for one in near))
     if (
         client
         or a.cause == "request_wait"
         or any("/zmq/" in frame.file or frame.file.startswith("zmq/") for frame in a.thread.python[:6])
     ):
-        return Wait("answer", f"waits for {what}", operation="zmq" if not client else "")
+        return WaitFor("answer", f"waits for {what}", operation="zmq" if not client else "")
     return None
 
 
-def _by_rest(a: _Asked) -> Wait | None:
+def _by_rest(a: _Asked) -> WaitFor | None:
     user = user_frame(a.thread.python)
     if a.cause == "sleep":
         polls = user is not None and source.is_poll(a.around.text(user.file), user.line)
         if polls and (a.extra.left_s is None or a.extra.left_s <= SHORT_S):
             memory = user is not None and source.polls_memory(a.around.text(user.file), user.line)
-            says = "looks again and again for something that does not come"
-            return Wait("poll", says, left_s=a.extra.left_s, operation="memory" if memory else "")
-        return Wait("sleep", "sleeps", left_s=a.extra.left_s)
+            text = "looks again and again for something that does not come"
+            return WaitFor("poll", text, left_s=a.extra.left_s, operation="memory" if memory else "")
+        return WaitFor("sleep", "sleeps", left_s=a.extra.left_s)
     if a.cause == "stdin_wait":
-        return Wait("stdin", "waits for input")
+        return WaitFor("stdin", "waits for input")
     if a.cause in ("request_wait", "event_loop_idle", "background"):
-        return Wait("idle", "waits for its next work")
+        return WaitFor("idle", "waits for its next work")
     says = {
         "native_call": "is inside native code",
         "busy_python": "runs Python code",
@@ -437,4 +453,4 @@ def _by_rest(a: _Asked) -> Wait | None:
         "d_state": "is in an uninterruptible system call",
         "gil_contention": "waits for the interpreter lock",
     }
-    return Wait("work", says.get(a.cause, "is in code that waits for nobody"))
+    return WaitFor("work", says.get(a.cause, "is in code that waits for nobody"))

@@ -1,0 +1,247 @@
+"""Watches a job of several roles: `allranks watch --tree`. Runs in `allranks watch`, as sidecar.py does.
+
+Every process below the watched ones is sampled. When none of them moves for longer than the job's history allows, all are
+looked at for some seconds (stacks/tree.py), and only a finding that the job is stuck is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from allranks.blackbox.header import find_header, process_state
+from allranks.blackbox.reader import read_trace
+from allranks.channel import web_client
+from allranks.diagnose.process_verdict import explain_processes
+from allranks.errors import AllranksError
+from allranks.model.processes import JobLook, Process, ProcessFinding
+from allranks.stacks.boxes import LiveBox, find_boxes
+from allranks.stacks.debug_config import DebugOptions
+from allranks.stacks.links import read_links
+from allranks.stacks.procfs import ProcessEntry, main_thread_work, read_proc
+from allranks.stacks.roles import give_roles, with_roles
+from allranks.stacks.tree import LookOptions, find_tree, look_at_processes, write_look
+from allranks.watch.role_actions import choose_restart, restart_commands
+from allranks.watch.role_progress import SAMPLE_S, EngineMetrics, PhaseHistory, RoleWork, parse_metrics
+from allranks.watch.samples import RankSample, read_sample
+from allranks.watch.sidecar import Sidecar
+
+RESCAN_S, RESCAN_LATER_S, YOUNG_S = 5.0, 20.0, 120.0
+ENGINE = re.compile(r"(?i)vllm|sglang")
+MAX_PORTS, METRICS_LIMIT_S, RESTART_LIMIT_S = 8, 1.0, 600.0
+#: Between two looks for a silence that settled nothing.
+LOOK_AGAIN_S, LOOK_SELDOM_S = 30.0, 600.0
+#: Processes that are sampled every two seconds; more of them less often.
+PER_SAMPLE = 50
+#: A process that polls never looks silent: looks at these times, then every ten minutes. Two must agree.
+CHECKS_S, CHECK_EVERY_S, AGREE_S = (30.0, 60.0, 120.0, 240.0, 480.0), 600.0, 20.0
+
+
+@dataclass(frozen=True)
+class RoleReport:
+    """A finding on a job of several roles, and where it was written."""
+
+    reason: str
+    folder: Path
+    finding: ProcessFinding
+
+
+class RoleSidecar(Sidecar):
+    """One watched job of several roles. `on_report` gets every finding that the job is stuck."""
+
+    def __init__(
+        self,
+        options: DebugOptions,
+        folder: Path,
+        say: Callable[[str], None] = lambda text: None,
+        on_report: Callable[[RoleReport], None] = lambda report: None,
+    ) -> None:
+        super().__init__(replace(options, rank_lost=False), folder, say)
+        self._on_report = on_report
+        self._rules = with_roles(options.roles)
+        self._commands = restart_commands(options.restart)
+        self._restarts: list[tuple[str, float]] = []  # role, when
+        self._processes: list[Process] = []
+        self._entries: dict[int, ProcessEntry] = {}
+        self._boxes: dict[int, LiveBox] = {}
+        self._ports: dict[int, str] = {}  # pid -> address whose metrics are of an engine
+        self._silent_ports: set[str] = set()  # addresses that answered nothing that we know
+        self._work_of: dict[int, RoleWork] = {}
+        self._numbers: dict[int, int] = {}
+        self._phases = PhaseHistory()
+        self._phase_names: dict[tuple[str, int], str] = {}
+        self._samples: list[RankSample] = []
+        self._sampled_s = -SAMPLE_S
+        self._look_from_s = 0.0  # after the start: no look for a silence before
+        self._suspect: frozenset[tuple[int, str, int]] = frozenset()  # of the last look: pid, file, line
+        self._reported: frozenset[tuple[int, str, int]] = frozenset()
+        self._points = tuple(sorted({*self._points, *CHECKS_S}))
+
+    def _observe(self, now: float) -> list[RankSample]:
+        every = RESCAN_S if now < YOUNG_S else RESCAN_LATER_S
+        if now - self._scanned_s >= every or not self._processes:
+            self._rescan()
+            self._scanned_s = now
+        if now - self._sampled_s >= SAMPLE_S * max(1.0, len(self._processes) / PER_SAMPLE):
+            found = [self._sample_role(now, one) for one in self._processes]
+            self._samples = [sample for sample, sure in found if sure] or [sample for sample, _ in found]
+            self._sampled_s = now
+            self._follow_phases(now)
+        return self._samples
+
+    def _rescan(self) -> None:
+        """The processes of the job, their roles, boxes and metrics."""
+        entries = {one.pid: one for one in find_tree(self._roots)}
+        known = {one.pid: one for one in self._processes}
+        bare = [
+            Process(e.pid, e.ppid, title=e.title, started_s=float(e.start_ticks)) for e in entries.values()
+        ]
+        named = give_roles(bare, entries, self._rules)
+        ours = [one for one in named if not (one.system or one.ours)]
+        # a look has seen stacks, which tell more than titles
+        self._processes = [known.get(one.pid, one) for one in ours]
+        self._entries = entries
+        folders = {Path(e.environ["ALLRANKS_DIR"]) for e in entries.values() if "ALLRANKS_DIR" in e.environ}
+        users = {os.stat(f"/proc/{pid}").st_uid for pid in self._roots}
+        starts = {(e.pid, e.start_ticks): e.pid for e in entries.values()}
+        boxes = find_boxes(tuple(folders), uids=users)
+        self._boxes = {starts[b.pid, b.start_ticks]: b for b in boxes if (b.pid, b.start_ticks) in starts}
+        self._find_metrics([one for one in ours if ENGINE.search(one.title)])
+
+    def _find_metrics(self, engines: Sequence[Process]) -> None:
+        """The endpoints of engines, among what they listen on; of nobody else is a port asked."""
+        new = [one.pid for one in engines if one.pid not in self._ports]
+        for pid, links in read_links(new, "", {}).items() if new else ():
+            ports = [link.end.rsplit(" ", 1)[-1] for link in links if link.kind == "listen"]
+            for address in (f"127.0.0.1:{port}" for port in ports[:MAX_PORTS]):
+                if address not in self._silent_ports and _read_metrics(address) is not None:
+                    self._ports[pid] = address
+                    break
+                self._silent_ports.add(address)
+
+    def _sample_role(self, now: float, process: Process) -> tuple[RankSample, bool]:
+        """One process as the history of silences takes it, and whether its signs are certain."""
+        pid, number = process.pid, self._numbers.setdefault(process.pid, len(self._numbers))
+        alive = process_state(pid) not in ("", "Z", "X")
+        box = self._boxes.get(pid)
+        sample = read_sample(box.path) if box is not None else None
+        if sample is not None and sample.takes_part:
+            return replace(sample, rank=number, pid=pid, alive=alive), True
+        address, work = self._ports.get(pid, ""), self._work_of.get(pid, RoleWork())
+        metrics = _read_metrics(address) if address else None
+        if metrics is not None or not address:  # an engine that does not answer has not moved
+            work = work.after(now, _work_done(pid), _log_bytes(pid), metrics)
+        self._work_of[pid] = work
+        calls = work.moves + 1
+        start = self._entries[pid].start_ticks if pid in self._entries else 0
+        return RankSample(number, pid, "", alive, -1, calls, calls, 0, start, joined=True), work.certain
+
+    def _follow_phases(self, now: float) -> None:
+        """Says once when a role's phase lasts much longer than usual."""
+        names = {one.pid: one.role for one in self._processes}
+        phases = {pid: (names[pid], self._phase(box)) for pid, box in self._boxes.items() if pid in names}
+        self._phases, lines = self._phases.after(now, phases).unusual(now)
+        for line in lines:
+            self._say(line)
+
+    def _phase(self, box: LiveBox) -> str:
+        head = find_header(box.path)
+        if head is None or not head.phase:
+            return ""
+        key = (str(box.path), head.phase)
+        if key not in self._phase_names:
+            try:
+                self._phase_names[key] = read_trace(box.path).progress.phase
+            except AllranksError:
+                return ""
+        return self._phase_names[key]
+
+    def _decide(self, now: float, samples: list[RankSample]) -> str:
+        if not self._points:
+            self._points = (now + CHECK_EVERY_S,)
+        reason = super()._decide(now, samples)
+        if reason.startswith("no progress") and now < self._look_from_s:
+            self._stalls = 0
+            return ""
+        return reason
+
+    def _collect(self, reason: str) -> None:
+        """Looks at all processes; reports when they are stuck, or when a person asked."""
+        look = look_at_processes(
+            find_tree(self._roots), LookOptions(self.options.interval_s, rules=self._rules)
+        )
+        self._processes = [one for one in look.processes if not (one.system or one.ours) and one.alive]
+        finding = explain_processes(look)
+        now, silent = time.monotonic() - self._began_s, reason.startswith("no progress")
+        pause = LOOK_AGAIN_S if now < YOUNG_S else min(LOOK_SELDOM_S, now / 4)
+        self._look_from_s, self._stalls = now + pause, 0
+        suspect = frozenset((one.pid, one.file, one.line) for one in finding.guilty)
+        agree, self._suspect = suspect == self._suspect, suspect
+        if reason == "asked for" and finding.state != "stuck":
+            self._say(f"{finding.state}: {finding.sentence}")
+        elif finding.state == "stuck" and not (silent or agree or reason == "asked for"):
+            self._points = tuple(sorted((*self._points, now + AGREE_S)))
+        elif finding.state == "stuck" and suspect != self._reported:
+            self._reported = suspect
+            self._report(reason, finding, look)
+        elif finding.state == "moving":
+            self._reported = frozenset()
+
+    def _report(self, reason: str, finding: ProcessFinding, look: JobLook) -> None:
+        folder = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-roles"
+        write_look(look, folder)  # `allranks stacks FOLDER …` reads it, with those of other nodes
+        (folder / "finding.json").write_text(json.dumps({"reason": reason, **asdict(finding)}, indent=1))
+        self._on_report(RoleReport(reason, folder, finding))
+        if self._commands:
+            self._restart(finding)
+
+    def _restart(self, finding: ProcessFinding) -> None:
+        """By the role's own command; its exit code is reported, and nothing else is tried."""
+        now = time.monotonic()
+        role, why = choose_restart(finding, self._commands, self._restarts, now)
+        if not role:
+            self._say(f"no restart: {why}")
+            return
+        self._restarts.append((role, now))
+        words = self._commands[role]
+        env = {**os.environ, "ALLRANKS_ROLE": role, "ALLRANKS_PID": str(finding.guilty[0].pid)}
+        try:
+            done = subprocess.run(words, env=env, timeout=RESTART_LIMIT_S, check=False).returncode
+            self._say(f"{why}: `{shlex.join(words)}` ended with exit code {done}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._say(f"{why}: `{shlex.join(words)}` failed: {error}")
+
+
+def _read_metrics(address: str) -> EngineMetrics | None:
+    try:
+        answer = web_client.get(address, "/metrics", METRICS_LIMIT_S)
+    except (OSError, AllranksError):
+        return None
+    return parse_metrics(answer.body.decode("utf-8", "replace")) if answer.status == 200 else None
+
+
+def _work_done(pid: int) -> tuple[int, int]:
+    """Clock ticks of all its threads, context switches of its first one."""
+    fields = read_proc(pid, "stat").rsplit(")", 1)[-1].split()
+    ticks = int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
+    return ticks, main_thread_work(pid)[1]
+
+
+def _log_bytes(pid: int) -> int:
+    """Bytes of the files that a process writes its output to; 0 where that is a terminal or a pipe."""
+    total = 0
+    for fd in (1, 2):
+        try:
+            facts = os.stat(f"/proc/{pid}/fd/{fd}")
+        except OSError:
+            continue
+        total += facts.st_size if stat.S_ISREG(facts.st_mode) else 0
+    return total
