@@ -43,9 +43,9 @@ MODULES = {
 }
 IMPORTS = (
     "torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "numpy",
-    "allranks.cli.run", "allranks.record.recorder", "allranks.manager.manager", "allranks.manager.ddp",
+    "allranks.cli.run", "allranks.recording.recorder", "allranks.manager.manager", "allranks.manager.ddp",
     "allranks.manager.optimizer", "allranks.checkpoint.manager", "allranks.launch.node_agent", "allranks.launch.whole_job",
-    "allranks.launch.spares", "allranks.incidents.loop", "allranks.diagnose", "allranks.report",
+    "allranks.launch.spares", "allranks.incidents.loop", "allranks.diagnosis", "allranks.report",
 )  # fmt: skip
 _template: socket.socket | None = None
 _one_at_a_time = threading.Lock()

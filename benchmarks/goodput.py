@@ -140,7 +140,7 @@ def judge(drill: Drill, planted: dict[str, float], found: dict[str, object]) -> 
 def agent_cost() -> dict[str, float]:
     """Seconds of the agent for one look at one rank, with eight ranks that train."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from allranks.goodput.agent import LedgerKeeper
+    from allranks.ledger.agent import LedgerKeeper
     from goodput.timelines import T0, PaperRank
 
     ranks = [PaperRank(n) for n in range(8)]
@@ -160,8 +160,8 @@ def agent_cost() -> dict[str, float]:
 
 def month_cost() -> dict[str, float]:
     sys.path.insert(0, str(ROOT / "tests"))
-    from allranks.goodput.file import find_ledgers, ledger_path, line_of, read_ledger
-    from allranks.goodput.summary import account
+    from allranks.ledger.file import find_ledgers, ledger_path, line_of, read_ledger
+    from allranks.ledger.summary import account
     from goodput.test_ledger_file import month
 
     with tempfile.TemporaryDirectory() as folder:

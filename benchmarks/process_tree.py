@@ -18,8 +18,8 @@ import sys
 import threading
 import time
 
-from allranks.diagnose.process_verdict import explain_processes
-from allranks.stacks.tree import LookOptions, find_tree, look_at_processes
+from allranks.diagnosis.process_verdict import explain_processes
+from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes
 
 
 def wait(number: int, queue: multiprocessing.Queue, ready: multiprocessing.Semaphore) -> None:  # type: ignore[type-arg]

@@ -45,8 +45,8 @@ def cost_us(calls: list[Callable[..., object]], *args: Any) -> float:
 def measure() -> dict[str, dict[str, float]]:
     """form -> {"C", "Python"}"""
     import allranks
-    from allranks.record import torch_internals as internals
-    from allranks.record.calls import CALLS
+    from allranks.recording import torch_internals as internals
+    from allranks.recording.calls import CALLS
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group, tensor, halves = dist.group.WORLD, torch.ones(1), [torch.ones(1), torch.ones(1)]

@@ -46,7 +46,7 @@ from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.torch_dump import to_torch_pickle
-from allranks.record.row_writer import make_ring
+from allranks.recording.row_writer import make_ring
 
 KINDS = ("none", "ours", "ours with stacks")
 DEPTH = 8  # user frames on the stack of every call
@@ -384,7 +384,7 @@ def show(result: dict[str, Any]) -> None:
 
 def machine() -> dict[str, Any]:
     try:
-        from allranks.record import _fast  # noqa: F401
+        from allranks.recording import _fast  # noqa: F401
 
         engine = "c"
     except ImportError:

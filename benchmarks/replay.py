@@ -16,10 +16,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from allranks.diagnose import DiagnoseOptions, diagnose
-from allranks.diagnose.align import align
-from allranks.diagnose.replay import plan_replay
-from allranks.diagnose.replay_script import write_script
+from allranks.diagnosis import DiagnoseOptions, diagnose
+from allranks.diagnosis.align import align
+from allranks.diagnosis.replay import plan_replay
+from allranks.diagnosis.replay_script import write_script
 from allranks.drill.replay import run_replay
 from allranks.load import load_paths
 from allranks.model.diagnosis import RankNow

@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from allranks.goodput.advice import best_interval_s
+from allranks.ledger.advice import best_interval_s
 from allranks.lighthouse.decide import Form, decide
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.state import QuorumState

@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from allranks.model.stacks import Capture
-from allranks.stacks import CollectOptions, classify, collect, read_capture, targets_of, write_bundle
-from allranks.stacks.debuggers import find_pyspy
-from allranks.stacks.text import grow_tree
+from allranks.stacktraces import CollectOptions, classify, collect, read_capture, targets_of, write_bundle
+from allranks.stacktraces.debuggers import find_pyspy
+from allranks.stacktraces.text import grow_tree
 
 THREADS = 30
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.report import html, perfetto
 from pages.gallery import make_traces
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import Progress, RankTrace

@@ -40,7 +40,7 @@ for python in "${pythons[@]}"; do
         "$work/$tag/bin/allranks" stacks --pid "$victim" >"$work/stacks.txt" 2>&1 || code=$?
         kill "$victim"
         grep -q "sleep\|<module>" "$work/stacks.txt" || { cat "$work/stacks.txt"; exit 1; }
-        "$work/$tag/bin/python" -c "from allranks.record.options import fast; assert fast(True), 'no compiled part'"
+        "$work/$tag/bin/python" -c "from allranks.recording.options import fast; assert fast(True), 'no compiled part'"
     )
     echo "$tag: $(basename "$wheel") works"
 done

@@ -182,7 +182,7 @@ def options_of_parts() -> Iterator[str]:
 #: options class -> its section of the job file
 SECTIONS = {
     "allranks.checkpoint.CheckpointConfig": "checkpoint",
-    "allranks.stacks.debug_config.DebugOptions": "debug",
+    "allranks.stacktraces.debug_config.DebugOptions": "debug",
     "allranks.watch.silence.NoticeOptions": "debug",
     "allranks.incidents.policy.PolicyOptions": "recovery",
 }

@@ -56,7 +56,7 @@ API: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("", "allranks.checkpoint", ("CheckpointManager", "CheckpointConfig")),
     ("Errors", "allranks", ("AllranksError",)),
 )
-CALLED = {"diagnose": ("allranks.api.functions", "diagnose"), "stacks": ("allranks.api.functions", "stacks"), "record": ("allranks.record.api", "record")}  # fmt: skip
+CALLED = {"diagnose": ("allranks.api.functions", "diagnose"), "stacks": ("allranks.api.functions", "stacks"), "record": ("allranks.recording.api", "record")}  # fmt: skip
 
 
 def python_page() -> Iterator[str]:
@@ -76,7 +76,7 @@ def _found(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        return getattr(importlib.import_module("allranks.record"), name)
+        return getattr(importlib.import_module("allranks.recording"), name)
 
 
 def _object(title: str, thing: Any) -> Iterator[str]:
@@ -159,7 +159,7 @@ def json_page() -> Iterator[str]:
 
 def _promises() -> Iterator[str]:
     """What the keys mean where their names do not say it."""
-    from allranks.diagnose.kinds import CAUSES
+    from allranks.diagnosis.kinds import CAUSES
     from allranks.model.stacks import CAUSES as STUCK
 
     yield from ("", "| key | values |", "|---|---|")

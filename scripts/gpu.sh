@@ -13,9 +13,9 @@ PYTHON="${PYTHON:-python3}"
 # The part in C, when there is a compiler; without it the same is done in Python.
 SUFFIX=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 INCLUDE=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
-BUILT="src/allranks/record/_fast$SUFFIX"
-if [ ! -e "$BUILT" ] || [ src/allranks/record/_fast.c -nt "$BUILT" ]; then
-    cc -O2 -fPIC -shared -I"$INCLUDE" src/allranks/record/_fast.c -o "$BUILT.new" 2>/dev/null && mv "$BUILT.new" "$BUILT" \
+BUILT="src/allranks/recording/_fast$SUFFIX"
+if [ ! -e "$BUILT" ] || [ src/allranks/recording/_fast.c -nt "$BUILT" ]; then
+    cc -O2 -fPIC -shared -I"$INCLUDE" src/allranks/recording/_fast.c -o "$BUILT.new" 2>/dev/null && mv "$BUILT.new" "$BUILT" \
         || echo "no compiler: recording in pure Python"
 fi
 exec "$PYTHON" scripts/gpu.py "$@"

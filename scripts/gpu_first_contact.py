@@ -242,7 +242,7 @@ def by_hand(library: str, out: Path, kills: int) -> dict[str, Any]:
     lighthouse, address = start_lighthouse(library, out)
     command = command_of(library, out, 10**9)
     if library == "allranks":
-        command[1:1] = ["-m", "allranks.record"]  # as under `allranks run`
+        command[1:1] = ["-m", "allranks.recording"]  # as under `allranks run`
     start = lambda name, env=None: Replica(name, command, address, out, env=env)  # noqa: E731
     replicas = {name: start(name) for name in NAMES}
     standbys = Standbys(start, out)

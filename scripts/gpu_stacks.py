@@ -104,9 +104,17 @@ def wait_ready(out: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
 def look(out: Path, pids: dict[int, int]) -> None:
     import importlib.util
 
-    from allranks.stacks import CollectOptions, Selection, classify, collect, find_targets, ras, write_bundle
-    from allranks.stacks.debuggers import find_cuda_gdb, find_pyspy
-    from allranks.stacks.text import grow_tree, render_text, report_json
+    from allranks.stacktraces import (
+        CollectOptions,
+        Selection,
+        classify,
+        collect,
+        find_targets,
+        ras,
+        write_bundle,
+    )
+    from allranks.stacktraces.debuggers import find_cuda_gdb, find_pyspy
+    from allranks.stacktraces.text import grow_tree, render_text, report_json
 
     print(
         f"msgspec here: {importlib.util.find_spec('msgspec') is not None}; py-spy: {find_pyspy()}; cuda-gdb: {find_cuda_gdb()}"

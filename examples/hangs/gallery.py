@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.drill.ranks import Ranks
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, RankNow

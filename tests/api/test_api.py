@@ -148,7 +148,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     code = (
         "import sys; before = set(sys.modules); import allranks; new = set(sys.modules) - before; "
         "assert not {'numpy', 'jinja2', 'torch', 'typing'} & new, new; "
-        "import allranks.diagnose; from allranks.stacks import classify; "
+        "import allranks.diagnosis; from allranks.stacktraces import classify; "
         "assert callable(allranks.diagnose) and callable(allranks.stacks); assert 'jinja2' not in sys.modules"
     )
     subprocess.run(

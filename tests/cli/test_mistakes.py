@@ -12,7 +12,7 @@ import pytest
 
 from allranks.cli import main, terminal
 from allranks.lighthouse.server import explain_listen
-from allranks.record.__main__ import _raised_before
+from allranks.recording.__main__ import _raised_before
 
 
 def test_a_port_in_use_is_said_once_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:

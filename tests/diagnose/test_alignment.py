@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from allranks.diagnose.alignment import CallDifference, CallPair, usual_next
-from allranks.diagnose.phrasing import one_line
+from allranks.diagnosis.alignment import CallDifference, CallPair, usual_next
+from allranks.diagnosis.phrasing import one_line
 
 
 def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> CallPair:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import Diagnosis, Finding
 

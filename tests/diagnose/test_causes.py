@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.model.diagnosis import FileNote, RankNow
 from allranks.model.trace import Flag, Frame, Progress, RankTrace, State
 
@@ -420,7 +420,7 @@ def test_a_large_job_is_settled_by_its_newest_calls(monkeypatch: pytest.MonkeyPa
     """The verdict is the same, and the report says what was examined."""
     traces = _traces(with_change(LAYOUT.programs(60), 5, AT + 6 * 50, STUCK), "nccl")
     whole = expect(diagnose(traces), "missing_rank", 5)
-    monkeypatch.setattr("allranks.diagnose.verdict.LARGE_JOB", 8 * 130)
+    monkeypatch.setattr("allranks.diagnosis.verdict.LARGE_JOB", 8 * 130)
     result = diagnose(traces)
     verdict = expect(result, "missing_rank", 5)
     assert (verdict.group, verdict.sequence) == (whole.group, whole.sequence)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from allranks.diagnose.divergence import find_divergence
+from allranks.diagnosis.divergence import find_divergence
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import RankTrace, State
 

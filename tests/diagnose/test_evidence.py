@@ -10,10 +10,10 @@ import pytest
 
 from allranks.api.functions import diagnose
 from allranks.cli import main
-from allranks.diagnose.phrasing import is_internal, user_frame
+from allranks.diagnosis.phrasing import is_internal, user_frame
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot, StackFrame, ThreadStack
 from allranks.model.trace import Frame
-from allranks.stacks import classify, read_capture, write_bundle
+from allranks.stacktraces import classify, read_capture, write_bundle
 
 CASES = Path(__file__).parent / "cases"
 PYSPY = """Process {pid}: python train.py

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 
 from .facts import false_statements
 from .gallery_module import HANGS, gallery

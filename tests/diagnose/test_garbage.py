@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.model.trace import CALL, Frame, Group, RankTrace, Shapes, TraceHeader
 from allranks.report import as_json, html, perfetto, text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as tell
 from allranks.load import load_paths

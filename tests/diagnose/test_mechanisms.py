@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.diagnose import DiagnoseOptions, diagnose
-from allranks.diagnose.kinds import CAUSES, KINDS, PHRASES, fill
+from allranks.diagnosis import DiagnoseOptions, diagnose
+from allranks.diagnosis.kinds import CAUSES, KINDS, PHRASES, fill
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.trace import Frame, Progress, RankTrace, Shapes, State
 

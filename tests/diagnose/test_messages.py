@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import State
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import Diagnosis
 

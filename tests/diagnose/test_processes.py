@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.diagnose.process_verdict import explain_processes
+from allranks.diagnosis.process_verdict import explain_processes
 from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook, WaitFor
 from allranks.model.stacks import StackFrame
 

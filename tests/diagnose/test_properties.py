@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.diagnose import diagnose
-from allranks.diagnose.align import align
-from allranks.diagnose.graph import wait_graph
-from allranks.diagnose.match import find_mismatches
-from allranks.diagnose.waits import find_blocked
+from allranks.diagnosis import diagnose
+from allranks.diagnosis.align import align
+from allranks.diagnosis.graph import wait_graph
+from allranks.diagnosis.match import find_mismatches
+from allranks.diagnosis.waits import find_blocked
 from allranks.model.trace import RankTrace
 
 from . import reference

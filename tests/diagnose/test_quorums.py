@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.model.trace import RankTrace
 
 from .histories import STUCK, Do, run

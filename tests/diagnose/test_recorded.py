@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import RankTrace

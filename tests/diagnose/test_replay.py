@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.diagnose import DiagnoseOptions, diagnose
-from allranks.diagnose.align import align
-from allranks.diagnose.replay import Await, EndProcess, MarkStep, PostCall, ReplayPlan, plan_replay
-from allranks.diagnose.replay_script import write_script
+from allranks.diagnosis import DiagnoseOptions, diagnose
+from allranks.diagnosis.align import align
+from allranks.diagnosis.replay import Await, EndProcess, MarkStep, PostCall, ReplayPlan, plan_replay
+from allranks.diagnosis.replay_script import write_script
 from allranks.model.diagnosis import Finding, RankNow
 from allranks.model.trace import Frame, Group, RankTrace
 

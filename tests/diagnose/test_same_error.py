@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allranks.diagnose.weak_findings import same_error
+from allranks.diagnosis.weak_findings import same_error
 
 TEXT = "exception: RuntimeError (train.py:5): Could not find the default backend type 2 for Process Group with name nccl."
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import Diagnosis
 from allranks.report.text import render

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.diagnose import DiagnoseOptions, diagnose
+from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.trace import RankTrace, State
 

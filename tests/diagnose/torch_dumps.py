@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.load import load_paths
 from allranks.model.diagnosis import Diagnosis
 

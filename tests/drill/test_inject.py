@@ -17,8 +17,8 @@ import os
 import signal
 import allranks.drill.preload as inject          # a warm process imports this before it knows its rank
 os.environ["RANK"] = "2"
-from allranks.record.options import RecorderOptions
-from allranks.record.recorder import Recorder
+from allranks.recording.options import RecorderOptions
+from allranks.recording.recorder import Recorder
 Recorder(RecorderOptions(enabled=False)).step(7)
 """
 

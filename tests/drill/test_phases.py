@@ -15,8 +15,8 @@ from allranks.errors import InputError
 
 RANK = """
 import allranks.drill.preload as preload
-from allranks.record.options import RecorderOptions
-from allranks.record.recorder import Recorder
+from allranks.recording.options import RecorderOptions
+from allranks.recording.recorder import Recorder
 recorder = Recorder(RecorderOptions(enabled=False))
 for step in (0, 1, 1, 2):
     preload.reach("save")

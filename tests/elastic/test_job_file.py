@@ -23,7 +23,7 @@ from allranks.elastic.config import load_config
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options
 from allranks.model.options import key_of, meanings
-from allranks.stacks.debug_config import (
+from allranks.stacktraces.debug_config import (
     OF_RUN,
     DebugOptions,
     parse_debug,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from allranks.goodput.history import NodeHistory
-from allranks.goodput.nodes import NodeEvent
+from allranks.ledger.history import NodeHistory
+from allranks.ledger.nodes import NodeEvent
 
 
 def main(place: str, writer: str, first: int) -> None:

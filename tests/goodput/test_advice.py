@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from allranks.goodput.advice import advise, best_interval_s, expected_loss, find_intervals, replay
-from allranks.goodput.file import NodeLedger
-from allranks.goodput.records import Booked, Outage, Record, RunEnd, RunStart
-from allranks.goodput.summary import JobAccount, account
+from allranks.ledger.advice import advise, best_interval_s, expected_loss, find_intervals, replay
+from allranks.ledger.file import NodeLedger
+from allranks.ledger.records import Booked, Outage, Record, RunEnd, RunStart
+from allranks.ledger.summary import JobAccount, account
 from goodput.timelines import T0
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from allranks.goodput.records import Outage
+from allranks.ledger.records import Outage
 from goodput.timelines import T0, PaperRank, book, ns, totals
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.goodput.history import HistoryWriter, NodeHistory, default_place, known_bad
-from allranks.goodput.nodes import BadNode, NodeEvent, judge_nodes, outage_events
-from allranks.goodput.records import Outage
+from allranks.ledger.history import HistoryWriter, NodeHistory, default_place, known_bad
+from allranks.ledger.nodes import BadNode, NodeEvent, judge_nodes, outage_events
+from allranks.ledger.records import Outage
 
 NOW = 1_790_000_000.0
 DAY = 86400.0
@@ -129,8 +129,8 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_locked_file_does_not_hold_up_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = str(tmp_path / "h")
     NodeHistory(place).record([event("n1", "j", 1)])
-    monkeypatch.setattr("allranks.goodput.history.BUSY_S", 0.05)
-    monkeypatch.setattr("allranks.goodput.history.CLOSE_S", 0.5)
+    monkeypatch.setattr("allranks.ledger.history.BUSY_S", 0.05)
+    monkeypatch.setattr("allranks.ledger.history.CLOSE_S", 0.5)
     holder = sqlite3.connect(place, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     writer = HistoryWriter(NodeHistory(place))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from allranks.goodput.accounts import Accounts
-from allranks.goodput.agent import LedgerKeeper
-from allranks.goodput.file import find_ledgers, ledger_path, line_of, read_ledger
-from allranks.goodput.records import Booked, Outage, Record, RunEnd, RunStart
-from allranks.goodput.report import Price, end_line, render_page, render_text, to_object
-from allranks.goodput.summary import account, by_window
+from allranks.ledger.accounts import Accounts
+from allranks.ledger.agent import LedgerKeeper
+from allranks.ledger.file import find_ledgers, ledger_path, line_of, read_ledger
+from allranks.ledger.records import Booked, Outage, Record, RunEnd, RunStart
+from allranks.ledger.report import Price, end_line, render_page, render_text, to_object
+from allranks.ledger.summary import account, by_window
 from goodput.timelines import T0, PaperRank
 
 

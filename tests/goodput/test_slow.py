@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from allranks.goodput.arrivals import wait_shares
-from allranks.goodput.changes import find_change
-from allranks.goodput.slow import Lateness, find_slow
+from allranks.ledger.arrivals import wait_shares
+from allranks.ledger.changes import find_change
+from allranks.ledger.slow import Lateness, find_slow
 from allranks.model.trace import CALL, Frame, Group, RankTrace, State, TraceHeader
 
 T0 = 1_790_000_000.0

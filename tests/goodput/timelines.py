@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.phases import FIRST, PhaseMark
-from allranks.goodput.accounts import Accounts
-from allranks.goodput.records import Booked, Outage
+from allranks.ledger.accounts import Accounts
+from allranks.ledger.records import Booked, Outage
 from allranks.watch.samples import RankSample
 
 T0 = 1_790_000_000.0

@@ -17,7 +17,7 @@ from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.stacks import RankState, StacksReport
-from allranks.stacks.classify import find_culprits
+from allranks.stacktraces.classify import find_culprits
 from boxes import write_box
 
 GONE = 2**22  # no process has such a number

@@ -9,7 +9,7 @@ from pathlib import Path
 from allranks.incidents.node_report import BoxFacts, build_report, parse_gpus, step_time
 from allranks.incidents.rank_logs import find_logs, tail
 from allranks.model.cluster import GpuReport
-from allranks.record import Recorder, RecorderOptions
+from allranks.recording import Recorder, RecorderOptions
 from allranks.watch.samples import RankSample, read_samples
 
 NOW = 1_800_000_000.0

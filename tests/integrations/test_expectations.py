@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.stacks import CollectOptions, collect
-from allranks.stacks.find import targets_of
+from allranks.stacktraces import CollectOptions, collect
+from allranks.stacktraces.find import targets_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/understand/moving.md"
@@ -103,7 +103,7 @@ def test_a_size_mismatch_that_gloo_aborts_is_told_with_both_lines(tmp_path: Path
     env = {**os.environ, "ALLRANKS_DIR": str(tmp_path / "boxes"), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(
-        [*words, "-m", "allranks.record", "crash.py"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [*words, "-m", "allranks.recording", "crash.py"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )  # fmt: skip
     assert ran.returncode != 0
     asked = [sys.executable, "-m", "allranks", "diagnose", str(tmp_path / "boxes")]

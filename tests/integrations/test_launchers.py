@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from tests.integrations.programs.faults import KILLS
 
-from allranks.stacks.procfs import descendants
+from allranks.stacktraces.procfs import descendants
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = int(os.environ.get("PROGRAM_LIMIT_S", "240"))
-RECORD = "allranks.record"
+RECORD = "allranks.recording"
 ROW = '{"reason"'  # a collection, as `watch --json` prints it
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(LIMIT_S + 60)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.stacks import CollectOptions, classify, collect
-from allranks.stacks.find import Selection, find_targets
+from allranks.stacktraces import CollectOptions, classify, collect
+from allranks.stacktraces.find import Selection, find_targets
 
 SERVER = Path(__file__).parents[2] / "examples" / "serving" / "server.py"
 

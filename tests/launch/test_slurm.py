@@ -26,7 +26,7 @@ from allranks.launch.slurm import (
     sbatch_script,
     srun_words,
 )
-from allranks.stacks import read_capture
+from allranks.stacktraces import read_capture
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import main
-from allranks.diagnose import verdict
+from allranks.diagnosis import verdict
 from allranks.load import LoadOptions, load_paths
 from allranks.model.trace import State
 

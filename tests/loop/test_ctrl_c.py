@@ -98,6 +98,6 @@ def test_ctrl_c_of_a_watch_by_pid_leaves_the_job_alone(tmp_path: Path) -> None:
 
 
 def _catches(pid: int) -> bool:
-    from allranks.stacks.procfs import catches
+    from allranks.stacktraces.procfs import catches
 
     return catches(pid, signal.SIGQUIT)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from allranks import record
+from allranks import recording as record
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.reader import read_trace
 from allranks.errors import GroupAborted
@@ -26,9 +26,9 @@ from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.model.trace import State
-from allranks.record.groups import GroupState
-from allranks.record.options import RecorderOptions
-from allranks.record.writer import CallWriter
+from allranks.recording.groups import GroupState
+from allranks.recording.options import RecorderOptions
+from allranks.recording.writer import CallWriter
 
 
 class Slow:

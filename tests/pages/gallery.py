@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.model.diagnosis import RankNow
 from allranks.model.incident import Action, Incident, Moment
 from allranks.model.stacks import RankState, StackFrame, StacksReport
 from allranks.model.trace import CALL, Frame, Group, RankTrace, Shapes, State, TraceHeader
 from allranks.report import html
 from allranks.report.story import RankEvidence, chosen_ranks, rank_evidence, render_story
-from allranks.stacks.html import render_html
-from allranks.stacks.text import Node
+from allranks.stacktraces.html import render_html
+from allranks.stacktraces.text import Node
 
 CHROMIUM = "/usr/bin/chromium"
 WIDTHS, SCHEMES = (400, 1000, 1600), ("light", "dark")

@@ -13,8 +13,8 @@ from allranks.blackbox.file_writer import Box
 from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import RankTrace, State
-from allranks.record.options import RecorderOptions
-from allranks.record.writer import CallWriter
+from allranks.recording.options import RecorderOptions
+from allranks.recording.writer import CallWriter
 
 
 def traces(folder: Path) -> dict[int, RankTrace]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.record.options import fast
+from allranks.recording.options import fast
 
 
 @pytest.fixture

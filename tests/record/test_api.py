@@ -16,12 +16,12 @@ import pytest
 from tests.ports import held_port
 
 import allranks
-from allranks import record
+from allranks import recording as record
 from allranks.blackbox import files
 from allranks.blackbox.header import read_header
 from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks
-from allranks.record.options import from_environment, tolerant
+from allranks.recording.options import from_environment, tolerant
 
 PLAIN = """
 import sys, torch, torch.distributed as dist
@@ -52,7 +52,7 @@ def test_the_wrapper_records_a_script_that_knows_nothing_of_us(
     """It sees its own arguments and import path, also where a launcher puts one first; its line is on the recorded stack."""
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
-    words = [sys.executable, "-m", "allranks.record", *local_rank, str(script), "--lr", "1"]
+    words = [sys.executable, "-m", "allranks.recording", *local_rank, str(script), "--lr", "1"]
     done = subprocess.run(words, env=_env(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{[*local_rank, '--lr', '1']} {tmp_path}"
@@ -65,13 +65,13 @@ def test_the_wrapper_records_a_script_that_knows_nothing_of_us(
 def test_the_wrapper_without_a_script_says_how_to_use_it() -> None:
     """Exit code 2 and one line."""
     done = subprocess.run(
-        [sys.executable, "-m", "allranks.record"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "allranks.recording"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: python -m allranks.record")
+    assert done.stderr.startswith("usage: python -m allranks.recording")
 
 
-@pytest.mark.parametrize("module", ["allranks.record", "allranks.launch.rank_entry"])
+@pytest.mark.parametrize("module", ["allranks.recording", "allranks.launch.rank_entry"])
 def test_a_script_that_raises_shows_its_own_frames_only(module: str, folder: Path, tmp_path: Path) -> None:
     """Ten frames of runpy and of this package stood before its line. Of one that cannot be compiled: its line."""
     shown = []
@@ -92,9 +92,9 @@ def test_a_script_that_raises_shows_its_own_frames_only(module: str, folder: Pat
 
 
 def test_record_is_a_module_and_a_function_and_needs_no_torch_to_import() -> None:
-    """`allranks.record()` and `allranks.record.step` both work; neither name imports torch."""
+    """`allranks.record()` and `allranks.recording.step` both work; neither name imports torch."""
     code = (
-        "import sys, allranks; f = allranks.record; import allranks.record as m; assert f is m and callable(m);"
+        "import sys, allranks; f = allranks.record; import allranks.recording as m; assert f is m and callable(m);"
         "allranks.step(1); allranks.Recorder; allranks.FlightRecorderHook;\n"
         "with allranks.expect('eval', up_to_s=1): pass\n"
         "print('torch' in sys.modules)"

@@ -66,7 +66,7 @@ def test_every_process_that_makes_a_group_has_a_black_box(tmp_path: Path, env: d
 
 
 def test_a_process_without_groups_is_left_alone(tmp_path: Path, env: dict[str, str]) -> None:
-    code = "import sys, torch.distributed as dist; print('allranks.record.recorder' in sys.modules)"
+    code = "import sys, torch.distributed as dist; print('allranks.recording.recorder' in sys.modules)"
     done = _python(code, env)
     assert (done.stdout, done.stderr) == ("False\n", "")
     assert not (tmp_path / "boxes").exists()
@@ -95,7 +95,7 @@ def test_a_torch_that_we_do_not_know_is_left_as_it_is(tmp_path: Path, env: dict[
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").touch()
     (package / "distributed_c10d.py").write_text("found = 1")
-    code = "import torch.distributed.distributed_c10d as c, sys; print(c.found, 'allranks.record.auto' in sys.modules)"
+    code = "import torch.distributed.distributed_c10d as c, sys; print(c.found, 'allranks.recording.auto' in sys.modules)"
     done = _python(code, env)
     assert (done.stdout, done.stderr) == ("1 True\n", "")
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import allranks
 from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks
-from allranks.record import FlightRecorderHook
+from allranks.recording import FlightRecorderHook
 
 REQUIRED = {
     "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "profiling_name",
@@ -300,7 +300,7 @@ def test_a_shared_hook_writes_into_the_recorders_box_and_dumps_only_its_own(
 
 def test_the_whole_name_is_taken_when_asked_for(tmp_path: Path) -> None:
     """TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME=1: no rank is added."""
-    from allranks.record.comm_hook import dump_path
+    from allranks.recording.comm_hook import dump_path
 
     name = str(tmp_path / "exactly")
     assert dump_path(3, {"TORCHCOMM_FR_DUMP_TEMP_FILE": name}) == Path(f"{name}3")

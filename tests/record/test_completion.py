@@ -19,8 +19,8 @@ from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.trace import Flag, State
-from allranks.record.groups import GroupState
-from allranks.record.writer import is_timeout
+from allranks.recording.groups import GroupState
+from allranks.recording.writer import is_timeout
 
 from .boxes import LateWork, make_writer, ops, states, traces
 

@@ -13,8 +13,8 @@ import torch
 
 from allranks.blackbox.reader import read_trace
 from allranks.model.trace import Flag, State
-from allranks.record.groups import GroupState
-from allranks.record.writer import CallWriter
+from allranks.recording.groups import GroupState
+from allranks.recording.writer import CallWriter
 
 from .boxes import LateWork, make_writer, states
 
@@ -64,7 +64,7 @@ def driver() -> _Driver:
 
 
 def _marking(tmp_path: Path, driver: _Driver) -> tuple[CallWriter, GroupState]:
-    module = pytest.importorskip("allranks.record._fast", reason="the part in C was not built")
+    module = pytest.importorskip("allranks.recording._fast", reason="the part in C was not built")
     writer = make_writer(tmp_path, "c")
     writer.markers = module.Markers(writer.ring, *driver.parts)
     return writer, GroupState(1, "g", (0, 1), "nccl", 0)
@@ -72,8 +72,8 @@ def _marking(tmp_path: Path, driver: _Driver) -> tuple[CallWriter, GroupState]:
 
 def _method(writer: CallWriter, group: GroupState, original: Callable[..., Any]) -> tuple[object, Any]:
     """A group and its send(), recorded in C."""
-    from allranks.record import _fast
-    from allranks.record.torch_internals import FAST, NO_OPTIONS
+    from allranks.recording import _fast
+    from allranks.recording.torch_internals import FAST, NO_OPTIONS
 
     target = object()
     groups = {id(target): group.counters}
@@ -118,7 +118,7 @@ def test_a_work_that_was_waited_for_in_c_is_let_go_and_its_event_followed(
     tmp_path: Path, driver: _Driver
 ) -> None:
     """The call made last and those before it, whatever their order; a wait that fails is a failed call."""
-    from allranks.record import _fast
+    from allranks.recording import _fast
 
     writer, group = _marking(tmp_path, driver)
     works = [LateWork() for _ in range(4)]
@@ -150,7 +150,7 @@ def test_a_work_that_was_waited_for_in_c_is_let_go_and_its_event_followed(
 
 def test_a_batch_in_c_ends_with_its_work_its_event_or_its_error(tmp_path: Path, driver: _Driver) -> None:
     """Its row stands for its parts, however the library answers; the next call is none of them."""
-    from allranks.record import _fast
+    from allranks.recording import _fast
 
     writer, group = _marking(tmp_path, driver)
     target, send = _method(writer, group, lambda *args: None)

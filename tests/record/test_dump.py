@@ -25,9 +25,9 @@ from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.torch_dump import profiling_name, to_torch_dump
 from allranks.model.trace import Group
-from allranks.record import torch_internals as internals
-from allranks.record.dump import dump_ended_ranks
-from allranks.record.options import from_environment
+from allranks.recording import torch_internals as internals
+from allranks.recording.dump import dump_ended_ranks
+from allranks.recording.options import from_environment
 
 ENTRY = {
     "record_id", "pg_id", "process_group", "thread_name", "thread_id", "collective_seq_id", "p2p_seq_id", "op_id",
@@ -187,7 +187,7 @@ def test_a_script_may_set_the_prefix_of_dumps_itself(folder: Path, tmp_path: Pat
 OTHER_RING = """
 import pickle, torch, torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from allranks.record.dump import native_dumps
+from allranks.recording.dump import native_dumps
 
 class Mine(c10d.Backend):
     def name(self):
@@ -357,7 +357,7 @@ def test_the_command_takes_boxes_from_a_job_that_hangs(
 
 NATIVE = """
 import pickle, sys, torch, torch.distributed as dist
-from allranks.record.dump import native_dumps
+from allranks.recording.dump import native_dumps
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
 entries = pickle.loads(native_dumps()["fr"])["entries"]
@@ -373,7 +373,7 @@ def test_torchs_own_recorder_is_harvested_without_importing_its_compiler() -> No
 
 def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
     """Asking for NCCL's dump from outside answers at once."""
-    from allranks.record.dump import ask_through_pipe
+    from allranks.recording.dump import ask_through_pipe
 
     assert not ask_through_pipe(str(tmp_path / "pipe_"), 0)
     os.mkfifo(tmp_path / "pipe_0.pipe")

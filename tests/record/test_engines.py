@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from allranks.model.trace import RankTrace
-from allranks.record.options import fast
+from allranks.recording.options import fast
 
 from .boxes import record_ranks
 

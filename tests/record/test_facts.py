@@ -24,9 +24,9 @@ from allranks.drill.ranks import signal as reached
 from allranks.load import load_paths
 from allranks.model.torch_dump import to_torch_dump
 from allranks.model.trace import CALL, Flag, RankTrace
-from allranks.record.groups import GroupState
-from allranks.record.options import RecorderOptions
-from allranks.record.writer import CallWriter
+from allranks.recording.groups import GroupState
+from allranks.recording.options import RecorderOptions
+from allranks.recording.writer import CallWriter
 
 from .boxes import ops, traces
 

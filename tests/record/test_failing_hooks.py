@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 import allranks
 from allranks.drill.ranks import Ranks
-from allranks.record import (
+from allranks.recording import (
     hook,
     recorder,
     recording_group,
@@ -31,7 +31,7 @@ from allranks.record import (
     stack,
     writer,
 )
-from allranks.record import torch_internals as internals
+from allranks.recording import torch_internals as internals
 
 fired = 0
 changed: list[tuple[Any, str, Any]] = []

@@ -21,8 +21,8 @@ from allranks.blackbox.header import read_header
 from allranks.blackbox.reader import find_boxes
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
-from allranks.record.options import RecorderOptions
-from allranks.record.recorder import Recorder
+from allranks.recording.options import RecorderOptions
+from allranks.recording.recorder import Recorder
 
 from .boxes import ops, traces
 
@@ -123,7 +123,7 @@ def _loads_data(rank: int, world: int) -> int:
     if pid == 0:
         code = 1
         try:
-            assert allranks.record.current() is None
+            assert allranks.recording.current() is None
             mine = allranks.record(rank=90 + rank)  # a child may record, into a box of its own
             code = 0 if mine.active and mine.path and f"p{os.getpid()}" in mine.path.name else 2
         finally:

@@ -26,7 +26,7 @@ from allranks.blackbox.header import is_alive, start_ticks
 from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import State
-from allranks.stacks.debuggers import find_pyspy
+from allranks.stacktraces.debuggers import find_pyspy
 
 from .test_never_breaks import _train
 
@@ -45,8 +45,8 @@ def _few_descriptors(rank: int, world: int, left: int) -> tuple[bool, list[str]]
 
 def _train_module() -> None:
     """What recording imports must not need the descriptors that are measured."""
-    import allranks.record.hook
-    import allranks.record.recorder  # noqa: F401
+    import allranks.recording.hook
+    import allranks.recording.recorder  # noqa: F401
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
@@ -75,7 +75,7 @@ def _shared_memory_is_full(rank: int, world: int, full: str, temporary: str) -> 
     os.environ.pop("ALLRANKS_DIR", None)
     files.tempfile.tempdir = temporary
     active, said = _train(rank, world)
-    recorder = allranks.record.current()
+    recorder = allranks.recording.current()
     assert active and recorder is not None
     return str(recorder.path), said
 
@@ -157,7 +157,7 @@ def test_a_reused_pid_is_not_the_process_that_wrote_the_box() -> None:
 
 LOOK = """
 import json, os, sys
-from allranks.stacks.debuggers import run_pyspy
+from allranks.stacktraces.debuggers import run_pyspy
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 run = run_pyspy(sys.argv[1], int(sys.argv[2]))
 print(json.dumps([run.output, run.problem]))

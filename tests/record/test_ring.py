@@ -22,8 +22,8 @@ from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.errors import InputError
 from allranks.model.trace import CALL, Flag, State
-from allranks.record.row_writer import make_ring
-from allranks.stacks.boxes import find_boxes
+from allranks.recording.row_writer import make_ring
+from allranks.stacktraces.boxes import find_boxes
 
 
 def _box(path: Path, capacity: int = 32, heap: int = 1 << 16) -> Box:
@@ -43,7 +43,7 @@ def _begin(ring: object, number: int) -> int:
 
 def test_a_row_is_the_same_whoever_writes_it(tmp_path: Path) -> None:
     """C and Python write the same bytes, times and thread apart."""
-    pytest.importorskip("allranks.record._fast", reason="the part in C was not built")
+    pytest.importorskip("allranks.recording._fast", reason="the part in C was not built")
     rows = []
     for engine in ("c", "python"):
         box = _box(tmp_path / f"{engine}.box")

@@ -20,7 +20,7 @@ import allranks
 from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import REDUCE_OPS, Flag, State
-from allranks.record.groups import describe_group
+from allranks.recording.groups import describe_group
 
 from .boxes import last, ops, record_ranks, traces, where
 
@@ -392,7 +392,7 @@ def test_recording_started_after_the_group_was_made_still_sees_cpp(folder: Path)
 
 def _stop(rank: int, world: int) -> None:
     before = dict(vars(dist.ProcessGroup))
-    recorder = allranks.record.current()
+    recorder = allranks.recording.current()
     assert recorder is not None
     dist.all_reduce(torch.ones(1))
     recorder.close()

@@ -103,7 +103,7 @@ def test_gloo_aborts_the_innocent_rank_and_its_box_tells_why(folder: Path) -> No
 
 
 def _write_for_ever(rank: int, world: int, path: str) -> None:
-    from allranks.record.row_writer import make_ring
+    from allranks.recording.row_writer import make_ring
 
     box = Box(Path(path), 64, 1 << 16)
     box.open()

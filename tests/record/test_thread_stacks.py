@@ -20,7 +20,7 @@ from .boxes import ops, record_ranks, where
 
 
 def _without_frames(rank: int, world: int) -> None:
-    recorder = allranks.record.current()
+    recorder = allranks.recording.current()
     assert recorder is not None and recorder.path is not None
     for done in range(1, 4):
         arguments = ([torch.ones(1)], dist.AllreduceOptions())
@@ -48,7 +48,7 @@ def _in_library(file: str) -> Any:
 
 
 def _hooks_of_autograd(rank: int, world: int) -> None:
-    recorder = allranks.record.current()
+    recorder = allranks.recording.current()
     assert recorder is not None and recorder.path is not None
     function = _in_library("/opt/env/lib/python3/site-packages/sharded/hooks.py")
     for done, start in enumerate((_thread.start_new_thread, _python_thread, _thread.start_new_thread), 1):

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from allranks.record import torch_internals
-from allranks.record.torch_internals import missing
-from allranks.record.torch_names import PRIVATE
+from allranks.recording import torch_internals
+from allranks.recording.torch_internals import missing
+from allranks.recording.torch_names import PRIVATE
 
 PATTERN = re.compile(
     r"\btorch\.(?:\w+\.)*_[a-z]\w*|\bdistributed_c10d\b|\._(?:world|get_backend|device_types|torchdynamo)\w*"
@@ -65,7 +65,7 @@ USED = re.compile(
 
 
 def test_no_other_private_name_of_torch_is_used() -> None:
-    """Each one is in record/torch_names.py, with what it costs when it is gone."""
+    """Each one is in recording/torch_names.py, with what it costs when it is gone."""
     source = Path(torch_internals.__file__).parents[1]
     known = {word for name in PRIVATE for word in name.split(".")} | {"_inductor"}  # looked for, never called
     unknown = {}
@@ -82,7 +82,7 @@ def test_no_other_private_name_of_torch_is_used() -> None:
 
 BUILD = """
 import importlib.machinery, importlib.util, sys
-spec = importlib.util.spec_from_file_location("allranks.record._fast", sys.argv[1])
+spec = importlib.util.spec_from_file_location("allranks.recording._fast", sys.argv[1])
 try:
     importlib.util.module_from_spec(spec)
     print("loaded")

@@ -9,7 +9,7 @@ from torch._utils import ExceptionWrapper
 
 from allranks.blackbox.header import read_header
 from allranks.errors import InputError
-from allranks.record.side_thread import _of_worker, user_line
+from allranks.recording.side_thread import _of_worker, user_line
 
 
 def test_an_exception_raised_inside_our_own_code_is_located_at_the_users_line(tmp_path: Path) -> None:

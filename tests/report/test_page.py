@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.model.diagnosis import Diagnosis
 from allranks.model.trace import Frame, Group, RankTrace, TraceHeader
 from allranks.report import html

@@ -12,7 +12,7 @@ import pytest
 
 from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import main
-from allranks.diagnose import diagnose
+from allranks.diagnosis import diagnose
 from allranks.report import chrome_trace, perfetto
 from allranks.report.timeline import lanes_of
 from pages.gallery import make_traces

@@ -61,10 +61,10 @@ from allranks.load.reading import Reader
 from allranks.load.sources import DumpSource, LoadOptions, Unreadable, is_tar, tar_members, zip_members
 from allranks.model.cluster import Member, MemberLost, Quorum
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot
-from allranks.stacks.bundle import encode as encode_bundle
-from allranks.stacks.bundle import read_capture
-from allranks.stacks.debug_config import read_debug_options
-from allranks.stacks.debuggers import (
+from allranks.stacktraces.bundle import encode as encode_bundle
+from allranks.stacktraces.bundle import read_capture
+from allranks.stacktraces.debug_config import read_debug_options
+from allranks.stacktraces.debuggers import (
     parse_faulthandler,
     parse_gdb,
     parse_json,
@@ -72,7 +72,7 @@ from allranks.stacks.debuggers import (
     parse_pystack,
     parse_text,
 )
-from allranks.stacks.raw_files import read_raw
+from allranks.stacktraces.raw_files import read_raw
 
 MEMBER = Member("replica-0", "s", "node", "10.0.0.1:1", "10.0.0.1:2", 7, data='{"a": 1}')
 CONFIG = (Path(__file__).parents[2] / "examples" / "job.yaml").read_bytes()

@@ -12,7 +12,7 @@ import pytest
 from allranks.api.functions import diagnose
 from allranks.cli import main
 from allranks.model.stacks import CAUSES, ProcessCapture
-from allranks.stacks import classify, read_bundle, read_capture, write_bundle
+from allranks.stacktraces import classify, read_bundle, read_capture, write_bundle
 
 CASES = Path(__file__).parent / "cases"
 HANGS = sorted(path.name for path in (CASES / "hangs").iterdir())

@@ -20,11 +20,11 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadStack,
 )
-from allranks.stacks import classify, read_capture
-from allranks.stacks.debuggers import ToolRun, explain_pyspy, parse_kernels, run_tool
-from allranks.stacks.patterns import load_patterns, parse_patterns
-from allranks.stacks.procfs import parse_syscall
-from allranks.stacks.text import grow_tree, render_text
+from allranks.stacktraces import classify, read_capture
+from allranks.stacktraces.debuggers import ToolRun, explain_pyspy, parse_kernels, run_tool
+from allranks.stacktraces.patterns import load_patterns, parse_patterns
+from allranks.stacktraces.procfs import parse_syscall
+from allranks.stacktraces.text import grow_tree, render_text
 
 CASES = Path(__file__).parent / "cases"
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks.cli import main
-from allranks.stacks import read_bundle
-from allranks.stacks.boxes import find_boxes
-from allranks.stacks.debuggers import (
+from allranks.stacktraces import read_bundle
+from allranks.stacktraces.boxes import find_boxes
+from allranks.stacktraces.debuggers import (
     parse_faulthandler,
     parse_gdb,
     parse_json,
@@ -22,7 +22,7 @@ from allranks.stacks.debuggers import (
     parse_pystack,
     parse_text,
 )
-from allranks.stacks.procfs import parse_facts
+from allranks.stacktraces.procfs import parse_facts
 
 CASE = Path(__file__).parent / "cases" / "hangs" / "gloo_allreduce_missing_rank"
 

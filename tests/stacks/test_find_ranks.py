@@ -15,9 +15,9 @@ from tests.boxes import write_box
 
 from allranks.blackbox import files
 from allranks.errors import InputError
-from allranks.stacks import procfs
-from allranks.stacks.boxes import LiveBox, find_boxes
-from allranks.stacks.find import (
+from allranks.stacktraces import procfs
+from allranks.stacktraces.boxes import LiveBox, find_boxes
+from allranks.stacktraces.find import (
     Selection,
     choose,
     coordinates,
@@ -27,7 +27,7 @@ from allranks.stacks.find import (
     number_ranks,
     split_jobs,
 )
-from allranks.stacks.procfs import ProcessEntry
+from allranks.stacktraces.procfs import ProcessEntry
 
 
 def test_titles_of_serving_engines_give_parallel_coordinates() -> None:
@@ -302,8 +302,8 @@ def test_the_processes_of_a_named_container_are_those_of_its_namespace(
     """The container's own tool names its first process (the tools cannot be installed here: a script answers)."""
     import os
 
-    from allranks.stacks.containers import container_pids
-    from allranks.stacks.debuggers import ToolRun, run_tool
+    from allranks.stacktraces.containers import container_pids
+    from allranks.stacktraces.debuggers import ToolRun, run_tool
 
     script = tmp_path / tool
     script.write_text("#!/bin/sh\ncat <<'X'\n" + answer.format(pid=os.getpid()) + "\nX\n")

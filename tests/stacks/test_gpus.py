@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from allranks.stacks import gpus
-from allranks.stacks.debuggers import dump_gpu_core
-from allranks.stacks.find import Target
-from allranks.stacks.gpus import GpuUse, all_wait, ask
+from allranks.stacktraces import gpus
+from allranks.stacktraces.debuggers import dump_gpu_core
+from allranks.stacktraces.find import Target
+from allranks.stacktraces.gpus import GpuUse, all_wait, ask
 
 SMI = """#!/bin/sh
 case "$1" in

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 import allranks
 from allranks.drill.ranks import Ranks, signal
 from allranks.model.stacks import StacksReport
-from allranks.stacks import CollectOptions, Stillness, classify, collect, targets_of
-from allranks.stacks.debuggers import find_pyspy
+from allranks.stacktraces import CollectOptions, Stillness, classify, collect, targets_of
+from allranks.stacktraces.debuggers import find_pyspy
 
 pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
 

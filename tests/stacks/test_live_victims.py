@@ -18,7 +18,7 @@ import pytest
 from allranks.cli import main
 from allranks.errors import InputError
 from allranks.model.stacks import RankState
-from allranks.stacks import (
+from allranks.stacktraces import (
     CollectOptions,
     Selection,
     classify,
@@ -28,8 +28,8 @@ from allranks.stacks import (
     targets_of,
     write_bundle,
 )
-from allranks.stacks.debuggers import ask_faulthandler, find_pyspy
-from allranks.stacks.procfs import catches
+from allranks.stacktraces.debuggers import ask_faulthandler, find_pyspy
+from allranks.stacktraces.procfs import catches
 
 from . import victims as v
 
@@ -325,7 +325,7 @@ def test_a_refusal_says_what_to_change(tmp_path: Path) -> None:
                 os.setgroups([])
                 os.setgid(65534)
                 os.setuid(65534)
-                from allranks.stacks.debuggers import explain_pyspy, may_ptrace
+                from allranks.stacktraces.debuggers import explain_pyspy, may_ptrace
 
                 text = f"{may_ptrace(victim.pid)} " + explain_pyspy("Error: Permission Denied", victim.pid)
                 text += explain_pyspy("Error: Failed to get process executable name", victim.pid)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.stacks.debug_config import DebugOptions
-from allranks.stacks.debuggers import find_pyspy
+from allranks.stacktraces.debug_config import DebugOptions
+from allranks.stacktraces.debuggers import find_pyspy
 from allranks.watch.sidecar import Sidecar
 
 pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
@@ -136,7 +136,7 @@ def test_ranks_that_burn_cpu_in_nccl_are_told_by_its_operation_counts(
     server = threading.Thread(target=serve)
     server.start()
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    from allranks.stacks import ras
+    from allranks.stacktraces import ras
 
     monkeypatch.setattr(ras.ask, "__defaults__", (address,))
     sidecar = Sidecar(DebugOptions(), tmp_path)

@@ -14,15 +14,22 @@ from pathlib import Path
 import pytest
 
 from allranks.cli.stacks_tree import finding_json
-from allranks.diagnose.process_verdict import explain_processes
+from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
 from allranks.model.processes import JobLook, Process
-from allranks.stacks import source
-from allranks.stacks.debug_config import DebugOptions
-from allranks.stacks.html import render_processes
-from allranks.stacks.roles import give_roles, load_roles, parse_roles, with_roles
-from allranks.stacks.tasks import line_at, read_tasks
-from allranks.stacks.tree import LookOptions, find_tree, how_ended, look_at_processes, read_looks, write_look
+from allranks.stacktraces import source
+from allranks.stacktraces.debug_config import DebugOptions
+from allranks.stacktraces.html import render_processes
+from allranks.stacktraces.roles import give_roles, load_roles, parse_roles, with_roles
+from allranks.stacktraces.tasks import line_at, read_tasks
+from allranks.stacktraces.tree import (
+    LookOptions,
+    find_tree,
+    how_ended,
+    look_at_processes,
+    read_looks,
+    write_look,
+)
 
 
 @contextmanager

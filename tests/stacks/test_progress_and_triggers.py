@@ -22,13 +22,13 @@ from allranks.model.stacks import (
     RankMarks,
     RasReply,
 )
-from allranks.stacks import Stillness, classify, procfs, ras, read_capture
-from allranks.stacks.debug_config import (
+from allranks.stacktraces import Stillness, classify, procfs, ras, read_capture
+from allranks.stacktraces.debug_config import (
     DebugOptions,
     parse_debug,
     read_debug_options,
 )
-from allranks.stacks.progress import decide_progress
+from allranks.stacktraces.progress import decide_progress
 from allranks.watch.samples import RankSample
 from allranks.watch.sidecar import Sidecar
 

@@ -15,8 +15,8 @@ from allranks.model.stacks import (
     StackFrame,
     ThreadStack,
 )
-from allranks.stacks import classify, read_capture
-from allranks.stacks.text import compress, find_outliers, grow_tree, render_text
+from allranks.stacktraces import classify, read_capture
+from allranks.stacktraces.text import compress, find_outliers, grow_tree, render_text
 
 CASES = Path(__file__).parent / "cases"
 
@@ -91,6 +91,6 @@ def test_a_very_deep_stack_is_no_problem() -> None:
     capture = Capture((ProcessCapture(0, None, 1, snapshots=(shot,)),))
     roots = grow_tree(capture)
     assert list(render_text(classify(capture), roots))
-    from allranks.stacks.html import render_html
+    from allranks.stacktraces.html import render_html
 
     assert "f4999" in render_html(classify(capture), roots)

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from allranks.model.stacks import ThreadFacts
-from allranks.stacks.procfs import parse_facts, read_facts
-from allranks.stacks.wait_limits import FOR_EVER, wait_limit_s
+from allranks.stacktraces.procfs import parse_facts, read_facts
+from allranks.stacktraces.wait_limits import FOR_EVER, wait_limit_s
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.stacks import read_bundle
-from allranks.stacks.debug_config import DebugOptions
-from allranks.stacks.debuggers import find_pyspy
+from allranks.stacktraces import read_bundle
+from allranks.stacktraces.debug_config import DebugOptions
+from allranks.stacktraces.debuggers import find_pyspy
 from allranks.watch.sidecar import MainThreadWork, Sidecar
 
 from . import victims as v
@@ -183,7 +183,7 @@ def test_running_processes_are_watched_by_pid_and_asked_on_demand(tmp_path: Path
 
 
 def _catches_quit(pid: int) -> bool:
-    from allranks.stacks.procfs import catches
+    from allranks.stacktraces.procfs import catches
 
     return catches(pid, signal.SIGQUIT)
 

@@ -14,8 +14,8 @@ import pytest
 from allranks.channel import web_client
 from allranks.errors import ConfigurationError
 from allranks.model.processes import Guilty, ProcessFinding
-from allranks.stacks.debug_config import DebugOptions
-from allranks.stacks.debuggers import find_pyspy
+from allranks.stacktraces.debug_config import DebugOptions
+from allranks.stacktraces.debuggers import find_pyspy
 from allranks.watch.role_actions import MAX_RESTARTS, choose_restart, restart_commands
 from allranks.watch.role_sidecar import RoleSidecar
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
-    from allranks.goodput.summary import JobAccount
+    from allranks.ledger.summary import JobAccount
     from allranks.load import LoadOptions, LoadResult
 
 
@@ -245,13 +245,13 @@ class StacksResult(PageResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `allranks stacks --json`."""
-        from allranks.stacks.text import grow_tree, report_json
+        from allranks.stacktraces.text import grow_tree, report_json
 
         return report_json(self.report, grow_tree(self.capture))
 
     def _page(self) -> str:
-        from allranks.stacks.html import render_html
-        from allranks.stacks.text import grow_tree
+        from allranks.stacktraces.html import render_html
+        from allranks.stacktraces.text import grow_tree
 
         return render_html(self.report, grow_tree(self.capture), made_s=time.time())
 
@@ -263,7 +263,7 @@ class StacksResult(PageResult):
         return pandas.DataFrame(rows)
 
     def __str__(self) -> str:
-        from allranks.stacks.text import grow_tree, render_text
+        from allranks.stacktraces.text import grow_tree, render_text
 
         return "\n".join(render_text(self.report, grow_tree(self.capture)))
 
@@ -343,7 +343,7 @@ def diagnose(
 
 def load_dumps(roots: list[str], options: LoadOptions) -> LoadResult:
     """The dumps; a rank that was asked for and is not among them is a mistake."""
-    from allranks.diagnose.phrasing import ranks_text
+    from allranks.diagnosis.phrasing import ranks_text
     from allranks.load import load_paths
 
     loaded = load_paths(roots, options)
@@ -362,7 +362,7 @@ def judge_dumps(
     The folder of an incident, and a job of which a hang is open, are judged as the agent judged it, unless a part of the
     dumps was `chosen`.
     """
-    from allranks.diagnose.verdict import DiagnoseOptions
+    from allranks.diagnosis.verdict import DiagnoseOptions
     from allranks.incidents.evidence import find_evidence, is_incident, read_incident
     from allranks.incidents.job_overview import find_open_hang
     from allranks.incidents.judge import judge
@@ -394,8 +394,8 @@ def stacks(
     rounds: int = 2,
 ) -> StacksResult:
     """What every rank on this node is doing, or was when a `folder` of captures was made."""
-    from allranks.stacks import CollectOptions, Selection, classify, collect, find_targets, read_capture
-    from allranks.stacks.find import RANK_TITLES
+    from allranks.stacktraces import CollectOptions, Selection, classify, collect, find_targets, read_capture
+    from allranks.stacktraces.find import RANK_TITLES
 
     if folder is not None:
         capture = read_capture(folder)
@@ -453,8 +453,8 @@ def goodput(*jobs: str, since: float = 0.0) -> JobAccount:
     `jobs`: the name of a job whose incidents are in ./allranks-incidents, folders of incidents, or ledger files. Of several jobs
     the last one counts. `since`: epoch seconds.
     """
-    from allranks.goodput.file import ledgers_at, read_jobs
-    from allranks.goodput.summary import account
+    from allranks.ledger.file import ledgers_at, read_jobs
+    from allranks.ledger.summary import account
 
     found = read_jobs(path for word in jobs or ("allranks-incidents",) for path in ledgers_at(str(word)))
     return account(list(found.values())[-1], since)

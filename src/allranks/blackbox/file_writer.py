@@ -1,7 +1,7 @@
 """Writes black box files (layout: blackbox/layout.py). No torch.
 
 `Box` is the rank's own. Every store is plain memory in a shared mapping: the kernel keeps it when the process dies in any way.
-It makes the box and fills its header and heap; the rows are written by `record/row_writer.py` or `_fast.c`.
+It makes the box and fills its header and heap; the rows are written by `recording/row_writer.py` or `_fast.c`.
 
 `box_bytes` makes a finished box of a RankTrace in one go, for conversion and for test data.
 """

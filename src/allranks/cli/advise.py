@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing to change, 1 there is advice, 2 no ledger."""
-    from allranks.goodput.advice import advise, find_intervals
+    from allranks.ledger.advice import advise, find_intervals
 
     accounts = read_accounts(args.jobs, moment_of(args.since))
     found = {one.job: advise(one) for one in accounts}

@@ -165,7 +165,7 @@ def _box_folder(name: str) -> str:
 
 def _load(paths: list[str], options: DiagnoseFlags, all_calls: bool) -> LoadResult:
     from allranks.api.functions import load_dumps
-    from allranks.diagnose.verdict import LARGE_JOB
+    from allranks.diagnosis.verdict import LARGE_JOB
     from allranks.load import LoadOptions
 
     bar = ProgressBar()
@@ -188,7 +188,7 @@ def _load(paths: list[str], options: DiagnoseFlags, all_calls: bool) -> LoadResu
 def _transformed(options: DiagnoseFlags, traces: list[RankTrace]) -> list[RankTrace]:
     if not options.transform_ft:
         return traces
-    from allranks.diagnose.align import transform_ft
+    from allranks.diagnosis.align import transform_ft
 
     return [transform_ft(trace, options.group_world_size) for trace in traces]
 

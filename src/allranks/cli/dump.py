@@ -133,7 +133,7 @@ def _fetch(args: argparse.Namespace, folder: str) -> str:
 
 
 def _dump(args: argparse.Namespace) -> int:
-    from allranks.record.dump import ask_through_pipe
+    from allranks.recording.dump import ask_through_pipe
 
     headers = _choose(args)
     if args.list:
@@ -255,7 +255,7 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
     from pathlib import Path
 
     from allranks.model.files import write_atomically
-    from allranks.record.dump import Content, dump_bytes
+    from allranks.recording.dump import Content, dump_bytes
 
     folder = Path(args.output) if args.output else Path(f"allranks-dump-{headers[0].path.parent.name}")
     many = len({header.rank for header in headers}) < len(headers)

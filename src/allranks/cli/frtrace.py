@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 def _lines(args: argparse.Namespace) -> Iterator[str]:
     import time
 
-    from allranks.diagnose.align import transform_ft
+    from allranks.diagnosis.align import transform_ft
     from allranks.frtrace import render
     from allranks.frtrace.problems import analyse
     from allranks.load import LoadOptions, load_paths

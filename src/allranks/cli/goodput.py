@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from allranks.errors import InputError
 
 if TYPE_CHECKING:
-    from allranks.goodput.summary import JobAccount
+    from allranks.ledger.summary import JobAccount
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 when there is a ledger, 2 when there is none."""
-    from allranks.goodput.report import Price, render_page, render_text, to_object
+    from allranks.ledger.report import Price, render_page, render_text, to_object
 
     price = Price(args.gpu_hour)
     window_s = seconds_of(args.window) if args.window else 0.0
@@ -64,8 +64,8 @@ def main(args: argparse.Namespace) -> int:
 
 def read_accounts(words: list[str], since: float = 0.0) -> list[JobAccount]:
     """The account of every job that is meant, one for each name."""
-    from allranks.goodput.file import read_jobs
-    from allranks.goodput.summary import account
+    from allranks.ledger.file import read_jobs
+    from allranks.ledger.summary import account
 
     paths = [path for word in words or ["allranks-incidents"] for path in _ledgers_of(word)]
     return [account(ledgers, since) for ledgers in read_jobs(paths).values()]
@@ -73,7 +73,7 @@ def read_accounts(words: list[str], since: float = 0.0) -> list[JobAccount]:
 
 def _ledgers_of(word: str) -> list[Path]:
     """By a path, or by the name of a job that was run here."""
-    from allranks.goodput.file import find_ledgers, ledgers_at
+    from allranks.ledger.file import find_ledgers, ledgers_at
 
     if (found := ledgers_at(word)) or word == "allranks-incidents":
         return found

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 no bad node, 1 there are some, 2 the history cannot be read. --slurm-exclude: always 0."""
-    from allranks.goodput.history import NodeHistory, default_place
+    from allranks.ledger.history import NodeHistory, default_place
 
     place = args.place or default_place(os.environ)
     if not place:

@@ -15,8 +15,8 @@ from allranks.errors import InputError, require
 from allranks.model.options import check_options, option
 
 if TYPE_CHECKING:  # heavy: numpy comes with them
-    from allranks.diagnose import DiagnoseOptions
-    from allranks.diagnose.replay import ReplayPlan
+    from allranks.diagnosis import DiagnoseOptions
+    from allranks.diagnosis.replay import ReplayPlan
     from allranks.load import LoadResult
     from allranks.model.diagnosis import RankNow
 
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     if options.run:
         require("torch", feature="allranks replay --run", extra="torch")
     plan = make_plan(args.paths, options.processes)
-    from allranks.diagnose.replay_script import write_script
+    from allranks.diagnosis.replay_script import write_script
 
     write_whole(options.output, [write_script(plan, Path(options.output).name)])
     facts: dict[str, object] = {"schema": 1, "file": options.output, "ranks": list(plan.ranks), "same": None}
@@ -85,9 +85,9 @@ def _about(plan: ReplayPlan, name: str) -> str:
 def make_plan(paths: list[str], processes: int) -> ReplayPlan:
     """What the files of a job tell, as the calls of a few processes."""
     from allranks.api.functions import load_dumps
-    from allranks.diagnose import diagnose
-    from allranks.diagnose.align import align, forget_past_quorums
-    from allranks.diagnose.replay import plan_replay
+    from allranks.diagnosis import diagnose
+    from allranks.diagnosis.align import align, forget_past_quorums
+    from allranks.diagnosis.replay import plan_replay
     from allranks.load import LoadOptions
 
     loaded = load_dumps(paths, LoadOptions(allow_nothing=True))
@@ -106,7 +106,7 @@ def make_plan(paths: list[str], processes: int) -> ReplayPlan:
 
 def _circumstances(paths: list[str], loaded: LoadResult) -> tuple[list[RankNow], DiagnoseOptions]:
     """(ranks whose process was gone, when the files were taken). Stacks do not count: a replay repeats calls."""
-    from allranks.diagnose import DiagnoseOptions
+    from allranks.diagnosis import DiagnoseOptions
     from allranks.incidents.evidence import find_evidence, is_incident, read_incident
 
     incident = is_incident(paths)

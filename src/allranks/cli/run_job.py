@@ -23,10 +23,10 @@ from allranks.model.metrics import SPENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:
-    from allranks.goodput.agent import LedgerKeeper
     from allranks.incidents.loop import Watch
     from allranks.incidents.policy import Mode, PolicyOptions
     from allranks.launch.node_agent import NodeAgent
+    from allranks.ledger.agent import LedgerKeeper
     from allranks.lighthouse.client.client import Client
     from allranks.supervise.replicas import Supervisor
     from allranks.watch.silence import NoticeOptions
@@ -342,8 +342,8 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
 
 def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
     """Books where the ranks' time goes, beside the incidents."""
-    from allranks.goodput.agent import LedgerKeeper
-    from allranks.goodput.history import start_history
+    from allranks.ledger.agent import LedgerKeeper
+    from allranks.ledger.history import start_history
 
     keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
     keeper.history = start_history(os.environ)
@@ -356,7 +356,7 @@ def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
 
 def _end_ledger(keeper: LedgerKeeper) -> None:
     """After the watch has ended: the last rows, and one line on the terminal."""
-    from allranks.goodput.report import end_line
+    from allranks.ledger.report import end_line
 
     found = keeper.close()
     if found is not None and found.ranks:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """0 no rank slows the others down, 1 one does, 2 it cannot be told."""
-    from allranks.goodput.slow import find_slow
+    from allranks.ledger.slow import find_slow
 
     traces = _traces(args.jobs)
     found = find_slow(traces, saved_steps(traces))
@@ -67,7 +67,7 @@ def saved_steps(traces: list[RankTrace]) -> set[int]:
 
     from allranks.blackbox.header import HEADER_BYTES, read_regular
     from allranks.blackbox.phases import read_phases
-    from allranks.goodput.records import SAVING, kind_of, state_of
+    from allranks.ledger.records import SAVING, kind_of, state_of
 
     found: set[int] = set()
     for trace in traces:

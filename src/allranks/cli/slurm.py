@@ -156,7 +156,7 @@ def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
 
 def bad_nodes() -> str:
     """The nodes that failed again and again, as Slurm's --exclude takes them; "" for none, and without a history."""
-    from allranks.goodput.history import NodeHistory, default_place
+    from allranks.ledger.history import NodeHistory, default_place
 
     place = default_place(os.environ)
     try:

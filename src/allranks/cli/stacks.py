@@ -23,11 +23,11 @@ from allranks.errors import InputError
 from allranks.model.options import check_options, option
 from allranks.model.parsing import printable
 from allranks.model.stacks import Capture, StacksReport
-from allranks.stacks import CollectOptions, Selection, classify, collect, read_capture, write_bundle
-from allranks.stacks.debug_config import DebugOptions, read_debug_options
-from allranks.stacks.find import RANK_TITLES, find_jobs, find_others
-from allranks.stacks.procfs import scan
-from allranks.stacks.progress import Stillness
+from allranks.stacktraces import CollectOptions, Selection, classify, collect, read_capture, write_bundle
+from allranks.stacktraces.debug_config import DebugOptions, read_debug_options
+from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others
+from allranks.stacktraces.procfs import scan
+from allranks.stacktraces.progress import Stillness
 
 DEFAULTS = DebugOptions(interval_s=1.0)
 _which = partial(option, group="which processes (default: every rank on this node)")
@@ -128,7 +128,7 @@ def main(args: argparse.Namespace) -> int:
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
     """The exit code where all processes of a job are asked for; None where its ranks are."""
     from allranks.cli.stacks_tree import join_bundles, show_tree
-    from allranks.stacks.tree import LOOK, find_roots, only_roles
+    from allranks.stacktraces.tree import LOOK, find_roots, only_roles
 
     if given and all(Path(one).is_dir() and any(Path(one).rglob(LOOK)) for one in given):
         return join_bundles(given, options)
@@ -285,11 +285,11 @@ def _signal_number(name: str) -> int:
 
 
 def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str, StacksReport]) -> None:
-    from allranks.stacks.text import grow_tree, render_text, report_json
+    from allranks.stacktraces.text import grow_tree, render_text, report_json
 
     trees = {job: grow_tree(capture, options.all_threads) for job, capture in captures.items()}
     for job, report in reports.items() if options.html else ():
-        from allranks.stacks.html import render_html
+        from allranks.stacktraces.html import render_html
 
         page = Path(options.html)
         page = page.with_name(f"{page.stem}-{_file_name(job)}{page.suffix}") if job else page

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from allranks.cli.terminal import note, write_whole
-from allranks.diagnose.process_verdict import explain_processes
+from allranks.diagnosis.process_verdict import explain_processes
 from allranks.model.parsing import printable
 from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook
-from allranks.stacks.debug_config import read_debug_options
-from allranks.stacks.roles import with_roles
-from allranks.stacks.tree import LookOptions, find_tree, look_at_processes, read_looks, write_look
+from allranks.stacktraces.debug_config import read_debug_options
+from allranks.stacktraces.roles import with_roles
+from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes, read_looks, write_look
 
 Json = dict[str, object]
 
@@ -59,7 +59,7 @@ def join_bundles(folders: Sequence[str], flags: Shown) -> int:
 def _show(look: JobLook, flags: Shown) -> int:
     finding = explain_processes(look)
     if flags.html:
-        from allranks.stacks.html import render_processes
+        from allranks.stacktraces.html import render_processes
 
         write_whole(flags.html, [render_processes(look, finding, time.time())])
     if flags.json:

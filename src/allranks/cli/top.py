@@ -29,7 +29,7 @@ LOG_LINES = 200
 
 def take_stack(row: RankRow) -> list[str]:
     """The Python stack of a rank's main thread, innermost first: with py-spy, which does not stop the process."""
-    from allranks.stacks import CollectOptions, Selection, collect, find_targets
+    from allranks.stacktraces import CollectOptions, Selection, collect, find_targets
 
     if not row.box:
         return [

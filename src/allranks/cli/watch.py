@@ -11,7 +11,7 @@ from allranks.cli.parser import add_flags, read_flags
 from allranks.cli.terminal import note
 from allranks.errors import InputError
 from allranks.model.options import option
-from allranks.stacks.debug_config import DebugOptions, read_debug_options
+from allranks.stacktraces.debug_config import DebugOptions, read_debug_options
 
 if TYPE_CHECKING:
     from allranks.watch.role_sidecar import RoleReport

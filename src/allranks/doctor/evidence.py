@@ -10,7 +10,7 @@ from pathlib import Path
 
 from allranks.doctor import Check, DoctorOptions, Status, make_folder
 from allranks.doctor.ptrace import may_read_siblings
-from allranks.stacks.debuggers import CAP_SYS_PTRACE, find_cuda_gdb, find_pyspy, has_capability
+from allranks.stacktraces.debuggers import CAP_SYS_PTRACE, find_cuda_gdb, find_pyspy, has_capability
 
 MIN_BOX_BYTES = 32 << 20  # a few boxes
 
@@ -124,7 +124,7 @@ def _check_dump_folder(name: str, folder: Path) -> list[Check]:
 
 def check_recorder(options: DoctorOptions) -> list[Check]:
     """The recorder's hot path was built when allranks was installed."""
-    from allranks.record.options import fast
+    from allranks.recording.options import fast
 
     if fast(True) is not None:
         return [Check("recorder", "ok", "the hot path is in C")]

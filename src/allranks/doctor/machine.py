@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from allranks.doctor import Check, DoctorOptions, make_folder
-from allranks.goodput.history import known_bad
-from allranks.stacks.gpus import ask_nvidia_smi, csv_cells
+from allranks.ledger.history import known_bad
+from allranks.stacktraces.gpus import ask_nvidia_smi, csv_cells
 
 PROBE_BYTES = 32 << 20
 SLOW_MB_S = 100.0
@@ -88,7 +88,7 @@ def check_python(options: DoctorOptions) -> list[Check]:
 
 
 def _recorded_torch(version: str) -> Check:
-    """Whether the recorder sees everything with this torch; record/torch_internals.py says why not."""
+    """Whether the recorder sees everything with this torch; recording/torch_internals.py says why not."""
     text = f"Python {platform.python_version()}, torch {version}"
     numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal()]
     if numbers >= [2, 7]:

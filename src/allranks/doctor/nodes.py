@@ -14,7 +14,7 @@ from pathlib import Path
 
 from allranks.doctor import Check
 from allranks.errors import InputError
-from allranks.stacks.gpus import query_gpus
+from allranks.stacktraces.gpus import query_gpus
 
 _ONE_IMAGE = "Use one image or environment"
 #: fact -> (what differs costs, the fix)

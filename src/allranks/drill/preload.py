@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from allranks.drill.plan import DrillFault
 from allranks.drill.self_faults import STEP, around, inject
-from allranks.record.recorder import Recorder
+from allranks.recording.recorder import Recorder
 
 if TYPE_CHECKING:
     from allranks.manager.optimizer import OptimizerWrapper

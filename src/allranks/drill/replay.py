@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.blackbox.header import process_state
-from allranks.diagnose import DiagnoseOptions, diagnose
-from allranks.diagnose.replay import ReplayPlan
+from allranks.diagnosis import DiagnoseOptions, diagnose
+from allranks.diagnosis.replay import ReplayPlan
 from allranks.drill.ranks import Ranks
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, RankNow
@@ -62,7 +62,7 @@ def run_replay(plan: ReplayPlan, script: Path) -> ReplayResult:
 
 def _record(rank: int, world: int, script: str) -> None:
     """A process: records, and runs the script as if it had been started by itself."""
-    from allranks.record import record
+    from allranks.recording import record
 
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)

@@ -153,7 +153,7 @@ def _partition(for_s: float) -> None:
 
     Connections that the rank makes anew are cut again; helpers are stopped first, so that they make none.
     """
-    from allranks.stacks.procfs import children_of
+    from allranks.stacktraces.procfs import children_of
 
     length_s = for_s or PARTITION_S
     deadline = time.monotonic() + length_s

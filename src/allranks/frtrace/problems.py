@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from allranks.diagnose.align import align
-from allranks.diagnose.cells import Mismatch
-from allranks.diagnose.job import GroupView, Job
-from allranks.diagnose.match import find_mismatches
-from allranks.diagnose.p2p import match_p2p
-from allranks.diagnose.verdict import DiagnoseOptions, diagnose
-from allranks.diagnose.waits import Blocked, find_blocked, is_hung, usual_pause
+from allranks.diagnosis.align import align
+from allranks.diagnosis.cells import Mismatch
+from allranks.diagnosis.job import GroupView, Job
+from allranks.diagnosis.match import find_mismatches
+from allranks.diagnosis.p2p import match_p2p
+from allranks.diagnosis.verdict import DiagnoseOptions, diagnose
+from allranks.diagnosis.waits import Blocked, find_blocked, is_hung, usual_pause
 from allranks.model.diagnosis import FileNote
 from allranks.model.trace import RankTrace, State
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from allranks.diagnose.job import Job
+from allranks.diagnosis.job import Job
 from allranks.errors import InputError
 from allranks.frtrace.problems import STATES, Analysis, TraceProblem, lists
 from allranks.model.torch_dump import profiling_name

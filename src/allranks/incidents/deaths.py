@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.header import process_state
-from allranks.diagnose.weak_findings import same_error
+from allranks.diagnosis.weak_findings import same_error
 from allranks.incidents.evidence import Observed, read_observed
 from allranks.incidents.folder import IncidentFolder, keep_newest
 from allranks.incidents.pipeline import IncidentPipeline

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from allranks.diagnose.phrasing import is_secondary
+from allranks.diagnosis.phrasing import is_secondary
 from allranks.errors import AllranksError, InputError
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load.sources import archive_of, unpack
@@ -145,7 +145,7 @@ def _read_stacks(
 ) -> tuple[tuple[Capture, ...], tuple[StacksReport, ...]]:
     if not folder.exists():
         return (), ()
-    from allranks.stacks import Stillness, classify, read_capture
+    from allranks.stacktraces import Stillness, classify, read_capture
 
     stillness = Stillness(still_s=min(observed.still_s, Stillness.still_s))
     capture = attempt("stacks", lambda: read_capture(folder), missing)
@@ -231,7 +231,7 @@ def _find_evidence(
 def _classify(captures: Sequence[Capture]) -> tuple[StacksReport, ...]:
     if not captures:
         return ()
-    from allranks.stacks import classify
+    from allranks.stacktraces import classify
 
     return tuple(classify(capture) for capture in captures)
 
@@ -273,7 +273,7 @@ def _texts(
         ends = list(_ENDED.finditer(text))
         if counts:
             from allranks.model.stacks import RasReply
-            from allranks.stacks.ras import describe, read_counts
+            from allranks.stacktraces.ras import describe, read_counts
 
             if read_counts(text):
                 used[note.path] = "NCCL RAS answer"
@@ -355,8 +355,8 @@ def _captures(
     held = {path: Path(place) for path in found if (place := paths.find(path))}
     if not held:
         return []
-    from allranks.stacks import join, read_capture
-    from allranks.stacks.raw_files import read_by_content
+    from allranks.stacktraces import join, read_capture
+    from allranks.stacktraces.raw_files import read_by_content
 
     captures = []
     named = {path: place for path, place in held.items() if _CAPTURE.search(place.name)}

@@ -17,7 +17,7 @@ import numpy as np
 from allranks.blackbox.files import hint_at_other_users, job_folders, recorded_users
 from allranks.blackbox.header import is_alive
 from allranks.channel import web_client
-from allranks.diagnose.phrasing import ranks_text, ranks_wait
+from allranks.diagnosis.phrasing import ranks_text, ranks_wait
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths

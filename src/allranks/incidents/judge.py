@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allranks.diagnose import DiagnoseOptions, diagnose
-from allranks.diagnose.phrasing import is_secondary, ranks_text
+from allranks.diagnosis import DiagnoseOptions, diagnose
+from allranks.diagnosis.phrasing import is_secondary, ranks_text
 from allranks.incidents.evidence import Evidence, Observed, nearest_line
 from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
 from allranks.model.diagnosis import Diagnosis, Finding, Status

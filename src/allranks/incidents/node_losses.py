@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.diagnose.phrasing import ranks_text
+from allranks.diagnosis.phrasing import ranks_text
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.evidence import Observed, read_observed

@@ -20,7 +20,7 @@ from allranks.lighthouse.client.client import Client
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import GpuReport, NodeReport
 from allranks.model.trace import RankTrace
-from allranks.stacks.gpus import query_gpus
+from allranks.stacktraces.gpus import query_gpus
 from allranks.watch.samples import RankSample, read_samples, sleeps
 
 log = logging.getLogger("allranks.agent")
@@ -100,7 +100,8 @@ def resident_mb(pid: int) -> int:
 
 def read_boxes(traces: Sequence[RankTrace]) -> BoxFacts:
     """The open call of each rank, and the groups of more than one rank by their names."""
-    places, groups = {}, {}
+    places: dict[int, str] = {}
+    groups: dict[str, tuple[int, ...]] = {}
     for trace in traces:
         if trace.header.rank is None:
             continue
@@ -130,7 +131,15 @@ def parse_gpus(rows: Sequence[Sequence[str]], users: Mapping[str, Sequence[int]]
             return -1
 
     return tuple(
-        GpuReport(int(row[0]), *map(number, row[2:7]), pids=tuple(users.get(row[1], ())))
+        GpuReport(
+            int(row[0]),
+            number(row[2]),
+            number(row[3]),
+            number(row[4]),
+            number(row[5]),
+            number(row[6]),
+            tuple(users.get(row[1], ())),
+        )
         for row in rows
         if len(row) >= 7 and row[0].isdigit()
     )

@@ -33,8 +33,8 @@ from allranks.model.files import write_atomically
 from allranks.model.formatting import ranks_text
 from allranks.model.incident import Kind, Moment
 from allranks.report import as_json, text
-from allranks.stacks import CollectOptions, Selection, collect, find_targets, write_bundle
-from allranks.stacks.text import report_json
+from allranks.stacktraces import CollectOptions, Selection, collect, find_targets, write_bundle
+from allranks.stacktraces.text import report_json
 from allranks.watch.samples import RankSample, read_samples
 from allranks.watch.silence import NoticeOptions
 

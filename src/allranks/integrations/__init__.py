@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
-from allranks import record
+from allranks import recording as record
 
 
 class Silences:

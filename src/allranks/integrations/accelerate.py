@@ -12,7 +12,7 @@ from pathlib import Path
 import accelerate
 import torch
 
-from allranks import record
+from allranks import recording as record
 
 
 class Accelerator(accelerate.Accelerator):

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, RandomSampler
 
-from allranks import record
+from allranks import recording as record
 from allranks.errors import ConfigurationError
 from allranks.integrations import Silences
 from allranks.integrations.replica_sampler import ReplicaSampler, replica_number

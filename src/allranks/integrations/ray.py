@@ -28,7 +28,7 @@ import ray
 import ray.train
 import ray.train.torch
 
-from allranks import record
+from allranks import recording as record
 from allranks.blackbox.files import usable_folder
 from allranks.incidents.job_overview import write_job
 from allranks.incidents.loop import Watch

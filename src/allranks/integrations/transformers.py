@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from allranks import record
+from allranks import recording as record
 from allranks.errors import ConfigurationError
 from allranks.integrations import Silences
 from allranks.integrations.replica_sampler import ReplicaSampler, replica_number

@@ -33,7 +33,7 @@ from allranks.model.cluster import (
     RestartWanted,
 )
 from allranks.model.incident import Action, Failure, Incident
-from allranks.record.dump import dump_ended_ranks
+from allranks.recording.dump import dump_ended_ranks
 from allranks.report.story import decision, headline, lasted
 from allranks.supervise.replicas import Event, Request, Supervisor
 from allranks.supervise.restarts import SAME_FAILURES, find_program_error

@@ -33,7 +33,7 @@ def main() -> None:
         die_with_parent(int(agent))
     for name in filter(None, os.environ.get("ALLRANKS_PRELOAD", "").split(",")):
         importlib.import_module(name.strip())
-    from allranks.record.__main__ import main as run_recorded
+    from allranks.recording.__main__ import main as run_recorded
 
     try:
         run_recorded()

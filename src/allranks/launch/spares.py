@@ -212,7 +212,7 @@ def serving(spares: Spares | None) -> Iterator[None]:
 
 #: What a rank imports sooner or later, the parts that torch loads on first use among them.
 PRELOADED = (
-    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "allranks.record.recorder",
+    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "allranks.recording.recorder",
     "allranks.checkpoint.manager",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from allranks import record
+from allranks import recording as record
 from allranks.blackbox.phases import during
 from allranks.checkpoint.tensors import flatten
 from allranks.errors import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from allranks import record
+from allranks import recording as record
 from allranks.channel.frames import loopback
 from allranks.channel.keys import Keyring, find_token
 from allranks.errors import LighthouseError, LighthouseUnreachable

@@ -33,7 +33,7 @@ class Finding:
     stack_labels: tuple[str, ...] = ()
     wrong_if: str = ""  # what would prove it wrong
     met_another: bool = False  # the others' call met another call of the guilty ranks, which does not fit
-    kind: str = ""  # the rule that found it: a row of diagnose/kinds.py; "" for findings of other evidence
+    kind: str = ""  # the rule that found it: a row of diagnosis/kinds.py; "" for findings of other evidence
 
     def __repr__(self) -> str:
         return f"<Finding {self.cause}, {self.confidence:.0%}: {self.sentence}>"

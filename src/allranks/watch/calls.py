@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from allranks.blackbox.reader import Arena, OpenFile, opened_box, read_box
 from allranks.blackbox.tables import HeapCache, Tables
-from allranks.diagnose.divergence import find_divergence
+from allranks.diagnosis.divergence import find_divergence
 from allranks.errors import InputError
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import RankTrace

@@ -1,7 +1,7 @@
 """Watches a job of several roles: `allranks watch --tree`. Runs in `allranks watch`, as sidecar.py does.
 
 Every process below the watched ones is sampled. When none of them moves for longer than the job's history allows, all are
-looked at for some seconds (stacks/tree.py), and only a finding that the job is stuck is reported.
+looked at for some seconds (stacktraces/tree.py), and only a finding that the job is stuck is reported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 from allranks.blackbox.header import find_header, process_state
 from allranks.blackbox.reader import read_trace
 from allranks.channel import web_client
-from allranks.diagnose.process_verdict import explain_processes
+from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import AllranksError
 from allranks.model.processes import JobLook, Process, ProcessFinding
-from allranks.stacks.boxes import LiveBox, find_boxes
-from allranks.stacks.debug_config import DebugOptions
-from allranks.stacks.links import read_links
-from allranks.stacks.procfs import ProcessEntry, main_thread_work, read_proc
-from allranks.stacks.roles import give_roles, with_roles
-from allranks.stacks.tree import LookOptions, find_tree, look_at_processes, write_look
+from allranks.stacktraces.boxes import LiveBox, find_boxes
+from allranks.stacktraces.debug_config import DebugOptions
+from allranks.stacktraces.links import read_links
+from allranks.stacktraces.procfs import ProcessEntry, main_thread_work, read_proc
+from allranks.stacktraces.roles import give_roles, with_roles
+from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes, write_look
 from allranks.watch.role_actions import choose_restart, restart_commands
 from allranks.watch.role_progress import SAMPLE_S, EngineMetrics, PhaseHistory, RoleWork, parse_metrics
 from allranks.watch.samples import RankSample, read_sample

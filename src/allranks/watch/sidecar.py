@@ -22,21 +22,21 @@ from pathlib import Path
 from allranks.blackbox.header import process_state
 from allranks.errors import InputError
 from allranks.model.stacks import Capture, Mark, RankMarks, RasReply, StacksReport
-from allranks.stacks import gpus, ras
-from allranks.stacks.boxes import find_boxes
-from allranks.stacks.bundle import write_bundle
-from allranks.stacks.classify import classify
-from allranks.stacks.collect import CollectOptions, collect
-from allranks.stacks.debug_config import DebugOptions
-from allranks.stacks.find import RANK_TITLES, Selection, Target, choose, family, is_frontend
-from allranks.stacks.html import render_html
-from allranks.stacks.procfs import descendants, main_thread_work, scan
-from allranks.stacks.progress import Stillness
-from allranks.stacks.text import grow_tree, render_text, report_json
+from allranks.stacktraces import gpus, ras
+from allranks.stacktraces.boxes import find_boxes
+from allranks.stacktraces.bundle import write_bundle
+from allranks.stacktraces.classify import classify
+from allranks.stacktraces.collect import CollectOptions, collect
+from allranks.stacktraces.debug_config import DebugOptions
+from allranks.stacktraces.find import RANK_TITLES, Selection, Target, choose, family, is_frontend
+from allranks.stacktraces.html import render_html
+from allranks.stacktraces.procfs import descendants, main_thread_work, scan
+from allranks.stacktraces.progress import Stillness
+from allranks.stacktraces.text import grow_tree, render_text, report_json
 from allranks.watch.samples import RankSample, read_sample
 from allranks.watch.silence import NoticeOptions, ProgressHistory
 
-log = logging.getLogger("allranks.stacks")
+log = logging.getLogger("allranks.stacktraces")
 
 POLL_S = 0.5
 RAS_LIMIT_S = 1.0

@@ -19,7 +19,7 @@ from allranks.elastic.world import ElasticTrainingConfig
 from allranks.incidents.policy import PolicyOptions
 from allranks.lighthouse.options import Options
 from allranks.model.options import Meaning, default_of, key_of, meanings, option
-from allranks.stacks.debug_config import DebugOptions
+from allranks.stacktraces.debug_config import DebugOptions
 from allranks.watch.silence import NoticeOptions
 
 

@@ -17,7 +17,7 @@ from allranks.checkpoint.config import folder_problem
 from allranks.elastic.config.schema import ALIASES, FOREIGN, SECTIONS, JobConfig, Key, Training, keys_of
 from allranks.model.parsing import hide_secrets
 from allranks.model.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
-from allranks.stacks.debug_config import bad_patterns
+from allranks.stacktraces.debug_config import bad_patterns
 
 MAX_PROBLEMS = 100  # that are shown
 Get = Callable[[str], Any]  # dotted path -> value, default included; None: absent or invalid

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from allranks import record
+from allranks import recording as record
 from allranks.errors import GroupAborted
 from allranks.manager.groups.gloo import GlooMesh
 from allranks.manager.groups.group_spec import GroupSpec, RegisteredGroup, Seconds, seconds

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from allranks import record
+from allranks import recording as record
 from allranks.checkpoint.manager import save_last_steps
 from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.drift import StateSums

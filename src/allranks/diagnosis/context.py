@@ -1,0 +1,363 @@
+"""Everything a rule may look at, and the small questions all rules ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from allranks.diagnosis.align import is_box
+from allranks.diagnosis.alignment import broken_habit
+from allranks.diagnosis.graph import Graph
+from allranks.diagnosis.job import GroupView, Job, Now
+from allranks.diagnosis.kinds import CAUSES, KINDS, fill, lines, say
+from allranks.diagnosis.ops import Family
+from allranks.diagnosis.p2p import P2PMismatch, P2PWait
+from allranks.diagnosis.phrasing import (
+    call_text,
+    count,
+    is_internal,
+    place,
+    ranks_text,
+    ranks_wait,
+    seconds,
+    user_frame,
+    who,
+)
+from allranks.diagnosis.waits import Blocked, Patience, waited_s
+from allranks.model.diagnosis import Finding, RankNow
+from allranks.model.trace import Frame, State
+
+#: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
+SHORT_RING = 64
+_ENDS = {Now.DONE: "finished", Now.LEFT: "finished", Now.FAILED: "failed", Now.OPEN: "not finished"}
+Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The aligned job, what is blocked in it, and what is known from outside."""
+
+    job: Job
+    patience: Patience
+    blocked: tuple[Blocked, ...]
+    graph: Graph
+    seen: dict[int, RankNow] = field(default_factory=dict)
+    p2p_mismatches: tuple[P2PMismatch, ...] = ()
+    copied: bool = False
+    _began: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+
+    def group(self, blocked: Blocked) -> GroupView:
+        return self.job.groups[blocked.group]
+
+    def began_ns(self, blocked: Blocked) -> int:
+        """When the first waiter entered."""
+        if blocked.index not in self._began:
+            calls = ((self.job.ranks[rank].trace.calls, row) for rank, row in blocked.rows.items())
+            self._began[blocked.index] = min(int(rows["created_ns"][row]) for rows, row in calls)
+        return self._began[blocked.index]
+
+    @cached_property
+    def lacking(self) -> dict[int, list[Blocked]]:
+        """rank -> the blocked calls that lack it, in order; made once, because a job may lack very many ranks."""
+        found: dict[int, list[Blocked]] = {}
+        for blocked in self.blocked:
+            for rank in {*blocked.missing, *blocked.absent}:
+                found.setdefault(rank, []).append(blocked)
+        return found
+
+    def first_for(self, rank: int) -> Blocked:
+        """The blocked call that lacks this rank and has been waited in longest."""
+        return min(self.lacking[rank], key=self.age)
+
+    def age(self, blocked: Blocked) -> tuple[int, int]:
+        """Sorts calls by how long they have been waited in, the longest first."""
+        return self.began_ns(blocked), blocked.index
+
+    def first_open(self, rank: int) -> int:
+        """The row of the first call that the rank is blocked in, -1 when there is none."""
+        return self._first_rows.get(rank, -1)
+
+    @cached_property
+    def _first_rows(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for blocked in self.blocked:
+            for rank, row in blocked.rows.items():
+                found[rank] = min(row, found.get(rank, row))
+        return found
+
+    @cached_property
+    def left_round(self) -> dict[int, int]:
+        """rank -> row of the call that it had always made where, in all rounds before, it made another one than now. Ranks
+        that wait nowhere count with their last call: where all go on to something new, nobody has left its round."""
+        found = {}
+        for rank, view in self.job.ranks.items():
+            row = self._first_rows.get(rank, len(view.sig) - 1)
+            usual = broken_habit(view, row) if row > 0 else None
+            if usual is not None:
+                found[rank] = usual
+        return found
+
+    def call(self, blocked: Blocked) -> str:
+        """ "all_reduce #5 of group tp_1", or "send to rank 3 (group pp)"."""
+        rank, row = min(blocked.rows.items())
+        label = self.group(blocked).label
+        if blocked.p2p is not None:
+            return p2p_text(blocked.p2p, label)
+        if len({self.job.op(rank, row) for rank, row in blocked.rows.items()}) > 1:
+            return f"call #{blocked.seq} of group {label}"
+        return call_text(self.job, rank, row, blocked.seq, label)
+
+    def failure(self, blocked: Blocked, call: str = "the call") -> str:
+        """ "the call timed out on ranks 0, 2": where it is known to have failed; "" when nowhere. Calls that were put
+        away, finished or not, are not meant."""
+        states = {
+            rank: int(self.job.ranks[rank].trace.calls["state"][row])
+            for rank, row in blocked.rows.items()
+            if self.job.ranks[rank].now[row] == Now.FAILED
+        }
+        if not states:
+            return ""
+        verb = "failed"
+        if set(states.values()) == {int(State.TIMED_OUT)}:
+            # A dump says that such a call was put away, not why.
+            told = all(is_box(self.job.ranks[r].trace) or self._outlived(r, blocked.rows[r]) for r in states)
+            verb = "timed out" if told else "failed or timed out"
+        return f"{call} {verb} on {ranks_text(states)}"
+
+    def _outlived(self, rank: int, row: int) -> bool:
+        """Whether the dump was made after the call's time was over."""
+        view = self.job.ranks[rank]
+        limit_ns = int(view.trace.calls["timeout_ms"][row]) * 10**6
+        return 0 < limit_ns <= view.snapshot_ns - int(view.trace.calls["created_ns"][row])
+
+    def place(self, blocked: Blocked) -> str:
+        """The line where most of the waiters wait."""
+        stacks = self.stacks(blocked.rows.items())
+        return place(stacks[0][1]) if stacks else ""
+
+    def at(self, blocked: Blocked) -> str:
+        """ " at train.py:9", true of all who wait; " from train.py:9 and train.py:12" where they differ; "" unknown."""
+        lines = list(dict.fromkeys(place(frames) for _, frames in self.stacks(blocked.rows.items())))
+        if len(lines) < 2:
+            return f" at {lines[0]}" if lines and lines[0] else ""
+        return f" from {' and '.join(lines[:3])}"
+
+    def stacks(self, rows: Iterable[tuple[int, int]]) -> Stacks:
+        """(ranks, stack) of calls, equal stacks together, largest first; calls without a stack are left out."""
+        by_stack: dict[int, list[int]] = {}
+        for rank, row in rows:
+            number = int(self.job.ranks[rank].stack[row])
+            if number:
+                by_stack.setdefault(number, []).append(rank)
+        ordered = sorted(by_stack.items(), key=lambda item: (-len(item[1]), sorted(item[1])))
+        return tuple((tuple(sorted(ranks)), self.job.tables.stacks[number]) for number, ranks in ordered)
+
+    def waited(self, blocked: Blocked) -> float | None:
+        return waited_s(self.job, blocked)
+
+    def waited_in(self, group: GroupView) -> float | None:
+        """How long the first blocked call of a group has been waited in; None when it has none."""
+        began = [blocked for blocked in self.blocked if blocked.group == group.index]
+        return self.waited(began[0]) if began else None
+
+    def waiting_but(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """All ranks that wait in any call, without these."""
+        return tuple(sorted({rank for blocked in self.blocked for rank in blocked.rows} - set(ranks)))
+
+    def forgetful(self, ranks: Iterable[int]) -> bool:
+        """Whether a ring of these ranks has wrapped and holds too few calls to know what they used to do."""
+        calls = (self.job.ranks[rank].trace.calls for rank in ranks if rank in self.job.ranks)
+        return any(0 < len(rows) < SHORT_RING and int(rows["begin"][0]) > 1 for rows in calls)
+
+    def last_call(self, rank: int) -> str:
+        """What a rank did last, as a sentence part; "" without calls."""
+        view = self.job.ranks.get(rank)
+        if view is None or not len(view.trace.calls):
+            return ""
+        row = len(view.trace.calls) - 1
+        call, number, family = view.trace.calls[row], int(view.group[row]), int(view.family[row])
+        frame = user_frame(self.job.frames(rank, row))
+        p2p = family in (Family.SEND, Family.RECV)
+        return say(
+            "last_call",
+            op=self.job.op(rank, row),
+            p2p=p2p,
+            number=not p2p,
+            direction="to" if family == Family.SEND else "from",
+            peer=f"rank {int(call['peer'])}" if call["peer"] >= 0 else "",
+            seq=int(call["seq"]),
+            label=self.job.groups[number].label if number >= 0 else "?",
+            at=place((frame,)) if frame is not None and not is_internal(frame) else "",
+            state=_ENDS.get(Now(int(view.now[row])), ""),
+        )
+
+    def last_calls(self, ranks: tuple[int, ...]) -> str:
+        """A line for each of these ranks: what it did last."""
+        last = {rank: self.last_call(rank) for rank in ranks[:4]}
+        return "\n".join(say("last_call_of", rank=rank, text=text) for rank, text in last.items() if text)
+
+    def where_now(self, ranks: tuple[int, ...]) -> str:
+        """A line for each of these ranks that still run: how to see where it is."""
+        running = [rank for rank in ranks[:2] if rank in self.job.ranks and not self.job.ended]
+        headers = {rank: self.job.ranks[rank].trace.header for rank in running}
+        return "\n".join(say("where_now", rank=r, pid=h.pid or "", host=h.host) for r, h in headers.items())
+
+    def entered(self, blocked: Blocked) -> str:
+        """What a lacking rank should have done: a receive is not entered by its sender."""
+        wait, call = blocked.p2p, self.call(blocked)
+        if wait is None:
+            return say("entered", call=call)
+        return say("entered", call=call, waiter=wait.rank, receive=wait.sends, send=not wait.sends)
+
+    def waiting_text(self, blocked: Blocked, guilty: tuple[int, ...]) -> str:
+        """ "7 ranks have waited 31 s": all that wait for the guilty, directly or not, as long as the first of them."""
+        failed = {rank for rank, row in blocked.rows.items() if self.job.ranks[rank].now[row] == Now.FAILED}
+        behind = self.alive({*self.waiters_behind(guilty), *blocked.waiters} - set(guilty)) - failed
+        if (blocked.rows and len(failed) == len(blocked.rows)) or not behind:
+            return self.failure(blocked) or say("waits_for_it", number=count(0, "rank"), wait="wait")
+        wait, one, number = self.waited(blocked), len(behind) == 1, count(len(behind), "rank")
+        verbs = {"wait": "waits" if one else "wait", "has": "has" if one else "have"}
+        text = say("waits_for_it", number=number, wait=verbs["wait"])
+        if wait is not None:
+            text = say(
+                "waited", number=number, has=verbs["has"], wait=seconds(wait), at_most=self.at_most(blocked)
+            )
+        return f"{text}; {self.failure(blocked)}" if failed else text
+
+    def at_most(self, blocked: Blocked) -> bool:
+        """Whether the end of a wait is the time of files that may be copies: it lasted as long as that, or less."""
+        return self.copied or any(self.job.ranks[rank].trace.header.dated for rank in blocked.rows)
+
+    def alive(self, ranks: Iterable[int]) -> set[int]:
+        """These ranks without those whose program is known to have ended, unless all have: the others do not wait any more."""
+        ended = {rank for rank, view in self.job.ranks.items() if view.trace.progress.closed}
+        return set(ranks) - ended if not self.job.ended and len(ended) < len(self.job.ranks) else set(ranks)
+
+    def root(
+        self,
+        kind: str,
+        ranks: tuple[int, ...],
+        blocked: Blocked | None = None,
+        sure: float = 0.0,
+        cause: str = "",
+        /,
+        **facts: object,
+    ) -> Finding:
+        """A root cause in the words of the table, with what is known of the blocked call that shows it."""
+        found = in_words(kind, ranks, sure, cause, Facts(self, blocked, ranks, facts))
+        if blocked is None:
+            return found
+        sequence, label = blocked.seq if blocked.seq >= 0 else None, self.group(blocked).label
+        found = replace(found, group=label, sequence=sequence, where=self.place(blocked))
+        return replace(found, waiting=self.waiters_behind(ranks), waited_s=self.waited(blocked))
+
+    def warning(self, kind: str, **facts: object) -> Finding:
+        """Nobody's fault, in the words of the table."""
+        return replace(self.root(kind, (), None, **facts), severity="warning")
+
+    def waiters_behind(self, sink: Iterable[int]) -> tuple[int, ...]:
+        """All ranks that wait for the sink, directly or through others."""
+        nodes = set(sink)
+        return tuple(sorted(node for node in self.graph.behind(nodes) - nodes if node >= 0))
+
+
+def in_words(
+    kind: str, ranks: tuple[int, ...], sure: float, cause: str, facts: Mapping[str, object]
+) -> Finding:
+    """A root cause in the words of the table, and nothing else."""
+    row = KINDS[kind]
+    cause = cause or row.cause
+    return Finding(
+        cause,
+        ranks,
+        fill(row.sentence, facts),
+        "root",
+        confidence=sure or row.sure,
+        evidence=lines(row.evidence, facts),
+        missing_evidence=lines(row.ask, facts),
+        advice=lines(row.advice, facts),
+        wrong_if=CAUSES[cause].wrong_if,
+        kind=kind,
+    )
+
+
+class Facts(dict[str, object]):
+    """The facts of one finding: those that a rule gives, and those that follow from the call and the ranks, when asked for."""
+
+    def __init__(
+        self, context: Context, blocked: Blocked | None, ranks: tuple[int, ...], given: dict[str, object]
+    ) -> None:
+        super().__init__(given)
+        self._context, self._blocked, self._ranks = context, blocked, ranks
+
+    def __missing__(self, name: str) -> object:
+        of_ranks, of_call = _OF_RANKS.get(name), _OF_CALL.get(name)
+        value: object = ""
+        if of_ranks is not None:
+            value = of_ranks(self._context, self._ranks)
+        elif of_call is not None and self._blocked is not None:
+            value = of_call(self._context, self._blocked, self._ranks)
+        self[name] = value
+        return value
+
+
+_OF_RANKS: dict[str, Callable[[Context, tuple[int, ...]], object]] = {
+    "pipe": lambda context, ranks: "|",
+    "who": lambda context, ranks: who(context.job, ranks),
+    "ranks": lambda context, ranks: ranks_text(ranks),
+    "rank": lambda context, ranks: str(ranks[0]),
+    "it": lambda context, ranks: "it" if len(ranks) == 1 else "they",
+    "it_is": lambda context, ranks: "it is" if len(ranks) == 1 else "they are",
+    "its": lambda context, ranks: "its" if len(ranks) == 1 else "their",
+    "does": lambda context, ranks: "does" if len(ranks) == 1 else "do",
+    "last": lambda context, ranks: context.last_call(ranks[0]) if len(ranks) == 1 else "",
+    "lasts": lambda context, ranks: context.last_calls(ranks),
+    "where_now": lambda context, ranks: context.where_now(ranks),
+}
+_OF_CALL: dict[str, Callable[[Context, Blocked, tuple[int, ...]], object]] = {
+    "call": lambda context, call, ranks: context.call(call),
+    "at": lambda context, call, ranks: context.place(call),
+    "lines": lambda context, call, ranks: context.at(call),
+    "label": lambda context, call, ranks: context.group(call).label,
+    "entered": lambda context, call, ranks: context.entered(call),
+    "entered_by": lambda context, call, ranks: ranks_text(call.waiters),
+    "waits": lambda context, call, ranks: ranks_wait(call.waiters),
+    "waiting": lambda context, call, ranks: context.waiting_text(call, ranks),
+    "failure": lambda context, call, ranks: context.failure(call),
+    "failed_call": lambda context, call, ranks: context.failure(call, context.call(call) + context.at(call)),
+    "wait": lambda context, call, ranks: _at_most(context, call) + _seconds(context.waited(call)),
+    "later": lambda context, call, ranks: (
+        "" if call.failed or context.at_most(call) else _seconds(context.waited(call))
+    ),
+    "passed": lambda context, call, ranks: ranks_text(call.passed),
+}
+
+
+def _at_most(context: Context, call: Blocked) -> str:
+    return "at most " if context.at_most(call) and context.waited(call) is not None else ""
+
+
+def _seconds(wait: float | None) -> str:
+    return seconds(wait) if wait is not None else ""
+
+
+def p2p_text(wait: P2PWait, label: str) -> str:
+    """ "send to rank 3 of group pp"."""
+    verb = "send to" if wait.sends else "recv from"
+    if wait.peer < 0:
+        return f"{verb} any rank of group {label}"
+    number = f" #{wait.number}" if wait.number else ""
+    return f"{verb} rank {wait.peer}{number} of group {label}"
+
+
+def latest_stack(context: Context, rank: int) -> tuple[tuple[Frame, ...], str]:
+    """The stack of a rank's latest call that has one, and what it is: the rank may be elsewhere by now."""
+    view = context.job.ranks.get(rank)
+    known = np.flatnonzero(view.stack).tolist() if view is not None else []
+    if view is None or not known:
+        return (), ""
+    over = view.now[known[-1]] in (Now.DONE, Now.LEFT)
+    return context.job.frames(rank, known[-1]), "last finished call" if over else "last call"

@@ -1,0 +1,328 @@
+"""The verdict on a job of several processes: STUCK, MOVING or UNCLEAR, who must move first, and who waits for it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from allranks.diagnosis.processes import SOON_S, Unit, Waits, find_waits
+from allranks.model.processes import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
+from allranks.model.stacks import StackFrame
+
+#: Waits for the end of a process or thread: that others run is no trouble.
+_LIFE = frozenset({"child", "thread", "stdin"})
+MAX_NAMED = 6
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where a chain of waits ends."""
+
+    waits: Waits
+    nodes: tuple[int, ...]  # units: one, or a circle
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return tuple(self.waits.units[n] for n in self.nodes)
+
+    @property
+    def circle(self) -> bool:
+        first = self.nodes[0]
+        return len(self.nodes) > 1 or first in self.waits.edges[first]
+
+    @cached_property
+    def behind(self) -> set[int]:
+        """The units that wait for it and have not moved."""
+        seen, todo = set(self.nodes), list(self.nodes)
+        while todo:
+            for n in self.waits.graph.waits_for_me.get(todo.pop(), ()):
+                unit = self.waits.units[n]
+                if n not in seen and unit.still and n not in self.waits.moved:
+                    seen.add(n)
+                    todo.append(n)
+        return seen - set(self.nodes)
+
+    @cached_property
+    def waiting(self) -> set[Where]:
+        """The processes behind it."""
+        return {self.waits.units[n].process.where for n in self.behind} - {
+            u.process.where for u in self.units
+        }
+
+    @property
+    def demanded(self) -> bool:
+        """Whether some unit needs it to act, rather than to end."""
+        direct = {n for m in self.nodes for n in self.waits.graph.waits_for_me.get(m, ())} & self.behind
+        return any(self.waits.units[n].thread.wait.kind not in _LIFE for n in direct)
+
+    @property
+    def still(self) -> bool:
+        return all(u.still for u in self.units) and not set(self.nodes) & self.waits.moved
+
+    @property
+    def soon_s(self) -> float | None:
+        """When its wait ends by itself, if that is soon."""
+        left = [u.thread.wait.left_s for u in self.units if u.thread.wait.left_s is not None]
+        sleeps = [u for u in self.units if u.thread.wait.kind == "sleep"]
+        return left[0] if sleeps and left and left[0] <= SOON_S else None
+
+    @property
+    def accused(self) -> bool:
+        """Whether it is a hang: it does not move, and somebody needs it."""
+        if not self.still or self.soon_s is not None or all(u.process.system for u in self.units):
+            return False
+        unit = self.units[0]
+        if unit.active or self.circle:
+            alone = not self.behind and len(self.nodes) == 1
+            return not alone or self._is_whole_job(unit)
+        return self.demanded
+
+    def _is_whole_job(self, unit: Unit) -> bool:
+        """Nobody waits for it: trouble only in a main thread, in a process that serves nobody."""
+        beside = [
+            t
+            for t in unit.process.threads
+            if t is not unit.thread and t.wait.kind == "idle" and t.frames and not _is_helper(t)
+        ]
+        return unit.thread.main and not beside and unit.thread.wait.kind not in ("child", "thread", "poll")
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The best one first."""
+        stopped = any(u.thread.wait.kind == "stopped" for u in self.units)
+        busy = self.units[0].active or self.circle
+        return (not stopped, not busy, -len(self.waiting))
+
+
+def _is_helper(thread: ThreadLook) -> bool:
+    """A thread that a library of queues or pools keeps for itself."""
+    return any(
+        f.file.endswith(("multiprocessing/queues.py", "concurrent/futures/thread.py")) for f in thread.frames
+    )
+
+
+def explain_processes(look: JobLook) -> ProcessFinding:
+    """What a look at a job says."""
+    waits = find_waits(look)
+    roots = [Root(waits, _smallest_circle(waits, nodes)) for nodes in waits.graph.sinks()]
+    stuck = sorted((root for root in roots if root.accused), key=lambda root: root.rank)
+    dead = [p for p in look.processes if not p.alive and p.ended and not p.system]
+    if dead and stuck:
+        return _dead(look, dead, stuck[0])
+    if stuck:
+        return _stuck(look, [root for root in stuck if root.rank[:2] == stuck[0].rank[:2]])
+    return _not_stuck(look, waits, roots)
+
+
+def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of units that wait for each other those of the shortest circles: the others only wait for these."""
+    if len(nodes) < 3:
+        return nodes
+    inside, best = set(nodes), len(nodes) + 1
+    found: set[int] = set()
+    for start in nodes:
+        steps, seen, length = [start], {start}, 0
+        while steps and length < best:
+            length += 1
+            steps = [t for n in steps for t in waits.edges[n] if t in inside]
+            if start in steps:
+                found = found | {start} if length == best else {start}
+                best = length
+                break
+            steps = [t for t in dict.fromkeys(steps) if t not in seen]
+            seen.update(steps)
+    return tuple(sorted(found)) if found else nodes
+
+
+# --- the answer -------------------------------------------------------------------------------------------
+
+
+def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
+    guilty = tuple(Guilty(p.pid, p.name, wait=p.ended, node=p.node) for p in dead[:MAX_NAMED])
+    guilty += () if root.circle else tuple(_guilty(unit) for unit in root.units)
+    names = _listed(f"{p.name} (pid {p.pid}) has ended: {p.ended}" for p in dead[:3])
+    tail = _waiters(root, {u.process.where for u in root.units})
+    blocked = "; ".join(dict.fromkeys(_says(u) for u in root.units[:2] if u.active))
+    sentence = ". ".join(text for text in (names, blocked, tail) if text)
+    return ProcessFinding(
+        "stuck", sentence, guilty, _chain(root), "a process of the job has ended, and others wait"
+    )
+
+
+def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
+    best = roots[0]
+    chosen = [best]
+    guilty: dict[tuple[int, int], Guilty] = {}
+    for root in chosen:
+        for unit in _to_blame(root.units):
+            one = _guilty(unit)
+            guilty.setdefault((one.pid, one.line), one)
+    for unit in best.units if len(best.units) == 1 else ():
+        if not unit.process.read:  # not Python: the line that started it is what people can see
+            guilty |= {(g.pid, g.line): g for g in _starters(best, unit)}
+    return ProcessFinding(
+        "stuck",
+        _sentence(best),
+        tuple(guilty.values())[: 2 * MAX_NAMED],
+        _chain(best),
+        f"nothing of this moved for {look.seconds:.0f} s",
+    )
+
+
+def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
+    """Of a circle all, but of calls of a group those that wait for one partner, else those in another call than most."""
+    if any(u.thread.wait.kind != "collective" for u in units):
+        return units
+    partners = [u for u in units if u.thread.wait.operation in _P2P]
+    sites = Counter((u.thread.wait.operation, u.thread.user and u.thread.user.line) for u in units)
+    (common, count), *rest = sites.most_common()
+    if partners or not rest or count * 2 <= len(units):
+        return partners
+    return [u for u in units if (u.thread.wait.operation, u.thread.user and u.thread.user.line) != common]
+
+
+_P2P = frozenset(
+    {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+)
+
+
+def _starters(root: Root, unit: Unit) -> list[Guilty]:
+    direct = [root.waits.units[n] for n in root.waits.graph.waits_for_me.get(root.nodes[0], ())]
+    return [_guilty(one) for one in direct if one.process.pid == unit.process.ppid][:1]
+
+
+def _guilty(unit: Unit) -> Guilty:
+    frame = unit.thread.user or next((f for f in unit.thread.frames if not f.native), None)
+    where = (frame.file, frame.line, frame.name.rsplit(".", 1)[-1]) if frame is not None else ("", 0, "")
+    thread = "" if unit.thread.main or unit.thread.task else f" (thread {unit.thread.name})"
+    return Guilty(
+        unit.process.pid,
+        unit.process.name,
+        *where,
+        wait=unit.thread.wait.says + thread,
+        node=unit.process.node,
+    )
+
+
+def _at(frame: StackFrame | None) -> str:
+    if frame is None:
+        return ""
+    return f" at {frame.file.rsplit('/', 1)[-1]}:{frame.line} in {frame.name.rsplit('.', 1)[-1]}"
+
+
+def _says(unit: Unit) -> str:
+    thread = "" if unit.thread.main or unit.thread.task else f", thread {unit.thread.name}"
+    left = unit.thread.wait.left_s
+    rest = f" for {left:.0f} s more" if unit.thread.wait.kind == "sleep" and left is not None else ""
+    return f"{unit.process.name} (pid {unit.process.pid}{thread}) {unit.thread.wait.says}{rest}{_at(unit.thread.user)}"
+
+
+def _sentence(root: Root) -> str:
+    """From the one who must move first outwards."""
+    units = list({(u.process.where, u.thread.user): u for u in root.units}.values())
+    first = "; ".join(_says(u) for u in units[:4])
+    if root.circle and len(units) > 1:
+        first = f"a circle of waits: {first}"
+    elif root.circle:
+        first = f"{first}, and waits for itself"
+    elif not units[0].active:
+        first = f"{first}, while others wait for it"
+    return ". ".join(text for text in (first, _waiters(root, {u.process.where for u in root.units})) if text)
+
+
+def _waiters(root: Root, without: set[Where]) -> str:
+    links = [link for link in _chain(root) if link.waits_for]
+    return "; ".join(f"{link.role} {link.waits_for}" for link in links[:4])
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return "; ".join(texts)
+
+
+def _chain(root: Root) -> tuple[ChainLink, ...]:
+    """Who waits for whom, from the root outwards: one link for each role and line."""
+    waits, done = root.waits, {u.process.where for u in root.units}
+    links: list[ChainLink] = []
+    seen, level = set(root.nodes), list(root.nodes)
+    while level and len(links) < 20:
+        next_level: list[int] = []
+        groups: dict[tuple[object, ...], list[tuple[Unit, Unit]]] = {}
+        for node in level:
+            for n in waits.graph.waits_for_me.get(node, ()):
+                if n in seen or n not in root.behind:
+                    continue
+                seen.add(n)
+                next_level.append(n)
+                unit, target = waits.units[n], waits.units[node]
+                if unit.process.where not in done:
+                    done.add(unit.process.where)
+                    user = unit.thread.user
+                    line = user and (user.file, user.line)
+                    key = (unit.process.role, unit.thread.wait.says, line, target.process.role)
+                    groups.setdefault(key, []).append((unit, target))
+        links += [_link(pairs) for pairs in groups.values()]
+        level = next_level
+    return tuple(links)
+
+
+def _link(pairs: Sequence[tuple[Unit, Unit]]) -> ChainLink:
+    unit, target = pairs[0]
+    processes = [one.process for one, _ in pairs]
+    numbers = [p.number for p in processes if p.number is not None]
+    name = processes[0].name if len(processes) == 1 else f"{processes[0].role} {_runs(numbers)}".strip()
+    says = unit.thread.wait.says if len(processes) == 1 else unit.thread.wait.says.replace("waits", "wait", 1)
+    to = f", needs {target.process.name} (pid {target.process.pid})"
+    return ChainLink(
+        name, tuple(p.pid for p in processes), f"{says}{to}", _at(unit.thread.user).removeprefix(" at ")
+    )
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    from allranks.model.formatting import rank_runs
+
+    return ",".join(rank_runs(numbers))
+
+
+def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFinding:
+    moving = [u for u in waits.units if u.thread.moved and not u.process.system]
+    busy = [u for u in waits.units if u.thread.busy and not u.process.system]
+    links = [p for p in look.processes for link in p.links if link.moved and not p.system and p.read]
+    ticks = [p for p in look.processes if p.ticks > 10 and not p.system and not p.ours]
+    if moving:
+        names = _listed(dict.fromkeys(f"{u.process.name} (pid {u.process.pid})" for u in moving[:3]))
+        return ProcessFinding("moving", f"stacks change in {names}", reason="stacks change")
+    if soon := [
+        root
+        for root in roots
+        if root.soon_s is not None
+        and not root.units[0].process.system
+        and root.still
+        and (root.behind or root.units[0].thread.main)
+    ]:
+        unit = soon[0].units[0]
+        return ProcessFinding(
+            "moving", f"{_says(unit)}; then the job continues", reason="a sleep that ends soon"
+        )
+    if links:
+        names = _listed(dict.fromkeys(f"{p.name} (pid {p.pid})" for p in links[:3]))
+        return ProcessFinding("moving", f"data moves between processes: {names}", reason="data moves")
+    if busy or ticks:
+        where = _says(busy[0]) if busy else f"{ticks[0].name} (pid {ticks[0].pid}) uses the processor"
+        return ProcessFinding(
+            "unclear",
+            f"{where} for the whole {look.seconds:.0f} s",
+            reason="look longer: --for 30 tells whether it leaves this line",
+        )
+    if not any(p.read for p in look.processes):
+        return ProcessFinding("unclear", "no stack of this job could be read", reason="see the notes")
+    if all(not u.active or u.thread.wait.kind in _LIFE for u in waits.units if not u.process.system):
+        return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
+    still = [root for root in roots if root.still and root.units[0].active]
+    text = _sentence(still[0]) if still else "no process could be judged"
+    return ProcessFinding(
+        "unclear",
+        text,
+        reason="nobody waits for it; look again in a minute: a line that is still the same then is stuck",
+    )

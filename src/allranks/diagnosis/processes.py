@@ -1,0 +1,343 @@
+"""Who waits for whom between the processes of a job, and who must move first. Pure; the graph is that of `graph.py`.
+
+Nodes are threads (and suspended tasks of event loops). An edge leads to the thread that must move before this one can: the
+holder of a lock, the server of a request, the member of a group that has not come. What waits for nothing else is the verdict:
+a thread that does not move, a circle, a process that has ended or is idle while others need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from allranks.diagnosis.graph import Graph
+from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook, Where
+
+#: Waits that end by themselves sooner than this are no hang.
+SOON_S = 30.0
+#: A thread whose process has nobody to serve: it needs a request to go on.
+_SOFT = frozenset({"idle"})
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A thread or task with its process."""
+
+    process: Process
+    thread: ThreadLook
+
+    @property
+    def active(self) -> bool:
+        """Whether it does or needs something, other than its next work."""
+        return self.thread.wait.kind not in _SOFT and self.thread.wait.strong
+
+    @property
+    def still(self) -> bool:
+        """Whether nothing shows that it moved."""
+        return not self.thread.moved and not self.thread.busy
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The units of a job, and for each the units that it waits for."""
+
+    look: JobLook
+    units: tuple[Unit, ...]
+    edges: dict[int, tuple[int, ...]]
+    moved: frozenset[int]  # units whose wait is answered now and then: bytes moved on their link
+
+    @cached_property
+    def graph(self) -> Graph:
+        return Graph(self.edges, ())
+
+
+class _Finder:
+    """Finds the edges. Only reads the look."""
+
+    def __init__(self, look: JobLook) -> None:
+        self.look = look
+        alive = [p for p in look.processes if p.alive and not p.ours]
+        self.units = tuple(Unit(p, t) for p in alive for t in p.threads)
+        self.processes = {p.where: p for p in look.processes}
+        self.of: dict[Where, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            self.of.setdefault(unit.process.where, []).append(number)
+        self.ends: dict[str, list[tuple[Process, ProcessLink]]] = {}
+        for process in alive:
+            for link in process.links:
+                self.ends.setdefault(link.end, []).append((process, link))
+        self.moved: set[int] = set()
+
+    def find(self) -> Waits:
+        edges = {number: tuple(dict.fromkeys(self._targets(number))) for number in range(len(self.units))}
+        return Waits(self.look, self.units, edges, frozenset(self.moved))
+
+    def _targets(self, number: int) -> Iterable[int]:
+        unit = self.units[number]
+        find = getattr(self, f"_{unit.thread.wait.kind}", None)
+        return find(number, unit) if find is not None else ()
+
+    # --- inside a process ---------------------------------------------------------------------------------
+
+    def _lock(self, number: int, unit: Unit) -> list[int]:
+        """The threads that stand inside a block of the same lock, here or, where processes share it, in others."""
+        wait = unit.thread.wait
+        near = self.of[unit.process.where]
+        if wait.tids:
+            return [n for n in near if self.units[n].thread.tid in wait.tids]
+        places = (
+            near
+            if not wait.ends
+            else [n for p in self._sharers(unit, wait.ends) for n in self.of.get(p.where, ())] + near
+        )
+        return [n for n in places if any(_same(one, wait.lock) for one in self.units[n].thread.holds)]
+
+    def _thread(self, number: int, unit: Unit) -> list[int]:
+        key = unit.thread.wait.key
+        found = [n for n in self.of[unit.process.where] if key and self.units[n].thread.thread_key == key]
+        return found or self._beside(number, unit)
+
+    def _event(self, number: int, unit: Unit) -> list[int]:
+        wait, near = unit.thread.wait, [n for n in self.of[unit.process.where] if n != number]
+        if wait.ends:
+            return self._shared(number, unit)
+        if wait.key == "future":
+            pool = [n for n in near if _is_task(self.units[n].thread)]
+            return pool or ([] if _is_task(unit.thread) else self._beside(number, unit))
+        if not wait.setters:
+            return [] if wait.lock else self._beside(number, unit)
+        inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
+        return inside or ([] if wait.lost else self._clients(unit))
+
+    def _queue(self, number: int, unit: Unit) -> list[int]:
+        wait = unit.thread.wait
+        if wait.lock == "_rlock" and any(p.ended for p in self.look.processes):
+            return []  # a reader that was killed in get() keeps the readers' lock for ever
+        if wait.ends:
+            return self._shared(number, unit)
+        found = self._event(number, unit)
+        same = [n for n in found if self.units[n].thread.wait.key == wait.key and wait.key]
+        return [n for n in found if n not in same]
+
+    def _beside(self, number: int, unit: Unit) -> list[int]:
+        """Threads of the process that do something."""
+        near = [n for n in self.of[unit.process.where] if n != number]
+        return [n for n in near if self.units[n].active and self.units[n].thread.wait.kind != "poll"]
+
+    def _clients(self, unit: Unit) -> list[int]:
+        """What would have to ask this process, so that it does what is missing."""
+        links = [one for one in unit.process.links if one.kind == "tcp" and one.side == "server"]
+        found = [p for one in links for p, _ in self.ends.get(one.peer, ()) if p is not unit.process]
+        return [n for p in _unique(found) for n in self.of.get(p.where, ()) if self.units[n].active]
+
+    # --- between processes --------------------------------------------------------------------------------
+
+    def _sharers(self, unit: Unit, ends: Sequence[str]) -> list[Process]:
+        return _unique(p for end in ends for p, _ in self.ends.get(end, ()) if p is not unit.process)
+
+    def _shared(self, number: int, unit: Unit) -> list[int]:
+        """A semaphore that processes share: those of them that do not wait for it, too."""
+        wait = unit.thread.wait
+        found = [n for p in self._sharers(unit, wait.ends) for n in self.of.get(p.where, ())]
+        found = [n for n in found if not set(self.units[n].thread.wait.ends) & set(wait.ends)]
+        return [n for n in found if self.units[n].active] or [n for n in found if self.units[n].thread.main]
+
+    def _poll(self, number: int, unit: Unit) -> list[int]:
+        """Something that another process changes, in memory that they share."""
+        ends = [one.end for one in unit.process.links if one.owner == "memory"]
+        if unit.thread.wait.operation != "memory":
+            return []
+        found = [n for p in self._sharers(unit, ends) for n in self.of.get(p.where, ())]
+        return [n for n in found if self.units[n].active and self.units[n].thread.wait.kind != "poll"]
+
+    def _socket(self, number: int, unit: Unit) -> list[int]:
+        return self._over(number, unit, unit.thread.wait.ends)
+
+    _pipe = _socket
+
+    def _answer(self, number: int, unit: Unit) -> list[int]:
+        """A library's own threads hold the connection: those on which we sent last, else all that it has opened."""
+        links = [one for one in unit.process.links if one.kind in ("tcp", "unix")]
+        if unit.thread.wait.operation == "zmq":
+            links = [one for one in links if one.owner.startswith("zmq")]
+        else:
+            links = [one for one in links if one.side == "client"]
+            links = [one for one in links if one.turn == "awaits"] or links
+        return self._over(number, unit, [one.end for one in links])
+
+    def _over(self, number: int, unit: Unit, ends: Sequence[str]) -> list[int]:
+        """The units at the other end of links: those that wait on the same link or serve a request come first."""
+        mine = [one for one in unit.process.links if one.end in ends]
+        if any(one.moved for one in mine):
+            self.moved.add(number)
+        found: list[int] = []
+        for link in mine:
+            others = [p for p, _ in self.ends.get(link.peer, ())]
+            others = [p for p in others if p is not unit.process] or others
+            if link.kind == "pipe":
+                others = [p for p in others if not self._on_same_side(p, link, unit)]
+            for process in _unique(others):
+                own = (
+                    process is unit.process
+                )  # both ends are ours: only a thread that uses the other one can help
+                found += self._users(process, link.peer) if own else self._serving(process, link.peer, number)
+        return found
+
+    def _on_same_side(self, process: Process, link: ProcessLink, unit: Unit) -> bool:
+        """Whether a process with both ends of a pipe uses the same one as this unit: another reader of a queue."""
+        return any(link.end in self.units[n].thread.wait.ends for n in self.of.get(process.where, ()))
+
+    def _users(self, process: Process, end: str) -> list[int]:
+        return [n for n in self.of.get(process.where, ()) if end in self.units[n].thread.wait.ends]
+
+    def _serving(self, process: Process, end: str, number: int) -> list[int]:
+        here = [n for n in self.of.get(process.where, ()) if n != number]
+        active = [n for n in here if self.units[n].active]
+        for chosen in (
+            [n for n in active if end in self.units[n].thread.wait.ends],
+            [n for n in active if self.units[n].thread.handles],
+            [n for n in active if self.units[n].thread.wait.kind != "poll"],
+            [n for n in here if end in self.units[n].thread.wait.ends],
+            active,
+            [n for n in here if self.units[n].thread.wait.kind != "idle"],
+        ):
+            if chosen:
+                return chosen
+        return [n for n in here if self.units[n].thread.main]
+
+    def _connect(self, number: int, unit: Unit) -> list[int]:
+        """The process that listens at the address."""
+        kind, _, name = unit.thread.wait.path.partition(" ")
+        found = [
+            p
+            for end, rows in self.ends.items()
+            if end.startswith(kind) and end.endswith(f" listen {name}")
+            for p, _ in rows
+        ]
+        return [n for p in _unique(found) if p is not unit.process for n in self._whole(p.where)]
+
+    def _open(self, number: int, unit: Unit) -> list[int]:
+        """Threads whose function names the same file in or behind its line: they open its other end."""
+        name = unit.thread.wait.path.rsplit("/", 1)[-1]
+        others = [n for n, u in enumerate(self.units) if u.process is not unit.process]
+        return [n for n in others if name in self.units[n].thread.later]
+
+    def _child(self, number: int, unit: Unit) -> list[int]:
+        wait = unit.thread.wait
+        over = self._over(number, unit, wait.ends)
+        pids = [p for p in wait.pids if (unit.process.node, p) in self.processes]
+        return over + [n for pid in pids for n in self._whole((unit.process.node, pid))]
+
+    _file_lock = _child
+
+    def _whole(self, where: Where) -> list[int]:
+        here = self.of.get(where, [])
+        return [n for n in here if self.units[n].active] or [n for n in here if self.units[n].thread.main]
+
+    def _ray(self, number: int, unit: Unit) -> list[int]:
+        """Actors that this process is connected to and that run something."""
+        peers = {
+            p.where for one in unit.process.links for p, _ in self.ends.get(one.peer, ()) if one.kind == "tcp"
+        }
+        actors = [
+            p
+            for p in self.look.processes
+            if p.alive and p.title.startswith("ray::") and p is not unit.process and not p.system
+        ]
+        near = [p for p in actors if p.where in peers] or actors
+        return [
+            n
+            for p in near
+            for n in self.of.get(p.where, ())
+            if self.units[n].active and self.units[n].thread.handles
+        ]
+
+    # --- process groups -----------------------------------------------------------------------------------
+
+    def _collective(self, number: int, unit: Unit) -> list[int]:
+        """The members of the group that have not come; where they all have, the members."""
+        groups: dict[str, list[ProcessLink]] = {}
+        for link in unit.process.links:
+            if link.owner.startswith("gloo"):
+                groups.setdefault(link.owner, []).append(link)
+        if any(link.moved for links in groups.values() for link in links):
+            self.moved.add(number)
+        sets = [
+            _unique(p for link in links for p, _ in self.ends.get(link.peer, ()) if p is not unit.process)
+            for links in groups.values()
+        ]
+        waiting = [[p for p in members if self._collects(p)] for members in sets]
+        if any(waiting):  # another member waits, too: that is the group
+            sets = [members for members, come in zip(sets, waiting, strict=True) if come]
+        found = [p for members in sets for p in members] or self._siblings(unit)
+        missing = [p for p in found if not self._collects(p)]
+        return [n for p in _unique(missing or found) for n in self._whole(p.where)]
+
+    def _collects(self, process: Process) -> bool:
+        kinds = {self.units[n].thread.wait.kind for n in self.of.get(process.where, ())}
+        return bool(kinds & {"collective", "rendezvous"})
+
+    def _siblings(self, unit: Unit) -> list[Process]:
+        """Other processes that may be of the same world: of the same parent, not machinery."""
+        p = unit.process
+        found = [o for o in self.look.processes if o.alive and o is not p and not o.system and not o.ours]
+        world = [o for o in found if o.rank is not None and o.world == p.world] if p.rank is not None else []
+        return world or [o for o in found if o.ppid == p.ppid and o.node == p.node]
+
+    def _rendezvous(self, number: int, unit: Unit) -> list[int]:
+        missing = [p for p in self._siblings(unit) if not self._collects(p)]
+        return [n for p in missing for n in self._whole(p.where)]
+
+    def _store(self, number: int, unit: Unit) -> list[int]:
+        """All that are connected to the store and do not wait for a key themselves."""
+        ends = unit.thread.wait.ends
+        servers = _unique(
+            p for link in unit.process.links if link.end in ends for p, _ in self.ends.get(link.peer, ())
+        )
+        ports = {
+            link.end.rsplit(">", 1)[0].rsplit(":", 1)[-1]
+            for p in servers
+            for link in p.links
+            if any(link.end == o.peer for o in unit.process.links if o.end in ends)
+        }
+        users = [
+            p
+            for p in self.look.processes
+            if p.alive
+            and any(
+                link.kind == "tcp" and link.side == "client" and link.end.rsplit(":", 1)[-1] in ports
+                for link in p.links
+            )
+        ]
+        others = [p for p in _unique([*servers, *users]) if p is not unit.process]
+        found = [n for p in others for n in self._whole(p.where)]
+        return [n for n in found if self.units[n].thread.wait.kind != "store"]
+
+
+def _same(held: str, lock: str) -> bool:
+    def last(text: str) -> str:
+        return text.rsplit(".", 1)[-1].split("(")[0]
+
+    return bool(lock) and last(held) == last(lock)
+
+
+def _is_task(thread: ThreadLook) -> bool:
+    """Whether it runs a task of a pool."""
+    return thread.task or any(
+        f.name.endswith("run") and f.file.endswith("concurrent/futures/thread.py") for f in thread.frames
+    )
+
+
+def _is_in(thread: ThreadLook, functions: Sequence[str], like: ThreadLook) -> bool:
+    file = like.user.file if like.user is not None else ""
+    return any(f.file == file and f.name.rsplit(".", 1)[-1] in functions for f in thread.frames)
+
+
+def _unique(processes: Iterable[Process]) -> list[Process]:
+    return list({p.where: p for p in processes}.values())
+
+
+def find_waits(look: JobLook) -> Waits:
+    """The graph of a job."""
+    return _Finder(look).find()

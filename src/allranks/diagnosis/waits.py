@@ -1,0 +1,262 @@
+"""Who waits in which call for whom: the blocked calls of all groups, who lacks in each, and whether that is a hang.
+
+A blocked call counts only when it has lasted longer than the job's usual pauses. Time is an argument: for black boxes the
+moment they were read, for dump files the moment they were written. Without it a dump is taken at its word: people dump jobs
+that hang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from allranks.diagnosis.job import GroupView, Job, Lane, Now
+from allranks.diagnosis.ops import SYNCHRONISING, is_synchronising
+from allranks.diagnosis.p2p import P2PWait
+
+#: Snapshots this much older than a call cannot tell whether the rank entered it.
+STALE_NS = 50_000_000
+_DONE, _OPEN, _FAILED = int(Now.DONE), int(Now.OPEN), int(Now.FAILED)
+#: Calls at the end of a lane that are looked at first; hardly ever is more needed.
+TAIL = 64
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A collective, or a send or receive, that did not come to its end."""
+
+    index: int
+    group: int
+    seq: int  # -1 for point-to-point
+    rows: dict[int, int] = field(default_factory=dict)  # rank → row, of those that entered, not left
+    missing: tuple[int, ...] = ()  # never entered, though their dump would show it
+    absent: tuple[int, ...] = ()  # members without a dump
+    unsure: tuple[int, ...] = ()  # their dump is cut, too old or has lost this group
+    passed: tuple[int, ...] = ()  # got out of it
+    behind: tuple[int, ...] = ()  # entered it too, but have not left an earlier call of the group
+    failed: tuple[int, ...] = ()  # entered; the call failed or timed out
+    p2p: P2PWait | None = None
+
+    @property
+    def waiters(self) -> tuple[int, ...]:
+        return tuple(sorted(self.rows))
+
+
+def find_blocked(job: Job, p2p_waits: list[P2PWait]) -> list[Blocked]:
+    """All blocked calls: per group the first one of every rank, then open sends and receives."""
+    stuck = [_stuck_lanes(job, group) for group in job.groups]
+    busy = {lane.rank for lanes in stuck for found in lanes.values() for lane in found}
+    busy |= {wait.rank for wait in p2p_waits}
+    found: list[Blocked] = []
+    for group, lanes in zip(job.groups, stuck, strict=True):
+        found += [
+            _blocked(job, group, seq, lanes[seq], len(found) + i) for i, seq in enumerate(sorted(lanes))
+        ]
+    idle = tuple(rank for rank, view in job.ranks.items() if rank not in busy and not view.cut)
+    lonely = {b.waiters[0] for b in found if _is_lonely(job, b)}
+    found = [_with_idle(job, blocked, idle, lonely) for blocked in found]
+    return found + [_blocked_p2p(job, wait, len(found) + i, idle) for i, wait in enumerate(p2p_waits)]
+
+
+def _is_lonely(job: Job, blocked: Blocked) -> bool:
+    """One rank alone in a group whose members nobody knows."""
+    group = job.groups[blocked.group]
+    return not group.members_known and len(group.lanes) == 1 and len(job.ranks) > 1
+
+
+def _blocked_p2p(job: Job, wait: P2PWait, index: int, idle: tuple[int, ...]) -> Blocked:
+    failed = (wait.rank,) if job.ranks[wait.rank].now[wait.row] == Now.FAILED else ()
+    if wait.peer < 0:  # from anyone: a rank that is not waiting itself may still send
+        others = [rank for rank in job.groups[wait.group].members if rank != wait.rank]
+        absent = tuple(rank for rank in others if rank not in job.ranks)
+        senders = tuple(rank for rank in others if rank in idle)
+        lacking = senders or (() if absent else tuple(others))
+        return Blocked(index, wait.group, -1, {wait.rank: wait.row}, lacking, absent, failed=failed, p2p=wait)
+    alone = wait.partner < 0
+    missing = (wait.peer,) if alone and wait.peer_known else ()
+    absent = (wait.peer,) if alone and wait.peer not in job.ranks else ()
+    unsure = (wait.peer,) if alone and not missing and not absent else ()
+    return Blocked(
+        index, wait.group, -1, {wait.rank: wait.row}, missing, absent, unsure, failed=failed, p2p=wait
+    )
+
+
+def _with_idle(job: Job, blocked: Blocked, idle: tuple[int, ...], lonely: set[int]) -> Blocked:
+    """Where the members are unknown, any rank that is idle or without a dump may be the one that lacks.
+
+    Of ranks that are each alone in some group one may be waiting for the other.
+    """
+    group = job.groups[blocked.group]
+    if group.members_known or blocked.missing or blocked.unsure or blocked.passed:
+        return blocked
+    lacking = tuple(rank for rank in idle if rank not in group.lanes)
+    if _is_lonely(job, blocked):
+        others = tuple(sorted(lonely - set(group.lanes)))
+        lacking = others or lacking or tuple(rank for rank in job.ranks if rank not in group.lanes)
+    absent = blocked.absent or (() if lacking else job.missing_ranks)
+    return replace(blocked, missing=lacking, absent=absent)
+
+
+def _stuck_lanes(job: Job, group: GroupView) -> dict[int, list[Lane]]:
+    """Sequence number → lanes that did not get through it."""
+    stuck: dict[int, list[Lane]] = {}
+    floor = lowest_end(group)
+    for lane in group.lanes.values():
+        seq = stuck_at(job, lane, floor)
+        if seq is not None:
+            stuck.setdefault(seq, []).append(lane)
+    return stuck
+
+
+def lowest_end(group: GroupView) -> int:
+    """The smallest `last` among lanes that can be trusted to show their end; -1 when one never began."""
+    ends = [
+        lane.last for lane in group.lanes.values() if not lane.cut and (len(lane.seqs) or not lane.wrapped)
+    ]
+    return min(ends, default=1 << 62)
+
+
+def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
+    """The first sequence number that the rank did not get through, or None.
+
+    A call behind which a later one is done was done too. A call that was put away although a member never
+    entered it (`floor`) has failed, if nobody can finish it alone.
+    """
+    if not len(lane.seqs):
+        return None
+    view = job.ranks[lane.rank]
+    newest = view.now[lane.rows[-2:]].tolist()
+    if newest[-1] == _DONE:
+        return None
+    if newest[-1] == _OPEN and (newest[0] == _DONE or len(lane.rows) == 1):
+        return lane.last
+    now, start = _after_done(view.now[lane.rows[-TAIL:]])
+    first = max(0, len(lane.rows) - TAIL)
+    if start == 0 and first:
+        (now, start), first = _after_done(view.now[lane.rows]), 0
+    if start == len(now):
+        return None
+    start, now = first + start, now[start:]
+    bad = (now == _OPEN) | (now == _FAILED)
+    if lane.last > floor:
+        alone = is_synchronising(view.family[lane.rows[start:]])
+        bad |= (now == Now.LEFT) & (lane.seqs[start:] > floor) & alone
+    hits = np.flatnonzero(bad)
+    return int(lane.seqs[start + int(hits[0])]) if len(hits) else None
+
+
+def _after_done(now: np.ndarray) -> tuple[np.ndarray, int]:
+    """The states, and the index behind the last call that is done."""
+    done = np.flatnonzero(now == _DONE)
+    return now, int(done[-1]) + 1 if len(done) else 0
+
+
+def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int) -> Blocked:
+    rows = {lane.rank: lane.row(seq) for lane in lanes}
+    failed = tuple(sorted(r for r, row in rows.items() if job.ranks[r].now[row] != Now.OPEN))
+    entered_ns = min(int(job.ranks[r].trace.calls["created_ns"][row]) for r, row in rows.items())
+    found: dict[str, list[int]] = {"missing": [], "unsure": [], "passed": [], "behind": []}
+    for rank, lane in group.lanes.items():
+        if rank not in rows:
+            found[_whereabouts(job, group, lane, seq, entered_ns)].append(rank)
+    absent = tuple(r for r in group.members if r not in group.lanes)
+    family = int(job.ranks[lanes[0].rank].family[rows[lanes[0].rank]])
+    done = any(_is_done(job, group.lanes[rank], seq) for rank in found["passed"])
+    if done and not absent and family in SYNCHRONISING:
+        # Somebody finished it, so everybody entered it: the others' dumps are merely older. With a rank gone this
+        # does not hold: NCCL then turns pending calls of the others to "completed".
+        found["unsure"] += found["missing"]
+        found["missing"] = []
+    missing, unsure, passed, behind = (tuple(sorted(ranks)) for ranks in found.values())
+    return Blocked(index, group.index, seq, rows, missing, absent, unsure, passed, behind, failed)
+
+
+def _whereabouts(job: Job, group: GroupView, lane: Lane, seq: int, entered_ns: int) -> str:
+    """Which of the four sets of Blocked a rank belongs to that is not stuck in the call."""
+    if lane.last >= seq:
+        row = lane.row(seq)
+        return "passed" if row < 0 or job.ranks[lane.rank].now[row] in (Now.DONE, Now.LEFT) else "behind"
+    if job.ranks[lane.rank].trace.last_completed.get(group.name, -1) >= seq:
+        return "passed"
+    lost = lane.cut or (lane.wrapped and not len(lane.seqs))
+    return "unsure" if lost or is_too_old(job, lane.rank, entered_ns) else "missing"
+
+
+def _is_done(job: Job, lane: Lane, seq: int) -> bool:
+    row = lane.row(seq)
+    return row >= 0 and bool(job.ranks[lane.rank].now[row] == Now.DONE)
+
+
+def is_too_old(job: Job, rank: int, entered_ns: int) -> bool:
+    """Whether the rank's dump was written before the others entered the call."""
+    view = job.ranks[rank]
+    if not view.snapshot_ns or view.snapshot_ns >= entered_ns - STALE_NS:
+        return False
+    calls = view.trace.calls
+    return not len(calls) or int(calls["created_ns"].max()) <= view.snapshot_ns
+
+
+MIN_WAIT_S, MAX_WAIT_S, UNTRAINED_WAIT_S = 0.1, 30.0, 1.0
+SAMPLED_RANKS, SAMPLED_CALLS, WARM_UP_CALLS = 64, 256, 3
+#: A wait longer than this is the age of the file, not of the wait.
+BELIEVABLE_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a wait is normal in this job, and why."""
+
+    limit_s: float
+    reason: str
+
+
+def usual_pause(job: Job, quiet_s: float = 0.0) -> Patience:
+    """Twice the longest pause between two calls of a rank, within limits; half of a silence that is known to be too long."""
+    longest = 0.0
+    count = 0
+    for rank in list(job.ranks)[:SAMPLED_RANKS]:
+        created = job.ranks[rank].trace.calls["created_ns"][-SAMPLED_CALLS:]
+        gaps = np.diff(created)[WARM_UP_CALLS:]
+        count += len(gaps)
+        if len(gaps):
+            longest = max(longest, float(gaps.max()) / 1e9)
+    if count < 8:
+        return Patience(
+            UNTRAINED_WAIT_S, f"too few calls to know this job's pauses; {UNTRAINED_WAIT_S:.0f} s assumed"
+        )
+    limit = min(max(2 * longest, MIN_WAIT_S), MAX_WAIT_S)
+    if 0 < quiet_s / 2 < limit:
+        return Patience(quiet_s / 2, f"nothing has moved for {quiet_s:.3g} s, which is too long for this job")
+    return Patience(limit, f"the longest pause between two calls was {longest:.3g} s")
+
+
+def waited_s(job: Job, blocked: Blocked) -> float | None:
+    """How long the longest waiter has waited; None when no time of the dump is known."""
+    longest = None
+    for rank, row in blocked.rows.items():
+        view = job.ranks[rank]
+        entered = int(view.trace.calls["created_ns"][row])
+        if view.snapshot_ns and entered:
+            wait = (view.snapshot_ns - entered) / 1e9
+            if 0 <= wait < BELIEVABLE_S:
+                longest = wait if longest is None else max(longest, wait)
+    return longest
+
+
+def is_hung(job: Job, blocked: Blocked, patience: Patience) -> bool:
+    """Whether the call has lasted too long; failed calls, calls that lack a rank which has ended, and calls of unknown
+    age count as such, but when everybody was killed only those that somebody lacks in: the others were about to end."""
+    ended = any(job.ranks[rank].trace.progress.closed for rank in blocked.missing if rank in job.ranks)
+    if blocked.failed or ended:
+        return True
+    wait = waited_s(job, blocked)
+    if wait is None:
+        return not job.ended or bool(blocked.missing or blocked.absent)
+    return wait >= patience.limit_s
+
+
+def is_paused(job: Job, rank: int) -> bool:
+    """Whether the rank has declared its silence normal until a time that has not come yet."""
+    view = job.ranks.get(rank)
+    return view is not None and job.now_ns > 0 and view.trace.progress.expect_until_ns > job.now_ns

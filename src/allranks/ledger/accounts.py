@@ -1,0 +1,178 @@
+"""One node's open account: samples and incidents come in, ledger records go out. No clock, no files, no threads.
+
+Stretches stay pending for `SETTLE_S`, since an incident is published a few seconds after what it explains. Then they
+are summed up by rank, and every `window_s` the sums become rows. A row stands for ranks that did about the same. The
+longer a job runs, the longer its windows, so that a month of a large job stays small.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from allranks.blackbox.phases import PhaseMark
+from allranks.ledger.booking import RankBook, Sampled, Stretch, advance, finish, resolve
+from allranks.ledger.records import (
+    IDLE,
+    REPEATED,
+    SAVING,
+    STALLED,
+    STARTING,
+    USEFUL,
+    WAITING,
+    Booked,
+    Outage,
+    kind_of,
+)
+from allranks.model.formatting import rank_runs
+
+SETTLE_S = 8.0
+SHORTEST_S, LONGEST_S, WINDOWS = 10.0, 1800.0, 50  # a window is a fiftieth of the job's age, between these
+LONG_S = 5.0  # a stretch without training that is longer gets rows of its own
+ALIKE = 0.05  # of a window: ranks that differ by less share a row
+KEPT_OUTAGES = 200
+SILENT = (STARTING, STALLED, IDLE)  # states in which a rank makes no calls
+COUNTED = (SAVING, "restoring", "healing", "regrouping")
+
+#: rank -> rank that it waited for -> share of its steps' time. Asked for the time of a row, less that of these incidents.
+Waits = Callable[[float, float, Sequence[Outage]], Mapping[int, Mapping[int, float]]]
+
+
+@dataclass
+class Accounts:
+    began: float  # epoch
+    reached: int = -1  # the highest step of earlier runs of this job, or of this one
+    waits: Waits = lambda begin, end, outages: {}
+    number: int = 0  # of the last row
+    _books: dict[int, RankBook] = field(default_factory=dict)
+    _phases: dict[int, tuple[PhaseMark, ...]] = field(default_factory=dict)
+    _pending: list[Stretch] = field(default_factory=list)
+    _outages: dict[str, Outage] = field(default_factory=dict)
+    _sums: dict[int, dict[str, float]] = field(default_factory=dict)
+    _times: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _counts: dict[int, dict[str, int]] = field(default_factory=dict)
+    _folded: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        return len(self._books)
+
+    def observe(self, now: float, samples: Sequence[Sampled]) -> list[Booked]:
+        """One sample of this node's ranks; returns the rows that are finished by now."""
+        for sample in samples:
+            book = self._books.get(sample.rank) or RankBook(sample.rank, self.began)
+            book, done = advance(book, sample, now, self.reached)
+            self._books[sample.rank], self._phases[sample.rank] = book, sample.phases
+            self._pending += done
+        self.reached = max([self.reached, *(sample.step for sample in samples)])
+        return self._settle(now - SETTLE_S, now)
+
+    def note(self, outage: Outage) -> Outage | None:
+        """An incident, once more when it changes; the record to write, None when nothing is new."""
+        if self._outages.get(outage.id) == outage:
+            return None
+        self._outages.pop(outage.id, None)
+        self._outages[outage.id] = outage
+        while len(self._outages) > KEPT_OUTAGES:
+            del self._outages[next(iter(self._outages))]
+        return outage
+
+    def open_rows(self, now: float) -> list[Booked]:
+        """What would be booked if the job ended now; changes nothing."""
+        draft = Accounts(self.began, self.reached, number=self.number)
+        draft._books, draft._phases, draft._outages = dict(self._books), self._phases, self._outages
+        draft._pending = list(self._pending)
+        draft._sums = {rank: dict(sums) for rank, sums in self._sums.items()}
+        draft._times, draft._counts = dict(self._times), {r: dict(c) for r, c in self._counts.items()}
+        return draft.close(now)
+
+    def close(self, now: float) -> list[Booked]:
+        """The last rows."""
+        for rank, book in self._books.items():
+            self._pending += finish(book, self._phases[rank], now)
+        return [*self._settle(float("inf"), now), *self._fold(now)]
+
+    # inside
+
+    def _settle(self, until: float, now: float) -> list[Booked]:
+        ready = [one for one in self._pending if one.end <= until]
+        self._pending = [one for one in self._pending if one.end > until]
+        resolved = [part for one in ready for part in self._resolve(one)]
+        rows: list[Booked] = []
+        if any(part.end - part.begin >= LONG_S and kind_of(part.state) != USEFUL for part in resolved):
+            rows += self._fold(now)
+            self._add(resolved)
+            return rows + self._fold(now)
+        self._add(resolved)
+        if now - max(self._folded, self.began) >= self._window_s(now):
+            rows += self._fold(now)
+        return rows
+
+    def _resolve(self, stretch: Stretch) -> list[Stretch]:
+        last = self._books[stretch.rank].booked <= stretch.end
+        return resolve(stretch, tuple(self._outages.values()), over=last)
+
+    def _add(self, parts: Sequence[Stretch]) -> None:
+        for part in parts:
+            sums = self._sums.setdefault(part.rank, {})
+            sums[part.state] = sums.get(part.state, 0.0) + part.end - part.begin
+            low, high = self._times.get(part.rank, (part.begin, part.end))
+            self._times[part.rank] = min(low, part.begin), max(high, part.end)
+            if kind_of(part.state) in COUNTED:
+                counts = self._counts.setdefault(part.rank, {})
+                counts[part.state] = counts.get(part.state, 0) + 1
+
+    def _window_s(self, now: float) -> float:
+        return min(LONGEST_S, max(SHORTEST_S, (now - self.began) / WINDOWS))
+
+    def _fold(self, now: float) -> list[Booked]:
+        self._folded = now
+        sums, times, counts = self._sums, self._times, self._counts
+        self._sums, self._times, self._counts = {}, {}, {}
+        if not sums:
+            return []
+        low, high = min(t[0] for t in times.values()), max(t[1] for t in times.values())
+        waits = self.waits(low, high, tuple(self._outages.values()))
+        alike: dict[object, list[int]] = defaultdict(list)
+        for rank, states in sums.items():
+            _book_waits(states, waits.get(rank, {}))
+            unit = max(1e-3, ALIKE * (high - low))
+            shape = sorted((state, round(seconds / unit)) for state, seconds in states.items())
+            alike[tuple(one for one in shape if one[1])].append(rank)
+        return [self._row(ranks, sums, times, counts) for ranks in alike.values()]
+
+    def _row(
+        self,
+        ranks: list[int],
+        sums: Mapping[int, Mapping[str, float]],
+        times: Mapping[int, tuple[float, float]],
+        counts: Mapping[int, Mapping[str, int]],
+    ) -> Booked:
+        self.number += 1
+        total: dict[str, float] = defaultdict(float)
+        most: dict[str, int] = {}
+        for rank in ranks:
+            for state, seconds in sums[rank].items():
+                total[state] += seconds
+            for state, number in counts.get(rank, {}).items():
+                most[state] = max(most.get(state, 0), number)
+        rounded = {state: round(seconds, 4) for state, seconds in total.items()}
+        low, high = min(times[r][0] for r in ranks), max(times[r][1] for r in ranks)
+        runs = ",".join(rank_runs(ranks))
+        return Booked(self.number, round(low, 4), round(high, 4), runs, rounded, self.reached, most)
+
+
+def _book_waits(states: dict[str, float], waits: Mapping[int, float]) -> None:
+    """Of the time of steps, what was spent waiting for others."""
+    calling = sum(seconds for state, seconds in states.items() if kind_of(state) not in SILENT)
+    steps = {state: states.get(state, 0.0) for state in (USEFUL, REPEATED)}
+    own = sum(steps.values())
+    waited = {whom: share * calling for whom, share in waits.items()}
+    scale = min(1.0, own / max(sum(waited.values()), 1e-9))
+    for whom, seconds in waited.items():
+        states[f"{WAITING}:{whom}"] = seconds * scale
+        for state, part in steps.items():
+            states[state] = states.get(state, 0.0) - seconds * scale * part / max(own, 1e-9)
+    for state in [state for state, seconds in states.items() if seconds <= 0.0]:
+        del states[state]

@@ -1,0 +1,149 @@
+"""What would raise a job's goodput, from its own account: each with the expected gain. Pure.
+
+The interval of checkpoints follows Young and Daly: with a save of C seconds and M seconds between failures, saving every
+sqrt(2 C M) seconds loses least. It is checked by replay: the failures of the ledger, at their own times, with other intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allranks.ledger.records import COMPILING, EVALUATION, STARTING, USEFUL, WAITING
+from allranks.ledger.summary import JobAccount
+from allranks.model.formatting import duration
+
+WORTH = 0.002  # of the time: a smaller gain is not worth a change
+NO_FAILURE = 3.0  # without a failure so far: one is expected after so many times the time it has run
+
+
+@dataclass(frozen=True)
+class Advice:
+    what: str  # what to change
+    why: str
+    gain: float  # expected share of the time; 0: not known
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The best time between two saves of a tier."""
+
+    tier: str
+    cost_s: float  # of one save
+    now_s: float  # between two saves, as the job does it
+    best_s: float
+    mtbf_s: float
+    loss_now: float  # expected share of the time: saving, and work done again
+    loss_best: float
+    replay_now: float  # the same share in the replay of the ledger
+    replay_best: float
+
+
+def best_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Daly's estimate; Young's sqrt(2 C M) for small costs."""
+    if cost_s <= 0 or mtbf_s <= 0:
+        return math.inf
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    part = math.sqrt(cost_s / (2 * mtbf_s))
+    return max(cost_s, math.sqrt(2 * cost_s * mtbf_s) * (1 + part / 3 + part * part / 9) - cost_s)
+
+
+def expected_loss(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+    """Share of the time that saves cost, and that work since the last save is lost by failures."""
+    lost = cost_s / interval_s + interval_s / 2 / mtbf_s  # per second of training
+    return lost / (1 + lost)
+
+
+def replay(failures_at: Sequence[float], trained_s: float, interval_s: float, cost_s: float) -> float:
+    """Share of the time lost if this job had saved every `interval_s` of training: its own failures at their own times."""
+    lost = trained_s / interval_s * cost_s
+    before = 0.0
+    for at in sorted(failures_at):
+        lost += (at - before) % interval_s
+        before = at
+    return lost / max(trained_s + lost, 1e-9)
+
+
+def find_intervals(found: JobAccount) -> list[Interval]:
+    """For every tier that the job saves to."""
+    useful_s = found.seconds.get(USEFUL, 0.0) / max(found.ranks, 1)
+    share = useful_s / max(found.running_s, 1e-9)
+    failures = [(one.begin - found.begin) * share for one in found.failures]
+    mtbf = found.mtbf_s or NO_FAILURE * max(found.running_s, 1.0)
+    intervals = []
+    for tier, (number, cost) in sorted(found.saves.items()):
+        if number < 2 or cost <= 0:
+            continue
+        now, best = useful_s / number, best_interval_s(cost, mtbf)
+        losses = [expected_loss(one, cost, mtbf) for one in (now, best)]
+        replayed = [replay(failures, useful_s, one, cost) for one in (now, best)]
+        intervals.append(Interval(tier or "checkpoint", cost, now, best, mtbf, *losses, *replayed))
+    return intervals
+
+
+def advise(found: JobAccount) -> list[Advice]:
+    """The largest gain first."""
+    total = max(found.rank_seconds, 1e-9)
+    shares = {state: seconds / total for state, seconds in found.seconds.items()}
+    advice = [_of_interval(one, bool(found.failures)) for one in find_intervals(found)]
+    if shares.get(WAITING, 0.0) > 0.03:
+        rank = next(iter(found.waiting_for))
+        why = f"ranks waited for slow ones {shares[WAITING]:.1%} of the time, most for rank {rank}"
+        advice.append(
+            Advice(f"find out why rank {rank} is slow: `allranks slow {found.job}`", why, shares[WAITING])
+        )
+    restarts = len([one for one in found.failures if one.kind == "death"])
+    first = shares.get(STARTING, 0.0) / max(restarts + found.runs, 1)
+    if restarts and shares.get(STARTING, 0.0) - first > 0.01:
+        why = f"{restarts} restarts spent {shares[STARTING]:.1%} of the time on starting processes"
+        advice.append(
+            Advice(
+                "keep warm processes (`--spares`, the default), or train with replicas",
+                why,
+                shares[STARTING] - first,
+            )
+        )
+    notice = found.mean_s("begin", "noticed")
+    if notice is not None and notice > 30.0:
+        gain = len(found.failures) * (notice - 15.0) / max(found.running_s, 1.0)
+        advice.append(
+            Advice(
+                "notice hangs earlier: `--notice-s 10`",
+                f"failures were noticed after {duration(notice)} on average",
+                gain,
+            )
+        )
+    if shares.get(COMPILING, 0.0) > 0.03:
+        why = f"first steps of processes took {shares[COMPILING]:.1%} of the time"
+        advice.append(
+            Advice(
+                "keep compiled code between restarts (TORCHINDUCTOR_CACHE_DIR on a disk that stays)",
+                why,
+                shares[COMPILING] / 2,
+            )
+        )
+    if shares.get(EVALUATION, 0.0) > 0.1:
+        why = f"evaluation took {shares[EVALUATION]:.1%} of the time"
+        advice.append(Advice("evaluate less often, or on other machines", why, shares[EVALUATION] / 2))
+    return sorted((one for one in advice if one.gain >= WORTH), key=lambda one: -one.gain)
+
+
+def _of_interval(one: Interval, failed: bool) -> Advice:
+    way = "less" if one.best_s > one.now_s else "more"
+    what = f"save {way} often to {one.tier}: every {duration(one.best_s)} instead of {duration(one.now_s)}"
+    rate = (
+        f"a failure every {duration(one.mtbf_s)}"
+        if failed
+        else f"no failure yet, one in {duration(one.mtbf_s)} is assumed"
+    )
+    why = (
+        f"a save stops training for {duration(one.cost_s)}, {rate}; in a replay of this job's own failures the loss changes "
+        f"from {one.replay_now:.2%} to {one.replay_best:.2%}"
+    )
+    return Advice(
+        what,
+        why,
+        max(0.0, min(one.loss_now - one.loss_best, one.replay_now - one.replay_best if failed else 1.0)),
+    )

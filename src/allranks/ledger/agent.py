@@ -1,0 +1,223 @@
+"""The agent's part of the ledger: takes the samples and incidents that the watch has anyway, and writes rows.
+
+Called on the watch's thread. It never raises and never waits for anything but its own small file: a ledger that cannot be
+written is one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import allranks
+from allranks.blackbox.reader import read_trace
+from allranks.errors import InputError
+from allranks.ledger.accounts import Accounts
+from allranks.ledger.arrivals import wait_shares
+from allranks.ledger.booking import Sampled
+from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
+from allranks.ledger.history import HistoryWriter
+from allranks.ledger.nodes import outage_events
+from allranks.ledger.records import STATES, Booked, Outage, Record, RunEnd, RunStart, kind_of
+from allranks.ledger.slow import Lateness
+from allranks.ledger.summary import JobAccount, account
+from allranks.model.incident import Incident
+from allranks.model.trace import RankTrace
+
+log = logging.getLogger("allranks.agent")
+
+OPEN_S = 5.0  # how often the open rows are written
+SLOW_S = 30.0  # how often ranks are compared
+MAX_ENDED = 64
+FAULTS = (
+    "died",
+    "fault",
+    "last good step",
+)  # the moment at which the time of an incident begins, the best known first
+
+
+@dataclass
+class LedgerKeeper:
+    """`start()` and `close()` own the file."""
+
+    folder: Path  # of the incidents
+    job: str
+    node: str
+    mode: str
+    history: HistoryWriter | None = None  # nodes across jobs
+    rows: list[Booked] = field(default_factory=list)  # of this run, for the line at its end
+    outages: dict[str, Outage] = field(default_factory=dict)
+    _accounts: Accounts | None = None
+    _file: LedgerFile | None = None
+    _start: RunStart | None = None
+    _ours: set[tuple[int, int]] = field(default_factory=set)
+    _paths: dict[int, str] = field(default_factory=dict)
+    _ended: list[str] = field(default_factory=list)  # boxes of processes that ended since the last row
+    _opened_s: float = 0.0
+    _open: list[Booked] = field(default_factory=list)
+    _slow: Lateness = field(default_factory=Lateness)
+    _looked_s: float = 0.0
+    _failed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, now: float | None = None) -> None:
+        began = time.time() if now is None else now
+        self._file = LedgerFile(ledger_path(self.folder, self.job, self.node))
+        self._start = RunStart(began, self.job, self.node, self.mode, version=allranks.__version__)
+        earlier: list[Record] = []
+
+        def begin() -> None:
+            assert self._file is not None and self._start is not None
+            earlier.extend(self._file.open())
+            self._file.append([self._start])
+
+        self._carefully(begin)
+        reached = max((one.step for one in earlier if isinstance(one, Booked)), default=-1)
+        self._accounts = Accounts(began, reached, self._waits)
+
+    def observe(self, samples: Sequence[Sampled], running: Sequence[int], now: float | None = None) -> None:
+        """One look of the watch; `running` are the ranks of this agent that run, samples may be of others too."""
+        at = time.time() if now is None else now
+        self._carefully(lambda: self._observe(samples, set(running), at))
+
+    def note(self, incident: Incident) -> None:
+        """An incident was opened or changed. From any thread."""
+        self._carefully(lambda: self._note(incident))
+
+    def close(self, now: float | None = None) -> JobAccount | None:
+        """The account of this run on this node; None when it was never started."""
+        at = time.time() if now is None else now
+        if self._accounts is None or self._file is None or self._start is None:
+            return None
+        last: list[Record] = []
+        self._carefully(
+            lambda: last.extend([*self._accounts.close(at), RunEnd(at)]) if self._accounts else None
+        )
+        self._carefully(lambda: self._append(last))
+        self._carefully(self._file.close)
+        self._remember()
+        return account([NodeLedger(self._file.path, [self._start, *self.rows, *self.outages.values()])])
+
+    def spent(self) -> dict[str, float]:
+        """Rank-seconds by state of this node's ranks, as of a few seconds ago."""
+        sums: dict[str, float] = {}
+        for row in (*self.rows, *self._open):
+            for state, seconds in row.seconds.items():
+                sums[kind_of(state)] = sums.get(kind_of(state), 0.0) + seconds
+        return {state: sums[state] for state in STATES if state in sums}
+
+    def _remember(self) -> None:
+        """The whole job as its ledgers have it now, those of other nodes included."""
+        if self.history is not None:
+            folder, job = self.folder, self.job
+            self.history.put_job(lambda: account([read_ledger(path) for path in find_ledgers(folder, job)]))
+            self.history.close()
+
+    # inside
+
+    def _observe(self, samples: Sequence[Sampled], running: set[int], now: float) -> None:
+        assert self._accounts is not None
+        self._ours |= {(s.pid, s.start_ns) for s in samples if s.rank in running}
+        ours = [s for s in samples if (s.pid, s.start_ns) in self._ours]
+        for sample in ours:
+            known = self._paths.get(sample.rank, sample.path)
+            if known != sample.path and Path(known).exists():  # a box is renamed when its rank becomes known
+                self._ended = [*self._ended, known][-MAX_ENDED:]
+            self._paths[sample.rank] = sample.path
+        if rows := self._accounts.observe(now, ours):
+            self._append(rows)
+            self._opened_s = 0.0
+        if now - self._looked_s >= SLOW_S:
+            self._looked_s = now
+            self._look_for_slow(now)
+        if ours and now - self._opened_s >= OPEN_S and self._file is not None and self._start is not None:
+            self._opened_s = now
+            self._open = self._accounts.open_rows(now)
+            self._file.write_open(self._start, self._open)
+
+    def _look_for_slow(self, now: float) -> None:
+        """Reports a rank that became slow and stayed slow, once."""
+        for change in self._slow.add(_read_boxes(self._paths.values())):
+            log.warning("%s: the others wait for it (allranks slow %s)", change.sentence, self.job)
+            id = f"slow-rank{change.rank}-{int(change.at)}"
+            outage = Outage(
+                id, "slow", "became_slow", self.node, (change.rank,), change.at, now, text=change.sentence
+            )
+            self.outages[id] = outage
+            self._append([outage])
+            if self.history is not None:
+                self.history.put(outage_events(self.job, outage, {change.rank: self.node}))
+
+    def _note(self, incident: Incident) -> None:
+        if self._accounts is None or incident.kind == "request":
+            return
+        changed = self._accounts.note(outage_of(incident))
+        if changed is not None:
+            self.outages[changed.id] = changed
+            self._append([changed])
+            if self.history is not None and changed.closed:
+                own = dict.fromkeys(self._paths, self.node)
+                self.history.put(outage_events(self.job, changed, own))
+
+    def _append(self, records: Sequence[Record]) -> None:
+        self.rows += [one for one in records if isinstance(one, Booked)]
+        if self._file is not None:
+            self._file.append(records)
+
+    def _waits(
+        self, begin: float, end: float, outages: Sequence[Outage]
+    ) -> Mapping[int, Mapping[int, float]]:
+        newest, ended = _read_boxes(self._paths.values()), _read_boxes(self._ended)
+        self._ended = []
+        gone = {trace.header.rank for trace in ended}
+        batches = [newest]
+        if ended:
+            batches.append([*ended, *(trace for trace in newest if trace.header.rank not in gone)])
+        without = [(one.begin, one.closed or one.recovered or end) for one in outages]
+        return wait_shares(batches, begin, end, without)
+
+    def _carefully(self, work: Callable[[], None]) -> None:
+        """The watch continues whatever happens here."""
+        try:
+            with self._lock:
+                work()
+        except Exception as error:
+            if not self._failed:
+                log.warning(
+                    "the goodput ledger is not up to date: %s", error, exc_info=not isinstance(error, OSError)
+                )
+            self._failed = True
+
+
+def _read_boxes(paths: Iterable[str]) -> list[RankTrace]:
+    traces: list[RankTrace] = []
+    for path in paths:
+        try:
+            traces.append(read_trace(path))
+        except InputError:
+            continue  # removed meanwhile
+    return traces
+
+
+def outage_of(incident: Incident) -> Outage:
+    """What the ledger keeps of an incident."""
+    at = {moment.name: moment.at for moment in reversed(incident.timeline)}
+    begin = next((at[name] for name in FAULTS if name in at), incident.opened)
+    verdict = incident.verdict
+    return Outage(
+        incident.id,
+        incident.kind,
+        verdict.cause if verdict is not None else incident.kind,
+        incident.node,
+        tuple(verdict.ranks if verdict is not None and verdict.ranks else incident.ranks),
+        begin,
+        at.get("noticed", incident.opened),
+        at.get("verdict", at.get("evidence", 0.0)),
+        at.get("recovered", at.get("ended", 0.0)),
+        incident.closed or 0.0,
+        (verdict.sentence if verdict is not None else incident.reason)[:300],
+    )

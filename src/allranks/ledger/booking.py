@@ -1,0 +1,251 @@
+"""From samples of one rank to stretches of time, each with what the rank did. Pure.
+
+A rank's time is booked up to its last progress mark, by the times that the rank itself noted; what follows the mark is
+booked with the next one, or when the process ends. So nothing is booked twice and nothing is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from allranks.blackbox.phases import FIRST, PhaseMark
+from allranks.ledger.records import (
+    COMPILING,
+    HEALING,
+    IDLE,
+    REPEATED,
+    STALLED,
+    STARTING,
+    USEFUL,
+    Outage,
+    state_of,
+)
+
+#: States of stretches that incidents explain, see `resolve`.
+LOST, DOWN = "lost", "down"
+MEMORY = 64  # steps
+NEAR_S = 5.0  # an incident that begins so soon after a process ended belongs to its end
+
+
+class Sampled(Protocol):
+    """What is read of a rank's black box (watch/samples.py)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def step_ns(self) -> int: ...
+    @property
+    def calls_completed(self) -> int: ...
+    @property
+    def last_ns(self) -> int: ...
+    @property
+    def start_ns(self) -> int: ...
+    @property
+    def closed(self) -> str: ...
+    @property
+    def closed_ns(self) -> int: ...
+    @property
+    def phases(self) -> tuple[PhaseMark, ...]: ...
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some time of one rank. `usual_s`: how long the steps in it usually take."""
+
+    rank: int
+    begin: float
+    end: float
+    state: str
+    usual_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankBook:
+    """Up to where a rank's time is booked, and what is known of its process."""
+
+    rank: int
+    booked: float  # epoch: everything before is booked
+    process: tuple[int, int] | None = None  # pid and start
+    alive: bool = False
+    step: int = -1
+    calls: int = 0
+    marked: bool = False  # it has made a step, or completed a call
+    redo_until: int = -1  # steps before this one had been done when the process began
+    steps_s: tuple[float, ...] = ()  # of the last steps
+
+    @property
+    def usual_s(self) -> float:
+        return statistics.median(self.steps_s) if self.steps_s else 0.0
+
+
+def advance(book: RankBook, sample: Sampled, now: float, reached: int) -> tuple[RankBook, list[Stretch]]:
+    """The book after one more sample, and what was booked. `reached`: the highest step that any rank has begun."""
+    done: list[Stretch] = []
+    if book.process != (sample.pid, sample.start_ns):
+        book, done = _new_process(book, sample, now, reached)
+    if not book.alive:
+        return book, done
+    at = _progress_at(book, sample)
+    if at > book.booked:
+        book, stretches = _marked(book, sample, min(at, max(now, book.booked)))
+        done += stretches
+    if sample.closed or not sample.alive:
+        end = sample.closed_ns / 1e9 if sample.closed else now
+        done += _last(
+            book,
+            sample.phases,
+            max(end, book.booked),
+            clean=sample.closed.startswith("exit") and "code" not in sample.closed,
+        )
+        book = replace(book, alive=False, booked=max(end, book.booked))
+    return book, done
+
+
+def finish(book: RankBook, phases: Sequence[PhaseMark], now: float) -> list[Stretch]:
+    """What is left when the job ends, or would end now: an incident explains a silence that it did not survive."""
+    if book.alive:
+        return [
+            replace(one, state=DOWN) if one.state == IDLE else one
+            for one in _last(book, phases, now, clean=True)
+        ]
+    return _cut(book, [], now, IDLE)
+
+
+def _progress_at(book: RankBook, sample: Sampled) -> float:
+    """When the rank last made progress; 0 when it has not since the last sample."""
+    if sample.step >= 0:
+        return sample.step_ns / 1e9
+    return sample.last_ns / 1e9 if sample.calls_completed > book.calls else 0.0
+
+
+def _new_process(book: RankBook, sample: Sampled, now: float, reached: int) -> tuple[RankBook, list[Stretch]]:
+    start = min(max(sample.start_ns / 1e9, book.booked), now)
+    first = book.process is None
+    done = [Stretch(book.rank, book.booked, start, STARTING if first else LOST if book.alive else DOWN)]
+    fresh = RankBook(book.rank, start, (sample.pid, sample.start_ns), alive=True, redo_until=reached)
+    return replace(fresh, steps_s=book.steps_s), [one for one in done if one.end > one.begin]
+
+
+def _marked(book: RankBook, sample: Sampled, at: float) -> tuple[RankBook, list[Stretch]]:
+    """Books up to a progress mark."""
+    done: list[Stretch] = []
+    if not book.marked:
+        first = [mark.begin_ns / 1e9 for mark in sample.phases if mark.name == FIRST]
+        until = min(max(first[0], book.booked), at) if first else at
+        done += _cut(book, sample.phases, until, STARTING)
+        book = replace(book, booked=until, step=sample.step if not first else max(book.step, 0))
+    steps = max(0, sample.step - book.step) if sample.step >= 0 and book.marked else 0
+    parts = [*_cut(book, sample.phases, at, USEFUL)]
+    own = sum(part.end - part.begin for part in parts if part.state == USEFUL)
+    healed = any(part.state == HEALING for part in parts)
+    if not book.marked and book.usual_s:  # how many steps the first look missed, by how long they took before
+        missed = round(own / book.usual_s)
+        again = _share_again(replace(book, step=sample.step - missed), sample.step, missed)
+    else:
+        again = _share_again(book, sample.step, steps)
+    again = again if sample.step >= 0 and not healed else 0.0
+    usual = book.usual_s * max(1, steps) if steps else book.usual_s
+    for part in parts:
+        done += _split_again(
+            replace(part, usual_s=usual * (part.end - part.begin) / own if own else 0.0), again
+        )
+    if steps and own and not healed and not any(part.state == COMPILING for part in parts):
+        book = replace(book, steps_s=(*book.steps_s, own / steps)[-MEMORY:])
+    return replace(book, booked=at, step=sample.step, calls=sample.calls_completed, marked=True), done
+
+
+def _share_again(book: RankBook, step: int, steps: int) -> float:
+    """How much of these steps had been done before this process began."""
+    if not steps:
+        return 1.0 if step < book.redo_until else 0.0
+    return min(1.0, max(0, book.redo_until - book.step) / steps)
+
+
+def _split_again(part: Stretch, again: float) -> list[Stretch]:
+    if part.state != USEFUL or not again:
+        return [part]
+    middle = part.begin + again * (part.end - part.begin)
+    halves = [replace(part, end=middle, state=REPEATED), replace(part, begin=middle)]
+    return [half for half in halves if half.end > half.begin]
+
+
+def _last(book: RankBook, phases: Sequence[PhaseMark], end: float, *, clean: bool) -> list[Stretch]:
+    """After the last mark: one more step, then the end of the program; the step of a process that died is lost."""
+    if not book.marked:
+        return _cut(book, phases, end, STARTING)
+    if not clean:
+        return _cut(book, phases, end, LOST)
+    step = min(end, book.booked + book.usual_s)
+    done = [replace(one, usual_s=one.end - one.begin) for one in _cut(book, phases, step, USEFUL)]
+    return done + _cut(replace(book, booked=step), phases, end, IDLE)
+
+
+def _cut(book: RankBook, phases: Sequence[PhaseMark], end: float, base: str) -> list[Stretch]:
+    """From where the book ends until `end`: phases as what they are, the rest as `base`. Of nested ones the inner counts."""
+    begin = book.booked
+    if end <= begin:
+        return []
+    inside = [
+        (
+            max(mark.begin_ns / 1e9, begin),
+            min(mark.end_ns / 1e9 if mark.end_ns else end, end),
+            state_of(mark.name),
+        )
+        for mark in phases
+        if mark.begin_ns / 1e9 < end and (not mark.end_ns or mark.end_ns / 1e9 > begin)
+    ]
+    if not inside:
+        return [Stretch(book.rank, begin, end, base)]
+    edges = sorted({begin, end, *(edge for low, high, _ in inside for edge in (low, high))})
+    found: list[Stretch] = []
+    for low, high in itertools.pairwise(edges):
+        over = [(began, state) for began, until, state in inside if began <= low and until >= high]
+        state = max(over)[1] if over else base
+        if found and found[-1].state == state:
+            found[-1] = replace(found[-1], end=high)
+        else:
+            found.append(Stretch(book.rank, low, high, state))
+    return found
+
+
+def resolve(stretch: Stretch, outages: Sequence[Outage], over: bool = False) -> list[Stretch]:
+    """The stretch with what incidents explain of it; `over`: no process of this rank came after it."""
+    if stretch.state not in (LOST, DOWN, USEFUL, REPEATED, STARTING):
+        return [stretch]
+    length = stretch.end - stretch.begin
+    found = [
+        one
+        for one in outages
+        if one.overlap(
+            stretch.begin - (NEAR_S if stretch.state in (LOST, DOWN) else 0.0),
+            stretch.end + (NEAR_S if stretch.state in (LOST, DOWN) else 0.0),
+        )
+        > 0
+    ]
+    cause = max(found, key=lambda one: one.overlap(stretch.begin, stretch.end), default=None)
+    if stretch.state in (LOST, DOWN):
+        otherwise = REPEATED if stretch.state == LOST else IDLE if over else STARTING
+        return [replace(stretch, state=f"{STALLED}:{cause.id}" if cause is not None else otherwise)]
+    if cause is None or stretch.state == STARTING:
+        return [stretch]
+    lost = min(length - stretch.usual_s, cause.overlap(stretch.begin, stretch.end))
+    if lost <= 0:
+        return [stretch]
+    middle = stretch.end - lost
+    parts = [
+        replace(stretch, end=middle),
+        replace(stretch, begin=middle, state=f"{STALLED}:{cause.id}", usual_s=0.0),
+    ]
+    return [part for part in parts if part.end > part.begin]

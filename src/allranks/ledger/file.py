@@ -1,0 +1,173 @@
+"""The ledger's file: one line for each record, with a checksum. Appended by one agent, read by anybody at any time.
+
+INCIDENTS/JOB.NODE.ledger      finished rows, never rewritten
+INCIDENTS/JOB.NODE.ledger.now  rows that are still open, replaced as a whole every few seconds
+
+One file for each node, since several machines cannot append to one file of a network file system. A line that is cut or
+damaged is passed over and counted. After a crash the next agent of the node appends what the `.now` file holds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from allranks.errors import InputError
+from allranks.ledger.records import Booked, Record, RunStart
+from allranks.model.files import write_atomically
+
+SUFFIX, NOW = ".ledger", ".now"
+MAX_BYTES = 1 << 30
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Record).decode
+
+
+@dataclass(frozen=True)
+class NodeLedger:
+    """One node's records, in the order of the file."""
+
+    path: Path
+    records: list[Record] = field(default_factory=list)
+    damaged: int = 0  # lines
+
+
+def ledger_path(folder: Path, job: str, node: str) -> Path:
+    return folder / f"{_safe(job)}.{_safe(node)}{SUFFIX}"
+
+
+def _safe(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", text)[:100] or "_"
+
+
+def line_of(record: Record) -> bytes:
+    data = _encode(record)
+    return b"%08x %s\n" % (zlib.crc32(data), data)
+
+
+def read_lines(data: bytes) -> tuple[list[Record], int]:
+    """The records in these bytes, and how many lines are damaged."""
+    records: list[Record] = []
+    damaged = 0
+    for line in data.split(b"\n"):
+        if not line:
+            continue
+        body = line[9:]
+        try:
+            if int(line[:8], 16) != zlib.crc32(body):
+                damaged += 1
+                continue
+            records.append(_decode(body))
+        except (ValueError, msgspec.DecodeError):
+            damaged += 1
+    return records, damaged
+
+
+def read_ledger(path: Path) -> NodeLedger:
+    """A node's records, open rows included. OSError when the file cannot be read."""
+    if path.stat().st_size > MAX_BYTES:
+        raise OSError(f"{path} is larger than {MAX_BYTES >> 20} MiB")
+    records, damaged = read_lines(path.read_bytes())
+    return NodeLedger(path, [*records, *_still_open(path, records)], damaged)
+
+
+def _still_open(path: Path, records: Sequence[Record]) -> list[Record]:
+    """What the `.now` file holds and the ledger does not: it belongs to the last run, and its rows have later numbers."""
+    try:
+        found, _ = read_lines(path.with_name(path.name + NOW).read_bytes())
+    except OSError:
+        return []
+    start = next((one for one in reversed(records) if isinstance(one, RunStart)), None)
+    run, rows = found[:1], found[1:]
+    if start is None or run != [start]:
+        return []
+    since = records[records.index(start) :]
+    last = max((one.number for one in since if isinstance(one, Booked)), default=0)
+    return [one for one in rows if not isinstance(one, Booked) or one.number > last]
+
+
+@dataclass
+class LedgerFile:
+    """Appends to one node's ledger. `open` and the others raise OSError; what could not be written is tried again later."""
+
+    path: Path
+    _unwritten: list[Record] = field(default_factory=list)
+    _torn: bool = False  # the last write failed: it may have left a part of a line
+
+    def open(self) -> list[Record]:
+        """Makes the file, or continues it after an earlier run; returns the records of earlier runs."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            return []
+        data = self.path.read_bytes()
+        records, _ = read_lines(data)
+        left = _still_open(self.path, records)
+        if data and not data.endswith(b"\n"):
+            self._write(b"\n")  # the last line was cut by a crash
+        self.append(left)
+        self.path.with_name(self.path.name + NOW).unlink(missing_ok=True)
+        return [*records, *left]
+
+    def append(self, records: Iterable[Record]) -> None:
+        """In one write: a crash leaves whole lines and at most one that is cut."""
+        self._unwritten += records
+        if self._unwritten:
+            lines = b"".join(line_of(one) for one in self._unwritten)
+            self._write(b"\n" + lines if self._torn else lines)
+            self._unwritten = []
+
+    def write_open(self, start: RunStart, rows: Sequence[Booked]) -> None:
+        """Replaces the open rows."""
+        lines = [line_of(start), *(line_of(one) for one in rows)]
+        write_atomically(self.path.with_name(self.path.name + NOW), b"".join(lines))
+
+    def close(self) -> None:
+        self.path.with_name(self.path.name + NOW).unlink(missing_ok=True)
+
+    def _write(self, data: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._torn = True
+        fd = os.open(self.path, flags, 0o600)
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+            self._torn = False
+        finally:
+            os.close(fd)
+
+
+def find_ledgers(folder: Path, job: str = "") -> list[Path]:
+    """The ledgers in a folder of incidents, of one job or of all."""
+    begins = f"{_safe(job)}." if job else ""
+    return sorted(
+        path for path in folder.glob(f"*{SUFFIX}") if path.name.startswith(begins) and path.is_file()
+    )
+
+
+def read_jobs(paths: Iterable[Path]) -> dict[str, list[NodeLedger]]:
+    """Job -> the ledgers of its nodes. InputError when a file cannot be read, or there is none."""
+    found: dict[str, list[NodeLedger]] = {}
+    for path in dict.fromkeys(paths):
+        try:
+            ledger = read_ledger(path)
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        job = next((one.job for one in ledger.records if isinstance(one, RunStart)), path.name)
+        found.setdefault(job, []).append(ledger)
+    if not found:
+        hint = "`allranks run` writes one beside the incidents of a job. Give the job's name, or that folder."
+        raise InputError("no ledger was found", hint=hint)
+    return found
+
+
+def ledgers_at(word: str) -> list[Path]:
+    """The ledgers of a file, a folder of incidents, or a job whose incidents are in ./allranks-incidents; [] for none."""
+    path = Path(word)
+    if path.is_file():
+        return [path]
+    return (find_ledgers(path) if path.is_dir() else []) or find_ledgers(Path("allranks-incidents"), word)

@@ -1,0 +1,204 @@
+"""Jobs and nodes remembered: an SQLite file, or PostgreSQL by URL. Written by agents, never by ranks.
+
+A training never waits for it and never fails because of it: agents write through `HistoryWriter`, on a thread, with limits.
+Whatever is lost that way is in the ledgers, which `allranks history --import` reads again: every write replaces what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.channel.worker import Worker
+from allranks.errors import InputError, require
+from allranks.ledger.nodes import FORGIVE_S, BadNode, NodeEvent, events_of, judge_nodes
+from allranks.ledger.summary import JobAccount
+from allranks.model.parsing import only_host
+
+log = logging.getLogger("allranks.agent")
+
+VARIABLE = "ALLRANKS_HISTORY"  # a file, a postgresql:// URL, or "off"
+BUSY_S, TRIES = 5.0, 8
+CLOSE_S = 5.0
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS node_events (node TEXT, job TEXT, at DOUBLE PRECISION, cause TEXT, body TEXT, "
+    "PRIMARY KEY (node, job, at, cause))",
+    "CREATE TABLE IF NOT EXISTS job_nodes (node TEXT, job TEXT, began DOUBLE PRECISION, ended DOUBLE PRECISION, "
+    "rank_seconds DOUBLE PRECISION, useful DOUBLE PRECISION, PRIMARY KEY (node, job, began))",
+)
+_EVENT = (
+    "INSERT INTO node_events VALUES ({0},{0},{0},{0},{0}) "
+    "ON CONFLICT (node, job, at, cause) DO UPDATE SET body = excluded.body"
+)
+_NODE = (
+    "INSERT INTO job_nodes VALUES ({0},{0},{0},{0},{0},{0}) ON CONFLICT (node, job, began) "
+    "DO UPDATE SET ended = excluded.ended, rank_seconds = excluded.rank_seconds, useful = excluded.useful"
+)
+
+
+def default_place(environment: Mapping[str, str]) -> str:
+    """Where the history is: ALLRANKS_HISTORY, else a file in the user's state folder; "" when it is off."""
+    if given := environment.get(VARIABLE):
+        return "" if given == "off" else given
+    state = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return str(Path(state) / "allranks" / "history.sqlite")
+
+
+@dataclass(frozen=True)
+class NodeHistory:
+    """Opens a connection for each piece of work. Errors are OSError, whatever the database."""
+
+    place: str  # a path, or postgresql://…
+
+    @property
+    def is_postgres(self) -> bool:
+        return self.place.startswith(("postgresql://", "postgres://"))
+
+    @property
+    def shown(self) -> str:
+        """For messages: without user and password."""
+        return only_host(self.place) if self.is_postgres else self.place
+
+    def record(
+        self, events: Sequence[NodeEvent], runs: Sequence[tuple[str, str, float, float, float, float]] = ()
+    ) -> None:
+        """In one transaction: all of it is there when this returns, or none of it."""
+        with self._connected(make=True) as (connection, mark):
+            cursor = connection.cursor()
+            for event in events:
+                body = json.dumps({"text": event.text})
+                cursor.execute(_EVENT.format(mark), (event.node, event.job, event.at, event.cause, body))
+            for run in runs:
+                cursor.execute(_NODE.format(mark), run)
+            connection.commit()
+
+    def record_job(self, found: JobAccount) -> None:
+        """Everything that a job's account says of its nodes."""
+        runs = [
+            (node, found.job, found.begin, found.end, sum(states.values()), states.get("useful", 0.0))
+            for node, states in found.by_node.items()
+        ]
+        self.record(events_of(found), runs)
+
+    def events(self, since: float = 0.0, node: str = "", cause: str = "", job: str = "") -> list[NodeEvent]:
+        """What was recorded, oldest first; "" for any."""
+        wanted = {"node": node, "cause": cause, "job": job}
+        with self._connected() as (connection, mark):
+            cursor = connection.cursor()
+            where = "".join(f" AND {name} = {mark}" for name, value in wanted.items() if value)
+            values = (since, *(value for value in wanted.values() if value))
+            cursor.execute(
+                f"SELECT node, job, at, cause, body FROM node_events WHERE at >= {mark}{where} ORDER BY at",
+                values,
+            )
+            return [
+                NodeEvent(n, j, a, c, json.loads(b).get("text", "")) for n, j, a, c, b in cursor.fetchall()
+            ]
+
+    def nodes(self, since: float = 0.0) -> list[str]:
+        """All nodes that ran a job since then."""
+        with self._connected() as (connection, mark):
+            cursor = connection.cursor()
+            cursor.execute(f"SELECT DISTINCT node FROM job_nodes WHERE ended >= {mark}", (since,))
+            return [name for (name,) in cursor.fetchall()]
+
+    def bad_nodes(self, now: float, forgive_s: float = FORGIVE_S) -> list[BadNode]:
+        since = now - forgive_s
+        return judge_nodes(self.events(since), self.nodes(since), now, forgive_s)
+
+    @contextmanager
+    def _connected(self, make: bool = False) -> Iterator[tuple[Any, str]]:
+        """A connection, and how its database writes a placeholder."""
+        if self.is_postgres:
+            require("psycopg", feature="a history in PostgreSQL", extra="postgres")
+            import psycopg
+
+            errors: tuple[type[Exception], ...] = (psycopg.Error,)
+            open_it: Callable[[], Any] = lambda: psycopg.connect(self.place, connect_timeout=int(BUSY_S))  # noqa: E731
+        else:
+            errors, open_it = (sqlite3.Error,), lambda: self._open_file(make)
+        try:
+            with closing(open_it()) as connection:
+                if make:
+                    self._make_tables(connection)
+                yield connection, "%s" if self.is_postgres else "?"
+        except errors as error:
+            raise OSError(f"the history {self.shown}: {str(error).strip()}") from error
+
+    def _open_file(self, make: bool) -> sqlite3.Connection:
+        path = Path(self.place)
+        if make:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        elif not path.exists():
+            raise OSError(f"there is no history {self.place}")
+        connection = sqlite3.connect(path, timeout=BUSY_S)
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _make_tables(self, connection: Any) -> None:
+        if self.is_postgres:  # two sessions that make a table at once collide
+            connection.execute("SELECT pg_advisory_xact_lock(4127)")
+        for table in _TABLES:
+            connection.execute(table)
+        if self.is_postgres:
+            connection.commit()
+
+
+@dataclass
+class HistoryWriter:
+    """Of an agent: puts work on a thread and forgets it; what fails is tried a few times, then logged once."""
+
+    history: NodeHistory
+    _worker: Worker = field(default_factory=lambda: Worker("allranks-history"))
+    _failed: bool = False
+
+    def put(self, events: Sequence[NodeEvent]) -> None:
+        if events:
+            self._worker.put(lambda: self._try(lambda: self.history.record(events)))
+
+    def put_job(self, read: Callable[[], JobAccount]) -> None:
+        self._worker.put(lambda: self._try(lambda: self.history.record_job(read())))
+
+    def close(self) -> None:
+        self._worker.close(CLOSE_S)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        for attempt in range(TRIES):
+            try:
+                work()
+                self._failed = False
+                return
+            except (OSError, InputError) as error:
+                problem = error
+                if self._failed or "locked" not in str(error):
+                    break
+                time.sleep(random.uniform(0.05, 0.2) * (attempt + 1))
+        if not self._failed:
+            log.warning(
+                "nodes are not remembered: %s; training continues (%s=off turns it off)", problem, VARIABLE
+            )
+        self._failed = True
+
+
+def start_history(environment: Mapping[str, str]) -> HistoryWriter | None:
+    """The writer of this agent; None when it is off."""
+    place = default_place(environment)
+    return HistoryWriter(NodeHistory(place)) if place else None
+
+
+def known_bad(node: str, environment: Mapping[str, str] = os.environ) -> BadNode | None:
+    """What the history says of a node; None when it knows nothing bad, or cannot be read."""
+    place = default_place(environment)
+    with suppress(OSError, InputError, ValueError):
+        if place:
+            return next((one for one in NodeHistory(place).bad_nodes(time.time()) if one.node == node), None)
+    return None

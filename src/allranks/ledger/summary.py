@@ -1,0 +1,237 @@
+"""Ledgers of a job's nodes → one account: share of useful time, where the rest went, failures. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from allranks.ledger.file import NodeLedger
+from allranks.ledger.records import (
+    SAVING,
+    STALLED,
+    USEFUL,
+    WAITING,
+    Booked,
+    Outage,
+    RunEnd,
+    RunStart,
+    kind_of,
+    ranks_in,
+)
+
+FAILURES = ("hang", "death", "partition")  # kinds of incidents that count for the time between failures
+Seconds = dict[str, float]
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A row with the node that booked it."""
+
+    node: str
+    row: Booked
+
+
+@dataclass(frozen=True)
+class JobAccount:
+    """Where a job's time went. `seconds` are rank-seconds by state; they add up to `rank_seconds`."""
+
+    job: str
+    begin: float
+    end: float
+    running_s: float  # time in which at least one agent ran it, over all its runs
+    runs: int
+    ranks: int
+    seconds: Seconds
+    by_node: dict[str, Seconds]
+    by_rank: dict[int, Seconds]
+    waiting_for: dict[int, float]  # rank-seconds that others waited for a rank
+    stalled_by: dict[str, float]  # rank-seconds by incident
+    outages: tuple[Outage, ...]
+    rows: tuple[NodeRow, ...] = ()
+    step: int = -1
+    saves: dict[str, tuple[int, float]] = field(default_factory=dict)  # tier -> number, seconds of one
+    damaged: int = 0
+    crashed: int = 0  # runs whose agent ended without its last record
+    nodes: tuple[str, ...] = ()
+    node_of: dict[int, str] = field(default_factory=dict)  # the node that booked a rank last
+
+    @property
+    def rank_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of useful time."""
+        return self.seconds.get(USEFUL, 0.0) / max(self.rank_seconds, 1e-9)
+
+    @property
+    def failures(self) -> tuple[Outage, ...]:
+        return tuple(one for one in self.outages if one.kind in FAILURES)
+
+    @property
+    def mtbf_s(self) -> float | None:
+        """Mean time between failures; None without one."""
+        return self.running_s / len(self.failures) if self.failures else None
+
+    def mean_s(self, since: str, until: str) -> float | None:
+        """Mean time from one moment of an incident to another, over those that have both."""
+        pairs = [(getattr(one, since), getattr(one, until)) for one in self.failures]
+        known = [max(0.0, high - low) for low, high in pairs if low and high]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def by_cause(self) -> dict[str, tuple[int, float]]:
+        """Cause -> (incidents, rank-seconds stalled), the most expensive first."""
+        found: dict[str, tuple[int, float]] = {}
+        for one in self.outages:
+            number, lost = found.get(one.cause, (0, 0.0))
+            found[one.cause] = number + 1, lost + self.stalled_by.get(one.id, 0.0)
+        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+@dataclass
+class _Node:
+    name: str = ""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    rows: dict[tuple[int, int], Booked] = field(
+        default_factory=dict
+    )  # (run, number): written twice counts once
+    outages: dict[str, Outage] = field(default_factory=dict)
+    crashed: int = 0
+    job: str = ""
+
+
+def _read(ledger: NodeLedger) -> _Node:
+    node, run, start, end, closed = _Node(), 0, 0.0, 0.0, True
+    for one in ledger.records:
+        if isinstance(one, RunStart):
+            if run:
+                node.spans.append((start, end))
+                node.crashed += not closed
+            node.name, node.job, start, end, closed, run = one.node, one.job, one.at, one.at, False, run + 1
+        elif isinstance(one, RunEnd):
+            end, closed = max(end, one.at), True
+        elif isinstance(one, Booked):
+            node.rows.setdefault((run, one.number), one)
+            end = max(end, one.end)
+        else:
+            node.outages[one.id] = one
+    node.spans.append((start, end))
+    return node
+
+
+def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = float("inf")) -> JobAccount:
+    """Everything that the ledgers of one job say, of the time between `since` and `until`."""
+    nodes = [_read(ledger) for ledger in ledgers]
+    rows = [NodeRow(node.name, part) for node in nodes for part in _within(node.rows.values(), since, until)]
+    sums: dict[tuple[str, str], Seconds] = {}
+    for one in rows:
+        total = sums.setdefault((one.node, one.row.ranks), {})
+        for state, lost in one.row.seconds.items():
+            total[state] = total.get(state, 0.0) + lost
+    seconds: Seconds = defaultdict(float)
+    by_node: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))
+    by_rank: dict[int, Seconds] = defaultdict(lambda: defaultdict(float))
+    waiting: dict[int, float] = defaultdict(float)
+    stalled: dict[str, float] = defaultdict(float)
+    node_of: dict[int, str] = {}
+    for (name, text), states in sums.items():
+        ranks = ranks_in(text)
+        node_of |= dict.fromkeys(ranks, name)
+        for state, lost in states.items():
+            kind, _, what = state.partition(":")
+            seconds[kind] += lost
+            by_node[name][kind] += lost
+            for rank in ranks:
+                by_rank[rank][kind] += lost / len(ranks)
+            if kind == WAITING:
+                waiting[int(what)] += lost
+            elif kind == STALLED:
+                stalled[what] += lost
+    spans = _union((max(b, since), min(e, until)) for node in nodes for b, e in node.spans)
+    outages: dict[str, Outage] = {}
+    for node in nodes:
+        outages |= {one.id: one for one in node.outages.values() if since <= one.begin < until}
+    return JobAccount(
+        job=next((node.job for node in nodes if node.job), ""),
+        begin=min((b for b, _ in spans), default=0.0),
+        end=max((e for _, e in spans), default=0.0),
+        running_s=sum(e - b for b, e in spans),
+        runs=max((len(node.spans) for node in nodes), default=0),
+        ranks=len(by_rank),
+        seconds=dict(seconds),
+        by_node={name: dict(one) for name, one in by_node.items()},
+        by_rank={rank: dict(by_rank[rank]) for rank in sorted(by_rank)},
+        waiting_for=dict(sorted(waiting.items(), key=lambda item: -item[1])),
+        stalled_by=dict(stalled),
+        outages=tuple(sorted(outages.values(), key=lambda one: one.begin)),
+        rows=tuple(rows),
+        step=max((one.row.step for one in rows), default=-1),
+        saves=_saves(nodes[0].rows.values()) if nodes else {},
+        damaged=sum(ledger.damaged for ledger in ledgers),
+        crashed=sum(node.crashed for node in nodes),
+        nodes=tuple(sorted(node.name for node in nodes)),
+        node_of=node_of,
+    )
+
+
+def _saves(rows: Iterable[Booked]) -> dict[str, tuple[int, float]]:
+    """Tier -> (saves, mean seconds of one), of the ranks of a node that saved most often."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    took: dict[tuple[str, str], float] = defaultdict(float)
+    for row in rows:
+        for state, number in row.counts.items():
+            if kind_of(state) == SAVING:
+                counts[state, row.ranks] += number
+                took[state, row.ranks] += row.seconds.get(state, 0.0) / max(len(ranks_in(row.ranks)), 1)
+    found: dict[str, tuple[int, float]] = {}
+    for (state, ranks), number in counts.items():
+        tier = state.partition(":")[2]
+        if number > found.get(tier, (0, 0.0))[0]:
+            found[tier] = number, took[state, ranks] / number
+    return found
+
+
+def _within(rows: Iterable[Booked], since: float, until: float) -> Iterable[Booked]:
+    """The rows, those at the edges in proportion."""
+    for row in rows:
+        share = overlap_share(row, since, until)
+        if share >= 1.0:
+            yield row
+        elif share > 0.0:
+            part = {state: lost * share for state, lost in row.seconds.items()}
+            yield Booked(
+                row.number, max(row.begin, since), min(row.end, until), row.ranks, part, row.step, row.counts
+            )
+
+
+def overlap_share(row: Booked, since: float, until: float) -> float:
+    length = row.end - row.begin
+    if length <= 0:
+        return 1.0 if since <= row.begin < until else 0.0
+    return max(0.0, min(row.end, until) - max(row.begin, since)) / length
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(span for span in spans if span[1] > span[0]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def by_window(found: JobAccount, window_s: float) -> list[tuple[float, Seconds]]:
+    """(begin, rank-seconds by state) for every window from the job's begin to its end; empty ones are left out."""
+    bins: dict[int, Seconds] = defaultdict(lambda: defaultdict(float))
+    for one in found.rows:
+        row = one.row
+        first, last = int((row.begin - found.begin) // window_s), int((row.end - found.begin) // window_s)
+        for number in range(max(0, first), last + 1):
+            low = found.begin + number * window_s
+            share = overlap_share(row, low, low + window_s) if first != last else 1.0
+            for state, lost in row.seconds.items():
+                bins[number][kind_of(state)] += lost * share
+    return [(found.begin + number * window_s, dict(bins[number])) for number in sorted(bins)]

@@ -1,0 +1,131 @@
+"""`python -m allranks.recording train.py ARGS…`: records a script that knows nothing of us. Also for torchrun:
+
+    torchrun --nproc-per-node 8 -m allranks.recording train.py --lr 1e-4
+    torchrun --nproc-per-node 8 -m allranks.recording -m mypackage.train
+    deepspeed --num_gpus 8 --module allranks.recording train.py
+
+Runs in the rank. The script sees the argv and `__main__` that it would have seen by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import allranks.recording
+
+if TYPE_CHECKING:
+    from allranks.recording.recorder import Recorder
+
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+SAME_ERROR_S = 30.0  # what ranks raise within this time is one error
+USAGE = (
+    "usage: python -m allranks.recording SCRIPT [ARGS…]  |  python -m allranks.recording -m MODULE [ARGS…]"
+)
+
+
+def main() -> None:
+    """Starts the recorder, then runs the script in this process."""
+    words = _script_first(sys.argv[1:])
+    if not words or words[0] in {"-h", "--help"}:
+        print(USAGE, file=sys.stderr if not words else sys.stdout)
+        sys.exit(0 if words else 2)
+    as_module = words[0] == "-m"
+    if as_module and len(words) < 2:
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
+    sys.excepthook = partial(_show, sys.excepthook)
+    recorder = _start()
+    try:
+        if as_module:
+            sys.argv = words[1:]
+            sys.path[0] = os.getcwd()
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:  # no hook of Python sees it
+        if recorder is not None:
+            recorder.note_exit(error)
+        raise
+
+
+def _show(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """An error of the script without the frames that started it: those of runpy and of this package."""
+    theirs = trace
+    while theirs is not None and _starts_scripts(theirs.tb_frame.f_code.co_filename):
+        theirs = theirs.tb_next
+    if theirs is not None or issubclass(
+        kind, SyntaxError
+    ):  # of a script that cannot be compiled no frame is left
+        trace = theirs
+    first = _raised_before(kind, error, trace)
+    if first:
+        words = f"{kind.__name__}: {error}".split("\n")[0]
+        print(f"the same error as rank {first}, whose output has the traceback: {words}", file=sys.stderr)
+    else:
+        show(kind, error.with_traceback(trace), trace)
+
+
+def _raised_before(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """The rank of this node that raised the same a moment ago; "" for the first one, and where nothing can be told."""
+    folder, rank = os.environ.get("ALLRANKS_DIR"), os.environ.get("RANK", "")
+    if not folder or not rank.isdigit() or os.environ.get("LOCAL_WORLD_SIZE") == "1":
+        return ""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
+    place = hashlib.sha256(repr((kind.__name__, str(error), frames)).encode()).hexdigest()[:16]
+    path = os.path.join(folder, f"raised.{place}")
+    try:
+        if time.time() - os.stat(path).st_mtime > SAME_ERROR_S:
+            os.unlink(path)  # of an earlier attempt
+    except OSError:
+        pass
+    try:
+        with open(path, "x") as file:
+            file.write(rank)
+        return ""
+    except FileExistsError:
+        with open(path) as file:
+            return file.read() or ""
+    except OSError:
+        return ""
+
+
+def _starts_scripts(file: str) -> bool:
+    return "runpy" in os.path.basename(file) or file.startswith(_OURS)
+
+
+def _start() -> Recorder | None:
+    """The recorder; None where it cannot even be loaded: the script runs all the same."""
+    try:
+        return allranks.recording.record()
+    except Exception as error:
+        print(f"allranks: recording disabled: {error}; training continues", file=sys.stderr)
+        return None
+
+
+def _script_first(words: list[str]) -> list[str]:
+    """DeepSpeed and torch.distributed.launch put `--local_rank=N` before all other words: it is the script's."""
+    own = [word for word in words[:1] if re.fullmatch(r"--local[-_]rank=\d+", word)]
+    rest = words[len(own) :]
+    script = 2 if rest[:1] == ["-m"] else 1
+    return [*rest[:script], *own, *rest[script:]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Records in a process that knows nothing of it. allranks_record.pth imports this module when ALLRANKS_RECORD=auto.
+
+Runs in every Python process of a command, also in Ray workers and in the processes of an engine. Nothing happens until the
+program makes its first process group; the recorder starts just before. An error of ours leaves the program as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+MODULE = "torch.distributed.distributed_c10d"
+#: Making one of these is making a group. A store alone is not: launchers have one.
+CLASSES = ("ProcessGroup", "ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC")
+
+
+class Finder:
+    """Waits for the import of torch.distributed, and arms it then."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(cls)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                _after_import(spec.loader)
+                return spec
+        return None
+
+
+def _after_import(loader: Any) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        execute(module)
+        try:
+            arm(module)
+        except Exception:  # a torch that we do not know
+            pass
+
+    loader.exec_module = exec_module
+
+
+def arm(c10d: Any) -> None:
+    """Starts the recorder at the first process group, and puts everything back as it was before."""
+    original = c10d.init_process_group
+    kinds = [kind for name in CLASSES if (kind := getattr(c10d, name, None)) is not None]
+    makers = [(kind, vars(kind)["__init__"]) for kind in kinds if "__init__" in vars(kind)]  # as it is stored
+
+    def start() -> None:
+        for kind, maker in makers:
+            kind.__init__ = maker
+        makers.clear()
+        for module in (c10d, sys.modules.get("torch.distributed")):
+            if getattr(module, "init_process_group", None) is init_process_group:
+                module.init_process_group = original  # type: ignore[union-attr]
+        try:
+            import allranks.recording
+
+            allranks.recording.record()
+        except Exception:
+            pass
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        start()
+        return sys.modules["torch.distributed"].init_process_group(*args, **kwargs)
+
+    init_process_group.__wrapped__ = original  # type: ignore[attr-defined]
+    c10d.init_process_group = init_process_group
+    for kind, _ in makers:
+        kind.__init__ = _starting(start, kind)
+
+
+def _starting(start: Callable[[], None], kind: Any) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        start()
+        kind.__init__(self, *args, **kwargs)  # the original again
+
+    return __init__
+
+
+sys.meta_path.insert(0, Finder)

@@ -1,0 +1,165 @@
+"""Dump files made from a black box: a copy of it, or PyTorch 2.10 pickle or JSON; and those of torch's own flight recorder, when it
+is on: taken in the process, or requested from outside. Runs in the rank or outside.
+
+A dump is written to a temporary name and then renamed, so a kill never leaves half a file. Dumps that we name
+ourselves never replace one another: DUMPS/REASON.N/rank_R, one folder for all ranks' N-th dump of that reason,
+which torchfrtrace and `allranks diagnose` read as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from allranks.blackbox.header import Header, find_header, is_alive, read_header
+from allranks.blackbox.reader import copy_box, read_trace
+from allranks.errors import InputError
+from allranks.model.files import write_atomically
+from allranks.model.torch_dump import to_torch_json, to_torch_pickle
+from allranks.recording.options import TORCH_ERRORS, RecorderOptions, from_environment
+
+FORMATS = ("pickle", "json", "box")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes into a dump, as torch's own switches say it; a box is always copied whole."""
+
+    completed: bool = True  # also calls that are over
+    collectives: bool = True  # the calls at all, not only the groups and how far they are
+    stacks: bool = True
+
+
+def dump_json(box: Path, content: Content) -> str:
+    """The calls of a box as PyTorch 2.10 JSON."""
+    return to_torch_json(
+        read_trace(box), include_completed=content.completed, collectives=content.collectives
+    )
+
+
+def dump_bytes(box: Path, format: str, content: Content) -> bytes:
+    """The content of a dump file of this format."""
+    if format == "box":
+        return copy_box(box)
+    if format == "json":
+        return dump_json(box, content).encode()
+    if format == "pickle":
+        return to_torch_pickle(
+            read_trace(box),
+            include_completed=content.completed,
+            stacks=content.stacks,
+            collectives=content.collectives,
+        )
+    raise InputError(f"no dump format {format!r}: use one of {', '.join(FORMATS)}")
+
+
+def dump_file(
+    box: Path,
+    path: str | os.PathLike[str] | None,
+    format: str,
+    content: Content,
+    options: RecorderOptions,
+    reason: str,
+) -> Path:
+    """Writes a dump of `box` and returns where: at `path`, where the environment says, or under a name of its own."""
+    data = dump_bytes(box, format, content)
+    if path is not None:
+        target = Path(path)
+    elif (
+        prefix := options.dump_prefix or from_environment().dump_prefix
+    ):  # the script may have set it meanwhile
+        target = _by_prefix(replace(options, dump_prefix=prefix), read_header(box).rank)
+    else:
+        target = _own_name(box, reason, format)
+    write_atomically(target, data)
+    return target
+
+
+def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path]:
+    """Writes the files that torch's variables ask for (PREFIX + rank) for ranks that ended and could not: killed, or ended
+    by an abort of their library. Returns what was written. `env` is the environment of the ranks.
+
+    For the process that started the ranks, once they have ended. When one has failed those that exited in good order get theirs,
+    too: an analyser compares all ranks. A file that the rank itself has left is not touched.
+    """
+    options = from_environment(env)
+    if not options.dump_prefix or options.dump_whole_name or "timeout" not in options.dump_on:
+        return []
+    newest: dict[int, Header] = {}
+    for header in filter(None, map(find_header, boxes)):
+        if header.rank >= 0 and header.start_ns >= newest.get(header.rank, header).start_ns:
+            newest[header.rank] = header
+    if all(header.closed == "exit" for header in newest.values()):
+        return []
+    written = []
+    for rank, header in sorted(newest.items()):
+        target = _by_prefix(options, rank)
+        if is_alive(header.pid, header.start_ticks) or header.path is None:
+            continue
+        if target.exists() and target.stat().st_mtime_ns >= header.start_ns:
+            continue
+        write_atomically(target, dump_bytes(header.path, "pickle", Content()))
+        written.append(target)
+    return written
+
+
+def _by_prefix(options: RecorderOptions, rank: int) -> Path:
+    """As torch names its files: prefix + rank, or the whole name when that is asked for."""
+    if not options.dump_whole_name:
+        return Path(f"{options.dump_prefix}{max(rank, 0)}")
+    names = (
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "TORCHCOMM_FR_DUMP_TEMP_FILE",
+    )  # re-read: the name may change between dumps
+    return Path(next((os.environ[name] for name in names if os.environ.get(name)), options.dump_prefix))
+
+
+def _own_name(box: Path, reason: str, format: str) -> Path:
+    """The first free name; the pid tells two processes of one rank apart."""
+    header = read_header(box)
+    ending = {"pickle": "", "json": ".json", "box": ".box"}[format]
+    for number in range(1, 10_000):
+        folder = box.parent / "dumps" / f"{reason}.a{header.attempt}.{number}"
+        path = folder / f"rank_{max(header.rank, 0)}{ending}"
+        if not path.exists():
+            return path
+    raise InputError(f"no free name for a dump under {box.parent / 'dumps'}")
+
+
+def native_dumps(*, stacks: bool = True, only_active: bool = False) -> dict[str, bytes]:
+    """The pickles of torch's own rings in this process: "nccl", "fr", "fr-NAME"; without those that hold no call."""
+    if "torch" not in sys.modules:
+        return {}
+    from allranks.recording.torch_internals import no_inductor, own_rings
+
+    found: dict[str, bytes] = {}
+    with no_inductor():
+        for name, dump in own_rings().items():
+            with contextlib.suppress(*TORCH_ERRORS):  # a ring that is off or broken must not cost us the rest
+                data = bytes(dump(True, stacks, only_active))
+                if b"record_id" in data:  # one that is on and has seen a call
+                    found[name] = data
+    return found
+
+
+def ask_through_pipe(stem: str, rank: int) -> bool:
+    """Asks a rank of another process for its NCCL dump (TORCH_NCCL_DEBUG_INFO_PIPE_FILE=stem); False: nobody listens.
+
+    torch writes the dump some time later, to its own file name.
+    """
+    pipe = Path(f"{stem}{rank}.pipe")
+    try:
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        os.write(fd, b"1")
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,460 @@
+"""Puts the recorder under torch.distributed. Runs in the rank; the only part of `record` that imports torch.
+
+Where it hooks, and what each hook sees:
+
+- methods of the pybind classes `ProcessGroup` and `Backend`: every call that comes from Python, on any backend
+  (torch.distributed, FSDP, pipelines, object collectives, `_dist2`, bare Backend objects);
+- `recording_group.py`: calls that C++ makes by itself (DDP's reducer, functional collectives);
+- `Work.wait`: the moment at which the program knows that a call is over.
+
+Recording is decided by one cell, so that `uninstall` is cheap and a forked child is silent at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from allranks.blackbox.layout import Item, packed_ranks
+from allranks.model.trace import Rendezvous
+from allranks.recording import torch_internals as internals
+from allranks.recording.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
+from allranks.recording.groups import GroupState, describe_group, timeout_ms
+from allranks.recording.guard import ErrorGuard
+from allranks.recording.options import fast
+from allranks.recording.row_writer import Shapes
+from allranks.recording.setup_calls import SetupCalls
+from allranks.recording.torch_internals import NO_OPTIONS, EventMarker, layout_of
+from allranks.recording.writer import CallWriter, warn_once
+
+if TYPE_CHECKING:
+    from allranks.recording.recording_group import RecordingProxies
+
+#: Modules whose code runs under a collective.
+_NAMES = (
+    "hook",
+    "guard",
+    "setup_calls",
+    "recording_group",
+    "writer",
+    "row_writer",
+    "stack",
+    "calls",
+    "groups",
+    "torch_internals",
+)
+OURS = (*(f"allranks.record.{name}" for name in _NAMES), "allranks.blackbox.file_writer")
+P2P_OPS = frozenset({"send", "recv"})
+BATCH = "coalesced"  # what the row of a whole batch is called
+MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
+
+
+class Hook:
+    """The wrapped methods of torch.distributed and what they share. `fault` is called with our own errors, after which
+    nothing is recorded. What cannot be wrapped is left alone, and said once."""
+
+    def __init__(
+        self,
+        writer: CallWriter,
+        fault: Callable[[BaseException], None],
+        on_group: Callable[[GroupState], None],
+        on_rank: Callable[[int, Rendezvous], None],
+    ) -> None:
+        self.writer: CallWriter | None = writer
+        self.guard = ErrorGuard(fault)
+        self._on_group = on_group
+        self.on_rank = on_rank  # told when init_process_group is entered
+        self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
+        self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
+        self._shapes: dict[Args, Shapes] = {}
+        # Ranks of groups that were split off and have made no call yet.
+        self._members: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._replaced = internals.Replaced()
+        self._proxies: RecordingProxies | None = None
+        self._setup: SetupCalls | None = None
+        self._lost: set[str] = set()
+
+    # -- installing ---------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Wraps the methods. Those that this version of torch does not have are passed over."""
+        writer = self._installed
+        lost = internals.missing()
+        if lost:
+            warn_once(f"with torch {torch.__version__} these are not recorded: {'; '.join(lost)}")
+        writer.original_wait = dist.Work.wait
+        self._part("events on the device", self._use_markers)
+        for owner in (dist.ProcessGroup, internals.Backend):
+            for method in (*CALLS, internals.START_BATCH, internals.END_BATCH, "split_group", "reconfigure"):
+                if method in vars(owner):
+                    self._part(f"{owner.__name__}.{method}", self._wrap_method, owner, method)
+        for kind in internals.work_classes():
+            self._part(
+                f"{kind.__name__}.wait", lambda k=kind: self._replace(k, "wait", self._fast_wait(k.wait))
+            )
+        self._part("capture of CUDA graphs", self._watch_cuda)
+        self._part(internals.CPP_CALLS, self._install_proxies)
+        self._setup = SetupCalls(self)
+        self._part("init_process_group, new_group, destroy_process_group", self._setup.install)
+
+    def _part(self, what: str, step: Function, *args: object) -> None:
+        """One thing to wrap: where another version of torch does not let us, the rest is recorded."""
+        try:
+            step(*args)
+        except Exception as error:
+            self.lost(what, error)
+
+    def _use_markers(self) -> None:
+        self._installed.markers = self._make_markers()
+
+    def _wrap_method(self, owner: Any, method: str) -> None:
+        original = getattr(owner, method)
+        if method in CALLS:
+            wrapper = self._fast_collective(original, self._wrap(original, *CALLS[method]), method)
+        elif method in ("split_group", "reconfigure"):
+            wrapper = (self._wrap_split if method == "split_group" else self._wrap_reconfigure)(original)
+        else:
+            wrap = self._wrap_start if method == internals.START_BATCH else self._wrap_end
+            wrapper = self._fast_batch(original, wrap(original), method)
+        self._replace(owner, method, wrapper)
+
+    def _install_proxies(self) -> None:
+        if internals.version() < internals.FIRST_WITH_PROXIES:
+            raise LookupError("they need torch 2.7")
+        from allranks.recording.recording_group import RecordingProxies
+
+        self._proxies = RecordingProxies(self)
+        self._proxies.install()
+        internals.hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
+
+    @property
+    def _installed(self) -> CallWriter:
+        """The writer, where there must be one."""
+        assert self.writer is not None
+        return self.writer
+
+    def lost(self, what: str, error: BaseException) -> None:
+        """This version of torch does not let us see something: said once, the rest is recorded."""
+        if what not in self._lost:
+            self._lost.add(what)
+            warn_once(f"not recorded with torch {torch.__version__}: {what}: {error!r}")
+
+    def uninstall(self) -> None:
+        """Puts every method back, unless somebody else has wrapped it since."""
+        self.silence()
+        if self._proxies is not None:
+            self._proxies.uninstall()
+            self._proxies = None
+        if self._setup is not None:
+            self._setup.uninstall()
+            self._setup = None
+        self._replaced.restore()
+
+    def silence(self) -> None:
+        """Records nothing from now on. Touches nothing of C++: in a forked child its locks may be held for ever."""
+        self.writer = None
+        self.guard.active = False
+        for _, _, wrapper, _ in self._replaced:
+            if hasattr(wrapper, "enabled"):
+                wrapper.enabled = False
+
+    def _replace(self, owner: object, name: str, wrapper: Function) -> None:
+        original = vars(owner)[name]  # the descriptor itself: getattr would strip pybind's binding of self
+        if hasattr(wrapper, "__name__"):
+            wrapper.__name__ = name
+            wrapper.__doc__ = getattr(owner, name).__doc__
+            internals.leave_graph(wrapper)
+        self._replaced.put(owner, name, wrapper, original)
+
+    # -- groups and shapes --------------------------------------------------------------------------------------
+
+    def group(self, group: dist.ProcessGroup) -> GroupState:
+        """What is known of this group; described and written to the box at its first call."""
+        state = self._groups.get(id(group))
+        return state if state is not None else self._meet(group)
+
+    def _meet(self, group: dist.ProcessGroup) -> GroupState:
+        writer = self._installed
+        members = self._members.pop(group, ())
+        name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
+        number = writer.box.append(Item.GROUP, [name, desc, packed_ranks(ranks), backend])
+        state = GroupState(number, name, ranks, backend, timeout_ms(group), writer.accelerate)
+        self.adopt(group, state)
+        self._on_group(state)
+        return state
+
+    def adopt(self, group: dist.ProcessGroup, state: GroupState) -> None:
+        """Lets `group` be looked up as `state` for as long as the object lives."""
+        key = id(group)
+        groups, counters = self._groups, self._counters
+
+        def forget(_: object) -> None:
+            groups.pop(key, None)
+            counters.pop(key, None)
+
+        state.ref = weakref.ref(group, forget)
+        groups[key] = state
+        counters[key] = state.counters
+
+    def destroyed(self, group: dist.ProcessGroup) -> None:
+        """Notes that the program destroys a group, or all of them (None)."""
+        writer = self.writer
+        if writer is None:
+            return
+        now = time.time_ns()
+        states = list(self._groups.values()) if group is None else [self.group(group)]
+        for number in sorted({state.counters.number for state in states}):
+            writer.box.append(Item.DESTROYED, [number, now])
+
+    def shapes(self, call: Call) -> Shapes:
+        """Sizes and dtypes of a call, interned."""
+        inputs, outputs = call.inputs, call.outputs
+        same = outputs is inputs
+        key = (
+            tuple([(t.shape, t.dtype) for t in inputs]),
+            None if same else tuple([(t.shape, t.dtype) for t in outputs]),
+            tuple(call.input_splits),
+            tuple(call.output_splits),
+        )
+        found = self._shapes.get(key)
+        if found is None:
+            found = self._new_shapes(key, call)
+        return found
+
+    def _new_shapes(self, key: Args, call: Call) -> Shapes:
+        writer = self._installed
+        sides = (call.inputs, call.outputs)
+        payload: list[object] = [[list(t.shape) for t in side] for side in sides]
+        payload += [[dtype_name(t.dtype) for t in side] for side in sides]
+        payload += [list(call.input_splits), list(call.output_splits)]
+        elements = [sum(t.numel() for t in side) for side in sides]
+        number = writer.box.intern(Item.SHAPES, payload) if call.inputs or call.outputs else 0
+        found = (number, elements[0], elements[1])
+        if len(self._shapes) < MAX_SHAPES:
+            self._shapes[key] = found
+        return found
+
+    # -- wrappers -----------------------------------------------------------------------------------------------
+
+    def _wrap(self, original: Function, op: str, reader: Reader) -> Function:
+        """A collective, for every op and overload."""
+        writer = self._installed
+        number_of_op = writer.box.intern(Item.NAME, op)
+
+        def before(args: Args, kwargs: Kwargs) -> tuple[int, GroupState, bool]:
+            group = self.group(args[0])
+            call, shapes = self._read(op, reader, args[1:], kwargs)
+            number = writer.begin(
+                group,
+                number_of_op,
+                shapes,
+                call.reduce_op,
+                call.root if call.root < 0 else group.global_rank(call.root),
+                call.peer if call.peer < 0 else group.global_rank(call.peer),
+                call.p2p,
+                call.timeout_ms,
+                sys._getframe(),
+                call.tag,
+            )
+            return number, group, group.mixed and _on_cpu(call, op)
+
+        def after(known: tuple[int, GroupState, bool], work: dist.Work) -> None:
+            writer.returned(work, known[0], known[1], on_cpu=known[2])
+
+        return self.guard.around(original, before, after, lambda known, error: writer.failed(known[0], error))
+
+    def _read(self, op: str, reader: Reader, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
+        """A call and its sizes. One that is not made as torch makes it keeps its place in the sequence, without sizes."""
+        try:
+            call = reader(args, kwargs)
+            return call, self.shapes(call)
+        except Exception as error:
+            self.lost(f"sizes of some calls of {op}", error)
+            return Call(p2p=op in P2P_OPS), (0, 0, 0)
+
+    def _fast_collective(self, original: Function, slow: Function, method: str) -> Any:
+        """The same in C, for calls in the form that torch.distributed makes them; the rest takes `slow`."""
+        writer = self._installed
+        module = fast(writer.accelerate)
+        options, form = internals.FAST.get(method, (None, None))
+        layout = NO_OPTIONS if options is None else layout_of(options)
+        if module is None or form is None or layout is None:
+            return slow
+        op, reader = CALLS[method]
+        stacks = writer.stacks.engine if writer.stacks is not None else None
+
+        def learn(known: dict[Args, Shapes], key: Args, args: Args) -> Shapes:
+            found = self.shapes(reader(args, {}))
+            if len(known) < MAX_SHAPES:
+                known[key] = found
+            return found
+
+        return module.Collective(
+            *self._shared_parts(original, slow),
+            {},
+            learn,
+            self.guard.hold(writer.sweep),
+            self.guard.hold(writer.no_work),
+            stacks,
+            writer.box.intern(Item.NAME, op),
+            form,
+            layout,
+        )
+
+    def _shared_parts(self, original: Function, slow: Function) -> Args:
+        """What the parts in C for collectives and batches begin with."""
+        writer = self._installed
+        return (
+            original,
+            slow,
+            self.guard.hold(writer.failed),
+            writer.pending,
+            writer.ring,
+            writer.markers,
+            self._counters,
+        )
+
+    def _fast_batch(self, original: Function, slow: Function, method: str) -> Any:
+        """The start and the end of a batch, in C where that was built."""
+        writer = self._installed
+        module = fast(writer.accelerate)
+        if module is None or method not in (internals.START_BATCH, internals.END_BATCH):
+            return slow
+        return module.Batch(
+            *self._shared_parts(original, slow),
+            self.guard.hold(writer.sweep),
+            self.guard.hold(writer.no_work),
+            writer.stacks.engine if writer.stacks is not None else None,
+            writer.box.intern(Item.NAME, BATCH),
+            method == internals.END_BATCH,
+        )
+
+    def _fast_wait(self, original: Function) -> Any:
+        """Work.wait, in C where that was built."""
+        writer = self._installed
+        module = fast(writer.accelerate)
+        if module is None:
+            return self._wrap_wait(original)
+        failed, waited = self.guard.hold(writer.wait_failed), self.guard.hold(writer.waited)
+        return module.Wait(original, failed, waited, writer.pending, writer.ring, writer.markers)
+
+    def _wrap_wait(self, original: Function) -> Function:
+        writer = self._installed
+
+        def before(args: Args, kwargs: Kwargs) -> tuple[Any, Any, bool] | None:
+            entry = writer.pending.get(id(args[0]))
+            return None if entry is None else (args[0], entry, len(args) > 1 or bool(kwargs))
+
+        return self.guard.around(
+            original,
+            before,
+            lambda known, result: writer.waited(known[0], known[1]),
+            lambda known, error: writer.wait_failed(known[0], error, known[2]),
+        )
+
+    def _wrap_start(self, original: Function) -> Function:
+        return self.guard.around(original, lambda args, kwargs: self.group(args[0]).counters.open_batch())
+
+    def _wrap_end(self, original: Function) -> Function:
+        writer = self._installed
+        op = writer.box.intern(Item.NAME, BATCH)
+
+        def before(args: Args, kwargs: Kwargs) -> tuple[GroupState, int, tuple[int, ...]]:
+            group = self.group(args[0])
+            return group, *writer.begin_end(group, op, sys._getframe())
+
+        return self.guard.around(
+            original,
+            before,
+            lambda known, work: writer.returned(work, known[1], known[0], known[2]),
+            lambda known, error: writer.failed(known[1], error, known[2]),
+        )
+
+    def _wrap_split(self, original: Function) -> Function:
+        def before(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
+            parent = self.group(args[0])
+            ranks: Any = args[1] if len(args) > 1 else kwargs["ranks"]
+            return tuple(parent.global_rank(int(rank)) for rank in ranks)
+
+        def after(members: tuple[int, ...], part: dist.ProcessGroup) -> None:
+            if part is not None:
+                self._members[part] = members
+
+        return self.guard.around(original, before, after)
+
+    def _wrap_reconfigure(self, original: Function) -> Function:
+        """From here on it is another group, of the same name with the number that all members give it."""
+
+        def before(args: Args, kwargs: Kwargs) -> tuple[Any, GroupState, Any]:
+            return args[0], self.group(args[0]), args[1] if len(args) > 1 else next(iter(kwargs.values()))
+
+        def after(known: tuple[Any, GroupState, Any], work: object) -> None:
+            group, old, options = known
+            box = self._installed.box
+            ranks = internals.members_by_handles(options.handles, old.first_ranks)
+            name = f"{old.name.partition('@')[0]}@{options.uuid}"
+            box.append(Item.DESTROYED, [old.counters.number, time.time_ns()])
+            number = box.append(Item.GROUP, [name, "reconfigured", packed_ranks(ranks), old.backend])
+            limit = old.counters.timeout_ms
+            state = GroupState(number, name, ranks, old.backend, limit, self._installed.accelerate)
+            state.first_ranks = old.first_ranks
+            self.adopt(group, state)
+
+        return self.guard.around(original, before, after)
+
+    def capturing(self, change: int) -> None:
+        """One more or one less CUDA graph is being captured."""
+        writer = self.writer
+        if writer is None:
+            return
+        if change > 0:
+            writer.begin_capture()
+        else:
+            writer.end_capture()
+        for _, _, wrapper, _ in self._replaced:
+            if hasattr(wrapper, "direct"):
+                wrapper.direct = not writer.capturing
+
+    def _make_markers(self) -> Any:
+        """Events of CUDA's driver in C; None where there is no CUDA, or the part in C was not built."""
+        assert self.writer is not None
+        module, functions = fast(self.writer.accelerate), internals.event_functions()
+        return module.Markers(self.writer.ring, *functions) if module is not None and functions else None
+
+    def _watch_cuda(self) -> None:
+        """Follows calls that leave no Work by events, and asks no event while any thread captures a CUDA graph."""
+        graph = internals.cuda_graph()
+        if graph is None:
+            return
+        writer = self._installed
+
+        def counted(original: Function, change: int) -> Function:
+            def method(self: object, *args: object, **kwargs: object) -> object:
+                if change > 0:
+                    hook.guard(hook.capturing, +1)
+                try:
+                    return original(self, *args, **kwargs)
+                finally:
+                    if change < 0:
+                        hook.guard(hook.capturing, -1)
+
+            return method
+
+        hook = self
+        writer.mark_device = EventMarker.make
+        self._replace(graph, "capture_begin", counted(graph.capture_begin, +1))
+        self._replace(graph, "capture_end", counted(graph.capture_end, -1))
+
+
+def _on_cpu(call: Call, op: str) -> bool:
+    """Whether a call of a group with several backends goes to the one for CPU tensors."""
+    tensor = next(iter(call.inputs or call.outputs), None)
+    return op == "monitored_barrier" if tensor is None else bool(tensor.is_cpu)

@@ -1,0 +1,362 @@
+"""The recorder of one process: opens the box, hooks torch, watches over completion, marks it closed. Runs in the rank.
+
+`start()` either records or, when that is impossible (no room, no permission), says so once and leaves the
+training alone. The box stays on disk after `close()` and after any death of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import operator
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import allranks
+from allranks.blackbox import phases
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.files import fallback_folder, job_folder, remove_earlier, remove_old, room_for_box
+from allranks.blackbox.layout import Item, file_name, job_prefix
+from allranks.errors import require
+from allranks.model.parsing import without_secrets
+from allranks.model.trace import Rendezvous
+from allranks.recording.groups import GroupState
+from allranks.recording.guard import ErrorGuard
+from allranks.recording.options import TORCH_ERRORS, RecorderOptions, fast
+from allranks.recording.side_thread import SideThread, describe_exit, wake_agent
+from allranks.recording.writer import CallWriter, fill_header, warn_once
+
+
+class Recorder:
+    """Records the collectives of this process. `start()` and `close()` own the file, the hook and the side thread."""
+
+    def __init__(self, options: RecorderOptions) -> None:
+        self.options = options
+        self.pid = os.getpid()
+        self.box: Box | None = None
+        self.writer: CallWriter | None = None
+        self._hook: Any = None
+        self._watch: SideThread | None = None
+        self._facts: dict[str, object] = {}
+        self._rank = options.rank
+        self._told = ErrorGuard(self._tell)  # what the program calls
+        self._complaints: set[str] = set()
+        self._first = 0  # the phase of the first step, while it lasts
+        self._steps = 0
+        self._named = 0  # the phase that the program named
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> Recorder:
+        """Starts recording. Returns itself, off (see `active`) when the box cannot be made."""
+        if self.box is not None or not self.options.enabled:
+            return self
+        require("torch", feature="recording", extra="torch")
+        try:
+            self._start()
+        except Exception as error:  # a torch that we do not know: better no record than no training
+            fix = _descriptor_fix(error)
+            warn_once(f"recording disabled: {error!r}{'; ' if fix else ''}{fix}; training continues")
+            self._told(self.close, "could not start")
+        return self
+
+    def _start(self) -> None:
+        self.box = self._open_box()
+        if self.box is None:
+            return
+        self._fill_header(self.box)
+        self.writer = CallWriter(self.box, self.options)
+        phases.attach(self.box)
+        from allranks.recording.hook import Hook
+
+        self._hook = Hook(self.writer, self._fault, self._met_group, self._joins)
+        self._hook.install()
+        self._watch = SideThread(self)
+        self._watch.start()
+
+    def close(self, how: str = "closed") -> None:
+        """Stops recording and unhooks torch; the file stays, marked with how it ended."""
+        hook, watch, writer = self._hook, self._watch, self.writer
+        self._hook = self._watch = None
+        if hook is not None:
+            self._told(hook.uninstall)
+        if watch is not None:
+            self._told(watch.stop)
+        if writer is not None:
+            if self.active_process:
+                self._told(self._last_sweep, writer)
+            writer.pending.clear()
+            self.writer = None
+        if self.box is not None and self.active_process:
+            self._told(self.box.mark_closed, how, time.time_ns())
+
+    def note_exit(self, error: SystemExit) -> None:
+        """The program ends by sys.exit: notes a code that is not 0, the line, and what it was about to handle."""
+        self._told(self._note_exit, error)
+
+    def _note_exit(self, error: SystemExit) -> None:
+        if self.box is not None and self.active and (text := describe_exit(error)):
+            self.box.mark_closed(text, time.time_ns())
+            wake_agent()
+
+    def _last_sweep(self, writer: CallWriter) -> None:
+        """gloo wakes the waiting program a moment before it calls its work completed."""
+        for _ in range(10):
+            writer.sweep(everything=True)
+            if not writer.pending and not writer.markers:
+                return
+            time.sleep(0.002)
+
+    def abandon_in_child(self) -> None:
+        """Called in a forked child: forget everything without touching the parent's file."""
+        if self._hook is not None:
+            self._hook.silence()
+        self._hook = self._watch = self.writer = None
+        phases.attach(None)
+
+    @property
+    def active(self) -> bool:
+        """Whether calls are being recorded in this process."""
+        return self.writer is not None and self.active_process
+
+    @property
+    def active_process(self) -> bool:
+        """False in a forked child: the box belongs to the parent."""
+        return os.getpid() == self.pid
+
+    @property
+    def path(self) -> Path | None:
+        """The black box file; None when recording could not start."""
+        return self.box.path if self.box is not None else None
+
+    @property
+    def rank(self) -> int:
+        """Global rank; -1 while unknown."""
+        return self._rank
+
+    # -- what the user says -------------------------------------------------------------------------------------
+
+    def step(self, number: int, label: str | None = None, loss: float | None = None) -> None:
+        """Marks the progress of the training: step `number` begins now. `label` is kept with the next calls."""
+        if self.writer is not None:
+            self._told(self._step, self.writer, number, label, loss)
+
+    def _step(self, writer: CallWriter, number: int, label: str | None, loss: float | None = None) -> None:
+        number = operator.index(number)
+        if label is not None:
+            writer.label = writer.box.intern(Item.NAME, label) if label else 0
+        writer.ring.set_step(number, writer.label)
+        if loss is not None:
+            writer.box.set_loss(float(loss))
+        writer.box.set(step_ns=time.time_ns(), step=number)
+        if self._steps < 2:
+            self._steps += 1
+            if self._steps == 1:
+                self._first = phases.begin(phases.FIRST)
+            else:
+                phases.end(self._first)
+
+    @contextlib.contextmanager
+    def expect(self, phase: str, up_to_s: float) -> Iterator[None]:
+        """Declares that nothing may be heard of this rank for up to `up_to_s` seconds, and why."""
+        before = self._told(self._expect, phase, up_to_s)
+        number = self._told(phases.begin, phase)
+        try:
+            yield
+        finally:
+            self._told(phases.end, number or 0)
+            if self.active and before is not None:
+                self._told(self._unexpect, *before)
+
+    def _expect(self, phase: str, up_to_s: float) -> tuple[int, int] | None:
+        if self.writer is None:
+            return None
+        box = self.writer.box
+        before = box.get("expect_until_ns"), box.get("phase")
+        self.announce(phase, up_to_s)
+        return before
+
+    def _unexpect(self, until_ns: int, phase: int) -> None:
+        assert self.box is not None
+        self.box.set(expect_until_ns=until_ns, phase=phase, step_ns=time.time_ns())
+
+    def announce(self, phase: str, up_to_s: float) -> None:
+        """As `expect`, without an end: for the last thing that a program does."""
+        self._told(self._announce, phase, up_to_s)
+
+    def _announce(self, phase: str, up_to_s: float) -> None:
+        if self.writer is not None:
+            until_ns = time.time_ns() + int(up_to_s * 1e9)
+            self.writer.box.set(phase=self._name(phase), expect_until_ns=until_ns)
+
+    def phase(self, name: str) -> None:
+        """Names what the program does from now on ("train", "eval"); "" for nothing."""
+        self._told(self._phase, name)
+
+    def _phase(self, name: str) -> None:
+        if self.writer is not None:
+            self.writer.box.set(phase=self._name(name) if name else 0)
+            phases.end(self._named)
+            self._named = phases.begin(name) if name not in ("", "train", "training") else 0
+
+    def given_up(self, works: Iterable[object], error: Exception) -> None:
+        """See CallWriter.given_up."""
+        if self.writer is not None and self.active_process:
+            self._told(self.writer.given_up, works, error)
+
+    def _tell(self, error: BaseException) -> None:
+        """The program gave us something that we cannot use: said once for each kind, and passed over."""
+        text = f"{type(error).__name__}: {error}"
+        if text not in self._complaints and len(self._complaints) < 10:
+            self._complaints.add(text)
+            warn_once(f"a call of the recorder failed and is ignored: {text}; training continues")
+
+    def _name(self, text: str) -> int:
+        return self.writer.box.intern(Item.NAME, text) if self.writer is not None else 0
+
+    # -- dumps --------------------------------------------------------------------------------------------------
+
+    def dump_json(self, include_completed: bool = True, include_collectives: bool = True) -> str:
+        """The recorded calls as PyTorch 2.10 JSON text."""
+        from allranks.recording.dump import Content, dump_json
+
+        return dump_json(self._box_path(), Content(include_completed, include_collectives))
+
+    def dump_file(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        format: str = "pickle",
+        include_completed: bool = True,
+        reason: str = "asked",
+        include_collectives: bool = True,
+        include_stack_traces: bool = True,
+    ) -> Path:
+        """Writes the recorded calls to a file and returns its path: "pickle", "json" (PyTorch 2.10) or "box"."""
+        from allranks.recording.dump import Content, dump_file
+
+        content = Content(include_completed, include_collectives, include_stack_traces)
+        return dump_file(self._box_path(), path, format, content, self.options, reason)
+
+    def _box_path(self) -> Path:
+        if self.box is None:
+            from allranks.errors import NotRecording
+
+            raise NotRecording("nothing is recorded in this process")
+        if self.writer is not None and self.active_process:
+            self.writer.sweep(everything=True)
+        return self.box.path
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _open_box(self) -> Box | None:
+        """A new box in the wanted folder, or in the temp dir when the default one has no room."""
+        options = self.options
+        name = file_name(options.job, options.attempt, options.rank, self.pid)
+        if options.folder is None:
+            with contextlib.suppress(OSError):  # tidying up must not cost us the record
+                remove_old()
+        folders = (
+            [options.folder] if options.folder else [job_folder(options.job), fallback_folder(options.job)]
+        )
+        # A box of that name: an earlier recorder of this process, or of one whose pid is used again.
+        names = (name, name.replace(".box", f".{time.time_ns():x}.box"))
+        problem: OSError | None = None
+        for path in (folder / name for folder in folders for name in names):
+            try:
+                box = Box(path, options.capacity, options.heap_bytes)
+                box.open()
+            except OSError as error:
+                problem = error
+                continue
+            with contextlib.suppress(OSError):
+                remove_earlier(path.parent, job_prefix(options.job), options.rank)
+            return box
+        room = room_for_box(options.capacity, options.heap_bytes) >> 20
+        folder_fix = (
+            f"set ALLRANKS_DIR to a folder that you can write to, with {room} MB of room for each rank"
+        )
+        warn_once(
+            f"recording disabled: no black box in {folders[0]}: {problem}; training continues. "
+            f"Fix: {_descriptor_fix(problem) or folder_fix}"
+        )
+        return None
+
+    def _fill_header(self, box: Box) -> None:
+        words = without_secrets("\0".join(word[:8192] for word in sys.argv[:20])).split("\0")
+        argv = [word[:200] for word in words]  # cut after hiding: half a secret is not recognised
+        self._facts = fill_header(box, self.options, versions=_versions(self.options.accelerate), argv=argv)
+
+    def _met_group(self, state: GroupState) -> None:
+        """The first group tells the rank, the world and the backend when the environment did not."""
+        assert self.box is not None
+        if not self._facts["backend"] and state.backend:
+            versions = _versions(self.options.accelerate, state.backend)
+            self._facts = {**self._facts, "backend": state.backend, "versions": versions}
+            self.box.append(Item.META, self._facts)
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            self._know_rank(dist.get_rank(), dist.get_world_size())
+
+    def _joins(self, rank: int, rendezvous: Rendezvous) -> None:
+        """init_process_group is entered. Replicas meet at addresses of their own."""
+        assert self.box is not None
+        if not os.environ.get("ALLRANKS_RANK"):
+            self._facts = {**self._facts, "rendezvous": list(vars(rendezvous).values())}
+            self.box.append(Item.META, self._facts)
+        self._know_rank(rank, rendezvous.world_size or -1)
+
+    def _know_rank(self, rank: int, world_size: int) -> None:
+        """The rank of this process and the size of its world; -1 unknown. In replica mode the supervisor knows better:
+        a group inside a replica counts from 0 in each of them."""
+        assert self.box is not None
+        if os.environ.get("ALLRANKS_RANK"):
+            return
+        if world_size >= 0:
+            self.box.set(world_size=world_size)
+        if rank >= 0 and rank != self._rank:
+            self._rank = rank
+            self.box.set(rank=rank)
+            self._rename(self.box)
+
+    def _rename(self, box: Box) -> None:
+        """The rank became known: the file takes its name. Failure only leaves the old name."""
+        self.options = replace(self.options, rank=self._rank)
+        wanted = box.path.with_name(file_name(self.options.job, self.options.attempt, self._rank, self.pid))
+        if wanted != box.path and not wanted.exists():
+            try:
+                box.path.rename(wanted)
+                box.path = wanted
+            except OSError:
+                pass
+
+    def _fault(self, error: BaseException) -> None:
+        """An error of our own: one warning, recording off, training on."""
+        if self._hook is not None and self._hook.writer is not None:
+            self._hook.silence()
+            warn_once(f"recording disabled after an error of its own: {error!r}; training continues")
+
+
+def _descriptor_fix(error: BaseException | None) -> str:
+    """What to do about an error when no file can be opened any more; "" for other errors."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    return ""
+
+
+def _versions(accelerate: bool, backend: str = "") -> dict[str, str]:
+    """Versions of the libraries that took part."""
+    engine = "C" if fast(accelerate) is not None else "Python"
+    found = {"allranks": allranks.__version__, "recorder": engine, "python": sys.version.split()[0]}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = str(torch.__version__)
+        if "nccl" in backend:
+            with contextlib.suppress(*TORCH_ERRORS):  # a CPU build has none
+                found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return found

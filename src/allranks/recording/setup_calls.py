@@ -1,0 +1,120 @@
+"""Functions of torch.distributed that wait for other ranks and are no collectives. Runs in the rank.
+
+A rank that hangs in `init_process_group` or `new_group` has made no call yet, and one that has destroyed its groups
+makes none any more: the box says which of them it is inside, how many it has finished, and what it has destroyed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from allranks.blackbox.layout import Item
+from allranks.model.trace import SETUP_CALLS, Rendezvous
+from allranks.recording.calls import Args, Kwargs
+from allranks.recording.side_thread import user_line
+from allranks.recording.torch_internals import Replaced, leave_graph
+from allranks.recording.writer import launched_at
+
+if TYPE_CHECKING:
+    from allranks.recording.hook import Hook
+
+
+class SetupCalls:
+    """The wrapped functions. `install` and `uninstall` own them."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+        self._replaced = Replaced()
+
+    def install(self) -> None:
+        """Wraps the functions wherever a module has taken them by name, the user's own included."""
+        for name in SETUP_CALLS:
+            original = getattr(dist, name)
+            wrapper = self._wrap(original, name)
+            for module in list(sys.modules.values()):
+                if isinstance(module, ModuleType) and vars(module).get(name) is original:
+                    self._replaced.put(module, name, wrapper, original)
+
+    def uninstall(self) -> None:
+        self._replaced.restore()
+
+    def _wrap(self, original: Callable[..., object], name: str) -> Callable[..., object]:
+        hook = self._hook
+        assert hook.writer is not None
+        number = hook.writer.box.intern(Item.NAME, name)
+
+        def before(args: Args, kwargs: Kwargs) -> tuple[int]:
+            assert hook.writer is not None
+            outer = hook.writer.box.get("inside")
+            self._enter(number, name, args, kwargs)
+            return (outer,)
+
+        wrapper = hook.guard.around(
+            original,
+            before,
+            lambda known, result: self._leave(known[0], name, failed=False),
+            lambda known, error: self._leave(known[0], name, failed=True),
+        )
+        leave_graph(functools.wraps(original)(wrapper))
+        return wrapper
+
+    def _enter(self, number: int, name: str, args: Args, kwargs: Kwargs) -> None:
+        hook = self._hook
+        assert hook.writer is not None
+        if name == "init_process_group":
+            given = {
+                **dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args, strict=False)),
+                **kwargs,
+            }
+            hook.on_rank(_number(given, "rank"), _meeting(given))
+        elif name == "destroy_process_group":
+            group = args[0] if args else kwargs.get("group")
+            if group is None or isinstance(
+                group, dist.ProcessGroup
+            ):  # a rank outside the group passes a number
+                hook.destroyed(None if group is dist.group.WORLD else group)
+        hook.writer.box.set(inside_ns=time.time_ns(), inside=number)
+
+    def _leave(self, outer: int, name: str, failed: bool) -> None:
+        """Notes that the call has ended. One of init_process_group that failed is not finished: the rank has not joined."""
+        hook = self._hook
+        assert hook.writer is not None
+        box = hook.writer.box
+        if failed and name == "init_process_group":
+            box.set(inside=outer)  # since when it waited is worth more than when it failed
+            return
+        box.set(inside=outer, setups=box.get("setups") + 1, inside_ns=time.time_ns())
+        if name == "init_process_group" and dist.is_initialized():
+            hook.group(dist.group.WORLD)
+
+
+def _number(given: dict[str, object], name: str) -> int:
+    """An argument of init_process_group, or what torch takes from the environment instead; -1 unknown."""
+    value = given.get(name)
+    if isinstance(value, int) and value >= 0:
+        return value
+    text = os.environ.get(name.upper(), "") if _by_environment(given) else ""
+    return int(text) if text.isdecimal() else -1
+
+
+def _by_environment(given: dict[str, object]) -> bool:
+    method = given.get("init_method")
+    return given.get("store") is None and (method is None or str(method).startswith("env://"))
+
+
+def _meeting(given: dict[str, object]) -> Rendezvous:
+    """Where init_process_group meets the others; no address where the program brings its own store."""
+    address = ""
+    if _by_environment(given):
+        address = launched_at()
+    elif given.get("store") is None:
+        address = str(given.get("init_method")).partition("://")[2].partition("?")[0]
+    return Rendezvous(address, max(0, _number(given, "world_size")), user_line(sys._getframe()))

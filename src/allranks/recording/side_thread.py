@@ -1,0 +1,268 @@
+"""The side thread of a recorder, and how a process ends: exit, exception, signal, fork. Runs in the rank.
+
+The thread looks for completed calls a few times a second and writes the dumps that a signal asked for: a Python
+signal handler would never run while the main thread hangs in C++, so the C handler only wakes this thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from allranks.blackbox.layout import wakeup_address
+from allranks.model.files import write_atomically
+from allranks.model.parsing import without_secrets
+from allranks.model.stacks import is_user_file
+from allranks.recording.dump import native_dumps
+from allranks.recording.guard import ErrorGuard
+from allranks.recording.writer import warn_once
+
+if TYPE_CHECKING:
+    from allranks.recording.recorder import Recorder
+
+MAX_TIMEOUT_DUMPS = 3  # the first timeouts tell the story; later ones are its consequences
+# "[/build/gloo/pair.cc:553] " says less than what follows
+_WORKER = re.compile(
+    r"Caught \w+ in (?P<who>.*?)\.\nOriginal Traceback \(most recent call last\):\n(?P<trace>.*)", re.S
+)
+_FRAME = re.compile(r'^  File "(.+?)", line (\d+)', re.M)
+MAX_ERROR = 64 << 10  # characters of an error that are looked at
+_SOURCE_LINE = re.compile(r"^(\[[^\]\s]*:\d+\]\s*)+")
+_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class SideThread:
+    """Everything of a recorder that happens beside the training step. `start()` and `stop()` own the thread."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._told = ErrorGuard(
+            lambda error: print(f"allranks: at the end of the program: {error!r}", file=sys.stderr)
+        )
+        self._stop_read, self._stop_write = -1, -1
+        self._thread: threading.Thread | None = None
+        self._timeouts = 0
+        self._dumped = threading.Event()  # the first dump of a timeout is on disk
+        self._previous_hook: Any = None
+        self._previous_handler: Any = None
+        self._wakes_by_fd = False
+
+    def start(self) -> None:
+        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        _recorders.add(self._recorder)
+        _register_fork_handler()
+        assert self._recorder.writer is not None
+        if "timeout" in self._recorder.options.dump_on:
+            self._recorder.writer.on_timeout = self._timed_out
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        atexit.register(self._at_exit)
+        self._catch_signal()
+        self._thread = threading.Thread(target=self._run, name="allranks-recorder", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and gives the exits back."""
+        atexit.unregister(self._at_exit)
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._previous_hook
+        self._release_signal()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            with contextlib.suppress(OSError):
+                os.write(self._stop_write, b"\xff")
+            self._thread.join(timeout=5.0)
+        for fd in (self._stop_read, self._stop_write):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        _recorders.discard(self._recorder)
+
+    # -- thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                writer = self._recorder.writer
+                if writer is None:
+                    return
+                writer.sweep(everything=True)
+        except Exception as error:  # a thread's entry
+            if not sys.is_finalizing():
+                warn_once(f"the ends of some calls are recorded late: {error!r}; training continues")
+
+    def _wait(self) -> bool:
+        """Sleeps until the next round; writes a dump when a signal asked for one. False = stop."""
+        readable, _, _ = select.select([self._stop_read], [], [], self._recorder.options.poll_s)
+        if not readable:
+            return True
+        woken = os.read(self._stop_read, 64)
+        if b"\xff" in woken:
+            return False
+        number = self._recorder.options.dump_signal
+        if number is not None and number in woken:  # Python writes the number of every signal that it handles
+            self._dump("signal")
+        return True
+
+    # -- exits --------------------------------------------------------------------------------------------------
+
+    def _at_exit(self) -> None:
+        self._told(self._leave)
+
+    def _leave(self) -> None:
+        recorder = self._recorder
+        if not recorder.active_process:
+            return
+        if "exit" in recorder.options.dump_on:
+            self._dump("exit")
+        recorder.close("exit")
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._told(self._note_exception, kind, error, trace)
+        self._previous_hook(kind, error, trace)
+
+    def _note_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        if recorder.active and recorder.box is not None:
+            text = without_secrets(_SOURCE_LINE.sub("", str(error)[:MAX_ERROR]))  # room is short
+            line, text = _of_worker(text) or (user_line(trace), text)
+            place = f" ({line})" if line else ""
+            recorder.box.mark_closed(f"exception: {kind.__name__}{place}: {text}", time.time_ns())
+            wake_agent()
+            if "exception" in recorder.options.dump_on and not issubclass(kind, KeyboardInterrupt):
+                self._dump("exception")
+
+    def _timed_out(self, news: bool) -> None:
+        """Writes a dump of the first timeouts; a second thread that meets the same one waits for it to be there."""
+        if not news:
+            self._dumped.wait(timeout=5.0)
+            return
+        self._timeouts += 1
+        if self._timeouts <= MAX_TIMEOUT_DUMPS:
+            self._dump("timeout")
+            self._dumped.set()
+
+    def _dump(self, reason: str) -> None:
+        """A dump that must never do harm: its own errors are only told."""
+        try:
+            path = self._recorder.dump_file(reason=reason)
+            if self._recorder.options.harvest:
+                write_native(path, self._recorder.rank)
+        except Exception as error:  # full disk, half-finished interpreter
+            print(f"allranks: no dump on {reason}: {error}", file=sys.stderr)
+
+    # -- signal -------------------------------------------------------------------------------------------------
+
+    def _catch_signal(self) -> None:
+        """Lets the asked-for signal write a dump, after which a handler that was there before still runs."""
+        number = self._recorder.options.dump_signal
+        if number is None or threading.current_thread() is not threading.main_thread():
+            return
+        self._previous_handler = signal.signal(number, self._on_signal)
+        previous_fd = signal.set_wakeup_fd(self._stop_write, warn_on_full_buffer=False)
+        self._wakes_by_fd = previous_fd == -1
+        if not self._wakes_by_fd:
+            signal.set_wakeup_fd(previous_fd)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if not self._wakes_by_fd:
+            with contextlib.suppress(OSError):
+                os.write(self._stop_write, bytes([number]))
+        if callable(self._previous_handler):
+            self._previous_handler(number, frame)
+
+    def _release_signal(self) -> None:
+        number = self._recorder.options.dump_signal
+        if number is None or self._previous_handler is None:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(number) == self._on_signal:
+            signal.signal(number, self._previous_handler)
+        if self._wakes_by_fd:
+            signal.set_wakeup_fd(-1)
+
+
+def user_line(at: TracebackType | FrameType | None) -> str:
+    """ "train.py:44": the innermost line of a traceback or stack that belongs neither to a library nor to us; "" without one."""
+    stack = [*traceback.walk_stack(at)][::-1] if isinstance(at, FrameType) else traceback.walk_tb(at)
+    return _innermost((frame.f_code.co_filename, line) for frame, line in stack)
+
+
+def _innermost(lines: Iterable[tuple[str, int]]) -> str:
+    place = ""
+    for file, line in lines:
+        if is_user_file(file):
+            place = f"{os.path.basename(file)}:{line}"
+    return place
+
+
+def _of_worker(text: str) -> tuple[str, str] | None:
+    """Place and text of what was raised in a DataLoader worker: torch raises it again in the rank, as a text with its traceback."""
+    found = _WORKER.match(text)
+    if found is None:
+        return None
+    frames = [(file, int(line)) for file, line in _FRAME.findall(found["trace"])]
+    said = re.split(r"^ .*\n", found["trace"], flags=re.M)[-1].strip().partition(": ")[2]
+    return _innermost(frames), f"{said} (in {found['who']})".lstrip()
+
+
+def describe_exit(error: SystemExit) -> str:
+    """ "exit code 3 (sys.exit at train.py:44): TEXT"; "" for 0. TEXT: of sys.exit, or of the exception that was being handled."""
+    code, handled = error.code, error.__context__
+    if not code:
+        return ""
+    status, text = (code & 0xFF, "") if isinstance(code, int) else (1, str(code))
+    if isinstance(handled, Exception):
+        text = f"{text} after {type(handled).__name__}: {_SOURCE_LINE.sub('', str(handled))}".lstrip()
+    line, text = user_line(error.__traceback__), without_secrets(text[:MAX_ERROR])
+    return f"exit code {status}{f' (sys.exit at {line})' if line else ''}{f': {text}' if text else ''}"
+
+
+def wake_agent() -> None:
+    """Tells the agent to look at the box now: exit handlers may take seconds before the process is gone."""
+    agent = os.environ.get("ALLRANKS_AGENT_PID", "")
+    if agent.isdigit():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
+            door.setblocking(False)
+            door.sendto(b"!", wakeup_address(int(agent)))
+
+
+def write_native(dump: Path, rank: int) -> None:
+    """Puts torch's own rings beside a dump of ours, each in a folder of its own: NAME.nccl/rank_R, NAME.fr/rank_R."""
+    for source, data in native_dumps().items():
+        folder = dump.parent.with_name(f"{dump.parent.name}.{source.replace(os.sep, '_')}")
+        write_atomically(folder / f"rank_{max(rank, 0)}", data)
+
+
+_fork_handler = False
+
+
+def _register_fork_handler() -> None:
+    global _fork_handler
+    if not _fork_handler:
+        _fork_handler = True
+        os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    """A forked child (a DataLoader worker) records nothing into its parent's box."""
+    for recorder in list(_recorders):
+        recorder.abandon_in_child()
+    _recorders.clear()

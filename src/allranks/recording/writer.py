@@ -1,0 +1,404 @@
+"""Follows every call of a rank from its beginning to its end. Runs in the rank, in all of its threads.
+
+`begin` writes a row before the library is entered, `track` keeps the Work that it returned, and the end is noted
+when it is known: by the program's own wait(), by a later call, or by the side thread. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+from allranks.blackbox.file_writer import Box
+from allranks.blackbox.header import start_ticks
+from allranks.blackbox.layout import Item
+from allranks.model.parsing import without_secrets
+from allranks.model.trace import Flag, State
+from allranks.recording.groups import P2P, PART, Counters, GroupState
+from allranks.recording.options import TORCH_ERRORS, RecorderOptions
+from allranks.recording.row_writer import Shapes, make_ring
+from allranks.recording.stack import Stacks
+
+
+class PendingWork(Protocol):
+    """What tells that a call is over: a Work of torch, or a marker on the device."""
+
+    def is_completed(self) -> bool:
+        """Whether it is over; may raise what the call ended with."""
+
+
+#: (what tells, number of the call, counters of its group, numbers of the calls that end with it)
+Entry = tuple[PendingWork, int, Counters, tuple[int, ...]]
+
+END, CAPTURED = int(Flag.COALESCED_END), int(Flag.CAPTURED)
+#: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
+SWEEP_NS, SWEEP_CALLS = 1_000_000, 4
+MAX_ERROR = 300  # characters kept of what the first failed call raised
+MAX_THREADS = 1000  # named; a program that makes threads for ever must not fill the heap
+COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
+
+
+class CallWriter:
+    """Writes calls into an open box. One per process; used by all its threads without a lock."""
+
+    def __init__(self, box: Box, options: RecorderOptions) -> None:
+        self.box = box
+        self.ring = make_ring(box, options.accelerate)
+        self.ring.on_thread = functools.partial(_note_thread, box, set())  # no cycle through the part in C
+        self.stacks = Stacks(box, options.stack_depth, options.accelerate) if options.stack_depth else None
+        self.pending: dict[int, Entry] = {}  # by id(work), oldest first
+        self.accelerate = options.accelerate
+        self.label = 0
+        self.capturing = 0  # CUDA graph captures in progress: no event may be queried
+        # held while works and events are queried; never waited for without a limit
+        self.asking = threading.RLock()
+        self._swept_ns = 0
+        self._error = 0  # number of the first call that failed
+        self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
+        # Work.wait as it was before it was wrapped
+        self.original_wait: Callable[[PendingWork], object] | None = None
+        # a marker behind all that is queued on the device
+        self.mark_device: Callable[[], PendingWork | None] | None = None
+        self.markers: Any = None  # the same in C, which keeps them too
+
+    def begin(
+        self,
+        group: GroupState,
+        op: int,
+        shapes: Shapes,
+        reduce_op: int = 0,
+        root: int = -1,
+        peer: int = -1,
+        p2p: bool = False,
+        timeout_ms: int = 0,
+        frame: FrameType | None = None,
+        tag: int = -1,
+    ) -> int:
+        """Writes the row of a call that is about to be made; returns its number."""
+        counters = group.counters
+        seq, p2p_seq, op_id, flags = counters.draw(p2p)
+        part = flags & PART
+        if self.capturing and not counters.blocking:
+            flags |= CAPTURED
+        stack = self.stacks.at(frame) if self.stacks is not None else 0
+        number: int = self.ring.begin(
+            counters.number,
+            op,
+            shapes,
+            stack,
+            seq,
+            p2p_seq,
+            op_id,
+            timeout_ms or counters.timeout_ms,
+            reduce_op,
+            root,
+            peer,
+            flags,
+            tag,
+        )
+        if part:
+            counters.add_part(number)
+        return number
+
+    def begin_end(self, group: GroupState, op: int, frame: FrameType | None) -> tuple[int, tuple[int, ...]]:
+        """Writes the row that stands for a whole coalesced group; returns its number and those of its parts."""
+        counters = group.counters
+        seq, p2p_seq, op_id, parts = counters.close_batch()
+        stack = self.stacks.at(frame) if self.stacks is not None else 0
+        number: int = self.ring.begin(
+            counters.number,
+            op,
+            (0, 0, 0),
+            stack,
+            seq,
+            p2p_seq,
+            op_id,
+            counters.timeout_ms,
+            0,
+            -1,
+            -1,
+            END | P2P if p2p_seq else END,
+            -1,
+        )
+        return number, parts
+
+    def track(
+        self,
+        work: PendingWork,
+        number: int,
+        group: GroupState,
+        parts: tuple[int, ...] = (),
+        on_cpu: bool = False,
+    ) -> None:
+        """The library took the call and will finish it later; follows `work` until then."""
+        counters = group.counters
+        if counters.in_batch or (self.capturing and not counters.blocking):
+            return  # the end of the coalesced group tells for all of it; a captured call has no end of its own
+        owner = group.side(on_cpu)
+        if owner.blocking:
+            self.ring.started(number)
+        self._keep(work, number, owner, parts)
+
+    def _keep(self, work: PendingWork, number: int, counters: Counters, parts: tuple[int, ...]) -> None:
+        """Adds a call to those under way, and looks at the oldest of them when that is due."""
+        self.pending[id(work)] = (work, number, counters, parts)
+        if len(self.pending) > 1:
+            now = time.monotonic_ns()
+            if now - self._swept_ns > SWEEP_NS:
+                self._swept_ns = now
+                self.sweep()
+
+    def no_work(self, number: int, counters: Counters, parts: tuple[int, ...] = ()) -> None:
+        """The library returned no Work: the call is over, or it is queued on the device and a marker follows it."""
+        if counters.in_batch or (self.capturing and not counters.blocking):
+            return
+        if counters.blocking or not self._mark(number, counters, parts):
+            self.finish(number, parts)
+
+    def _mark(self, number: int, counters: Counters, parts: tuple[int, ...]) -> bool:
+        """Lets a marker on the device follow a call; False when there is no device."""
+        if self.markers is not None and self.markers.mark(number, parts):
+            return True
+        marker = self.mark_device() if self.mark_device is not None else None
+        if marker is not None:
+            self._keep(marker, number, counters, parts)
+        return marker is not None
+
+    def waited(self, work: PendingWork, entry: Entry) -> None:
+        """The program's wait() has returned: the call is over, or the device has yet to come past this point.
+
+        In the latter case a marker takes the place of the Work, which would keep its tensors in the device's memory.
+        """
+        _, number, counters, parts = entry
+        if self.capturing and not counters.blocking:
+            return
+        if self.pending.pop(id(work), None) is None:
+            return
+        if counters.blocking:
+            self.finish(number, parts)
+        elif not self._mark(number, counters, parts):
+            if work.is_completed():
+                self.finish(number, parts)
+            else:
+                self.pending[id(work)] = entry
+
+    def finish(self, number: int, parts: tuple[int, ...] = (), state: int = COMPLETED) -> None:
+        """Notes the end of a call and of those that end with it."""
+        self.ring.finish(number, state)
+        for part in parts:
+            self.ring.finish_part(part, state)
+
+    def returned(
+        self,
+        work: PendingWork | None,
+        number: int,
+        group: GroupState,
+        parts: tuple[int, ...] = (),
+        on_cpu: bool = False,
+    ) -> None:
+        """What the library returned: a Work to follow, or None."""
+        if work is not None:
+            self.track(work, number, group, parts, on_cpu)
+        else:
+            self.no_work(number, group.side(on_cpu), parts)
+
+    def wait_failed(self, work: PendingWork, error: BaseException, limited: bool) -> None:
+        """The program's wait() for this Work raised. `limited`: with a limit of its own, after which the call may still
+        be under way (Manager waits in slices of time)."""
+        key = id(work)
+        known = self.pending.get(key)
+        if (
+            limited
+            and known is not None
+            and known[2].blocking
+            and is_timeout(error)
+            and not work.is_completed()
+        ):
+            return
+        entry = self.pending.pop(key, None)
+        if entry is not None:
+            self.failed(entry[1], error, entry[3])
+        elif self.on_timeout is not None and is_timeout(error):
+            # The side thread was quicker; the program must not end before its dump is there.
+            self.on_timeout(False)
+
+    def failed(self, number: int, error: BaseException, parts: tuple[int, ...] = ()) -> None:
+        """Marks a call failed or timed out; neither counts as completed."""
+        timed_out = is_timeout(error)
+        self.finish(number, parts, TIMED_OUT if timed_out else FAILED)
+        if not self._error:
+            self._error = number
+            text = without_secrets(f"{type(error).__name__}: {error}")[:MAX_ERROR]
+            self.box.append(Item.META, {"first_error": [number, text]})
+        if timed_out and self.on_timeout is not None:
+            self.on_timeout(True)
+
+    def sweep(self, everything: bool = False) -> None:
+        """Notes the calls that have ended: the oldest ones now and then on a call, all of them in the side thread."""
+        pending = self.pending
+        self.ring.hand_over(pending)
+        if everything and self.markers is not None:
+            self.markers.settle()
+        if not pending or not self.asking.acquire(timeout=1.0 if everything else 0.0):
+            return  # nothing to do, or another thread is at it
+        try:
+            oldest = self.box.get("next_id") - self.box.capacity
+            for key in list(pending) if everything else list(itertools.islice(pending, SWEEP_CALLS)):
+                if self.capturing:
+                    return
+                if not self._settle(key, oldest) and not everything:
+                    return
+        finally:
+            self.asking.release()
+
+    def _settle(self, key: int, oldest: int) -> bool:
+        """Notes the end of one call; False when it is still under way. Calls up to `oldest` have lost their row."""
+        pending = self.pending
+        entry = pending.get(key)
+        if entry is None:
+            return True
+        if entry[1] <= oldest:  # some works never say that they are over
+            pending.pop(key, None)
+            return True
+        try:
+            if not entry[0].is_completed():
+                return False
+            error = self._outcome(entry)
+        except Exception as raised:  # a Work may raise what its call ended with
+            error = raised
+        if pending.pop(key, None) is None:
+            return True  # the program's own wait() was quicker
+        if error is None:
+            self.finish(entry[1], entry[3])
+        else:
+            self.failed(entry[1], error, entry[3])
+        return True
+
+    def given_up(self, works: Iterable[object], error: BaseException) -> None:
+        """The group of these works is about to be aborted: notes how each stands, and asks none of them again.
+
+        Most likely NCCL's abort keeps a lock that `is_completed` waits for without letting other threads run: kills were
+        faster once works were no longer asked during it.
+        """
+        self.ring.hand_over(self.pending)
+        taken = self.asking.acquire(timeout=0.1)
+        try:
+            for work in works:
+                if not self.capturing and self._settle(id(work), oldest=0):
+                    continue
+                entry = self.pending.pop(id(work), None)
+                if entry is not None:
+                    self.failed(entry[1], error, entry[3])
+        finally:
+            if taken:
+                self.asking.release()
+
+    def begin_capture(self) -> None:
+        """A CUDA graph is about to be captured: from the return of this on no event is queried."""
+        self.capturing += 1
+        if self.markers is not None:
+            self.markers.paused = True
+            deadline = time.monotonic() + 1.0
+            while self.markers.busy and time.monotonic() < deadline:
+                time.sleep(0.0005)
+        if self.asking.acquire(timeout=1.0):
+            self.asking.release()
+
+    def end_capture(self) -> None:
+        self.capturing = max(0, self.capturing - 1)
+        if self.markers is not None:
+            self.markers.paused = self.capturing > 0
+
+    def _outcome(self, entry: Entry) -> BaseException | None:
+        """How a completed Work ended, without blocking: None is success."""
+        work, counters = entry[0], entry[2]
+        if not counters.blocking:
+            return _watchdog_error(work)
+        try:
+            if self.original_wait is not None:
+                self.original_wait(work)
+        except Exception as error:  # whatever the call ended with
+            return error
+        return None
+
+
+def _watchdog_error(work: PendingWork) -> BaseException | None:
+    """What NCCL's watchdog says of a call (torch 2.6 and later); None when it says nothing bad."""
+    try:
+        future: Any = work.get_future_result()  # type: ignore[attr-defined]
+        if not future.done():
+            return None
+        name = str(future.value())
+    except TORCH_ERRORS:  # not every backend has it
+        return None
+    if "TIMEOUT" in name:
+        return TimeoutError("the call timed out")
+    return RuntimeError(name) if "ERROR" in name else None  # also UNKNOWN: nobody asked the watchdog
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether an error of a collective is a timeout; torch's backends tell only by their text."""
+    if isinstance(error, TimeoutError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+
+
+def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str, object]:
+    """Says in a new box whose it is; returns the facts, which are written again when more of them are known."""
+    pid = os.getpid()
+    names = ("rank", "world_size", "local_rank", "attempt")
+    known = {name: getattr(options, name) for name in names}
+    box.set(**known, pid=pid, start_ticks=start_ticks(pid), start_ns=time.time_ns())
+    about: dict[str, object] = {"host": socket.gethostname(), "job": options.job, "backend": ""}
+    about |= {
+        "versions": {},
+        "argv": [],
+        **facts,
+        "launched": [launched_at(), max(0, options.world_size), ""],
+    }
+    box.append(Item.META, about)
+    return about
+
+
+def launched_at() -> str:
+    """Where the ranks meet by the environment; "" unknown."""
+    host, port = (os.environ.get(f"MASTER_{name}", "") for name in ("ADDR", "PORT"))
+    return f"{host}:{port}" if host and port else ""
+
+
+def warn_once(message: str) -> None:
+    """One warning; never an exception, even where warnings are errors."""
+    try:
+        warnings.warn(f"allranks: {message}", RuntimeWarning, stacklevel=2)
+    except Exception:  # -W error must not stop the training
+        print(f"allranks: {message}", file=sys.stderr)
+
+
+def _note_thread(box: Box, known: set[int], number: int) -> None:
+    """A thread makes its first call: notes its name."""
+    if len(known) < MAX_THREADS:
+        known.add(number)
+        box.intern(Item.THREAD, [number, thread_name(number)])
+
+
+def thread_name(native_id: int) -> str:
+    """Python's name of the calling thread; the kernel's for one that C++ made ("pt_autograd_0")."""
+    ident = threading.get_ident()  # Python's native_id is wrong after a fork
+    for thread in threading.enumerate():
+        if thread.ident == ident:
+            return thread.name[:64]
+    try:
+        with open(f"/proc/self/task/{native_id}/comm", errors="replace") as comm:
+            return comm.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,348 @@
+"""From a capture to the report: what each rank does, whether the job is hung, and whose fault it is. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from allranks.model.stacks import WAITS, Capture, ChildState, ProcessCapture, RankState, StacksReport
+from allranks.stacktraces import ras
+from allranks.stacktraces.causes import Cause, find_cause
+from allranks.stacktraces.patterns import StackPattern, load_patterns
+from allranks.stacktraces.progress import (
+    HangDecision,
+    Stillness,
+    decide_by_counts,
+    decide_by_movement,
+    decide_progress,
+)
+from allranks.stacktraces.text import compress
+from allranks.stacktraces.views import Children, ProcessView
+
+#: How much a cause waits for others: 0 not at all, 3 most. The ranks of the lowest tier are to blame.
+_TIERS = {
+    **dict.fromkeys(("request_wait", "event_loop_idle"), 1),
+    **dict.fromkeys(("store_wait", "p2p_wait", "rendezvous_wait", "cuda_wait"), 2),
+    "collective_wait": 3,
+}
+_VERBS = {
+    "sleep": "sleeps",
+    "collective_wait": "waits",
+    "p2p_wait": "waits for its partner",
+    "rendezvous_wait": "waits for its group",
+    "store_wait": "waits for a store key",
+    "dataloader_wait": "waits for its DataLoader",
+    "checkpoint_io": "is stuck in file I/O",
+    "file_lock_wait": "waits for a file lock",
+    "network_io": "waits for the network",
+    "lock_deadlock": "waits for a lock that is not released",
+    "queue_wait": "waits on a queue",
+    "gil_held_native": "holds the GIL in C code",
+    "gil_contention": "waits for the GIL",
+    "native_call": "is inside native code",
+    "cuda_wait": "waits for the device",
+    "cuda_kernel": "runs a device kernel that does not end",
+    "busy_python": "loops in Python",
+    "subprocess_wait": "waits for a command",
+    "child_process_wait": "waits for a child process",
+    "event_loop_idle": "sits in an idle event loop",
+    "request_wait": "waits for a request",
+    "pipe_write_blocked": "writes to a full pipe",
+    "stdin_wait": "waits for input",
+    "shutdown_join": "is exiting and joins threads",
+    "stopped": "is stopped",
+    "d_state": "is in uninterruptible sleep",
+    "slow": "is slow",
+    "healthy": "makes progress",
+    "unknown": "does something unknown",
+}
+
+
+#: Causes that do not end by themselves, whatever the marks say.
+_FOR_GOOD = frozenset(
+    {"lock_deadlock", "stopped", "gil_held_native", "d_state", "stdin_wait", "pipe_write_blocked", "unknown"}
+)
+
+
+def find_culprits(ranks: Mapping[int, RankState], hung: bool | None = True) -> tuple[int, ...]:
+    """The ranks everybody else waits for; () when all wait alike.
+
+    While nobody knows whether the job hangs, a rank is accused only if others wait or its cause cannot end.
+    """
+    if halted := _of_causes(ranks, {"stopped"}):
+        return halted  # what others do meanwhile may be a wait for it: NCCL's own threads are stopped, too
+    if hung is None and not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
+        return _of_causes(ranks, _FOR_GOOD)
+    tiers = {rank: _TIERS.get(state.cause, 0) for rank, state in ranks.items() if state.cause != "healthy"}
+    if not tiers:
+        return ()
+    lowest = min(tiers.values())
+    chosen = tuple(sorted(rank for rank, tier in tiers.items() if tier == lowest))
+    if lowest == 0 or len(set(tiers.values())) > 1:
+        return chosen
+    if lowest == 1:
+        return () if all(state.cause == "request_wait" for state in ranks.values()) else chosen
+    return _minority(ranks)
+
+
+def _of_causes(ranks: Mapping[int, RankState], causes: Collection[str]) -> tuple[int, ...]:
+    return tuple(sorted(rank for rank, state in ranks.items() if state.cause in causes))
+
+
+def _minority(ranks: Mapping[int, RankState]) -> tuple[int, ...]:
+    """All wait for others: those who wait elsewhere than the clear majority, if there is one."""
+    sites = {rank: (state.cause, state.operation, state.where) for rank, state in ranks.items()}
+    counts = Counter(sites.values())
+    (common, count), *rest = counts.most_common()
+    if not rest or count * 2 <= len(ranks) or len(ranks) < 3:
+        return ()
+    return tuple(sorted(rank for rank, site in sites.items() if site != common))
+
+
+def find_straggler(waited: Mapping[int, float]) -> tuple[int, ...]:
+    """In a job that moves: the ranks for which the others spend their time waiting.
+
+    `waited` is the share of snapshots in which a rank was found waiting for others.
+    """
+    waiters = [rank for rank, share in waited.items() if share >= 0.75]
+    others = [rank for rank, share in waited.items() if share <= 0.25]
+    return tuple(sorted(others)) if waiters and len(waiters) >= len(others) else ()
+
+
+def write_summary(
+    capture: Capture, progress: HangDecision, culprits: Sequence[int], ranks: Mapping[int, RankState]
+) -> str:
+    """The one sentence of the report."""
+    if not ranks:
+        return "no rank could be looked at"
+    if progress.hung is False:
+        return _describe_moving(progress, culprits, ranks)
+    lead = "" if progress.hung else "cannot tell stuck from slow (" + progress.reason + "): "
+    if not culprits:
+        return lead + _describe_no_culprit(capture, ranks)
+    parts = [_describe_one(ranks[rank]) for rank in culprits[:3]]
+    if len(culprits) > 3:
+        parts = [f"ranks {compress(culprits)}: {_describe_one(ranks[culprits[0]], subject=False)}"]
+    return lead + "; ".join(parts) + _describe_waiters(culprits, ranks)
+
+
+def _describe_one(state: RankState, subject: bool = True) -> str:
+    name = f"rank {state.rank} " if subject else "first of them "
+    line = f" in {_swap(state.where)}" if state.where else ""
+    active = [c for c in state.children if c.cause not in ("healthy", "queue_wait")]
+    child = min(
+        active, key=lambda c: (c.cause != "busy_python", c.cause == "child_process_wait"), default=None
+    )
+    tail = f" (child process {child.child}: {_at(child)})" if child else ""
+    unreadable = f"cannot be read ({state.evidence})"
+    verb = unreadable if state.cause == "unknown" else _VERBS.get(state.cause, state.cause)
+    return f"{name}{verb}{line}{tail}"
+
+
+def _swap(where: str) -> str:
+    """`data.py:31 in load_batch` reads better in a sentence as `load_batch (data.py:31)`."""
+    line, _, name = where.partition(" in ")
+    return f"{name} ({line})" if name else where
+
+
+def _describe_waiters(culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:
+    waiting = [state for rank, state in ranks.items() if rank not in culprits]
+    if not waiting:
+        return ""
+    names = (s.operation or s.cause.replace("collective_wait", "a collective") for s in waiting)
+    operation, count = Counter(names).most_common(1)[0]
+    noun = "rank waits" if count == 1 else "ranks wait"
+    return f" while {count} {noun} in {operation}"
+
+
+def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> str:
+    world = capture.world_size
+    missing = sorted(set(range(world)) - set(ranks)) if world else []
+    if missing:
+        return f"{len(ranks)} of {world} ranks wait; ranks {compress(missing)} were not found on the nodes looked at"
+    causes = Counter(state.cause for state in ranks.values())
+    if set(causes) == {"request_wait"}:
+        return f"all {len(ranks)} ranks are idle and wait for requests"
+    if set(causes) == {"rendezvous_wait"}:
+        return f"all {len(ranks)} ranks wait for ranks that have not come: was a process not started, or is WORLD_SIZE too large?"
+    if not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
+        parts = "; ".join(_describe_one(ranks[rank]) for rank in sorted(ranks)[:3])
+        return f"no rank waits for another one; {parts}"
+    sites = Counter((state.operation or state.cause, state.where) for state in ranks.values())
+    if len(sites) == 1:
+        (operation, where), _ = sites.most_common(1)[0]
+        rest = "look at the network, the device or the dumps (allranks diagnose)"
+        return f"all {len(ranks)} ranks wait in {operation} at {where}: no rank is different; {rest}"
+    groups = []
+    for site, _ in sites.most_common(4):
+        there = [rank for rank, s in ranks.items() if (s.operation or s.cause, s.where) == site]
+        groups.append(f"{compress(there)} in {site[0]} at {site[1]}")
+    rest = "allranks diagnose on the dumps tells who is wrong"
+    return f"every rank waits for others, in different places: {'; '.join(groups)}; {rest}"
+
+
+def _describe_moving(progress: HangDecision, culprits: Sequence[int], ranks: Mapping[int, RankState]) -> str:
+    if not culprits:
+        return f"not hung: {progress.reason}"
+    names = "; ".join(_describe_one(replace(ranks[rank], cause="slow")) for rank in culprits[:3])
+    return f"not hung: {progress.reason}; {names} while the others wait for it"
+
+
+_ALWAYS = frozenset({"stopped", "d_state"})
+
+
+def classify(
+    capture: Capture,
+    patterns: Sequence[StackPattern] | None = None,
+    stillness: Stillness | None = None,
+    quiet_s: float = 0.0,
+) -> StacksReport:
+    """The report of a capture; a rank that cannot be read is `unknown` with the reason.
+
+    `quiet_s`: who watches the job has seen no progress for so long, whatever marks and counts look like.
+    """
+    table = load_patterns() if patterns is None else patterns
+    causes, views, states = _classify_ranks(capture, table)
+    progress = _decide_progress(capture, causes, views, states, stillness or Stillness(), quiet_s)
+    states, culprits = _judge(capture, progress, states, table)
+    if not culprits and progress.hung is not False:
+        culprits = _behind(capture)
+    return StacksReport(
+        hung=progress.hung,
+        culprits=culprits,
+        sentence=write_summary(capture, progress, culprits, states),
+        ranks=states,
+        reason=progress.reason,
+        ras=ras.describe(capture.ras),
+        notes=(*capture.notes, *(f"rank {p.rank}: {note}" for p in capture.processes for note in p.notes)),
+    )
+
+
+def _decide_progress(
+    capture: Capture,
+    causes: Mapping[int, Cause],
+    views: Mapping[int, ProcessView],
+    states: Mapping[int, RankState],
+    limits: Stillness,
+    quiet_s: float,
+) -> HangDecision:
+    """Whether the job hangs: by marks, by NCCL's counts, by who watches it, and by what the ranks wait for."""
+    progress = decide_progress({one.rank: one for one in capture.marks}, views, causes, limits)
+    times = [
+        shot.at_s for process in capture.processes for shot in process.snapshots if shot.at_s is not None
+    ]
+    if progress.hung is None and not capture.marks:
+        progress = decide_by_movement(views, causes, max(times, default=0.0) - min(times, default=0.0))
+    if progress.hung is None:
+        progress = decide_by_counts(progress, ras.stood_still_s(capture.ras), limits)
+    if quiet_s and not progress.hung:
+        progress = HangDecision(True, f"no rank has made progress for {quiet_s:.0f} s")
+    if progress.hung and {state.cause for state in states.values()} == {"request_wait"}:
+        return HangDecision(False, "an idle server: every rank waits for requests")
+    if progress.hung and not quiet_s and (reason := _waits_for_command(states)):
+        return HangDecision(None, reason)
+    return progress
+
+
+def _waits_for_command(states: Mapping[int, RankState]) -> str:
+    """Why silence is no proof: the culprits wait for commands that work (torch builds an extension), or for a lock meanwhile."""
+    guilty = [states[rank] for rank in find_culprits(states)]
+    works = [state.rank for state in guilty if state.command_works]
+    if not works or not all(state.command_works or state.cause == "file_lock_wait" for state in guilty):
+        return ""
+    return f"rank {works[0]} waits for a command that works"
+
+
+def _classify_ranks(
+    capture: Capture, table: Sequence[StackPattern]
+) -> tuple[dict[int, Cause], dict[int, ProcessView], dict[int, RankState]]:
+    """What each rank does, with its child processes, by rank."""
+    families: dict[int, list[ProcessCapture]] = {}
+    for process in capture.processes:
+        if process.child is not None:
+            families.setdefault(process.rank, []).append(process)
+    causes: dict[int, Cause] = {}
+    views: dict[int, ProcessView] = {}
+    states: dict[int, RankState] = {}
+    for process in (one for one in capture.processes if one.child is None):
+        children = families.get(process.rank, [])
+        read = any(shot.stacks for child in children for shot in child.snapshots)
+        cause, view = find_cause(process, table, Children(bool(children), read))
+        causes[process.rank], views[process.rank] = cause, view
+        states[process.rank] = _state(process, cause, _children(children, table))
+    return causes, views, states
+
+
+def _behind(capture: Capture) -> tuple[int, ...]:
+    """The ranks that NCCL RAS knows to be behind, where stacks show no difference."""
+    pids = {one.pid for one in ras.find_laggards(capture.ras)}
+    return tuple(sorted(p.rank for p in capture.processes if p.child is None and p.pid in pids))
+
+
+def _judge(
+    capture: Capture, progress: HangDecision, states: dict[int, RankState], table: Sequence[StackPattern]
+) -> tuple[dict[int, RankState], tuple[int, ...]]:
+    """Causes and culprits in the light of progress: in a job that moves a wait is no fault."""
+    if progress.hung is not False:
+        return states, find_culprits(states, progress.hung)
+    if held := _of_causes(states, _ALWAYS):
+        return states, held
+    if {state.cause for state in states.values()} == {"request_wait"}:
+        return states, ()
+    slow = find_straggler(_waited(capture, table))
+    judged = {rank: _in_motion(state, rank in slow, bool(slow)) for rank, state in states.items()}
+    return judged, slow
+
+
+def _in_motion(state: RankState, slow: bool, somebody_slow: bool) -> RankState:
+    if slow:
+        evidence = f"the others wait for it in every look; it {state.evidence}"
+        return replace(state, cause="slow", evidence=evidence)
+    if somebody_slow and state.cause in WAITS:
+        return state
+    return replace(state, cause="healthy", evidence=f"makes progress; at the last look: {state.evidence}")
+
+
+def _waited(capture: Capture, table: Sequence[StackPattern]) -> dict[int, float]:
+    """For each rank the share of its snapshots in which it waited for others."""
+    shares = {}
+    for process in capture.processes:
+        if process.child is None and process.snapshots:
+            looks = [replace(process, snapshots=(snapshot,)) for snapshot in process.snapshots]
+            waits = [find_cause(look, table)[0].cause in WAITS for look in looks]
+            shares[process.rank] = sum(waits) / len(waits)
+    return shares
+
+
+def _state(process: ProcessCapture, cause: Cause, children: tuple[ChildState, ...]) -> RankState:
+    kernels = f"; on the device: {', '.join(process.kernels[:3])}" if process.kernels else ""
+    evidence = cause.evidence + _child_tail(cause, children) + kernels
+    known = {"host": process.host, "pid": process.pid, "notes": process.notes, "children": children}
+    return RankState(**{**vars(cause), "rank": process.rank, "evidence": evidence, **known})
+
+
+def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
+    """What the children do belongs to the evidence of a rank that waits for them."""
+    waits = ("dataloader_wait", "child_process_wait", "subprocess_wait", "shutdown_join", "queue_wait")
+    if cause.cause not in waits:
+        return ""
+    busy = [child for child in children if child.cause not in ("queue_wait", "healthy", "unknown")]
+    commands = [child for child in busy if child.cause != "child_process_wait"]
+    busy = commands or busy  # a shell waits for its command: that one is named
+    return "".join(f"; child {c.child} (pid {c.pid}): {_at(c)}" for c in busy[:4])
+
+
+def _at(child: ChildState) -> str:
+    return f"{child.cause} at {child.where}" if child.where else child.cause
+
+
+def _children(children: Sequence[ProcessCapture], table: Sequence[StackPattern]) -> tuple[ChildState, ...]:
+    found = []
+    for process in children:
+        cause, _ = find_cause(process, table)
+        words = process.title.split(maxsplit=1)  # arguments may hold secrets
+        program = f"program {words[0].rsplit('/', 1)[-1]}" if words and not cause.stack else ""
+        known = (process.pid, cause.cause, cause.where or program, cause.evidence)
+        found.append(ChildState(process.child or 0, *known))
+    return tuple(found)

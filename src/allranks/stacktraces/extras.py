@@ -1,0 +1,135 @@
+"""What the kernel knows of a waiting thread beyond its stack: the descriptors, the lock and the child that it waits for, and
+when the wait ends by itself. Reads /proc and, for the arguments of system calls, a few words of memory; stops nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from typing import BinaryIO
+
+from allranks.model.stacks import ThreadFacts
+from allranks.stacktraces.links import epoll_members
+from allranks.stacktraces.procfs import PROC, peek, read_proc
+from allranks.stacktraces.waits import ThreadExtra
+
+_DIRECT_TEXT = "read readv write writev recvfrom recvmsg recvmmsg sendto sendmsg connect splice sendfile"
+_DIRECT = frozenset(_DIRECT_TEXT.split())
+MAX_FDS = 64
+
+
+def read_extras(
+    pid: int,
+    facts: Mapping[int, ThreadFacts],
+    selves: Mapping[int, tuple[str, ...]],
+    locks: Mapping[int, tuple[int, ...]],
+) -> dict[int, ThreadExtra]:
+    """What each thread waits for, by its id. `locks`: process -> those that hold the file lock it waits for."""
+    found: dict[int, ThreadExtra] = {}
+    with contextlib.ExitStack() as stack:
+        memory: BinaryIO | None = None
+        with contextlib.suppress(OSError):
+            memory = stack.enter_context(open(PROC / str(pid) / "mem", "rb", buffering=0))
+        shared = _shared_maps(pid) if any(one.syscall == "futex" for one in facts.values()) else []
+        for tid, fact in facts.items():
+            found[tid] = _extra(pid, fact, memory, shared, selves.get(tid, ()), locks.get(pid, ()))
+    return found
+
+
+def _extra(
+    pid: int,
+    fact: ThreadFacts,
+    memory: BinaryIO | None,
+    shared: list[tuple[int, int, str]],
+    selves: tuple[str, ...],
+    holders: tuple[int, ...],
+) -> ThreadExtra:
+    name, args = fact.syscall, fact.args
+    futex = args[0] if name == "futex" and args else 0
+    file = next((key for first, last, key in shared if first <= futex < last), "") if futex else ""
+    child = None
+    if name in ("wait4", "waitid") and args:
+        number = args[0] if name == "wait4" else args[1]
+        child = number if 0 < number < 1 << 22 else 0
+    return ThreadExtra(
+        fds=_descriptors(pid, name, args, memory),
+        left_s=fact.left_s,
+        futex=f"{futex:x}" if futex else "",
+        shared=file,
+        connects=_address(_peek(memory, args[1], min(args[2], 112)))
+        if name == "connect" and len(args) > 2
+        else "",
+        opens=_peek(memory, args[1], 512).split(b"\0")[0].decode("utf-8", "replace")
+        if name == "openat" and len(args) > 1
+        else "",
+        owner=fact.mutex_owner,
+        child=child,
+        holders=holders if name in ("flock", "fcntl") else (),
+        selves=selves,
+        switches=fact.switches,
+    )
+
+
+def _address(data: bytes) -> str:
+    """Where a socket connects to: "unix /path", or "tcp port"."""
+    family = struct.unpack_from("=H", data)[0] if len(data) > 4 else 0
+    if family == socket.AF_UNIX:
+        return "unix " + data[2:].split(b"\0")[0].decode("utf-8", "replace")
+    return (
+        f"tcp {struct.unpack_from('>H', data, 2)[0]}" if family in (socket.AF_INET, socket.AF_INET6) else ""
+    )
+
+
+def _shared_maps(pid: int) -> list[tuple[int, int, str]]:
+    """(first address, last, identity) of memory that several processes share: semaphores lie there."""
+    found = []
+    for line in read_proc(pid, "maps").splitlines():
+        words = line.split(None, 5)
+        if len(words) > 4 and words[1].endswith("s") and words[1].startswith("rw"):
+            first, _, last = words[0].partition("-")
+            found.append((int(first, 16), int(last, 16), f"shared {words[3]} {words[4]}"))
+    return found
+
+
+def _peek(memory: BinaryIO | None, address: int, count: int) -> bytes:
+    return peek(memory, address, count) if memory is not None else b""
+
+
+def _descriptors(pid: int, name: str, args: tuple[int, ...], memory: BinaryIO | None) -> tuple[int, ...]:
+    if not args:
+        return ()
+    if name in _DIRECT:
+        return (args[0],)
+    if name in ("poll", "ppoll"):
+        data = _peek(memory, args[0], 8 * min(args[1], MAX_FDS))
+        return tuple(struct.unpack_from("=i", data, at)[0] for at in range(0, len(data) - 7, 8))
+    if name in ("select", "pselect6"):
+        sets = [_peek(memory, at, (min(args[0], 1024) + 7) // 8) for at in args[1:3]]
+        return tuple(
+            fd
+            for fd in range(min(args[0], 1024))
+            if any(len(s) > fd // 8 and s[fd // 8] >> fd % 8 & 1 for s in sets)
+        )
+    if name.startswith("epoll"):
+        return tuple(epoll_members(pid, args[0])[:MAX_FDS])
+    return ()
+
+
+_LOCK_LINE = re.compile(r"^(\d+): (->)?\s*\S+\s+\S+\s+\S+\s+(-?\d+) ")
+
+
+def file_locks() -> dict[int, tuple[int, ...]]:
+    """process -> the processes that hold the file lock it waits for."""
+    held: dict[str, list[int]] = {}
+    waiting: dict[int, str] = {}
+    with contextlib.suppress(OSError):
+        for line in (PROC / "locks").read_text().splitlines():
+            if match := _LOCK_LINE.match(line):
+                number, arrow, pid = match.groups()
+                if arrow:
+                    waiting[int(pid)] = number
+                else:
+                    held.setdefault(number, []).append(int(pid))
+    return {pid: tuple(held.get(number, ())) for pid, number in waiting.items()}

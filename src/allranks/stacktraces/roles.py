@@ -1,0 +1,164 @@
+"""The role of each process: trainer, rollout engine, reward, router. Rules are data (`roles.yaml`); a job file adds its own.
+
+In: processes with their stacks, and what /proc says of them. Out: the same with role and number. Pure but for loading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from itertools import pairwise
+
+from allranks.errors import ConfigurationError
+from allranks.model.processes import Process
+from allranks.model.stacks import is_user_file
+from allranks.model.yaml_tree import read_yaml
+from allranks.stacktraces.find import coordinates
+from allranks.stacktraces.procfs import ProcessEntry
+from allranks.stacktraces.views import short_name
+
+_RAY_TITLE = re.compile(r"^ray::(\w+)")
+_PATTERNS = ("title", "ray", "function", "comm")
+
+
+@dataclass(frozen=True)
+class RoleRule:
+    """One row of the table: expressions that must be found, and the role that follows."""
+
+    role: str
+    title: str = ""
+    ray: str = ""
+    function: str = ""
+    comm: str = ""
+    system: bool = False
+    ours: bool = False
+
+    def fits(self, seen: Mapping[str, str]) -> bool:
+        """Whether all that the rule asks for is there."""
+        asked = [(getattr(self, name), seen.get(name, "")) for name in _PATTERNS if getattr(self, name)]
+        return bool(asked) and all(text and re.search(expression, text) for expression, text in asked)
+
+
+@lru_cache(maxsize=1)
+def load_roles() -> tuple[RoleRule, ...]:
+    """The rules that ship with the package."""
+    text = resources.files("allranks.stacktraces").joinpath("roles.yaml").read_text(encoding="utf-8")
+    return parse_roles(read_yaml(text))
+
+
+def with_roles(given: Sequence[str]) -> tuple[RoleRule, ...]:
+    """Our rules behind those of a job file: ROLE=EXPRESSION."""
+    pairs = [one.partition("=")[::2] for one in given]
+    return (*(RoleRule(role.strip(), title=text) for role, text in pairs), *load_roles())
+
+
+def parse_roles(rows: object) -> tuple[RoleRule, ...]:
+    """Rules from YAML data; says which row is wrong."""
+    if not isinstance(rows, list):
+        raise ConfigurationError("roles are a list of rows with `role` and what to look for")
+    found = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict) or "role" not in row or set(row) - set(RoleRule.__dataclass_fields__):
+            raise ConfigurationError(f"roles: row {index + 1} is not understood: {row!r}")
+        try:
+            [re.compile(str(row[name])) for name in _PATTERNS if name in row]
+        except re.error as error:
+            raise ConfigurationError(f"roles: row {index + 1}: {error}") from error
+        found.append(RoleRule(**row))
+    return tuple(found)
+
+
+def give_roles(
+    processes: Sequence[Process], entries: Mapping[int, ProcessEntry], rules: Sequence[RoleRule]
+) -> tuple[Process, ...]:
+    """The processes with their roles, numbered where several have the same one."""
+    root = min((p.pid for p in processes if p.ppid not in entries), default=0)
+    orphans = [p.title for p in processes if p.ppid not in entries and p.pid != root and p.alive]
+    # A process that has ended has no title any more: a child that it left has the same one.
+    processes = [
+        replace(p, title=orphans[0]) if not p.alive and orphans and "::" not in p.title else p
+        for p in processes
+    ]
+    named = [
+        _with_role(one, entries.get(one.pid), rules, one.pid == root and len(processes) > 1)
+        for one in processes
+    ]
+    counts: dict[str, list[Process]] = {}
+    for one in sorted(named, key=lambda p: (p.started_s, p.pid)):
+        counts.setdefault(one.role, []).append(one)
+    numbers = {
+        one.pid: number
+        for group in counts.values()
+        if len(group) > 1
+        for number, one in zip(_numbers(group), group, strict=False)
+    }
+    return tuple(replace(one, number=numbers.get(one.pid)) for one in named)
+
+
+def _numbers(group: Sequence[Process]) -> list[int]:
+    """By rank where each has one of its own, by the number in the title, else in the order of their starts."""
+    ranks = [one.rank for one in group]
+    if all(rank is not None for rank in ranks) and len(set(ranks)) == len(ranks):
+        return [rank for rank in ranks if rank is not None]
+    places = [dict(coordinates(one.title)).get("tp", dict(coordinates(one.title)).get("dp")) for one in group]
+    if all(place is not None for place in places) and len(set(places)) == len(places):
+        return [place for place in places if place is not None]
+    return list(range(len(group))) if not any(one.title.startswith("ray::") for one in group) else []
+
+
+def _with_role(
+    process: Process, entry: ProcessEntry | None, rules: Sequence[RoleRule], root: bool
+) -> Process:
+    seen = {"title": process.title, "function": _target(process), "comm": entry.comm if entry else ""}
+    ray = _RAY_TITLE.match(process.title)
+    seen["ray"] = ray[1] if ray else ""
+    for rule in rules:
+        if rule.fits(seen):
+            return replace(process, role=rule.role, system=rule.system, ours=rule.ours)
+    if ray:
+        return replace(process, role=ray[1])
+    if process.rank is not None:
+        return replace(process, role="rank" if seen["function"] in ("", "_wrap") else seen["function"])
+    name = seen["function"] or _argument(process.title) or _first_function(process)
+    name = name or ("driver" if root else _program(process.title))
+    return replace(process, role=name.replace("_", " ") or "process")
+
+
+def _target(process: Process) -> str:
+    """The function that a process of multiprocessing was started with."""
+    main = next((thread for thread in process.threads if thread.main), None)
+    frames = main.frames if main is not None else ()
+    for inner, outer in pairwise(frames):
+        if outer.name.endswith("run") and outer.file.endswith("multiprocessing/process.py"):
+            return short_name(inner.name)
+    return ""
+
+
+def _argument(title: str) -> str:
+    """`reward` of `python serve.py reward 8000`: a plain word right after the script."""
+    match = re.search(r"\.py ([a-z][a-z_]{2,30})(\s|$)", title)
+    return match[1] if match else ""
+
+
+def _first_function(process: Process) -> str:
+    """The function that the script's main thread is in, outermost first: what the program calls itself."""
+    main = next((thread for thread in process.threads if thread.main), None)
+    frames = [f for f in reversed(main.frames) if is_user_file(f.file)] if main is not None else []
+    names = [short_name(frame.name).rsplit(".", 1)[-1] for frame in frames]
+    return next(
+        (name for name in names if name not in ("<module>", "main", "run", "<lambda>", "start", "launch")), ""
+    )
+
+
+def _program(title: str) -> str:
+    """`reward_server` of `python -u /job/reward_server.py --port 80`; "" for a program that is not a script."""
+    words = title.split()
+    for index, word in enumerate(words):
+        if word == "-m" and index + 1 < len(words):
+            return words[index + 1].rsplit(".", 1)[-1]
+        if word.endswith(".py"):
+            return word.rsplit("/", 1)[-1][:-3].replace("_", " ")
+    return words[0].rsplit("/", 1)[-1] if words else ""

@@ -1,0 +1,425 @@
+"""Looks at all processes of a job for some seconds: who they are, what each thread waits for, and whether it moves.
+
+Runs outside the job. Reads only processes of the job's own user that belong to the given trees; stops none. py-spy is asked
+once for every Python process, and again only for those that ran meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from allranks.errors import InputError
+from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook
+from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadStack
+from allranks.stacktraces import debuggers, source
+from allranks.stacktraces.collect import SourceLines
+from allranks.stacktraces.extras import file_locks, read_extras
+from allranks.stacktraces.find import Selection, find_targets
+from allranks.stacktraces.links import read_links, read_volumes
+from allranks.stacktraces.patterns import load_patterns
+from allranks.stacktraces.procfs import (
+    PROC,
+    ProcessEntry,
+    open_files,
+    parse_facts,
+    read_entry,
+    read_facts,
+    read_proc,
+    renumber,
+)
+from allranks.stacktraces.roles import RoleRule, give_roles, load_roles
+from allranks.stacktraces.tasks import read_tasks
+from allranks.stacktraces.views import Children, view_process
+from allranks.stacktraces.waits import Surroundings, Task, look_at_threads
+
+LOOK = "processes.json"
+MANY = 48  # processes; of more, those that look alike from outside are sampled
+ALIKE = 4  # of each kind
+
+
+@dataclass(frozen=True)
+class LookOptions:
+    """How long to look, and how often."""
+
+    for_s: float = 5.0
+    rounds: int = 3
+    rules: tuple[RoleRule, ...] = ()
+    pyspy: str = ""
+    workers: int = 4
+
+
+def find_tree(pids: Sequence[int]) -> list[ProcessEntry]:
+    """These processes and all below them, of the same user; never our own."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir(PROC):
+        fields = read_proc(int(name), "stat").rsplit(")", 1)[-1].split() if name.isdigit() else []
+        if len(fields) > 3:
+            for above in {int(fields[1]), int(fields[3])}:  # its parent; the leader of its session
+                parents.setdefault(above, []).append(int(name))
+    users = {_owner(pid) for pid in pids} - {-1}
+    if not users:
+        raise InputError(f"process {', '.join(map(str, pids))} does not exist on {socket.gethostname()}")
+    found: dict[int, ProcessEntry] = {}
+    todo = list(pids)
+    while todo:
+        pid = todo.pop(0)
+        if pid in found or pid == os.getpid() or _owner(pid) not in users:
+            continue
+        if (entry := read_entry(pid)) is not None:
+            found[pid] = entry
+            todo += parents.get(pid, [])
+    return list(found.values())
+
+
+def only_roles() -> bool:
+    """Whether this node has processes with roles of this user, and no rank but what a title of Ray seems to be."""
+    try:
+        ranks = find_targets(Selection())
+    except InputError:
+        ranks = []
+    plain = [
+        one
+        for one in ranks
+        if one.child is None and (one.box is not None or not one.title.startswith("ray::"))
+    ]
+    return not plain and bool(find_roots())
+
+
+def find_roots(ray: bool = False) -> list[int]:
+    """The first processes of the jobs of this user that a role's title tells: engines, servers, actors of Ray; `ray`: only
+    those of Ray. A driver that joined a running Ray is known by the session's log that it has open."""
+    titles = ("ray::", "sglang::", "VLLM::", "vllm::")
+    mine = [int(name) for name in os.listdir(PROC) if name.isdigit() and _owner(int(name)) == os.geteuid()]
+    shown = {pid: read_proc(pid, "cmdline").replace("\0", " ") for pid in mine}
+    found = [pid for pid, title in shown.items() if title.startswith(titles[:1] if ray else titles)]
+    sessions = {match[1] for title in shown.values() if (match := _SESSION.search(title))}
+    tops = {_top(pid, shown) for pid in found}
+    tops |= {pid for pid in mine if "python" in shown[pid] and _joined(pid, sessions)}
+    return sorted(tops - {os.getpid()})
+
+
+_SESSION = re.compile(r"(/\S*/ray/session_[\w-]+)/sockets/raylet|--session-dir=(\S+)")
+
+
+def _joined(pid: int, sessions: set[str]) -> bool:
+    """Whether a process writes into the log folder of a session of Ray as a driver."""
+    files = open_files(pid) or set()
+    return any("/logs/python-core-driver" in file and file.split("/logs/")[0] in sessions for file in files)
+
+
+def _top(pid: int, shown: Mapping[int, str]) -> int:
+    """The first Python process above, of the same user; a shell or a service manager is not part of the job."""
+    while True:
+        fields = read_proc(pid, "stat").rsplit(")", 1)[-1].split()
+        above = int(fields[1]) if len(fields) > 1 else 0
+        if above not in shown or not re.search(
+            r"python|raylet|^(sglang|VLLM|vllm|ray)::", shown[above].split(" ")[0]
+        ):
+            return pid
+        pid = above
+
+
+def write_look(look: JobLook, folder: Path) -> Path:
+    """Keeps a look in a folder, to be joined with those of other nodes."""
+    path = folder / LOOK
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(look))
+    return path
+
+
+def read_looks(folders: Sequence[str | Path]) -> JobLook:
+    """The looks of several nodes as one: links are joined by their addresses."""
+    looks = []
+    for folder in folders:
+        for path in sorted(Path(folder).rglob(LOOK)):
+            try:
+                looks.append(msgspec.json.decode(path.read_bytes(), type=JobLook))
+            except (OSError, msgspec.MsgspecError) as error:
+                raise InputError(f"cannot read {path}: {error}") from error
+    if not looks:
+        raise InputError(f"no {LOOK} in {', '.join(map(str, folders))}")
+    notes = tuple(dict.fromkeys(note for look in looks for note in look.notes))
+    return JobLook(
+        tuple(p for look in looks for p in look.processes), min(look.seconds for look in looks), notes
+    )
+
+
+def _owner(pid: int) -> int:
+    try:
+        return os.stat(PROC / str(pid)).st_uid
+    except OSError:
+        return -1
+
+
+def look_at_processes(
+    entries: Sequence[ProcessEntry], options: LookOptions, say: Callable[[str], None] = lambda text: None
+) -> JobLook:
+    """What these processes do for `for_s` seconds."""
+    look = _Look(entries, options)
+    start = time.monotonic()
+    with ThreadPoolExecutor(options.workers, "allranks-stacks") as pool:
+        for number in range(options.rounds):
+            pause = start + options.for_s * number / max(1, options.rounds - 1) - time.monotonic()
+            time.sleep(max(0.0, pause))
+            look.sample(number, pool)
+        return look.finish(pool, time.monotonic() - start)
+
+
+@dataclass
+class _Case:
+    """One process while it is sampled."""
+
+    entry: ProcessEntry
+    python: bool
+    snapshots: list[Snapshot] = field(default_factory=list)
+    selves: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    inner: dict[int, int] = field(default_factory=dict)
+    work: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # ticks of all threads, switches of the main one
+    ended: bool = False
+    exit: str = ""
+    tasks: list[Task] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class _Look:
+    """The state of one look."""
+
+    def __init__(self, entries: Sequence[ProcessEntry], options: LookOptions) -> None:
+        self.options = options
+        self.node = socket.gethostname()
+        self.pyspy = options.pyspy or debuggers.find_pyspy() or ""
+        self.cases = {e.pid: _Case(e, e.python and e.state not in "ZX") for e in entries}
+        self.sources = SourceLines()
+        self.volumes: dict[str, int] = {}
+
+    def sample(self, number: int, pool: ThreadPoolExecutor) -> None:
+        """One round: counters of all, stacks and facts of those that ran since the last one."""
+        moved = [case for case in self.cases.values() if self._count(case) or number == 0]
+        if number == 0:
+            self.volumes = read_volumes(list(self.cases), self.node)
+            moved = choose_typical(moved)
+        list(pool.map(self._read, (case for case in moved if not case.ended)))
+
+    def _count(self, case: _Case) -> bool:
+        """Reads how much a process has run; whether that is more than before."""
+        pid = case.entry.pid
+        fields = read_proc(pid, "stat").rsplit(")", 1)[-1].split()
+        if len(fields) < 20 or int(fields[19]) != case.entry.start_ticks:
+            case.ended = True
+            return False
+        if fields[0] in "ZX":
+            case.ended = True
+            case.exit = how_ended(int(fields[49]) if len(fields) > 49 else 0)
+        switches = sum(
+            int(line.split()[1]) for line in read_proc(pid, "status").splitlines() if "ctxt_switches" in line
+        )
+        case.work.append((int(fields[11]) + int(fields[12]), switches))
+        return len(case.work) > 1 and case.work[-1] != case.work[-2]
+
+    def _read(self, case: _Case) -> None:
+        stacks = self._stacks(case) if self.pyspy and case.python else ()
+        if stacks or not case.snapshots:
+            case.snapshots.append(
+                Snapshot(len(case.snapshots), time.time(), stacks, self._facts(case, stacks))
+            )
+
+    def _stacks(self, case: _Case) -> tuple[ThreadStack, ...]:
+        run = debuggers.run_pyspy(self.pyspy, case.entry.pid, variables=True)
+        try:
+            stacks = debuggers.parse_json(run.output) if not run.problem else ()
+            case.selves = debuggers.read_selves(run.output) if stacks else case.selves
+        except (ValueError, RecursionError, TypeError, AttributeError) as error:
+            stacks, run = (), replace(run, problem=f"py-spy printed something unreadable: {str(error)[:100]}")
+        if run.problem and run.problem not in case.notes:
+            case.notes.append(run.problem)
+        return self.sources.attach(stacks, case.entry.pid)
+
+    def _facts(self, case: _Case, stacks: Iterable[ThreadStack]) -> tuple[ThreadFacts, ...]:
+        inside = case.entry.inner_pid not in (0, case.entry.pid)
+        only = None if inside else {one.tid for one in stacks if one.tid}
+        try:
+            facts = parse_facts(json.dumps(read_facts(case.entry.pid, only)))
+        except OSError:
+            case.ended = True
+            return ()
+        case.inner.update(facts.inner)
+        return facts.threads
+
+    def finish(self, pool: ThreadPoolExecutor, seconds: float) -> JobLook:
+        """Reads what belongs to the last moment, and puts all together."""
+        alive = [pid for pid, case in self.cases.items() if not case.ended]
+        links = read_links(alive, self.node, self.volumes)
+        locks = file_locks()
+        children: dict[int, list[int]] = {}
+        for case in self.cases.values():
+            children.setdefault(case.entry.ppid, []).append(case.entry.pid)
+        found = [
+            self._process(case, links.get(pid, ()), locks, tuple(children.get(pid, ())))
+            for pid, case in self.cases.items()
+        ]
+        rules = self.options.rules or load_roles()
+        found += ended_actors([case.entry for case in self.cases.values()], self.node)
+        named = give_roles(self._with_fifos(found), {p: c.entry for p, c in self.cases.items()}, rules)
+        return JobLook(named, seconds, self._notes())
+
+    def _with_fifos(self, processes: list[Process]) -> list[Process]:
+        """Marks threads whose function still mentions a FIFO that another one opens."""
+        names = {
+            t.wait.path.rsplit("/", 1)[-1] for p in processes for t in p.threads if t.wait.kind == "open"
+        }
+        return (
+            [replace(p, threads=tuple(self._with_later(p, t, names) for t in p.threads)) for p in processes]
+            if names
+            else processes
+        )
+
+    def _with_later(self, process: Process, thread: ThreadLook, names: set[str]) -> ThreadLook:
+        user = thread.user
+        if user is None:
+            return thread
+        text = self.sources.text(user.file, process.pid)
+        return replace(thread, later=tuple(n for n in names if source.mentions_later(text, user.line, n)))
+
+    def _process(
+        self,
+        case: _Case,
+        links: tuple[ProcessLink, ...],
+        locks: Mapping[int, tuple[int, ...]],
+        children: tuple[int, ...],
+    ) -> Process:
+        entry = case.entry
+        first, last = (case.work[0], case.work[-1]) if case.work else ((0, 0), (0, 0))
+        threads = self._threads(case, links, locks, children) if case.snapshots and not case.ended else ()
+        ranks = {name: entry.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+        return Process(
+            pid=entry.pid,
+            ppid=entry.ppid,
+            node=self.node,
+            title=entry.title or entry.comm,
+            rank=int(ranks["RANK"]) if ranks["RANK"].isdigit() else None,
+            world=int(ranks["WORLD_SIZE"]) if ranks["WORLD_SIZE"].isdigit() else None,
+            threads=threads,
+            links=links,
+            ticks=last[0] - first[0],
+            switches=last[1] - first[1],
+            alive=not case.ended,
+            ended=case.exit,
+            started_s=entry.start_ticks / os.sysconf("SC_CLK_TCK"),
+            read=any(shot.stacks for shot in case.snapshots),
+            notes=tuple(case.notes),
+        )
+
+    def _threads(
+        self,
+        case: _Case,
+        links: tuple[ProcessLink, ...],
+        locks: Mapping[int, tuple[int, ...]],
+        children: tuple[int, ...],
+    ) -> tuple[ThreadLook, ...]:
+        entry = case.entry
+        shots = [replace(s, stacks=renumber(s.stacks, case.inner)) for s in case.snapshots]
+        shots.append(
+            replace(shots[-1], facts=self._facts(case, shots[-1].stacks))
+        )  # counters of the last moment
+        selves = {case.inner.get(tid, tid): value for tid, value in case.selves.items()}
+        extras = read_extras(entry.pid, {f.tid: f for f in shots[-1].facts if f.syscall}, selves, locks)
+        capture = ProcessCapture(0, None, entry.pid, self.node, entry.title, tuple(shots))
+        around = Surroundings(
+            view=view_process(capture, Children(bool(children), bool(children))),
+            patterns=load_patterns(),
+            links={link.fd: link for link in links},
+            text=lambda file: self.sources.text(file, entry.pid),
+            children=children,
+            first=frozenset(f.tid for f in shots[0].facts) | {one.tid for one in shots[0].stacks if one.tid},
+            extras=extras,
+        )
+        loops = any(
+            frame.file.endswith("asyncio/base_events.py") for one in shots[-1].stacks for frame in one.frames
+        )
+        return look_at_threads(around, read_tasks(entry.pid) if loops else ())
+
+    def _notes(self) -> tuple[str, ...]:
+        """One line for what kept us from looking, however many processes it concerns."""
+        problems: dict[str, list[int]] = {}
+        for pid, case in self.cases.items():
+            for note in case.notes if not case.ended else ():
+                problems.setdefault(note.replace(str(pid), "PID"), []).append(pid)
+        lines = [
+            f"{len(pids)} processes ({', '.join(map(str, pids[:5]))}{' …' if len(pids) > 5 else ''}): {text}"
+            for text, pids in problems.items()
+        ]
+        return (
+            *lines,
+            *(() if self.pyspy else ("py-spy was not found: only /proc was read. pip install py-spy",)),
+        )
+
+
+_LOG_FOLDER = re.compile(r"--log[_-]dir=(\S+)")
+_WORKER_LOG = re.compile(r"worker-(\w+)-(?!ffffffff)\w+-(\d+)\.out$")
+
+
+def ended_actors(entries: Iterable[ProcessEntry], node: str) -> list[Process]:
+    """Actors of Ray that have ended without saying so: their logs are there, their processes are not. Ray waits for its
+    workers itself, so no other trace is left."""
+    folders = {match[1] for entry in entries if (match := _LOG_FOLDER.search(entry.title))}
+    found = []
+    for path in (path for folder in folders for path in Path(folder).glob("worker-*.out")):
+        match = _WORKER_LOG.match(path.name)
+        if match is None or os.path.exists(PROC / match[2]):
+            continue
+        name = re.search(r"^:actor_name:(\w+)", _tail(path, first=True), re.MULTILINE)
+        core = _tail(path.parent / f"python-core-worker-{match[1]}_{match[2]}.log")
+        if name is not None and not re.search(r"(?i)\bexit|shut|disconnect", core):
+            found.append(
+                Process(
+                    int(match[2]), node=node, title=f"ray::{name[1]}", alive=False, ended="killed, or crashed"
+                )
+            )
+    return found
+
+
+def _tail(path: Path, first: bool = False) -> str:
+    """The end of a log file, or its beginning."""
+    try:
+        with path.open("rb") as file:
+            if not first:
+                file.seek(max(0, path.stat().st_size - 4096))
+            return file.read(4096).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def how_ended(status: int) -> str:
+    """What /proc says of a process that has ended and was not waited for; "" for a clean end."""
+    if status & 127:
+        return f"killed by {signal.Signals(status & 127).name}"
+    return f"exit code {status >> 8}" if status else ""
+
+
+def _kind(entry: ProcessEntry) -> tuple[object, ...]:
+    """What processes that look alike from outside have in common."""
+    words = read_proc(entry.pid, "syscall").split()[:1]
+    return entry.ppid, re.sub(r"\d+", "#", entry.title[:200]), *words, read_proc(entry.pid, "wchan")
+
+
+def choose_typical(cases: list[_Case]) -> list[_Case]:
+    """All, or of many some of each kind: 200 workers that wait alike need not all be read."""
+    if len(cases) <= MANY:
+        return cases
+    kinds: dict[tuple[object, ...], list[_Case]] = {}
+    for case in cases:
+        kinds.setdefault(_kind(case.entry), []).append(case)
+    return [case for group in kinds.values() for case in group[:ALIKE]]
