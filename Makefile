@@ -54,7 +54,7 @@ screenshots: $(STAMP) packages
 	ALLRANKS_SCREENSHOTS=site/screenshots $(BIN)/python -m pytest -q -p no:randomly --everything tests/pages/test_looks.py
 	$(BIN)/python scripts/screenshots.py site/screenshots
 
-$(STAMP): pyproject.toml constraints.txt src/allranks/record/_fast.c
+$(STAMP): pyproject.toml constraints.txt src/allranks/recording/_fast.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'

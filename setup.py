@@ -11,7 +11,7 @@ class BuildWithPth(build_py):
             "install"
         ).install_lib  # the wheel of an editable install
         folder = editable if self.editable_mode else self.build_lib
-        self.copy_file("src/allranks/record/allranks_record.pth", folder)
+        self.copy_file("src/allranks/recording/allranks_record.pth", folder)
 
 
 setup(cmdclass={"build_py": BuildWithPth})

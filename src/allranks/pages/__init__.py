@@ -55,7 +55,9 @@ class About:
         return [(name, value) for name, value in found if value]
 
 
-def render(template: str, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), **values: Any) -> str:
+def render(
+    template: str, *, scripts: Sequence[str] = (), styles: Sequence[str] = (), **values: object
+) -> str:
     """The whole page; `scripts` and `styles` name files of this folder that it has besides those of all pages."""
     code = "\n".join(asset(name) for name in ("copy.js", *scripts))
     style = "\n".join(asset(name) for name in ("style.css", *styles))

@@ -6,6 +6,7 @@ Everything from a dump is data: it travels as JSON or typed columns and is put o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from allranks import pages
 from allranks.model.diagnosis import Diagnosis, Finding
@@ -55,12 +56,12 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
     )
 
 
-def timeline_values(traces: Sequence[RankTrace], verdict: Finding | None) -> dict[str, object]:
+def timeline_values(traces: Sequence[RankTrace], verdict: Finding | None) -> dict[str, Any]:
     """What a page with a timeline of these calls needs."""
     return _drawn(build_timeline(traces), verdict)
 
 
-def _drawn(line: Timeline, verdict: Finding | None) -> dict[str, object]:
+def _drawn(line: Timeline, verdict: Finding | None) -> dict[str, Any]:
     columns = [(name, pack(getattr(line, name))) for name in COLUMNS]
     return {"timeline": _meta(line, verdict), "columns": columns}
 
@@ -120,7 +121,7 @@ def _finding(finding: Finding) -> Row:
     )
 
 
-def _groups(diagnosis: Diagnosis) -> dict[str, object]:
+def _groups(diagnosis: Diagnosis) -> dict[str, Any]:
     rows = []
     for group in sorted(diagnosis.groups, key=lambda g: (not g.behind, g.label))[:MAX_LISTED]:
         calls = "" if group.first_sequence is None else f"#{group.first_sequence} to #{group.last_sequence}"
@@ -136,7 +137,7 @@ def _groups(diagnosis: Diagnosis) -> dict[str, object]:
     return {"groups": rows, "group_count": f"{len(diagnosis.groups):,}"}
 
 
-def _files(diagnosis: Diagnosis) -> dict[str, object]:
+def _files(diagnosis: Diagnosis) -> dict[str, Any]:
     ordered = sorted(diagnosis.files, key=lambda note: note.status == "ok")[:MAX_LISTED]
     rows = []
     for note in ordered:
