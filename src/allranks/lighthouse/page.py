@@ -100,7 +100,8 @@ def _numbers(service: Service, training: TrainingStatus, cells: str) -> dict[str
 
 def _incidents(incidents: Iterable[PublishedIncident]) -> Iterator[dict[str, object]]:
     """One line each, the newest first, open ones before."""
-    newest = sorted(reversed(list(incidents)), key=lambda one: one.closed)
+    newest = list(incidents)[::-1]
+    newest.sort(key=lambda one: one.closed)
     for one in newest[:MAX_INCIDENTS]:
         yield {
             "id": one.incident, "kind": one.kind, "at": one.at, "sentence": one.sentence, "cause": one.cause,
