@@ -31,6 +31,7 @@ with Lighthouse(Options(heartbeat_timeout_s=600.0), ServerOptions(job="llama-pre
         page.goto(f"http://{lighthouse.address}/")
         page.wait_for_selector("body[data-ready=yes]")
         page.locator(".evidence .source .hit").wait_for()
+        page.add_style_tag(content="#jobs { display: none; }")
         page.screenshot(path=sys.argv[1])
         browser.close()
 PYTHON

@@ -215,7 +215,7 @@ def test_a_taken_port_is_said(
     """The most common mistake of all."""
     lighthouse = run_lighthouse()
     assert main(["lighthouse", "--no-token", "--bind", lighthouse.address]) == 2
-    assert "already in use" in capsys.readouterr().err
+    assert "another process uses this port" in capsys.readouterr().err
 
 
 def test_a_token_that_cannot_be_left_is_an_error_that_names_the_folder_and_says_what_to_do(
