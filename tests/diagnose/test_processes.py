@@ -28,11 +28,11 @@ def process(pid: int, *threads: ThreadLook, links: tuple[ProcessLink, ...] = (),
 
 
 def tcp(fd: int, mine: int, other: int, side: str, **facts: object) -> ProcessLink:
-    return ProcessLink(fd, "tcp", f"tcp {mine}>{other}", f"tcp {other}>{mine}", side, **facts)  # type: ignore[arg-type]
+    return ProcessLink(fd, "tcp", f"tcp h:{mine}>h:{other}", f"tcp h:{other}>h:{mine}", side, **facts)  # type: ignore[arg-type]
 
 
 CLIENT, SERVER = tcp(3, 50, 80, "client", turn="awaits"), tcp(4, 80, 50, "server", turn="owes")
-ASKS = thread(1, "socket", 5, wait_ends=("tcp 50>80",))
+ASKS = thread(1, "socket", 5, wait_ends=("tcp h:50>h:80",))
 IDLE = thread(9, "idle")
 
 
@@ -155,3 +155,23 @@ def test_waiters_behind_another_thread_of_the_guilty_process_are_listed() -> Non
     server = process(2, IDLE, handler, holder, links=(SERVER,))
     found = explain_processes(JobLook((process(1, ASKS, links=(CLIENT,)), server), 5.0))
     assert [link.pids for link in found.chain] == [(1,)]
+
+
+def test_of_ranks_that_wait_for_each_other_the_minority_is_blamed() -> None:
+    """Two ranks are in an all_reduce, one waits for a key that they would set."""
+
+    def links(mine: int, *others: int) -> tuple[ProcessLink, ...]:
+        gloo = [tcp(o, 10 * mine + o, 10 * o + mine, "client", owner="gloo 1") for o in others]
+        return (*gloo, tcp(90 + mine, 90 + mine, 80, "client"))
+
+    store = process(4, IDLE, links=tuple(tcp(9, 80, 90 + n, "server") for n in (1, 2, 3)), system=True)
+    waits, asks = (
+        thread(1, "collective", 15, wait_operation="all_reduce"),
+        thread(1, "store", 14, wait_ends=("tcp h:92>h:80",)),
+    )
+    ranks = (
+        process(1, waits, links=links(1, 2, 3)),
+        process(2, asks, links=links(2, 1, 3)),
+        process(3, waits, links=links(3, 1, 2)),
+    )
+    assert answer(*ranks, store) == ("stuck", {(2, 14)})

@@ -172,15 +172,20 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
 
 
 def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
-    """Of a circle all, but of calls of a group those that wait for one partner, else those in another call than most."""
-    if any(u.thread.wait.kind != "collective" for u in units):
+    """Of a circle all, but of calls of a group and waits for keys those that wait for one partner, else the minority."""
+    if len(units) == 1 or any(u.thread.wait.kind not in ("collective", "store") for u in units):
         return units
     partners = [u for u in units if u.thread.wait.operation in _P2P]
-    sites = Counter((u.thread.wait.operation, u.thread.user and u.thread.user.line) for u in units)
+    sites = Counter(_site(u) for u in units)
     (common, count), *rest = sites.most_common()
     if partners or not rest or count * 2 <= len(units):
-        return partners
-    return [u for u in units if (u.thread.wait.operation, u.thread.user and u.thread.user.line) != common]
+        return partners or (units if rest else ())
+    return [u for u in units if _site(u) != common]
+
+
+def _site(unit: Unit) -> tuple[object, ...]:
+    user = unit.thread.user
+    return unit.thread.wait.kind, unit.thread.wait.operation, user and (user.file, user.line)
 
 
 _P2P = frozenset(

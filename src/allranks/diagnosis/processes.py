@@ -311,7 +311,7 @@ class _Finder:
             )
         ]
         others = [p for p in _unique([*servers, *users]) if p is not unit.process]
-        found = [n for p in others for n in self._whole(p.where)]
+        found = [n for p in others if not p.system for n in self._whole(p.where)]
         return [n for n in found if self.units[n].thread.wait.kind != "store"]
 
 

@@ -78,9 +78,11 @@ def _root(role: str, stacks: dict[tuple[StackFrame, ...], list[int]]) -> Node:
 
 
 def _from_user(frames: list[StackFrame]) -> list[StackFrame]:
-    """Without the outer frames that only lead to the user's code: runpy, launchers, threading."""
-    users = [index for index, frame in enumerate(frames) if is_user_file(frame.file)]
-    return frames[: users[-1] + 1] if users else frames
+    """Without the outermost frames that only start the user's script: runpy and our own."""
+    last = len(frames)
+    while last and ("runpy" in frames[last - 1].file or "/allranks/" in frames[last - 1].file):
+        last -= 1
+    return frames[:last] or frames
 
 
 def _insert(root: _Growing, frames: list[StackFrame], ranks: list[int]) -> None:
