@@ -12,7 +12,7 @@ import pytest
 from allranks.cli.record import RecordFlags, variables
 from allranks.load import load_paths
 
-PTH = Path(__file__).parents[2] / "src" / "allranks" / "record"
+PTH = Path(__file__).parents[2] / "src" / "allranks" / "recording"
 
 #: Two trainers are a world of their own; trainer 0 and a process that it has started make a second group by hand.
 JOB = """
