@@ -204,8 +204,13 @@ def test_sixty_columns_show_who_is_waited_for() -> None:
     assert "4711" in list(render(VIEW, width=100))[-2]
 
 
+WITHOUT_TEXTUAL = (
+    "import sys; sys.modules['textual'] = None; from allranks.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
 def test_q_ends_the_live_screen_and_the_terminal_is_as_before(tmp_path: Path) -> None:
-    """In a real terminal: the other screen is entered and left."""
+    """In a real terminal, where textual is not installed: the other screen is entered and left."""
     trace = make_traces(1, 5)[0]
     from dataclasses import replace
 
@@ -213,8 +218,9 @@ def test_q_ends_the_live_screen_and_the_terminal_is_as_before(tmp_path: Path) ->
     (tmp_path / f"job.a0.r0.p{os.getpid()}.box").write_bytes(box_bytes(mine))
     ours, theirs = pty.openpty()
     program = subprocess.Popen(
-        [*ALLRANKS, "top", str(tmp_path), "--interval", "60"], stdin=theirs, stdout=theirs, stderr=theirs
-    )
+        [sys.executable, "-c", WITHOUT_TEXTUAL, "top", str(tmp_path), "--interval", "60"],
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
     os.close(theirs)
     seen = b""
     while b"q quit" not in seen:

@@ -194,7 +194,7 @@ def test_without_a_name_the_job_that_runs_is_shown(
     _write_box("ended", replace(trace.header, pid=4_000_000), trace)
     os.utime(next(job_folder("runs").iterdir()), (1, 1))
     assert main(["status"]) == 0
-    assert capsys.readouterr().out.startswith("runs: 1 of 1 ranks run")
+    assert capsys.readouterr().out.startswith("runs: 1 of 1 rank runs")
 
 
 def _write_box(job: str, header: TraceHeader, trace: RankTrace) -> None:

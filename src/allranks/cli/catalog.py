@@ -31,8 +31,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks dump dumps/ --format pickle -o pickles/  # dumps into another format",
     ),
     "replay": (
-        "allranks replay INCIDENT -o hang.py        # python hang.py: the same hang, anywhere",
-        "allranks replay dumps/ -o hang.py --run    # and check that it hangs in the same way",
+        "allranks replay INCIDENT -o hang.py      # then: python hang.py",
+        "allranks replay dumps/ -o hang.py --run  # and compare the verdicts",
     ),
     "stacks": (
         "allranks stacks                           # every rank on this node",
@@ -60,7 +60,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "watch": (
         "allranks watch -- torchrun --nproc-per-node 8 train.py",
         "allranks watch --pid 4711 --no-progress 120 -o captured/",
-        "allranks watch --tree -- python train_grpo.py  # trainer, engines, reward servers",
+        "allranks watch --tree -- python train_grpo.py  # trainer, engines, servers",
     ),
     "slurm": (
         "allranks slurm submit --nodes 4 --gpus-per-node 8 train.py --lr 1e-4",

@@ -36,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser, RecordFlags)
     parser.epilog = (
-        "Every Python process that the command starts records its process groups, also Ray\n"
-        "workers and the processes of an engine. `allranks diagnose` and `allranks dump` read them.\n"
+        "Every Python process that the command starts records its process groups,\n"
+        "also Ray workers and the processes of an engine.\n"
+        "`allranks diagnose` and `allranks dump` read them.\n"
     )
 
 

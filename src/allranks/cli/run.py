@@ -276,6 +276,8 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
             quiet=options.quiet,
         )
     )
+    last: list[str] = []
+    job.stack.callback(lambda: [_say(text) for text in last])  # after what the parts say when they end
     agent = start_agent(job, start_watch(job, "replica"), supervisor)
     if agent.client is not None and options.lighthouse:
         first = options.first_replica or 0
@@ -285,7 +287,7 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
         job.stack.callback(signal.signal, number, previous)
     code = supervisor.run()
     if code in STOPPED:
-        _say(_stopped(code - 128, job.folder))
+        last.append(_stopped(code - 128, job.folder))
     return code
 
 

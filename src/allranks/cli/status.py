@@ -180,7 +180,7 @@ def _summary(view: JobView, waiters: Counter[int], colour: bool) -> Iterator[str
 
 def headline(view: JobView) -> str:
     alive = sum(row.alive for row in view.rows)
-    return f"{view.job}: {alive:,} of {count(len(view.rows), 'rank')} run"
+    return f"{view.job}: {alive:,} of {count(len(view.rows), 'rank')} {'runs' if alive == 1 else 'run'}"
 
 
 def _line(row: RankRow, waiters: int, columns: Sequence[str], colour: bool, width: int, view: JobView) -> str:

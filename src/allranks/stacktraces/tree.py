@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from allranks.errors import InputError
+from allranks.model.parsing import from_json
 from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook
 from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadStack
 from allranks.stacktraces import debuggers, source
@@ -144,7 +145,7 @@ def read_looks(folders: Sequence[str | Path]) -> JobLook:
     for folder in folders:
         for path in sorted(Path(folder).rglob(LOOK)):
             try:
-                looks.append(msgspec.json.decode(path.read_bytes(), type=JobLook))
+                looks.append(from_json(path.read_bytes(), JobLook))
             except (OSError, msgspec.MsgspecError) as error:
                 raise InputError(f"cannot read {path}: {error}") from error
     if not looks:
