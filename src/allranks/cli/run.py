@@ -165,8 +165,9 @@ def _run(
     return _run_replicas(job, script, torchrun) if options.replicas else _run_whole(job, [*torchrun, *script])
 
 
-def _say(text: str) -> None:
-    note(f"[allranks] {text}")
+def _say(*lines: str) -> None:
+    for text in lines:
+        note(f"[allranks] {text}")
 
 
 def _incidents(wanted: Path | None, folder: Path) -> Path:
@@ -277,7 +278,7 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
         )
     )
     last: list[str] = []
-    job.stack.callback(lambda: [_say(text) for text in last])  # after what the parts say when they end
+    job.stack.callback(lambda: _say(*last))  # after what the parts say when they end
     agent = start_agent(job, start_watch(job, "replica"), supervisor)
     if agent.client is not None and options.lighthouse:
         first = options.first_replica or 0
