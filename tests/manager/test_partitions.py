@@ -58,7 +58,8 @@ def test_a_newcomer_that_the_members_cannot_reach_stops_nobody(three: Networks) 
     lighthouse, cluster = start(three)
     with lighthouse, cluster:
         cluster.start("a", "b")
-        cluster.wait_for_progress("a", 10)
+        wait_for_state(lighthouse, "b", "member")
+        cluster.wait_for_progress("b", 10)
         number = status(lighthouse)["number"]
         for other in ("a", "b"):
             three.cut("c", other, both=False)
