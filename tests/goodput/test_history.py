@@ -48,6 +48,11 @@ def test_one_failure_or_failures_everywhere_accuse_nobody() -> None:
     assert judged([event(f"n{n}", f"j{k}", k) for n in range(20) for k in range(3)]) == []
 
 
+def test_the_only_node_there_is_cannot_be_compared() -> None:
+    """On a laptop or a single machine every incident is of the same node."""
+    assert judge_nodes([event("n3", f"j{days}", days) for days in range(9)], ["n3"], NOW) == []
+
+
 def test_a_node_is_forgiven_after_a_while() -> None:
     old = [event("n3", f"j{days}", days) for days in (15, 16, 17)]
     assert judged(old) == []
@@ -68,7 +73,8 @@ def test_commands_and_doctor_show_it(
     place = str(tmp_path / "state" / "history.sqlite")
     monkeypatch.setenv("ALLRANKS_HISTORY", place)
     here, now = socket.gethostname(), time.time()
-    NodeHistory(place).record([NodeEvent(here, f"j{k}", now - k, "rank_died") for k in range(4)])
+    runs = [("another", "j1", now - 9, now, 9.0, 9.0)]
+    NodeHistory(place).record([NodeEvent(here, f"j{k}", now - k, "rank_died") for k in range(4)], runs)
     assert main(["history", "--slurm-exclude"]) == 0
     assert capsys.readouterr().out == f"{here}\n"
     assert main(["slurm", "submit", "--dry-run", "--exclude-bad-nodes", "train.py"]) == 0
@@ -213,11 +219,11 @@ def test_postgres_remembers_the_same(tmp_path: Path) -> None:
         history = NodeHistory(place)
         history.record(
             [event("n3", "j1", 1), event("n3", "j2", 2), event("n3", "j2", 2)],
-            [("n3", "j1", 1.0, NOW, 8.0, 4.0)],
+            [("n3", "j1", 1.0, NOW, 8.0, 4.0), ("n5", "j1", 1.0, NOW, 8.0, 8.0)],
         )
         assert len(history.events()) == 2  # the same event twice is one
         assert history.events(node="n4") == []
-        assert history.nodes() == ["n3"]
+        assert sorted(history.nodes()) == ["n3", "n5"]
         assert history.bad_nodes(NOW)[0].node == "n3"
         storm(place, rounds=1)
     with pytest.raises(OSError, match="the history"):

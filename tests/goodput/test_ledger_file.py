@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.cli import main
 from allranks.ledger.accounts import Accounts
 from allranks.ledger.agent import LedgerKeeper
 from allranks.ledger.file import find_ledgers, ledger_path, line_of, read_ledger
@@ -175,6 +176,13 @@ def test_the_report_begins_with_the_answer(tmp_path: Path) -> None:
     windows = by_window(found, 60.0)
     assert sum(sum(states.values()) for _, states in windows) == pytest.approx(found.rank_seconds)
     assert "<script>" in render_page(found, Price(2.0), T0)
+
+
+def test_a_file_without_a_row_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a job of 0 ranks: damaged, cut to nothing, or another kind of file."""
+    (tmp_path / "bad.ledger").write_text("garbage\n")
+    assert main(["goodput", str(tmp_path / "bad.ledger")]) == 2
+    assert "no row of a ledger" in capsys.readouterr().err
 
 
 def test_python_and_the_command_read_the_same(

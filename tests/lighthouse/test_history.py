@@ -51,7 +51,7 @@ def test_a_loss_is_not_averaged_away() -> None:
 
 
 def test_the_list_of_jobs_is_read_from_the_files(tmp_path: Path) -> None:
-    """What is no history is passed over."""
+    """Files of another kind are passed over."""
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     history = filled(tmp_path / "a" / FILE_NAME, 3)

@@ -84,7 +84,7 @@ def test_a_script_without_step_marks_is_judged_by_its_calls() -> None:
     clock.at += 33
     found = view.describe(WHOLE)
     late = "Running: 4,000 calls finished, the last one 33 s ago, 2 nodes"
-    assert (found.sentence, found.state) == (late, "good")  # its agents know that this is no hang
+    assert (found.sentence, found.state) == (late, "good")  # its agents know that this is not a hang
     found = view.describe(replace(WHOLE, agents=(MOVING, LOOKING)))
     assert found.sentence == (
         "Looking into it: no progress for 33 s, 2 nodes; rank 0 waits for rank 1 in all_reduce"

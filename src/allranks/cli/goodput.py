@@ -68,7 +68,13 @@ def read_accounts(words: list[str], since: float = 0.0) -> list[JobAccount]:
     from allranks.ledger.summary import account
 
     paths = [path for word in words or ["allranks-incidents"] for path in _ledgers_of(word)]
-    return [account(ledgers, since) for ledgers in read_jobs(paths).values()]
+    found = [account(ledgers, since) for ledgers in read_jobs(paths).values()]
+    if paths and not any(one.ranks for one in found):
+        raise InputError(
+            f"no row of a ledger can be read in {', '.join(map(str, paths[:3]))}",
+            hint="A ledger is JOB.NODE.ledger beside the incidents of a job; a job writes its first rows after a few seconds.",
+        )
+    return found
 
 
 def _ledgers_of(word: str) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.errors import InputError
+from allranks.model.formatting import count
 
 if TYPE_CHECKING:
     from allranks.model.trace import RankTrace
@@ -33,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     found = find_slow(traces, saved_steps(traces))
     if found is None:
         raise InputError(
-            f"{len(traces)} ranks have too few steps or collectives in common to compare",
+            f"too few steps or collectives in common to compare, in the dumps of {count(len(traces), 'rank')}",
             hint="Give the black boxes or dumps of all ranks, of a time in which the job trained.",
         )
     if args.json:

@@ -304,7 +304,7 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
 
 
 def _misfits(context: Context, blocked: Blocked) -> bool:
-    """Whether the call is an end of a send and receive that do not fit, which is told as such."""
+    """Whether the call is an end of a send and receive that do not fit, which is reported as such."""
     wait = blocked.p2p
     if wait is None:
         return False

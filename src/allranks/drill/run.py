@@ -100,7 +100,11 @@ def run_drill(
     (folder / "plan.json").write_text(plan.to_json())
     preload = ",".join(filter(None, (os.environ.get("ALLRANKS_PRELOAD"), "allranks.drill.preload")))
     own = {"ALLRANKS_DRILL": str(folder.absolute()), "ALLRANKS_PRELOAD": preload}
-    environment = {**os.environ, **own}
+    environment = {
+        "ALLRANKS_HISTORY": "off",
+        **os.environ,
+        **own,
+    }  # planted faults are not those of this node
     words = with_incidents(command, folder / "incidents")
     with open(folder / "output.log", "wb") as log:
         target = log if quiet else sys.stderr

@@ -232,7 +232,7 @@ def wait_for_host(endpoint: str, deadline: float) -> bool:
         time.sleep(POLL_S)
 
 
-def refuse_stranger(endpoint: str, wait_s: float = 10.0) -> None:
+def refuse_other_server(endpoint: str, wait_s: float = 10.0) -> None:
     """LaunchError if this node's rendezvous port is held by something that is not a rendezvous store.
 
     torch would connect to it and wait without limit for an answer. Another agent's store answers at once.

@@ -141,7 +141,7 @@ def grace(args: Namespace) -> int | None:
 def find_host(args: Namespace) -> None:
     """LaunchError unless the endpoint is a rendezvous, or may become one here, within torchrun's time for it."""
     endpoint = str(args.rdzv_endpoint)
-    patches.refuse_stranger(endpoint)
+    patches.refuse_other_server(endpoint)
     limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))
     if not may_go_there(args, time.monotonic() + limit_s):
         raise patches.nobody_answers(endpoint, f"nothing listens there after {limit_s:g} s")

@@ -139,7 +139,7 @@ class NodeHistory:
         if make:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         elif not path.exists():
-            raise OSError(f"there is no history {self.place}")
+            raise OSError(f"the history {self.place} does not exist")
         connection = sqlite3.connect(path, timeout=BUSY_S)
         connection.execute("PRAGMA synchronous = FULL")
         return connection

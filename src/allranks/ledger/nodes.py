@@ -12,10 +12,7 @@ from allranks.ledger.summary import FAILURES, JobAccount
 from allranks.model.formatting import count
 
 FORGIVE_S = 14 * 86400.0
-CONFIDENT, REPEATED = (
-    0.9,
-    2,
-)  # a bad node has at least so many events, and is so unlikely to have them by chance
+CONFIDENT, REPEATED = 0.9, 2  # so sure that it is not chance; at least so many events
 SLOW_SHARE = 0.05  # of a job's time that others waited for ranks of a node
 #: Causes that a program has on any node: they say nothing of the machine.
 PROGRAM = ("mismatch", "wrong_order", "not_called", "exception", "raised", "divergence", "program")
@@ -79,13 +76,15 @@ def judge_nodes(
     for event in events:
         if event.at >= now - forgive_s:
             by_node[event.node].append(event)
-    every = max(len({*nodes, *by_node}), 1)
+    every = len({*nodes, *by_node})
+    if every < 2:
+        return []  # nothing to compare it with
     total = sum(len(found) for found in by_node.values())
     bad = []
     for node, found in by_node.items():
         if len(found) < REPEATED:
             continue
-        usual = max((total - len(found)) / max(every - 1, 1), 0.1)
+        usual = max((total - len(found)) / (every - 1), 0.1)
         confidence = min(0.99, round(1.0 - _at_least(len(found), usual), 3))
         if confidence >= CONFIDENT:
             causes = ", ".join(

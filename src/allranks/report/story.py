@@ -69,7 +69,7 @@ def render_story(
 
 
 def headline(incident: Incident) -> str:
-    """The story in one sentence; a stall is told by how it ended, or by why it was noticed."""
+    """The story in one sentence; a stall by how it ended, or by why it was noticed."""
     if incident.kind == "stall":
         ended = [moment.text for moment in incident.timeline if moment.name == "ended"]
         return pages.upper(ended[-1] if ended else incident.reason)

@@ -33,7 +33,7 @@ def user_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
     return next((frame for frame in frames if not frame.native and is_user_file(frame.file)), None)
 
 
-#: Packages whose lines say how, not what: in a server without a line of the user's own the engine's line is told.
+#: Packages whose lines say how, not what: in a server without a line of the user's own the engine's line is shown.
 _PLUMBING = frozenset({"torch", "zmq", "uvloop", "numpy", "grpc", "urllib3", "requests", "httpx", "httpcore"})
 
 

@@ -20,7 +20,7 @@ from allranks.stacktraces.views import ProcessView, ThreadView, user_frame
 
 #: Reads a source file of the process; "" when it cannot be read.
 ReadText = Callable[[str], str]
-SHORT_S = 30.0  # a sleep that ends sooner is no hang by itself
+SHORT_S = 30.0  # a sleep that ends sooner is not a hang by itself
 
 
 @lru_cache(maxsize=1)
