@@ -135,6 +135,35 @@ def test_the_largest_set_is_the_largest() -> None:
         assert not any(other in apart.get(one, ()) for one, other in itertools.combinations(found, 2))
 
 
+def test_members_that_lost_each_other_continue_before_anybody_new_comes_in() -> None:
+    """What cut them may have cut others too, and they have waited already: the newcomers join one that trains again."""
+    state = crowd("a", "c")
+    for name in ("a", "c"):
+        ask(state, 0.0, name)
+    form(state, 0.0)
+    for name in ("b", "d"):
+        state.connect(5.0, name, f"{name}.1")
+        ask(state, 5.0, name)
+    ask(state, 8.0, "a", ["c.1"], step=9, commit_failures=1)
+    ask(state, 8.0, "c", step=9, commit_failures=1)
+    assert form(state, 8.0).names == ("a",)
+    ask(state, 8.5, "a", step=10)
+    assert form(state, 8.5).names == ("a", "b", "d")
+
+
+def test_newcomers_come_in_at_once_where_too_few_members_are_left_without_them() -> None:
+    state = QuorumState(Options(min_replicas=2))
+    for name in "ac":
+        state.connect(0.0, name, f"{name}.1")
+        ask(state, 0.0, name)
+    form(state, 0.0)
+    state.connect(5.0, "b", "b.1")
+    ask(state, 5.0, "b")
+    ask(state, 8.0, "a", ["c.1"], step=9, commit_failures=1)
+    ask(state, 8.0, "c", step=9, commit_failures=1)
+    assert form(state, 8.0).names == ("a", "b")
+
+
 def test_of_equal_sets_the_newest_state_counts_then_the_older_members() -> None:
     """Two that cannot talk: the one with more steps trains; with equal steps the one that trained already."""
     state = crowd("a", "b")

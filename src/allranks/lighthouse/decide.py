@@ -23,7 +23,7 @@ The rules, in order; the first that speaks decides:
   form        all members of the last quorum are there (fast), or nobody is left to wait for, or the join
               timeout is over. Those that asked by then join, unless one of them wants to shrink only, it is not
               proved reachable by members that can continue without it, or it cannot talk to the others: the largest
-              set that can is formed (reach.py)
+              set that can is formed (reach.py). Where members lost each other, they continue first without newcomers
 """
 
 from __future__ import annotations
@@ -184,14 +184,17 @@ def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision,
     able = [member for member in asking if not shrink or member.replica in before]
     note = " (nobody new: shrink only)" if shrink else ""
     candidates = _connected(now, _proved(able, state, options), state)
+    if _lost_each_other(now, state):
+        members = _connected(now, [m for m in able if m.replica in state.continuing], state)
+        candidates = members if options.largest_size(len(members)) else candidates
     size = options.largest_size(len(candidates))
     if size == 0:
         rule, reason = _why_not(len(candidates), note, state, options)
         outside = {member.replica for member in able} - {member.replica for member in candidates}
         return Wait(rule, _some(idle), state.next_change(now)), reason + _apart(now, state, outside)
     candidates.sort(key=lambda m: (before.get(m.replica) != m.session, -m.step, m.replica))
-    members = sorted(candidates[:size], key=lambda member: member.replica)
-    if now < (until := state.not_before(members)):
+    chosen = sorted(candidates[:size], key=lambda member: member.replica)
+    if now < (until := state.not_before(chosen)):
         return Wait("pace", until=_earliest(until, now, state)), (
             f"quorum {state.number} was formed a moment ago: the next one in {until - now:.2f} s"
         )
@@ -202,7 +205,7 @@ def _choose(now: float, state: QuorumState, options: Options) -> tuple[Decision,
     rule, reason = _why(state, idle, before, frozenset((*spares, *left_out)))
     if spares:
         reason += f"; {_sizes(options)}: {listed(spares)} {'stays' if len(spares) == 1 else 'stay'} spare"
-    return Form(tuple(members), spares, rule, left_out), reason + _apart(now, state, left_out) + note
+    return Form(tuple(chosen), spares, rule, left_out), reason + _apart(now, state, left_out) + note
 
 
 def find_unproved(state: QuorumState) -> list[Member]:
@@ -239,6 +242,14 @@ def _proved(members: list[Member], state: QuorumState, options: Options) -> list
     unproved = {member.replica for member in find_unproved(state)}
     ready = [member for member in members if member.replica not in unproved]
     return ready if options.largest_size(len(ready)) else members
+
+
+def _lost_each_other(now: float, state: QuorumState) -> bool:
+    """Whether members of the last quorum could not reach each other just now. They continue before anybody new comes in: what
+    cut them may have cut others too, and a group that cannot be made costs seconds more."""
+    if not state.reach.apart or state.last is None:
+        return False
+    return bool(state.reach.pairs(now, {member.session for member in state.last.members}))
 
 
 def _connected(now: float, members: list[Member], state: QuorumState) -> list[Member]:
