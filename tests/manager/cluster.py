@@ -55,6 +55,7 @@ class Job:
     timeout_s: float = 40.0
     pause_s: float = 0.0  # computing time of a step
     until_told: bool = False  # stops when told, instead of by the script
+    timed: bool = False  # writes when each committed step began and ended to NAME.times
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -258,7 +259,7 @@ def build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def train(rank: int, world: int, address: str, name: str, job: Job, folder: str) -> Result:
-    """One replica: joins, trains, survives, stops when the script is through."""
+    """One replica: joins, trains, survives, stops when the script is through. `a.1` and `a.2` are processes of replica a."""
     said = open(f"{folder}/{name}-{os.getpid()}.log", "w")  # noqa: SIM115
     stream = None if os.environ.get("ALLRANKS_TEST_LOG") else said
     logging.basicConfig(
@@ -285,7 +286,7 @@ def train(rank: int, world: int, address: str, name: str, job: Job, folder: str)
 
     manager = Manager(
         load_state_dict=load, state_dict=save, min_replica_size=job.min_replicas, rank=0, world_size=1,
-        lighthouse_addr=address, replica_id=name, use_async_quorum=job.asynchronous, timeout=job.timeout_s,
+        lighthouse_addr=address, replica_id=name.partition(".")[0], use_async_quorum=job.asynchronous, timeout=job.timeout_s,
         quorum_timeout=job.timeout_s, connect_timeout=job.timeout_s, **job.options,
     )  # fmt: skip
     injector = inject(manager, FaultPlan(), on_fire=lambda fault: mark(f"fired {fault.kind}"))
@@ -295,9 +296,11 @@ def train(rank: int, world: int, address: str, name: str, job: Job, folder: str)
     ddp = DistributedDataParallel(manager, model, bucket_cap_mb=0.002)
     optimizer = Optimizer(manager, inner)
     progress = open(f"{folder}/{name}", "a")  # noqa: SIM115
+    times = open(f"{folder}/{name}.times", "a") if job.timed else None  # noqa: SIM115
     failed = 0
     stop = False
     while not stop:
+        began = time.monotonic()
         optimizer.zero_grad()
         step = manager.current_step()
         loss = ddp(batch(step, job.width)).square().mean()
@@ -310,6 +313,9 @@ def train(rank: int, world: int, address: str, name: str, job: Job, folder: str)
         participants = manager.num_participants()
         counted = manager.is_participating()
         if optimizer.step():
+            if times is not None:
+                times.write(f"{began} {time.monotonic()}\n")
+                times.flush()
             course.note(participants, job.script)
             stop = bool(told.item()) if job.until_told else course.done(job)
             if counted:

@@ -23,10 +23,12 @@ JOB = Job(until_told=True, pause_s=0.02)
 HEALED = " healed: "  # as the log says it
 
 
+OPTIONS = Options(min_replicas=1, heartbeat_timeout_s=1.0, presume_dead_s=0.5, join_timeout_s=1.0)
+
+
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseProcess]:
-    options = Options(min_replicas=1, heartbeat_timeout_s=1.0, presume_dead_s=0.5, join_timeout_s=1.0)
-    with LighthouseProcess(options) as running:
+    with LighthouseProcess(OPTIONS) as running:
         yield running
 
 
@@ -176,13 +178,9 @@ class Sequence:
                 time.sleep(0.01)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(100))
-def test_no_state_is_lost_in_a_random_sequence_of_freezes_deaths_and_returns(
-    lighthouse: LighthouseProcess, seed: int
-) -> None:
-    """While one process holds a complete state, frozen or not, the training never goes back behind it."""
-    with Cluster(lighthouse, JOB) as cluster:
+def play(seed: int) -> dict[str, object]:
+    """One sequence: while one process holds a complete state, frozen or not, the training never goes back behind it."""
+    with LighthouseProcess(OPTIONS) as lighthouse, Cluster(lighthouse, JOB) as cluster:
         sequence = Sequence(cluster, random.Random(seed))
         for name in "abc":
             sequence.start(name)
@@ -205,3 +203,10 @@ def test_no_state_is_lost_in_a_random_sequence_of_freezes_deaths_and_returns(
     assert_equal_states(results)
     for name, steps in told.items():
         assert steps == sorted(set(steps)), f"{name} went back: {steps} after {sequence.events}"
+    return {"events": sequence.events, "step": floor}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_no_state_is_lost_in_a_random_sequence_of_freezes_deaths_and_returns(seed: int) -> None:
+    play(seed)
