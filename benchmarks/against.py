@@ -1,4 +1,4 @@
-"""Heartbeats, pushes, quorums, kills and steps of this version and of another one, in turns, with the ratio of the medians.
+"""Heartbeats, pushes, quorums, kills, rejoins and steps of this version and of another one, alternating, with the ratio of the medians.
 
     benchmarks/against.py TREE [--rounds 4] [--json]
 
@@ -50,6 +50,8 @@ with tempfile.TemporaryDirectory() as folder:
     cost = bench.step_cost(libraries, 300, 1)
     found = {"kill_s": statistics.median(times), "kill_worst_s": max(times), "survivor_crashes": crashes}
     found |= {f"step_{name}_ms": value for name, value in cost.items()}
+    rejoin = bench.heal([ours], bench.HEAVY, 2)["allranks"]
+    found |= {f"rejoin_{name}": rejoin[name] for name in ("healed_s", "first_common_step_s", "longest_stall_s")}
     for library in libraries:
         library.close()
 print(json.dumps(found))
@@ -60,7 +62,7 @@ def one_round(tree: Path, script: str) -> dict[str, float]:
     """The numbers of one tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "ALLRANKS_TOKEN": "of-this-benchmark-alone"}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tree, env=environment, capture_output=True, text=True, timeout=180
+        [sys.executable, "-c", script], cwd=tree, env=environment, capture_output=True, text=True, timeout=300
     )
     if done.returncode:
         raise SystemExit(f"{tree}: {done.stderr[-2000:]}")

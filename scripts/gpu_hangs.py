@@ -2,7 +2,8 @@
 
     python3 scripts/gpu_hangs.py [--jobs 8] [--seconds 200] [--modes queued,synced] [--backend gloo] [--skip-known] [NAME ...]
 
-Writes $OUT/hangs.tar.gz: MODE/NAME/trace_RANK (torch's dump), MODE/NAME/boxes and MODE/NAME/truth.json; prints one line per job.
+Writes $OUT/hangs.tar.gz: MODE/NAME/trace_RANK (torch's dump), MODE/NAME/boxes and MODE/NAME/truth.json; prints one line per job,
+at the end how often rank, cause and line were right, and writes that to $OUT/gpu_hangs.json.
 `queued`: calls are only enqueued, as always on NCCL, and waited for at the script's end. `synced`: each is waited for.
 No job is begun after --seconds. `--skip-known`: only kinds that NCCL has and that tests/diagnose/nccl_hangs lacks. `--backend gloo` rehearses it without a GPU. tests/diagnose/nccl_hangs holds a choice of these.
 """
@@ -161,6 +162,10 @@ def run(case: gallery.Truth, mode: str, backend: str, archive: Path) -> str:
             judged(case, folder, "*.box", now_ns, gone if living else []),
             judged(case, folder, "trace_*", 0, []),
         ]
+    right = {
+        kind: said.split()[2] for kind, said in zip(("boxes", "dumps"), found, strict=True) if said != "none"
+    }
+    (archive / f"{mode}-{case.name}.json").write_text(json.dumps(right))
     return f"{mode} {case.name}: truth {case.causes} {case.ranks}; boxes {found[0]}; dumps {found[1]}"
 
 
@@ -179,6 +184,15 @@ def judged(case: gallery.Truth, folder: Path, pattern: str, now_ns: int, seen: l
         else "nothing"
     )
     return f"({len(loaded.traces)} files) {''.join('-+'[held] for held in right)} {said}"
+
+
+def count(marks: list[str]) -> dict[str, int]:
+    """Of the marks of `judged`: how often each was right."""
+    found = {
+        name: sum(mark[place] == "+" for mark in marks)
+        for place, name in enumerate(("rank", "cause", "line"))
+    }
+    return {"jobs": len(marks), **found, "rank and line": sum(mark[0] == mark[2] == "+" for mark in marks)}
 
 
 def position(folder: Path, processes: int) -> tuple[object, ...] | None:
@@ -281,6 +295,15 @@ def main() -> int:
                 with tarfile.open(path) as part:
                     for member in part:
                         whole.addfile(member, part.extractfile(member))
+        rows = {path.stem: json.loads(path.read_text()) for path in Path(name).glob("*.json")}
+    numbers = {
+        kind: count([row[kind] for row in rows.values() if kind in row]) for kind in ("boxes", "dumps")
+    }
+    enough = numbers["boxes"]["rank and line"] >= 0.95 * len(cases)
+    claim = f"rank and line named in 95 % of {len(cases)} hangs"
+    print(f"{'PASS' if enough else 'FAIL'}  {claim}  {json.dumps(numbers)}")
+    found = {"verdicts": {claim: enough}, "numbers": {**numbers, "jobs": rows}}
+    (out / "gpu_hangs.json").write_text(json.dumps(found, indent=1))
     print(f"{len(tars)} of {len(cases)} jobs in {time.monotonic() - began:.0f} s; {out / 'hangs.tar.gz'}")
     return 0
 

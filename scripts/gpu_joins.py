@@ -1,8 +1,9 @@
-"""Replicas that die at bad moments on one GPU: while they join, two shortly after each other, and at random (storm).
+"""Replicas that die at bad moments on one GPU: while they join, two shortly after each other, at random (storm), and one after
+the other under `allranks run --replicas 4`, which starts them again (kills).
 
-    gpu_joins.py OUT [--cpu] [--seconds 150] [--seed 1] [--only joins|pairs|storm]
+    gpu_joins.py OUT [--cpu] [--seconds 150] [--count N] [--seed 1] [--only joins|pairs|storm|kills]
 
-The storm kills one of five replicas every 3 s on average, in 15 % of cases two at once, whatever they do at that moment. No gap
+A part ends after --seconds, or after --count kills. Each kill is a line in OUT/PART.jsonl as it is made. The storm kills one of five replicas every 3 s on average, in 15 % of cases two at once, whatever they do at that moment. No gap
 between commits may be longer than 2 s, no replica may end by itself, and all must hold equal bits at the end.
 
 Replacements are started ahead and wait, so that a kill costs seconds. Survivors that commit nothing for 2.5 s are looked
@@ -25,7 +26,7 @@ import time
 from pathlib import Path
 
 import gpu_manager
-from gpu_replicas import LighthouseProcess, Replica, say
+from gpu_replicas import SHARED_GPU, LighthouseProcess, Replica, say
 
 CARRY = Path(__file__).parent.parent / "carry"
 SURVIVORS = ("r0", "r2")
@@ -46,14 +47,23 @@ def worker(name: str, out: Path) -> None:
     gpu_manager.worker(name, wait)
 
 
+def worker_under_run(out: Path) -> None:
+    """gpu_manager's training as a replica of `allranks run`."""
+    name = os.environ["ALLRANKS_REPLICA"]
+    os.environ["NCCL_HOSTID"] = name
+    gpu_manager.OUT = out
+    gpu_manager.worker(name)
+
+
 class Crew:
     """The replicas of one run, and their replacements."""
 
     def __init__(self, out: Path, names: tuple[str, ...], doomed: tuple[str, ...]) -> None:
+        (out / "stop").unlink(missing_ok=True)
         self.out, self._over = out, threading.Event()
         self.lighthouse = LighthouseProcess(out)
         self.replicas = {name: self._start(name) for name in names}
-        self.waiting = {name: [self._start(name) for _ in range(6 // len(doomed))] for name in doomed}
+        self.waiting = {name: [self._start(name) for _ in range(max(2, 6 // len(doomed)))] for name in doomed}
 
     def begin(self) -> None:
         """Returns when all train together."""
@@ -154,47 +164,179 @@ def kill_pair(crew: Crew, chance: random.Random) -> float:
     return took
 
 
+def note(out: Path, part: str, **row: object) -> None:
+    """One line of OUT/PART.jsonl, also on the screen."""
+    text = json.dumps(row)
+    with open(out / f"{part}.jsonl", "a") as file:
+        file.write(text + "\n")
+    print(part, text, flush=True)
+
+
+def gaps_of(commits: list[float]) -> list[float]:
+    """Between any two commits that follow each other, whoever made them; the longest first."""
+    found = [round(b - a, 3) for a, b in itertools.pairwise(sorted(commits))]
+    return sorted(found, reverse=True)
+
+
 def storm(out: Path, seconds: float, seed: int) -> tuple[dict[str, bool], list[float]]:
     """Five replicas under random kills: the claims, and the gaps of more than half a second between any two commits."""
-    (out / "stop").unlink(missing_ok=True)
     names = tuple(f"r{number}" for number in range(5))
-    crew, chance = Crew(out, names, ("r0", "r1", "r2", "r3", "r4")), random.Random(seed)
-    everyone, kills, alone = list(crew.replicas.values()), 0, []
+    crew, chance = Crew(out, names, names), random.Random(seed)
+    everyone, kills, alone, error = list(crew.replicas.values()), 0, dict[str, str](), ""
+    ends: set[tuple[str, ...]] = set()
+    began = ended = time.monotonic()
     try:
         crew.begin()
         began = time.monotonic()
         while time.monotonic() < began + seconds:
             time.sleep(chance.expovariate(1 / 3.0))
-            alone += [name for name, one in crew.replicas.items() if one.process.poll() is not None]
-            for name in chance.sample(names, 2 if chance.random() < 0.15 else 1):
+            doomed = chance.sample(names, 2 if chance.random() < 0.15 else 1)
+            alone |= {
+                n: one.errors()[-1500:] for n, one in crew.replicas.items() if one.process.poll() is not None
+            }
+            for name in doomed:
                 crew.kill(name)
+            for name in doomed:
                 kills += 1
                 everyone.append(crew.replace(name))
-        crew.wait_for_all(time.monotonic())
+            note(
+                out,
+                "storm",
+                at=round(time.monotonic() - began, 2),
+                killed=doomed,
+                kills=kills,
+                ended=sorted(alone),
+            )
+        ended = time.monotonic()
+        crew.wait_for_all(ended)
         ended = time.monotonic()
         (out / "stop").touch()
         for one in crew.replicas.values():
             one.process.wait(60)
-        ends = {
-            tuple(event[2::2])
-            for one in crew.replicas.values()
-            for event in one.events()
-            if event[1] == "done"
-        }
+        done = [event for one in crew.replicas.values() for event in one.events() if event[1] == "done"]
+        ends = {tuple(event[2::2]) for event in done}
+    except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as failure:
+        error, ended = str(failure)[-3000:], time.monotonic()
     finally:
         crew.close()
-    commits = sorted(at for one in everyone for at in one.commits() if began <= at <= ended)
-    gaps = sorted((round(b - a, 3) for a, b in itertools.pairwise(commits)), reverse=True)
-    print(
-        f"storm: {kills} kills, {len(commits)} commits, longest gaps {gaps[:8]}, ended by themselves {alone}",
-        flush=True,
-    )
+    gaps = gaps_of([at for one in everyone for at in one.commits() if began <= at <= ended])
+    note(
+        out, "storm", kills=kills, seconds=round(ended - began, 1), commits=len(gaps) + 1, longest_gaps=gaps[:12],
+        ended_by_themselves=alone, ends=sorted(ends), error=error,
+    )  # fmt: skip
     verdicts = {
-        "storm: no gap above 2 s": gaps[0] <= 2.0,
-        "storm: no replica ended by itself": not alone,
+        "storm: no gap above 2 s": bool(gaps) and gaps[0] <= 2.0,
+        "storm: no replica ended by itself": not alone and not error,
         "storm: equal bits": len(ends) == 1,
     }
     return verdicts, [gap for gap in gaps if gap > 0.5]
+
+
+class Run:
+    """`allranks run --replicas 4`; its ranks tell what they do in files."""
+
+    SIZE = 4
+
+    def __init__(self, out: Path) -> None:
+        (out / "stop").unlink(missing_ok=True)
+        self.events = out / "events"
+        self.events.mkdir()
+        script = [__file__, "worker-under-run", str(out), *(["--cpu"] if gpu_manager.CPU else [])]
+        words = [
+            "--replicas",
+            str(self.SIZE),
+            "--max-restarts",
+            "1000",
+            "--incidents",
+            str(out / "incidents"),
+            *script,
+        ]
+        environment = {**os.environ, **SHARED_GPU, "EVENTS": str(self.events)}
+        with open(out / "run.log", "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "allranks", "run", *words],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=out,
+            )
+
+    def rows(self) -> list[tuple[float, str, int, int, str]]:
+        """(when, what, members, process, extra) of everybody, in order."""
+        found = []
+        for path in self.events.glob("*.log"):
+            pid = int(path.stem.rpartition("-")[2])
+            for line in path.read_text().splitlines():
+                if line.count(" ") == 4:
+                    at, kind, _, members, extra = line.split()
+                    found.append((float(at), kind, int(members), pid, extra))
+        return sorted(found)
+
+    def wait_for_all(self, after: float) -> list[int]:
+        """Until all train together; their processes."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            rows = self.rows()
+            pids = {
+                pid
+                for at, kind, members, pid, _ in rows
+                if at > after and kind == "commit" and members == self.SIZE
+            }
+            if len(pids) == self.SIZE:
+                return sorted(pids)
+            if self.process.poll() is not None:
+                raise RuntimeError(f"allranks run ended with {self.process.returncode}")
+            time.sleep(0.05)
+        raise TimeoutError(f"not all train together after {LIMIT_S} s")
+
+
+def kills_under_run(out: Path, seconds: float, count: int, seed: int) -> tuple[dict[str, bool], list[float]]:
+    """One of four is killed, then the next when all train together again: the claims, and the longest gap after each kill."""
+    run, chance, took, ends, error = Run(out), random.Random(seed), list[float](), set[str](), ""
+    began = time.monotonic()
+    try:
+        pids = run.wait_for_all(0.0)
+        while len(took) < count and time.monotonic() < began + seconds:
+            time.sleep(chance.uniform(0.5, 1.5))
+            at = time.monotonic()
+            os.kill(chance.choice(pids), 9)
+            pids = run.wait_for_all(time.monotonic())
+            took.append(
+                gaps_of([row[0] for row in run.rows() if row[1] == "commit" and row[0] > at - 0.5])[0]
+            )
+            note(
+                out,
+                "kills",
+                number=len(took),
+                longest_gap_s=took[-1],
+                until_all_train_s=round(time.monotonic() - at, 2),
+            )
+        (out / "stop").touch()
+        code = run.process.wait(60)
+        ends = {row[4] for row in run.rows() if row[1] == "done"}
+    except (RuntimeError, TimeoutError, subprocess.TimeoutExpired, OSError) as failure:
+        error, code = str(failure), -1
+    finally:
+        run.process.terminate()
+        try:
+            run.process.wait(20)
+        except subprocess.TimeoutExpired:
+            run.process.kill()
+    note(
+        out,
+        "kills",
+        kills=len(took),
+        gaps=sorted(took, reverse=True),
+        ends=sorted(ends),
+        code=code,
+        error=error,
+    )
+    verdicts = {
+        f"kills: {count} under `allranks run --replicas 4`": len(took) == count and not error,
+        "kills: no gap above 1 s": bool(took) and max(took) <= 1.0,
+        "kills: equal bits": len(ends) == 1 and code == 0,
+    }
+    return verdicts, took
 
 
 RUNS = {
@@ -209,7 +351,8 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=[*RUNS, "storm"], default=None)
+    parser.add_argument("--count", type=int, default=1 << 30)
+    parser.add_argument("--only", choices=[*RUNS, "storm", "kills"], default=None)
     args = parser.parse_args()
     verdicts: dict[str, bool] = {}
     numbers: dict[str, list[float]] = {}
@@ -221,17 +364,20 @@ def main() -> int:
         try:
             crew.begin()
             end = time.monotonic() + args.seconds
-            while time.monotonic() < end:
+            while time.monotonic() < end and len(took) < args.count:
                 took.append(round(kill(crew, chance), 3))
-                print(f"{name} {len(took)}: {took[-1]} s", flush=True)
+                note(args.out, name, number=len(took), seconds=took[-1])
         except (RuntimeError, TimeoutError) as error:
             print(str(error)[-3000:])
             took.append(LIMIT_S)
         finally:
             crew.close()
-        verdicts[f"{name}: the others went on within 5 s"] = bool(took) and max(took) < 5
+        verdicts[f"{name}: the others continued within 2 s"] = bool(took) and max(took) < 2
     if args.only in (None, "storm"):
         found, numbers["storm"] = storm(args.out, args.seconds, args.seed)
+        verdicts |= found
+    if args.only in (None, "kills"):
+        found, numbers["kills"] = kills_under_run(args.out, args.seconds, min(args.count, 20), args.seed)
         verdicts |= found
     for claim, holds in verdicts.items():
         print(f"{'PASS' if holds else 'FAIL'}  {claim}")
@@ -246,5 +392,7 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         worker(sys.argv[2], Path(sys.argv[3]))
+    elif sys.argv[1:2] == ["worker-under-run"]:
+        worker_under_run(Path(sys.argv[2]))
     else:
         sys.exit(main())
