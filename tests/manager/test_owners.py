@@ -116,10 +116,12 @@ def play(seed: int) -> dict[str, object]:
     """One try: a second process of a name is started while something happens to the first, then all is mended."""
     choose = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
+    presume_dead_s = choose.choice((2.0, 3.0, 5.0))
     options = Options(
-        heartbeat_timeout_s=1.0, presume_dead_s=choose.choice((2.0, 3.0, 5.0)), join_timeout_s=1.0
+        heartbeat_timeout_s=1.0, presume_dead_s=presume_dead_s, join_timeout_s=1.0, start_grace_s=1.5
     )
-    others = ("a", "c")[: choose.randint(0, 2)]
+    # a new lighthouse without etcd knows of the first process only what the other members tell it
+    others = ("a", "c")[: choose.randint(int(kind == "lighthouse"), 2)]
     pauses = [choose.uniform(0.2, options.presume_dead_s + 1.0) for _ in range(2)]
     with LighthouseProcess(options) as lighthouse:
         relay = Relay(lighthouse.address)
