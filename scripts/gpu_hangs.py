@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "examples" / "hangs")]
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "examples" / "hangs")]
 import gallery  # noqa: E402
 
 from allranks.launch.rank_entry import die_with_parent  # noqa: E402
@@ -215,7 +215,8 @@ def work(cases: list[tuple[gallery.Truth, str]], backend: str, archive: Path, en
 
 def pack(archive: Path, target: Path) -> None:
     """Each job that got as far as a call as one small archive: what tests/diagnose/nccl_hangs holds."""
-    from allranks.blackbox.file_writer import box_bytes
+    from tests.box_files import box_bytes
+
     from allranks.blackbox.reader import read_trace
 
     target.mkdir(parents=True, exist_ok=True)

@@ -202,17 +202,17 @@ def _only_one_is_whole(rank: int, world_size: int, folder: str) -> Any:
         if rank == 1:
             flip(Path(folder) / "1" / "checkpoint_step_00000001" / "rank-00001.safetensors", -1)
         train_step(model, optimizer, 2)
-        before = create_checkpoint_state(2, model, optimizer).cpu_copy()
         manager.group.gather("the damage is done")
-        with pytest.raises(CheckpointLoadError, match=r"(?s)every checkpoint is bad.*as they were"):
-            manager.restore(model, optimizer, check_first=True)
-        return same(create_checkpoint_state(2, model, optimizer).model_state_dict, before.model_state_dict)
+        with pytest.raises(CheckpointLoadError) as caught:
+            manager.restore(model, optimizer)
+        return str(caught.value)
 
 
-def test_no_rank_changes_its_model_when_another_ranks_only_copy_is_damaged(tmp_path: Path) -> None:
-    """The rank whose bytes were all right must not be left with another step than the others."""
+def test_all_ranks_are_told_when_another_ranks_only_copy_is_damaged(tmp_path: Path) -> None:
+    """The rank whose bytes were all right must not train on with another step than the others."""
     with Ranks(_only_one_is_whole, 2, (str(tmp_path),)) as ranks:
-        assert ranks.values(timeout_s=90) == [True, True]
+        for said in ranks.values(timeout_s=90):
+            assert "every checkpoint is bad" in said and "THE MODEL HOLDS PARTS OF STEP 1" in said
 
 
 def _disagree(rank: int, world_size: int, folder: str) -> str:

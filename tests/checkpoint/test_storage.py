@@ -189,11 +189,8 @@ def _damage_last_tensor(folder: Path, step: int) -> None:
     flip(folder / name / "rank-00000.safetensors", max(parts, key=lambda stored: stored.start).start)
 
 
-@pytest.mark.parametrize("check_first", [True, False])
-def test_a_restore_that_finds_nothing_good_says_what_the_model_holds(
-    tmp_path: Path, check_first: bool
-) -> None:
-    """With check_first not one tensor before the damaged one may have been touched; without, the error says so."""
+def test_a_restore_that_finds_nothing_good_says_what_the_model_holds(tmp_path: Path) -> None:
+    """Tensors before the damaged one have been read into the model."""
     model, optimizer = make_job(seed=1)
     config = CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0)
     with CheckpointManager(config) as manager:
@@ -201,20 +198,11 @@ def test_a_restore_that_finds_nothing_good_says_what_the_model_holds(
         assert manager.wait_for_pending_saves()
         _damage_last_tensor(tmp_path, 3)
         train_step(model, optimizer, 4)
-        before = create_checkpoint_state(4, model, optimizer).cpu_copy()
-        text = "Model and optimizer are as they were" if check_first else "THE MODEL HOLDS PARTS OF STEP 3"
-        with pytest.raises(CheckpointLoadError, match=text):
-            manager.restore(model, optimizer, check_first=check_first)
-    after = create_checkpoint_state(4, model, optimizer)
-    assert same(after.model_state_dict, before.model_state_dict) is check_first
-    if check_first:
-        assert same(after.optimizer_state_dict, before.optimizer_state_dict)
+        with pytest.raises(CheckpointLoadError, match="THE MODEL HOLDS PARTS OF STEP 3"):
+            manager.restore(model, optimizer)
 
 
-@pytest.mark.parametrize("check_first", [True, False])
-def test_nothing_of_a_damaged_checkpoint_is_left_when_the_older_one_is_good(
-    tmp_path: Path, check_first: bool
-) -> None:
+def test_nothing_of_a_damaged_checkpoint_is_left_when_the_older_one_is_good(tmp_path: Path) -> None:
     """The newest is damaged at its end: model and optimizer hold the older one, bit for bit."""
     model, optimizer = make_job(seed=1)
     config = CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0)
@@ -225,7 +213,7 @@ def test_nothing_of_a_damaged_checkpoint_is_left_when_the_older_one_is_good(
             train_step(model, optimizer, step)
         assert manager.wait_for_pending_saves()
         _damage_last_tensor(tmp_path, 2)
-        state = manager.restore(model, optimizer, check_first=check_first)
+        state = manager.restore(model, optimizer)
     assert state is not None and state.step == 1
     assert same_state(create_checkpoint_state(1, model, optimizer), older)
 

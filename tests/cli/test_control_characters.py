@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.box_files import box_bytes
 from tests.load.test_blackbox import make_trace
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import main
 
 ESCAPE = "\x1b]0;owned\x07"

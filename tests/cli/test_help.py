@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.box_files import box_bytes
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import COMMANDS, main, make_parser
 from allranks.cli.catalog import EXAMPLES, GROUPS
 from allranks.cli.status import render

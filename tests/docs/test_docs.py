@@ -205,7 +205,8 @@ def test_a_shown_command_that_needs_only_dumps_runs(
 def _room(folder: Path) -> None:
     """What the examples of the help name: a job file, texts, a box, and a store of checkpoints."""
 
-    from allranks.blackbox.file_writer import box_bytes
+    from tests.box_files import box_bytes
+
     from allranks.checkpoint import NVMeBackend
     from checkpoint.jobs import make_state
     from pages.gallery import make_traces

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.box_files import box_bytes
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.header import HEADER_BYTES
 from allranks.blackbox.layout import HEADER, Item, packed_ranks
 from allranks.blackbox.reader import BytesFile, read_box

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.box_files import box_bytes
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import HEADER
 from allranks.blackbox.reader import BytesFile, read_box
 from allranks.blackbox.tables import HeapCache, Tables

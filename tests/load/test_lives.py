@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.box_files import box_bytes
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import file_name
 from allranks.blackbox.reader import read_trace
 from allranks.load import LoadOptions, load_paths

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.box_files import box_bytes
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.blackbox.layout import file_name
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.box_files import box_bytes
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import main
 from allranks.diagnosis import verdict
 from allranks.load import LoadOptions, load_paths

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.box_files import box_bytes
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load import parallel as parallel_module
 from allranks.load import reading as share_module

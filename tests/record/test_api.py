@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -154,12 +153,12 @@ def test_a_rank_that_the_environment_does_not_tell_is_learnt_from_the_first_grou
 def test_settings_of_a_wrong_type_are_converted_or_ignored_with_a_warning(tmp_path: Path) -> None:
     """record() never raises for a setting: each bad one is named with its value, and the others are used."""
     given: dict[str, Any] = {
-        "folder": str(tmp_path), "capacity": "64", "stack_depth": 4.0, "poll_s": 1, "dump_on": "exit", "dump_signal": "USR2",
+        "folder": str(tmp_path), "capacity": "64", "stack_depth": 4.0, "poll_s": 1, "dump_on": "exit",
         "job": 7, "heap_bytes": None, "rank": "first", "accelerate": "no", "world_size": 2.5, "color": "red", "attempt": True,
     }  # fmt: skip
     options, complaints = tolerant(given)
     assert (options.folder, options.capacity, options.stack_depth, options.poll_s) == (tmp_path, 64, 4, 1.0)
-    assert (options.dump_on, options.dump_signal) == (frozenset({"exit"}), signal.SIGUSR2)
+    assert options.dump_on == frozenset({"exit"})
     for name in ("job", "rank", "accelerate", "world_size", "color", "attempt"):
         assert len([text for text in complaints if f"record({name}=" in text or f"'{name}'" in text]) == 1
     assert len(complaints) == 6
@@ -167,7 +166,6 @@ def test_settings_of_a_wrong_type_are_converted_or_ignored_with_a_warning(tmp_pa
         ("capacity", 3),
         ("folder", 5),
         ("dump_on", {"lunch"}),
-        ("dump_signal", "LUNCH"),
         ("poll_s", 0),
     ):
         options, complaints = tolerant({name: bad})

@@ -292,7 +292,6 @@ def test_dumps_under_names_of_our_own_never_replace_one_another(folder: Path) ->
         ({"SLURM_JOB_ID": "7"}, "job", "7"),
         ({"ALLRANKS_ATTEMPT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, "attempt", 2),
         ({"ALLRANKS_RECORD": "0"}, "enabled", False),
-        ({"ALLRANKS_DUMP_SIGNAL": "USR2"}, "dump_signal", 12),
         (
             {"TORCHCOMM_FR_DUMP_TEMP_FILE": "/x", "TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME": "1"},
             "dump_whole_name",

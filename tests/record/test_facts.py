@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.box_files import box_bytes
 
 import allranks
-from allranks.blackbox.file_writer import Box, box_bytes
+from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ import allranks
 from allranks.blackbox.header import read_header
 from allranks.blackbox.reader import find_boxes
 from allranks.drill.ranks import Ranks
-from allranks.drill.ranks import signal as reached
 from allranks.recording.options import RecorderOptions
 from allranks.recording.recorder import Recorder
 
@@ -167,7 +165,7 @@ def test_spawned_workers_that_import_a_recording_script_do_nothing(folder: Path,
 
 def _under_signals(rank: int, world: int) -> tuple[int, int]:
     """Collectives while a timer interrupts at random instructions; the handler itself records."""
-    recorder = allranks.record(dump_signal=signal.SIGUSR2)
+    recorder = allranks.record()
     hits = 0
 
     def handler(number: int, frame: object) -> None:
@@ -195,35 +193,6 @@ def test_signals_at_any_instruction_neither_deadlock_nor_spoil_a_record(folder: 
         assert list(trace.calls["seq"]) == list(range(1001, 3001))
         assert trace.torn == 0
         assert trace.notes == ()
-    assert not (folder / "dumps").exists()  # other signals than the chosen one write none
-
-
-def _hang_and_catch(rank: int, world: int) -> None:
-    seen: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
-    recorder = allranks.record(dump_signal=signal.SIGUSR1)
-    dist.all_reduce(torch.ones(1))
-    reached("first")
-    if rank == 0:
-        dist.all_reduce(torch.ones(2))  # rank 1 joins only when it is told to
-    else:
-        deadline = time.monotonic() + 60
-        assert recorder.path is not None
-        while not list(recorder.path.parent.glob("dumps/signal.a0.1/rank_0")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        dist.all_reduce(torch.ones(2))
-    if rank == 0:
-        assert seen == [signal.SIGUSR1]  # the program's own handler ran too, once Python got to run
-
-
-def test_a_signal_writes_a_dump_even_while_the_rank_hangs_in_cpp(folder: Path) -> None:
-    """And the handler that the program had installed still runs."""
-    with Ranks(_hang_and_catch, 2) as ranks:
-        ranks.wait_for("first")
-        ranks.kill(0, signal.SIGUSR1)
-        ranks.values(timeout_s=80)
-    assert (folder / "dumps" / "signal.a0.1" / "rank_0").exists()
 
 
 def test_a_process_without_a_group_records_and_exits_cleanly(folder: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.box_files import box_bytes
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.cli import main
 from allranks.diagnosis import diagnose
 from allranks.report import chrome_trace, perfetto

@@ -28,9 +28,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from tests.box_files import box_bytes
 from tests.load.test_blackbox import make_trace
 
-from allranks.blackbox.file_writer import box_bytes
 from allranks.channel.frames import JSON, BadFrame, read_object, take_frames
 from allranks.checkpoint.manifest import (
     DataFile,

@@ -77,11 +77,6 @@ def checksum(data: bytes | memoryview, algorithm: str) -> str:
     return hasher.hexdigest()
 
 
-def again(scratch: memoryview, length: int) -> Iterable[memoryview]:
-    """The same buffer as often as it takes to see `length` bytes; the last time only a part of it."""
-    return (scratch[: min(left, len(scratch))] for left in range(length, 0, -len(scratch)))
-
-
 T = TypeVar("T")
 
 
@@ -90,14 +85,13 @@ def cores() -> int:
     return max(2, min(8, len(os.sched_getaffinity(0))))
 
 
-def in_threads(count: int, items: Iterable[T], worker: Callable[[], Callable[[T], None]]) -> None:
-    """Acts on every item, in their order, with a worker for each of a few threads; raises the first error."""
+def in_threads(count: int, items: Iterable[T], act: Callable[[T], None]) -> None:
+    """Acts on every item, in their order, in a few threads; raises the first error."""
     left = list(items)
     left.reverse()
     errors: list[BaseException] = []
 
     def work() -> None:
-        act = worker()
         while not errors:
             try:
                 item = left.pop()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from allranks.checkpoint.checksum import READ_BYTES, cores, in_threads
+from allranks.checkpoint.checksum import cores, in_threads
 from allranks.checkpoint.manifest import Index, Manifest, Part, StoredShard, encode_manifest, lay_out
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
 from allranks.checkpoint.save.writer import data_file, part_file, write_index
@@ -61,31 +61,25 @@ def shard_bytes(checkpoint: Opened) -> int:
 def _verify(checkpoint: Opened) -> Verified:
     shards, bad = list(checkpoint.shards()), _damaged_files(checkpoint)
     found: dict[int, str] = {}
-    whole = [(number, shard) for number, shard in enumerate(shards) if shard[1].file not in bad]
 
-    def verifier() -> Callable[[tuple[int, tuple[Index, StoredShard]]], None]:
-        """Checks one shard after the other and notes what is wrong. One per thread."""
-        scratch = memoryview(bytearray(READ_BYTES))
+    def verify(numbered: tuple[int, tuple[Index, StoredShard]]) -> None:
+        number, (index, stored) = numbered
+        try:
+            checkpoint.check_shard(index, stored)
+        except CheckpointDamaged as error:
+            found[number] = error.reason
+        except OSError as error:
+            found[number] = f"{stored.file}: {reason_of(error)}"
 
-        def verify(numbered: tuple[int, tuple[Index, StoredShard]]) -> None:
-            number, (index, stored) = numbered
-            try:
-                if checkpoint.source(stored.file).wide_reads:
-                    checkpoint.read_shard(index, stored, memoryview(bytearray(stored.shard.bytes)))
-                else:
-                    checkpoint.check_run([(index, stored)], scratch)
-            except CheckpointDamaged as error:
-                found[number] = error.reason
-            except OSError as error:
-                found[number] = f"{stored.file}: {reason_of(error)}"
-
-        return verify
-
-    in_threads(cores(), whole, verifier)
+    in_threads(cores(), [one for one in enumerate(shards) if one[1][1].file not in bad], verify)
     problems = [*bad.values(), *(found[number] for number in sorted(found))]
-    total = sum(stored.shard.bytes for _, stored in shards)
-    step, different = checkpoint.manifest.step, tuple(dict.fromkeys(problems))
-    return Verified(checkpoint.path, step, len(shards), total, different)
+    return Verified(
+        checkpoint.path,
+        checkpoint.manifest.step,
+        len(shards),
+        shard_bytes(checkpoint),
+        tuple(dict.fromkeys(problems)),
+    )
 
 
 def _damaged_files(checkpoint: Opened) -> dict[str, str]:

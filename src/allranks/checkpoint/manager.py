@@ -277,7 +277,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         tier: CheckpointTier | None = None,
         strict: bool = True,
         restore_rng: bool = True,
-        check_first: bool = False,
         missing_ok: bool = True,
     ) -> CheckpointState | None:
         """Loads the newest checkpoint straight into model and optimizer, each rank only its own shards.
@@ -285,15 +284,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         Returns the state (tensors are the live ones), or None when every tier answered that it is empty (with
         `missing_ok=False` that is an error, too). A tier that may hold something newer and cannot be read raises
         CheckpointUnreachable on all ranks; damaged ones alone raise at every start. Every byte is checked as it is
-        read; of a bad one nothing is kept, since the next older one is read over it. If all are bad, CheckpointLoadError says whether the model holds parts of one. With `check_first` it never does: everything
-        is read twice, and changes only when every byte that every rank needs was found right.
+        read; of a bad one nothing is kept, since the next older one is read over it. If all are bad, CheckpointLoadError
+        says whether the model holds parts of one.
         """
         self._settle()
         self._last = None  # the model is no longer what that step left
         start_fresh(self.places, os.environ)
         loader = self._loader(tier, missing_ok)
         with during("restoring"):
-            state = loader.load_newest(Live(unwrap(model), optimizer, lr_scheduler, strict, check_first))
+            state = loader.load_newest(Live(unwrap(model), optimizer, lr_scheduler, strict))
         self.restored_from = CheckpointTier[loader.taken.tier] if loader.taken is not None else None
         if state is not None and restore_rng:
             restore_rng_states(state.rng_states)

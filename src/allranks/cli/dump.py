@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--format",
         choices=("box", "pickle", "json"),
-        help="a black box, or PyTorch's dump formats (default: by the ending of -o, else box)",
+        help="a copy of the black box (of a job), or PyTorch's dump formats (default: by the ending of -o, else box for jobs and pickle for files)",
     )
     add("--active", action="store_true", help="pickle and json: only calls that are not finished")
     add("--all-attempts", action="store_true", help="also ranks of earlier attempts")

@@ -42,7 +42,9 @@ def convert(args: argparse.Namespace) -> int:
     from allranks.model.files import write_atomically
 
     output = Path(args.output or f"allranks-dump-{Path(args.paths[0]).stem}")
-    form = args.format or ENDINGS.get(output.suffix.lower()) or "box"
+    form = args.format or ENDINGS.get(output.suffix.lower()) or "pickle"
+    if form == "box":
+        raise InputError("files cannot be made into black boxes", hint="Use --format pickle or json.")
     result = load_paths(args.paths, LoadOptions(number_unknown=True))
     one_file = len(result.traces) == 1 and output.suffix.lower() in ENDINGS and not output.is_dir()
     written = []
@@ -64,10 +66,6 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def _encode(trace: RankTrace, form: str, completed: bool) -> bytes:
-    if form == "box":
-        from allranks.blackbox.file_writer import box_bytes
-
-        return box_bytes(trace)
     from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 
     if form == "pickle":
@@ -77,12 +75,7 @@ def _encode(trace: RankTrace, form: str, completed: bool) -> bytes:
 
 def _file_name(trace: RankTrace, form: str) -> str:
     """The name under which torch's tools and ours find the rank."""
-    from allranks.blackbox.layout import file_name
-
-    rank = trace.header.rank or 0
-    if form == "box":
-        return file_name(trace.header.job, trace.header.attempt, rank, trace.header.pid)
-    return f"trace_{rank}" + (".json" if form == "json" else "")
+    return f"trace_{trace.header.rank or 0}" + (".json" if form == "json" else "")
 
 
 def describe(trace: RankTrace, last: int = 0) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from allranks.errors import ConfigurationError, DistributedSetupError, InputError
-from allranks.model.options import option
+from allranks.model.options import check_options, option
 
 _REQUIRED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _DEFAULT_TIMEOUT_S = 600.0
@@ -232,14 +232,11 @@ class ElasticTrainingConfig:
     max_restarts: int = option(100, "of the job's ranks", at_least=0)
 
     def __post_init__(self) -> None:
-        if self.min_nodes < 1:
-            raise ConfigurationError(f"min_nodes must be >= 1 (got {self.min_nodes})", "elastic.min_nodes")
+        check_options(self)
         if self.min_nodes > self.max_nodes:
-            raise ConfigurationError(
-                f"min_nodes cannot exceed max_nodes ({self.min_nodes} > {self.max_nodes})",
-                "elastic.min_nodes",
-            )
-        if self.heartbeat_interval <= 0 or self.heartbeat_timeout < 2 * self.heartbeat_interval:
+            text = f"min_nodes cannot exceed max_nodes ({self.min_nodes} > {self.max_nodes})"
+            raise ConfigurationError(text, "elastic.min_nodes")
+        if self.heartbeat_timeout < 2 * self.heartbeat_interval:
             raise ConfigurationError(
                 f"heartbeat_timeout ({self.heartbeat_timeout:g} s) must be at least twice "
                 f"heartbeat_interval ({self.heartbeat_interval:g} s)",

@@ -84,14 +84,13 @@ def check_options(options: Any, of: str = "") -> None:
         shown, what = value.value if isinstance(value, enum.Enum) else value, ""
         if meaning.choices and shown not in meaning.choices:
             what = f"is {shown!r}. Valid options: {list(meaning.choices)}"
-        elif not meaning.choices and not isinstance(value, str | tuple):
-            bound = _missed_bound(value, meaning)
-            what = f"({value}) must {bound}" if bound else ""
+        elif not meaning.choices and not isinstance(value, str | tuple) and (bound := missed(value, meaning)):
+            what = f"({value}) must {bound}"
         if what:
             raise ConfigurationError(f"{of}{key_of(one)} {what}", hint=meaning.help)
 
 
-def _missed_bound(value: Any, meaning: Meaning) -> str:
+def missed(value: Any, meaning: Meaning) -> str:
     """What the number must be and is not; "": it is within its bounds."""
     if meaning.above is not None and not value > meaning.above:
         return "be positive" if meaning.above == 0 else f"be above {meaning.above:g}"

@@ -1,9 +1,8 @@
 """YAML text → plain values with the line and column of every key, or what is wrong in plain words. Pure: text in, tree out.
 
 The scalar rules are those of YAML 1.2: `on`, `yes` and `12:30` are strings, `1e-4` is a number. Keys written
-twice are problems, not silently the last one. What the parser says is about grammar, what the user needs is the line to
-change: after a mistake the parser cannot go on, so every line is looked at for the mistakes that one glance can tell (tabs,
-`key:value`), and all of them are reported at once.
+twice are problems, not silently the last one. The parser stops at the first mistake, so every line is looked at for the two
+most usual ones (tabs, `key:value`), and all of them are reported at once.
 """
 
 from __future__ import annotations
@@ -45,27 +44,21 @@ class ConfigProblem(str):
 
 
 _NO_SPACE = re.compile(r"^(?P<indent>\s*(?:- +)?)(?P<key>[A-Za-z_][\w.-]*):(?P<value>[^\s:/\\].*)$")
-_UNQUOTED = re.compile(r"^\s*(?:- +)?(?P<key>[\w.-]+): +(?P<value>[^\"'\[{|>#\s].*:(?: .*|$))")
-_STARTS = {
-    "*": "an alias (*name)",
-    "&": "an anchor (&name)",
-    "!": "a tag (!name)",
-    "%": "a directive",
-    "@": "a reserved character",
-    "`": "a reserved character",
-}
 
 
-def explain(text: str, error: yaml.YAMLError) -> list[ConfigProblem]:
+def explain(text: str, error: yaml.MarkedYAMLError | yaml.reader.ReaderError) -> list[ConfigProblem]:
     """Every mistake found, first to last; at least one problem."""
-    lines = text.splitlines()
-    found = {problem.line: problem for problem in _obvious_mistakes(lines)}
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    if mark is None:
-        return [_unreadable(text, error), *found.values()]
-    if not {mark.line, mark.line + 1} & set(found):
-        problem = _at(lines, mark, error)
-        found[problem.line] = problem
+    found = {problem.line: problem for problem in _obvious_mistakes(text.splitlines())}
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+        message = f"the character {text[error.position : error.position + 1]!r} is not allowed"
+    else:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
+        message = ": ".join(filter(None, (error.context, error.problem)))
+    if not {line - 1, line} & set(found):
+        found[line] = ConfigProblem(f"not valid YAML: {message}", mark=(line, column))
     return [found[key] for key in sorted(found, key=lambda key: key or 0)]
 
 
@@ -88,79 +81,6 @@ def _obvious_mistakes(lines: list[str]) -> Iterator[ConfigProblem]:
             yield ConfigProblem(tab, mark=(number, indent.index("\t") + 1))
         elif match := _NO_SPACE.match(line):
             yield ConfigProblem(_write_space(match), mark=(number, match.start("value")))
-
-
-def _at(lines: list[str], mark: yaml.Mark, error: yaml.YAMLError) -> ConfigProblem:
-    """The mistake at the place where the parser stopped."""
-    line = lines[mark.line] if mark.line < len(lines) else ""
-    place = (mark.line + 1, mark.column + 1)
-    message = str(getattr(error, "problem", "") or error)
-    context = str(getattr(error, "context", "") or "")
-    if "\t" in line:
-        return ConfigProblem("a tab stands where YAML allows only spaces; replace it by spaces", mark=place)
-    scanning = "scanning" in context or "cannot start any token" in message or "undefined alias" in message
-    special = _special_character(line, mark.column) if scanning else ""
-    if special:
-        return ConfigProblem(special, mark=place)
-    if "mapping values are not allowed" in message:
-        return _extra_colon(lines, place)
-    for word, in_context, sentence, at_context in _GRAMMAR:
-        if word in (context if in_context else message):
-            began = getattr(error, "context_mark", None) if at_context else None
-            where = place if began is None else (began.line + 1, began.column + 1)
-            return ConfigProblem(sentence.format(message=message), mark=where)
-    return ConfigProblem(f"not valid YAML: {message}", mark=place)
-
-
-def _special_character(line: str, column: int) -> str:
-    """A value that begins with a character which means something in YAML; "" if this one does not."""
-    value = re.match(r"^\s*(?:- +)?([\w.-]+): +(\S.*)$", line)
-    start = value[2][0] if value else line[column : column + 1] or line.strip()[:1]
-    if start not in _STARTS:
-        return ""
-    quoted = f': "{hide_secrets(value[2].strip(), value[1])}"' if value else ""
-    return f"unquoted special character {start!r}: in YAML it starts {_STARTS[start]}; put the value in quotes{quoted}"
-
-
-_LINE_UP = (
-    "this line does not line up with the lines before it: keys of one section need the same indentation"
-)
-_SECOND = "the file holds more than one document: a line '---' starts a second one"
-#: (what the parser says, whether in its context, our sentence, whether the mistake is where its context began)
-_GRAMMAR = (
-    ("another document", False, _SECOND, False),
-    ("quoted scalar", True, "a quote opened here is never closed ({message})", True),
-    ("flow", True, "a bracket or brace opened here is never closed, or a comma is missing", True),
-    ("could not find expected ':'", False, "no colon after this key: write 'key: value'", True),
-    ("block", True, _LINE_UP, False),
-)
-
-
-def _extra_colon(lines: list[str], place: tuple[int, int]) -> ConfigProblem:
-    number = next((n for n in range(place[0] - 1, 0, -1) if lines[n - 1].strip()), 0)
-    before = lines[number - 1].rstrip() if number else ""
-    if re.fullmatch(r"\s*[\w.-]+", before):
-        name = before.strip()
-        return ConfigProblem(f"no colon after '{name}': write '{name}:'", mark=(number, len(before)))
-    text = "mapping values are not allowed here: "
-    if match := _UNQUOTED.match(lines[place[0] - 1]):
-        text += "the value has an unquoted special character ':'; "
-        text += f'quote it: {match["key"]}: "{hide_secrets(match["value"].strip(), match["key"])}"'
-    else:
-        text += "this line is indented deeper than the line before it, which already has a value; "
-        text += "or the line before lacks the space after its colon"
-    return ConfigProblem(text, mark=place)
-
-
-def _unreadable(text: str, error: yaml.YAMLError) -> ConfigProblem:
-    """A character that no YAML file may hold."""
-    position = getattr(error, "position", None)
-    if not isinstance(position, int):
-        return ConfigProblem(f"not valid YAML: {error}")
-    line = text.count("\n", 0, position) + 1
-    column = position - (text.rfind("\n", 0, position) + 1) + 1
-    bad = text[position : position + 1]
-    return ConfigProblem(f"the character {bad!r} is not allowed in YAML", mark=(line, column))
 
 
 KeyPath = tuple[str | int, ...]

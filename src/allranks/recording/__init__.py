@@ -44,47 +44,27 @@ _current: Recorder | None = None
 
 def record(
     *,
-    enabled: bool | None = None,
-    capacity: int | None = None,
-    heap_bytes: int | None = None,
-    stack_depth: int | None = None,
     folder: str | Path | None = None,
     job: str | None = None,
-    attempt: int | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    local_rank: int | None = None,
-    dump_prefix: str | None = None,
-    dump_whole_name: bool | None = None,
-    dump_on: Iterable[str] | None = None,
-    dump_signal: int | None = None,
-    poll_s: float | None = None,
-    accelerate: bool | None = None,
-    harvest: bool | None = None,
-    **unknown: object,
+    capacity: int | None = None,
+    stack_depth: int | None = None,
+    **more: object,
 ) -> Recorder:
-    """Starts this process's recorder, or returns the one that runs. What each argument means: RecorderOptions.
+    """Starts this process's recorder, or returns the one that runs. `more` are the other fields of RecorderOptions.
 
     Never stops a training: a full disk or an unwritable folder is one warning and recording is off; a setting that makes
     no sense is one warning and its default is used.
     `ALLRANKS_RECORD=0` turns it off; `ALLRANKS_RECORD=auto` (`allranks record`) starts it without a call.
     """
     global _current
-    given = locals()
-    if (
-        _current is not None
-        and _current.active_process
-        and _current.box is not None
-        and _current.writer is not None
-    ):
+    if _current is not None and _current.active:
         return _current
     from allranks.recording.options import tolerant
     from allranks.recording.recorder import Recorder
     from allranks.recording.writer import warn_once
 
-    options = {
-        name: value for name, value in (given | unknown).items() if value is not None and name != "unknown"
-    }
+    given = {"folder": folder, "job": job, "capacity": capacity, "stack_depth": stack_depth, **more}
+    options = {name: value for name, value in given.items() if value is not None}
     if _imported_by_spawn():
         options["enabled"] = False
     settings, complaints = tolerant(options)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from allranks.recording.recording_group import RecordingProxies
 
 #: Modules whose code runs under a collective.
-_NAMES = (
+_NAMES = [
     "hook",
     "guard",
     "setup_calls",
@@ -48,8 +48,8 @@ _NAMES = (
     "calls",
     "groups",
     "torch_internals",
-)
-OURS = (*(f"allranks.record.{name}" for name in _NAMES), "allranks.blackbox.file_writer")
+]
+OURS = (*(f"{__package__}.{name}" for name in _NAMES), "allranks.blackbox.file_writer")
 P2P_OPS = frozenset({"send", "recv"})
 BATCH = "coalesced"  # what the row of a whole batch is called
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call

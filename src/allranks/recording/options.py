@@ -39,7 +39,7 @@ class RecorderOptions:
     dump_prefix: str = ""  # "" = next to the black box; else PREFIX + rank, as torch names its dumps
     dump_whole_name: bool = False  # the prefix is the whole file name (…DYNAMIC_FILE_NAME=1)
     dump_on: frozenset[str] = frozenset({"timeout", "exception"})  # of timeout, exception, exit
-    dump_signal: int | None = None  # a signal number that writes a dump, e.g. signal.SIGUSR2
+
     poll_s: float = 0.1  # how often the side thread looks for completed calls
     accelerate: bool = True  # use the part written in C when it was built
     harvest: bool = True  # dumps also take torch's own recorder when it is on
@@ -82,7 +82,6 @@ def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> 
         ),
         dump_on=_dump_on(values),
         accelerate=values.get("ALLRANKS_PURE_PYTHON", "0") != "1",
-        dump_signal=_signal(values.get("ALLRANKS_DUMP_SIGNAL", "")),
     )
     return replace(options, **{name: value for name, value in arguments.items() if value is not None})
 
@@ -111,8 +110,6 @@ def _as_declared(name: str, value: Any) -> Any:
         return Path(value)
     if name == "dump_on":
         return frozenset([value] if isinstance(value, str) else value)
-    if name == "dump_signal":
-        return value if isinstance(value, int) else _needed_signal(value)
     default = getattr(RecorderOptions, name)
     if isinstance(default, (bool, str)):
         if type(value) is not type(default):
@@ -121,13 +118,6 @@ def _as_declared(name: str, value: Any) -> Any:
     number = type(default)(value)
     if isinstance(value, bool) or number != float(value):
         raise TypeError(f"a {type(default).__name__} is expected")
-    return number
-
-
-def _needed_signal(text: Any) -> int:
-    number = _signal(text) if isinstance(text, str) else None
-    if number is None:
-        raise TypeError("the number or name of a signal is expected")
     return number
 
 
@@ -166,19 +156,6 @@ def _number(values: Mapping[str, str], *names: str, default: int) -> int:
         except ValueError:
             continue
     return default
-
-
-def _signal(text: str) -> int | None:
-    """A signal by number or name ("SIGUSR2", "USR2"); None when empty or unknown."""
-    import signal
-
-    if not text:
-        return None
-    if text.isdigit():
-        return int(text)
-    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
-    number = getattr(signal, name, None)
-    return int(number) if number is not None else None
 
 
 def fast(accelerate: bool) -> ModuleType | None:

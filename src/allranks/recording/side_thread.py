@@ -1,8 +1,8 @@
 """The side thread of a recorder, and how a process ends: exit, exception, signal, fork. Runs in the rank.
 
-The thread looks for completed calls a few times a second and writes the dumps that a signal asked for: a Python
-signal handler would never run while the main thread hangs in C++, so the C handler only wakes this thread.
+The thread looks for completed calls a few times a second.
 """
+# - _fork_handler _register_fork_handler
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import atexit
 import contextlib
 import os
 import re
-import select
-import signal
 import socket
 import sys
 import threading
@@ -53,25 +51,20 @@ class SideThread:
         self._told = ErrorGuard(
             lambda error: print(f"allranks: at the end of the program: {error!r}", file=sys.stderr)
         )
-        self._stop_read, self._stop_write = -1, -1
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._timeouts = 0
         self._dumped = threading.Event()  # the first dump of a timeout is on disk
         self._previous_hook: Any = None
-        self._previous_handler: Any = None
-        self._wakes_by_fd = False
 
     def start(self) -> None:
-        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         _recorders.add(self._recorder)
-        _register_fork_handler()
         assert self._recorder.writer is not None
         if "timeout" in self._recorder.options.dump_on:
             self._recorder.writer.on_timeout = self._timed_out
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
-        self._catch_signal()
         self._thread = threading.Thread(target=self._run, name="allranks-recorder", daemon=True)
         self._thread.start()
 
@@ -80,21 +73,16 @@ class SideThread:
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
-        self._release_signal()
+        self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            with contextlib.suppress(OSError):
-                os.write(self._stop_write, b"\xff")
             self._thread.join(timeout=5.0)
-        for fd in (self._stop_read, self._stop_write):
-            with contextlib.suppress(OSError):
-                os.close(fd)
         _recorders.discard(self._recorder)
 
     # -- thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._wait():
+            while not self._stopped.wait(self._recorder.options.poll_s):
                 writer = self._recorder.writer
                 if writer is None:
                     return
@@ -102,19 +90,6 @@ class SideThread:
         except Exception as error:  # a thread's entry
             if not sys.is_finalizing():
                 warn_once(f"the ends of some calls are recorded late: {error!r}; training continues")
-
-    def _wait(self) -> bool:
-        """Sleeps until the next round; writes a dump when a signal asked for one. False = stop."""
-        readable, _, _ = select.select([self._stop_read], [], [], self._recorder.options.poll_s)
-        if not readable:
-            return True
-        woken = os.read(self._stop_read, 64)
-        if b"\xff" in woken:
-            return False
-        number = self._recorder.options.dump_signal
-        if number is not None and number in woken:  # Python writes the number of every signal that it handles
-            self._dump("signal")
-        return True
 
     # -- exits --------------------------------------------------------------------------------------------------
 
@@ -166,37 +141,6 @@ class SideThread:
                 write_native(path, self._recorder.rank)
         except Exception as error:  # full disk, half-finished interpreter
             print(f"allranks: no dump on {reason}: {error}", file=sys.stderr)
-
-    # -- signal -------------------------------------------------------------------------------------------------
-
-    def _catch_signal(self) -> None:
-        """Lets the asked-for signal write a dump, after which a handler that was there before still runs."""
-        number = self._recorder.options.dump_signal
-        if number is None or threading.current_thread() is not threading.main_thread():
-            return
-        self._previous_handler = signal.signal(number, self._on_signal)
-        previous_fd = signal.set_wakeup_fd(self._stop_write, warn_on_full_buffer=False)
-        self._wakes_by_fd = previous_fd == -1
-        if not self._wakes_by_fd:
-            signal.set_wakeup_fd(previous_fd)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if not self._wakes_by_fd:
-            with contextlib.suppress(OSError):
-                os.write(self._stop_write, bytes([number]))
-        if callable(self._previous_handler):
-            self._previous_handler(number, frame)
-
-    def _release_signal(self) -> None:
-        number = self._recorder.options.dump_signal
-        if number is None or self._previous_handler is None:
-            return
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(number) == self._on_signal:
-            signal.signal(number, self._previous_handler)
-        if self._wakes_by_fd:
-            signal.set_wakeup_fd(-1)
 
 
 def user_line(at: TracebackType | FrameType | None) -> str:
@@ -251,18 +195,11 @@ def write_native(dump: Path, rank: int) -> None:
         write_atomically(folder / f"rank_{max(rank, 0)}", data)
 
 
-_fork_handler = False
-
-
-def _register_fork_handler() -> None:
-    global _fork_handler
-    if not _fork_handler:
-        _fork_handler = True
-        os.register_at_fork(after_in_child=_in_child)
-
-
 def _in_child() -> None:
     """A forked child (a DataLoader worker) records nothing into its parent's box."""
     for recorder in list(_recorders):
         recorder.abandon_in_child()
     _recorders.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

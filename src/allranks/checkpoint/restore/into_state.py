@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from allranks.checkpoint.manifest import Index
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
 from allranks.checkpoint.restore.tensor_reader import (
+    fill,
     new_targets,
-    prepare,
     reading_list,
     stored_dtype,
     targets_of,
@@ -28,16 +28,12 @@ from allranks.errors import CheckpointDamaged, CheckpointLoadError, CheckpointVa
 
 @dataclass(eq=False, repr=False)
 class Live:
-    """The parts of a job that a restore writes into, and how.
-
-    `check_first`: nothing is written before every byte was found right. `torn` while they hold a part of something.
-    """
+    """The parts of a job that a restore writes into, and how. `torn` while they hold a part of something."""
 
     model: torch.nn.Module  # without its wrappers
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: LRScheduler | None
     strict: bool
-    check_first: bool
     torn: bool = False
 
 
@@ -61,12 +57,12 @@ def read_state(checkpoint: Opened, rank: int) -> CheckpointState:
         names = [*tensor_names(common), *(name for part in own.values() for name in tensor_names(part))]
         targets = new_targets(checkpoint, names)
         state = _assemble(common, own, rank, {target.name: target.tensor for target in targets})
-    prepare(checkpoint, reading_list(checkpoint, targets)).finish()
+    fill(checkpoint, reading_list(checkpoint, targets))
     return state
 
 
 def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], CheckpointState]:
-    """Reads and checks this rank's chunks, with `check_first` without a change to any tensor of the model.
+    """Reads this rank's chunks into the live tensors, and checks them.
 
     Raises CheckpointValidationError (also CheckpointDamaged). Calling the result does the rest, and returns the
     state around the live tensors.
@@ -84,13 +80,11 @@ def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], Chec
         rest = new_targets(checkpoint, [*others, *private])
         tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
         state = _assemble(common, own, rank, tensors)
-    items = reading_list(checkpoint, [*targets_of(kept, live.check_first), *targets_of(new, False), *rest])
-    live.torn = not live.check_first
-    prepared = prepare(checkpoint, items)
+    items = reading_list(checkpoint, [*targets_of(kept), *targets_of(new), *rest])
+    live.torn = True
+    fill(checkpoint, items)
 
     def finish() -> CheckpointState:
-        live.torn = True
-        prepared.finish()
         _install(live, state)
         live.torn = False
         return state

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from allranks.checkpoint import checksum as checksums
 from allranks.checkpoint import manifest as manifests
@@ -18,8 +17,6 @@ from allranks.errors import CheckpointDamaged
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.
 REQUESTS = 8
 REQUEST_BYTES = 16 << 20
-MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
-T = TypeVar("T")
 
 
 @dataclass
@@ -88,24 +85,15 @@ class Opened:
         for index, stored, view in run:
             self.check(index, stored, view)
 
-    def check_run(
-        self, run: Sequence[tuple[manifests.Index, manifests.StoredShard]], scratch: memoryview
-    ) -> None:
-        """Reads neighbouring shards of one file through `scratch` and checks them: with one read if they fit in."""
-        first, last = run[0][1], run[-1][1]
-        length = last.start + last.shard.bytes - first.start
-        if length > len(scratch):
-            piece = scratch if self.source(first.file).wide_reads else scratch[: checksums.READ_BYTES]
-            for index, stored in run:
-                self._check_pieces(index, stored, checksums.again(piece, stored.shard.bytes))
-            return
-        with self._whole(last):
-            self.source(first.file).read_into(first.start, scratch[:length])
-        at = 0
-        for index, stored in run:
-            end = at + stored.shard.bytes
-            self.check(index, stored, scratch[at:end])
-            at = end
+    def check_shard(self, index: manifests.Index, stored: manifests.StoredShard) -> None:
+        """Reads a shard and keeps nothing of it; CheckpointDamaged names what is damaged."""
+        length = stored.shard.bytes
+        if self.source(stored.file).wide_reads:
+            self.read_shard(index, stored, memoryview(bytearray(length)))
+        else:
+            scratch = memoryview(bytearray(min(length, checksums.READ_BYTES)))
+            pieces = (scratch[: min(left, len(scratch))] for left in range(length, 0, -len(scratch) or -1))
+            self._check_pieces(index, stored, pieces)
 
     def check(self, index: manifests.Index, stored: manifests.StoredShard, view: memoryview) -> None:
         """Checks bytes that were read some other way."""
@@ -206,25 +194,6 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
         checkpoint = Opened(store, name, manifest, tuple(indexes), progress)
         stack.callback(checkpoint.close)
         yield checkpoint
-
-
-def neighbours(
-    items: Iterable[T], stored_of: Callable[[T], manifests.StoredShard], limit: int
-) -> list[list[T]]:
-    """Neighbouring shards of one file in runs of at most `limit` bytes (one shard may be longer)."""
-    runs: list[list[T]] = []
-    file, start, end = "", 0, -1  # of the run that grows
-    for item in items:
-        stored = stored_of(item)
-        stop = stored.start + stored.shard.bytes
-        follows = stored.start == end and stored.file == file
-        if follows and stop - start <= limit and len(runs[-1]) < MOST_IN_A_RUN:
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-            file, start = stored.file, stored.start
-        end = stop
-    return runs
 
 
 def _read_index(store: Store, name: str, part: manifests.Part) -> manifests.Index:

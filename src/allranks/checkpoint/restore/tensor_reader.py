@@ -4,18 +4,15 @@ First the reading list: which saved bytes make up the tensors a rank wants. Wher
 torch.distributed.checkpoint's own resharding decides which saved chunks overlap a wanted one, so any layout loads into any
 other.
 
-Everything goes straight into its tensor and is checked while it is in the core's cache. Targets that are `live` change
-only when everything is known to be right: what lies on a disk is read twice for that, through a small buffer to check
-it, then out of the page cache into the tensors (and checked again where it is no longer there); what comes over a
-network comes once, and waits in memory until all of it is there.
+Everything goes straight into its tensor and is checked while it is in the core's cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from allranks.checkpoint.checksum import TOGETHER_BYTES, cores, in_threads
 from allranks.checkpoint.manifest import Index, Shard, StoredShard
-from allranks.checkpoint.restore.opened_checkpoint import Opened, neighbours
+from allranks.checkpoint.restore.opened_checkpoint import Opened
 from allranks.checkpoint.save.plan import TORCH_DTYPES
 from allranks.checkpoint.stores import store_arguments
 from allranks.checkpoint.tensors import local_offsets, local_parts, memory_of, narrowed
@@ -36,15 +33,11 @@ from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 
 class FillTarget(NamedTuple):
-    """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor.
-
-    A `live` one must not change before everything is known to be right.
-    """
+    """A chunk to fill: `tensor` is its memory, `offsets` its place in the whole tensor."""
 
     name: str
     tensor: torch.Tensor
     offsets: tuple[int, ...]
-    live: bool = False
 
 
 class Region(NamedTuple):
@@ -57,14 +50,11 @@ class Region(NamedTuple):
 
 @dataclass(slots=True)
 class ReadItem:
-    """One stored shard to read, and where its content goes. `live`: some of it into a live target.
-
-    The whole of it goes to `direct`, a contiguous CPU tensor of its type, or else the `regions` that are wanted to
-    theirs."""
+    """One stored shard to read. The whole of it goes to `direct`, a contiguous CPU tensor of its type, or else the
+    `regions` that are wanted to theirs."""
 
     index: Index
     stored: StoredShard
-    live: bool
     direct: torch.Tensor | None = None
     regions: Sequence[Region] = ()
 
@@ -76,16 +66,16 @@ class ReadItem:
             region.view.copy_(narrowed(whole, region.offsets, region.lengths))
 
 
-def targets_of(tensors: Mapping[str, torch.Tensor], live: bool) -> list[FillTarget]:
+def targets_of(tensors: Mapping[str, torch.Tensor]) -> list[FillTarget]:
     """The local chunks of tensors (DTensor, ShardedTensor, plain), as DCP places them."""
     found = []
     for name, tensor in tensors.items():
         if type(tensor) is torch.Tensor and not tensor.requires_grad:  # the usual case, of thousands
-            found.append(FillTarget(name, tensor, (0,) * tensor.dim(), live))
+            found.append(FillTarget(name, tensor, (0,) * tensor.dim()))
             continue
         for part, offsets in zip(local_parts(tensor), local_offsets(tensor), strict=True):
             if part.numel() or tensor.numel() == 0:
-                found.append(FillTarget(name, part.detach(), offsets, live))
+                found.append(FillTarget(name, part.detach(), offsets))
     return found
 
 
@@ -133,31 +123,14 @@ def reading_list(checkpoint: Opened, targets: Sequence[FillTarget]) -> list[Read
     # by the stored shard, which the table holds once: several targets may need parts of it
     cut: dict[int, ReadItem] = {}
     for target in targets:
-        saved = table[target.name]
-        whole = _whole(saved, target)
-        if whole is not None:
-            items.append(whole)
-            continue
-        for index, stored, region in _regions(checkpoint, target, saved):
-            item = cut.get(id(stored))
-            if item is None:
-                cut[id(stored)] = ReadItem(index, stored, target.live, None, [region])
+        for index, stored, region in _regions(checkpoint, target, table[target.name]):
+            if region is None:
+                items.append(ReadItem(index, stored, target.tensor))
             else:
+                item = cut.setdefault(id(stored), ReadItem(index, stored))
                 item.regions = [*item.regions, region]
-                item.live = item.live or target.live
     items += cut.values()
     return sorted(items, key=lambda item: (item.stored.file, item.stored.start))
-
-
-def _whole(saved: list[tuple[Index, StoredShard]], target: FillTarget) -> ReadItem | None:
-    """The usual case: the chunk was saved as it is wanted, and goes into one piece of memory of the same type."""
-    tensor = target.tensor
-    for index, stored in saved:
-        shard = stored.shard
-        if shard.sizes == tensor.shape and shard.offsets == target.offsets:
-            fits = tensor.dtype == stored_dtype(shard) and tensor.is_cpu and tensor.is_contiguous()
-            return ReadItem(index, stored, target.live, tensor) if fits else None
-    return None
 
 
 def require(checkpoint: Opened, names: Iterable[str]) -> None:
@@ -188,12 +161,14 @@ def empty_for(shard: Shard, whole: bool = False) -> torch.Tensor:
 
 def _regions(
     checkpoint: Opened, target: FillTarget, stored: list[tuple[Index, StoredShard]]
-) -> list[tuple[Index, StoredShard, Region]]:
-    """The saved regions that make up a target."""
-    sizes: tuple[int, ...] = target.tensor.shape
+) -> list[tuple[Index, StoredShard, Region | None]]:
+    """The saved regions that make up a target; None: a whole shard, which can be read straight into it."""
+    tensor = target.tensor
+    sizes: tuple[int, ...] = tensor.shape
     for index, one in stored:  # the usual case: saved in the same layout
         if one.shard.offsets == target.offsets and one.shard.sizes == sizes:
-            return [(index, one, Region((0,) * len(sizes), sizes, target.tensor))]
+            fits = tensor.dtype == stored_dtype(one.shard) and tensor.is_cpu and tensor.is_contiguous()
+            return [(index, one, None if fits else Region((0,) * len(sizes), sizes, tensor))]
     shape = stored[0][1].shard.shape
     if len(shape) != len(sizes) or any(
         o + s > w for o, s, w in zip(target.offsets, sizes, shape, strict=True)
@@ -208,13 +183,13 @@ def _regions(
     ]
     saved = TensorStorageMetadata(TensorProperties(dtype=target.tensor.dtype), torch.Size(shape), chunks)
     local = ChunkStorageMetadata(torch.Size(target.offsets), torch.Size(sizes))
-    found = []
+    found: list[tuple[Index, StoredShard, Region | None]] = []
     by_offsets = {one.shard.offsets: (index, one) for index, one in stored}
     for item in create_read_items_for_chunk_list(target.name, saved, [local]):
         view = narrowed(target.tensor, item.dest_offsets, item.lengths)
         index, one = by_offsets[tuple(item.storage_index.offset)]
         found.append((index, one, Region(tuple(item.storage_offsets), tuple(item.lengths), view)))
-    covered = sum(region.view.numel() for _, _, region in found)
+    covered = sum(region.view.numel() for _, _, region in found if region is not None)
     if covered != target.tensor.numel():
         raise _gaps(checkpoint, target.name, covered, target.tensor.numel())
     return found
@@ -228,147 +203,75 @@ ROW_BYTES = 32 << 20
 RUNS = 4
 #: Shards from this size on are read first: one of them at the end would leave the other threads without work.
 LARGE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Content that was found right: new tensors are filled, live ones untouched until `finish`."""
-
-    checkpoint: Opened
-    unread: Sequence[list[ReadItem]]
-    staged: Sequence[tuple[ReadItem, torch.Tensor]]
-
-    def finish(self) -> None:
-        """Fills the live tensors. What raises now has left part of the content in them."""
-        in_threads(cores(), _large_first(self.unread), lambda: self._fill)
-        for item, whole in self.staged:
-            item.place(whole)
-
-    def _fill(self, run: list[ReadItem]) -> None:
-        """Reads what has been checked: a run at once where each item is one piece of memory."""
-        whole = [memory_of(item.direct) for item in run if item.direct is not None]
-        source = self.checkpoint.source(run[0].stored.file)
-        if len(whole) == len(run) and source.read_cached(run[0].stored.start, whole):
-            return
-        for item in run:
-            _put(item, self.checkpoint.read_shard)
+MOST_IN_A_RUN = 512  # a vectored read takes 1024 pieces
 
 
 def read_whole(checkpoint: Opened, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """New CPU tensors with the whole content of the named ones, in the order asked for."""
     targets = new_targets(checkpoint, names)
-    prepare(checkpoint, reading_list(checkpoint, targets)).finish()
+    fill(checkpoint, reading_list(checkpoint, targets))
     return {target.name: target.tensor for target in targets}
 
 
-def prepare(checkpoint: Opened, items: Sequence[ReadItem]) -> Prepared:
-    """Fills the targets of a reading list, but for live ones: what they are to get is only checked.
-
-    Raises CheckpointDamaged if any byte is not what was written.
-    """
+def fill(checkpoint: Opened, items: Sequence[ReadItem]) -> None:
+    """Reads what is on a reading list into its places. Raises CheckpointDamaged if any byte is not what was written."""
     # opened and checked here, not in several threads at once
-    files = dict.fromkeys(item.stored.file for item in items)
-    far = {file for file in files if checkpoint.source(file).wide_reads}
-    near = [item for item in items if item.stored.file not in far] if far else items
-    live = _runs([item for item in near if item.live], TOGETHER_BYTES)
-    new = _runs([item for item in near if not item.live], TOGETHER_BYTES)
-    in_threads(cores(), _rows([*live, *new]), lambda: _Read(checkpoint))
-    staged: list[tuple[ReadItem, torch.Tensor]] = []
-    fetched = _runs([item for item in items if item.stored.file in far], BATCH_BYTES)
-    in_threads(RUNS, fetched, lambda: _Fetch(checkpoint, staged))
-    return Prepared(checkpoint, live, staged)
+    far = {file for file in {item.stored.file for item in items} if checkpoint.source(file).wide_reads}
+    near = _runs((item for item in items if item.stored.file not in far), TOGETHER_BYTES)
+    in_threads(cores(), _rows(near), partial(_read_row, checkpoint))
+    fetched = _runs((item for item in items if item.stored.file in far), BATCH_BYTES)
+    in_threads(RUNS, fetched, partial(_fetch, checkpoint))
 
 
-@dataclass
-class _Read:
-    """Reads and checks runs in a row; what goes into live tensors is only checked. One per thread, as the others."""
-
-    checkpoint: Opened
-
-    @cached_property
-    def scratch(self) -> memoryview:
-        """Made where it is needed: a megabyte of new memory costs as much as reading one."""
-        return memoryview(bytearray(TOGETHER_BYTES))
-
-    def __call__(self, row: Sequence[list[ReadItem]]) -> None:
-        for run in row:
-            if run[0].live:
-                self.checkpoint.check_run([(item.index, item.stored) for item in run], self.scratch)
-            else:
-                self._read(run)
-
-    def _read(self, run: list[ReadItem]) -> None:
-        direct = [
-            (item.index, item.stored, memory_of(item.direct)) for item in run if item.direct is not None
-        ]
+def _read_row(checkpoint: Opened, row: Sequence[list[ReadItem]]) -> None:
+    """Reads and checks runs in a row."""
+    for run in row:
+        direct = [(i.index, i.stored, memory_of(i.direct)) for i in run if i.direct is not None]
         if len(direct) == len(run):
-            self.checkpoint.read_run(direct)
-            return
-        for item in run:
-            _put(item, self.checkpoint.read_shard)
+            checkpoint.read_run(direct)
+        else:
+            for item in run:
+                _read_one(checkpoint, item)
 
 
-def _put(item: ReadItem, read: Callable[[Index, StoredShard, memoryview], None]) -> None:
+def _read_one(checkpoint: Opened, item: ReadItem) -> None:
     """Reads an item straight into its place if that is one piece of memory, else by way of a tensor of its own."""
-    if item.direct is not None:
-        read(item.index, item.stored, memory_of(item.direct))
+    whole = empty_for(item.stored.shard) if item.direct is None else item.direct
+    checkpoint.read_shard(item.index, item.stored, memory_of(whole))
+    if item.direct is None:
+        item.place(whole)
+
+
+def _fetch(checkpoint: Opened, run: list[ReadItem]) -> None:
+    """Fetches a run of neighbours with one request."""
+    if len(run) == 1:
+        _read_one(checkpoint, run[0])
         return
-    whole = empty_for(item.stored.shard)
-    read(item.index, item.stored, memory_of(whole))
-    item.place(whole)
-
-
-@dataclass
-class _Fetch:
-    """Fetches runs of neighbours with few requests; keeps what is meant for live tensors."""
-
-    checkpoint: Opened
-    staged: list[tuple[ReadItem, torch.Tensor]]
-
-    def __call__(self, run: list[ReadItem]) -> None:
-        if len(run) == 1 and not run[0].live:
-            _put(run[0], self.checkpoint.read_shard)
-            return
-        for item, whole in self._fetched(run):
-            if item.live:
-                self.staged.append((item, whole))
-            else:
-                item.place(whole)
-
-    def _fetched(self, run: list[ReadItem]) -> Iterator[tuple[ReadItem, torch.Tensor]]:
-        if len(run) == 1:
-            whole = empty_for(run[0].stored.shard)
-            self.checkpoint.read_shard(run[0].index, run[0].stored, memory_of(whole))
-            yield run[0], whole
-            return
-        first, last = run[0].stored, run[-1].stored
-        buffer = bytearray(last.start + last.shard.bytes - first.start)
-        view = memoryview(buffer)
-        try:
-            self.checkpoint.source(first.file).read_into(first.start, view)
-        except EOFError as error:
-            raise CheckpointDamaged(
-                f"{first.file} is cut short: {error}", invalid_keys=(first.file,), path=self.checkpoint.path
-            ) from error
-        for item in run:
-            at, shard = item.stored.start - first.start, item.stored.shard
-            self.checkpoint.check(item.index, item.stored, view[at : at + shard.bytes])
-            dtype = stored_dtype(shard)
-            count = shard.bytes // dtype.itemsize
-            # a tensor over the bytes it came in; there is none over no bytes
-            over = (
-                torch.frombuffer(buffer, dtype=dtype, count=count, offset=at) if count else empty_for(shard)
-            )
-            yield item, over.view(shard.sizes)
+    first = run[0].stored
+    buffer = bytearray(_length(run))
+    view = memoryview(buffer)
+    try:
+        checkpoint.source(first.file).read_into(first.start, view)
+    except EOFError as error:
+        raise CheckpointDamaged(
+            f"{first.file} is cut short: {error}", invalid_keys=(first.file,), path=checkpoint.path
+        ) from error
+    for item in run:
+        at, shard = item.stored.start - first.start, item.stored.shard
+        checkpoint.check(item.index, item.stored, view[at : at + shard.bytes])
+        dtype = stored_dtype(shard)
+        count = shard.bytes // dtype.itemsize
+        if count:  # a tensor over the bytes it came in; there is none over no bytes
+            over = torch.frombuffer(buffer, dtype=dtype, count=count, offset=at)
+            item.place(over.view(shard.sizes))
 
 
 def _rows(runs: Sequence[list[ReadItem]]) -> list[list[list[ReadItem]]]:
     """Runs in rows, in the order of the files, a few for every thread; the large ones first, each on its own."""
-    ordered = _large_first(runs)
-    limit = min(ROW_BYTES, sum(_length(run) for run in runs) // (4 * cores()))
+    limit = min(ROW_BYTES, sum(map(_length, runs)) // (4 * cores()))
     rows: list[list[list[ReadItem]]] = []
     length = limit
-    for run in ordered:
+    for run in sorted(runs, key=lambda run: run[0].stored.shard.bytes < LARGE_BYTES):
         if length >= limit:
             rows.append([])
             length = 0
@@ -382,10 +285,18 @@ def _length(run: Sequence[ReadItem]) -> int:
     return last.start + last.shard.bytes - first.start
 
 
-def _large_first(runs: Sequence[list[ReadItem]]) -> list[list[ReadItem]]:
-    """In the order of the files, but for the large ones."""
-    return sorted(runs, key=lambda run: run[0].stored.shard.bytes < LARGE_BYTES)
-
-
 def _runs(items: Iterable[ReadItem], limit: int) -> list[list[ReadItem]]:
-    return neighbours(items, lambda item: item.stored, limit)
+    """Neighbouring shards of one file in runs of at most `limit` bytes (one shard may be longer)."""
+    runs: list[list[ReadItem]] = []
+    file, start, end = "", 0, -1  # of the run that grows
+    for item in items:
+        stored = item.stored
+        stop = stored.start + stored.shard.bytes
+        follows = stored.start == end and stored.file == file
+        if follows and stop - start <= limit and len(runs[-1]) < MOST_IN_A_RUN:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+            file, start = stored.file, stored.start
+        end = stop
+    return runs

@@ -59,9 +59,6 @@ class DataReader(Protocol):
     def read_views(self, start: int, views: Sequence[memoryview]) -> None:
         """Fills the views, one after the other; at most 1024 of them."""
 
-    def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
-        """Fills the views, one after the other, out of this machine's memory; False if not all of it is there."""
-
     def close(self) -> None: ...
 
 

@@ -268,13 +268,6 @@ class FileSource:
             self.read_into(start, view)
             start += len(view)
 
-    def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
-        try:
-            got = os.preadv(self._mine(), views, start, os.RWF_NOWAIT)
-        except OSError:  # not in the page cache (EAGAIN), or a filesystem that cannot tell
-            return False
-        return got == sum(map(len, views))
-
     def close(self) -> None:
         for fd in self._fds.values():
             os.close(fd)

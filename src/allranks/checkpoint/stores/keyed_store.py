@@ -257,9 +257,6 @@ class BlobSource:
             self.read_into(start, view)
             start += len(view)
 
-    def read_cached(self, start: int, views: Sequence[memoryview]) -> bool:
-        return False
-
     def close(self) -> None:
         """Nothing is held open."""
 

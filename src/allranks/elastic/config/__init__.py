@@ -7,13 +7,12 @@ result.valid, result.errors, result.warnings
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.checkpoint.stores import StoreSpec, reason_of
 from allranks.checkpoint.stores.object_store import try_access
 from allranks.elastic.config.schema import JobConfig, json_schema
-from allranks.elastic.config.validate import Checked, ConfigCheck
+from allranks.elastic.config.validate import ConfigCheck, ValidationResult
 from allranks.errors import ConfigurationError, InputError, MissingExtra
 from allranks.model.yaml_tree import ConfigProblem, Tree, read_tree
 
@@ -31,16 +30,7 @@ __all__ = [
 _CREDENTIALS = "Configure credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or attach an IAM role"
 
 
-@dataclass
-class ValidationResult:
-    """`valid` is True when there is no error; warnings do not count against it."""
-
-    valid: bool = True
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
-def check(source: object) -> Checked:
+def check(source: object) -> ValidationResult:
     """Checks a YAML file (a path), YAML text (of several lines), a mapping or an OmegaConf container.
 
     Raises only when a file cannot be read.
@@ -50,13 +40,14 @@ def check(source: object) -> Checked:
 
 def validate_config(source: object, validate_s3: bool = False) -> ValidationResult:
     """Every problem of a configuration; with `validate_s3` the bucket is tried too."""
-    checked = check(source)
-    access = ValidationResult()
-    if validate_s3 and checked.config is not None and checked.config.checkpoint.s3_bucket:
-        section = checked.config.checkpoint
+    found = check(source)
+    if validate_s3 and found.config is not None and found.config.checkpoint.s3_bucket:
+        section = found.config.checkpoint
         access = validate_s3_access(section.s3_bucket, section.s3_region, endpoint=section.s3_endpoint_url)
-    errors = [*checked.errors, *access.errors]
-    return ValidationResult(not errors, errors, [*checked.warnings, *access.warnings])
+        found.errors += access.errors
+        found.warnings += access.warnings
+        found.valid = not found.errors
+    return found
 
 
 def validate_elastic_config(source: object) -> ValidationResult:

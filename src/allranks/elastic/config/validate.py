@@ -11,10 +11,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
+
+import msgspec
 
 from allranks.checkpoint.config import folder_problem
 from allranks.elastic.config.schema import ALIASES, FOREIGN, SECTIONS, JobConfig, Key, Training, keys_of
+from allranks.model.options import missed
 from allranks.model.parsing import hide_secrets
 from allranks.model.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
 from allranks.stacktraces.debug_config import bad_patterns
@@ -23,8 +26,7 @@ MAX_PROBLEMS = 100  # that are shown
 Get = Callable[[str], Any]  # dotted path -> value, default included; None: absent or invalid
 
 
-@dataclass(frozen=True)
-class Breach:
+class Breach(NamedTuple):
     """A relation that does not hold; `path` is where to look."""
 
     path: str
@@ -66,19 +68,12 @@ def find_breaches(get: Get) -> Iterator[Breach]:
 
 
 def _nodes(get: Get) -> Iterator[Breach]:
-    low, high = get("elastic.min_nodes"), get("elastic.max_nodes")
+    low = get("elastic.min_nodes")
     if low is not None and low > 1 and get("elastic.rdzv_endpoint") == "":
         text = (
             f"no rdzv_endpoint: {low} nodes can only meet if it (host:port) is given when the job is started"
         )
         yield Breach("elastic.rdzv_endpoint", text, warning=True)
-    base, procs = get("elastic.base_world_size"), get("elastic.nproc_per_node")
-    if base is None or not isinstance(procs, int) or low is None or high is None:
-        return
-    if not low * procs <= base <= high * procs:
-        text = f"base_world_size ({base}) is outside the {low * procs} to {high * procs} ranks that "
-        text += f"{low} to {high} nodes of {procs} ranks can have"
-        yield Breach("elastic.base_world_size", text, warning=True)
 
 
 def _scaling(get: Get) -> Iterator[Breach]:
@@ -132,12 +127,13 @@ def _timeouts(get: Get) -> Iterator[Breach]:
 
 
 @dataclass
-class Checked:
-    """`config` is the typed configuration, None when there are errors."""
+class ValidationResult:
+    """`valid` is True when there is no error; warnings do not count against it. `config` is there when it is valid."""
 
-    config: JobConfig | None
-    errors: list[ConfigProblem]
-    warnings: list[ConfigProblem]
+    valid: bool = True
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    config: JobConfig | None = None
 
 
 class Wrong(ValueError):
@@ -158,17 +154,17 @@ class ConfigCheck:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
 
-    def run(self) -> Checked:
+    def run(self) -> ValidationResult:
         """The configuration, or what is wrong with it in the order of the file."""
         self.errors += self.tree.problems
         if self.tree.values is not None or not self.tree.problems:
             self._top(self.tree.values)
-        config = None if self.errors else self._made()
-        return Checked(config, _shortened(self.errors), _shortened(self.warnings))
-
-    def _made(self) -> JobConfig:
-        sections = {name: _filled(kind, self.values[name]) for name, kind in SECTIONS.items()}
-        return JobConfig(model=self.values.get("model", {}), **sections, written=frozenset(self.written))
+        config = None
+        if not self.errors:
+            sections = {name: _filled(kind, self.values[name]) for name, kind in SECTIONS.items()}
+            model = self.values.get("model", {})
+            config = JobConfig(model=model, **sections, written=frozenset(self.written))
+        return ValidationResult(not self.errors, _shortened(self.errors), _shortened(self.warnings), config)
 
     def _top(self, values: object) -> None:
         if not isinstance(values, Mapping):
@@ -247,11 +243,11 @@ class ConfigCheck:
         self.warnings.append(ConfigProblem(message, dotted(path), self.tree.mark(path)))
 
 
-def _shortened(problems: list[ConfigProblem]) -> list[ConfigProblem]:
+def _shortened(problems: list[ConfigProblem]) -> list[str]:
     """In the order of the file, and only so many of them."""
-    problems = sorted(problems, key=lambda problem: (problem.line or 0, problem.column or 0))
+    ordered = sorted(problems, key=lambda problem: (problem.line or 0, problem.column or 0))
     more = len(problems) - MAX_PROBLEMS
-    return [*problems[:MAX_PROBLEMS], *([ConfigProblem(f"and {more} more")] if more > 0 else [])]
+    return [*ordered[:MAX_PROBLEMS], *([ConfigProblem(f"and {more} more")] if more > 0 else [])]
 
 
 def _filled(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -318,7 +314,7 @@ def _scalar(name: str, title: str, key: Key, kind: Any, value: object) -> Any:
         word = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else value
         if word in key.words:
             return word
-        if kind is str or (isinstance(value, str) and not _is_number(value)):
+        if kind is str or (isinstance(value, str) and _typed(kind, value) is None):
             options = list(key.words)
             raise Wrong(f"Unknown {title} {value!r}. Valid options: {options}{_near(value, options)}")
     if kind is str and name in _ADDRESSES and isinstance(value, str):
@@ -328,8 +324,10 @@ def _scalar(name: str, title: str, key: Key, kind: Any, value: object) -> Any:
     found = _typed(kind, value)
     if found is None:
         raise Wrong(f"{title} must be {_WANTED[kind]}, not {_shown(value)}")
-    if kind in (int, float):
-        _check_bounds(title, key, found, value)
+    if isinstance(found, float) and not math.isfinite(found):
+        raise Wrong(f"{title} ({_shown(value)}) must be a finite number")
+    if kind in (int, float) and (bound := missed(found, key.meaning)):
+        raise Wrong(f"{title} ({value}) must {bound}")
     return found
 
 
@@ -337,42 +335,14 @@ def _typed(kind: Any, value: Any) -> Any:
     """The value as this kind; None if it is not one."""
     if kind is str:
         return value if isinstance(value, str) else None
-    if kind is bool:
-        known = value if not isinstance(value, (int, float, str)) else str(value).lower().removesuffix(".0")
-        return _SWITCHES.get(known) if isinstance(known, str) else None
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not _is_number(value):
+    if kind is bool and isinstance(value, (int, float, str)):
+        return _SWITCHES.get(str(value).lower().removesuffix(".0"))
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
-    if kind is int and isinstance(value, str):
-        return int(value) if re.fullmatch(r"\s*[-+]?\d{1,4000}\s*", value) else None
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if kind is float or (isinstance(value, float) and not math.isfinite(number)):
-        return number
-    return int(value) if value == int(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(float(value), float)
-    except OverflowError:
-        return True
-    except ValueError:
-        return False
-
-
-def _check_bounds(title: str, key: Key, number: Any, value: object) -> None:
-    meaning = key.meaning
-    if isinstance(number, float) and not math.isfinite(number):
-        raise Wrong(f"{title} ({_shown(value)}) must be a finite number")
-    if meaning.above is not None and not number > meaning.above:
-        word = "positive" if meaning.above == 0 else f"greater than {meaning.above:g}"
-        raise Wrong(f"{title} ({value}) must be {word}")
-    if meaning.at_least is not None and not number >= meaning.at_least:
-        raise Wrong(f"{title} must be >= {meaning.at_least:g} (got {value})")
-    if meaning.at_most is not None and not number <= meaning.at_most:
-        raise Wrong(f"{title} must be <= {meaning.at_most:g} (got {value})")
+        return msgspec.convert(value, kind, strict=False)
+    except (msgspec.ValidationError, OverflowError):
+        return None
 
 
 def _near(word: object, options: Iterable[str]) -> str:
