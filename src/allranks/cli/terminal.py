@@ -175,6 +175,15 @@ def check_target(name: str, force: bool) -> None:
         raise InputError(f"{name} exists", hint="Give another name, or --force to overwrite it.")
 
 
+def check_folder(name: str) -> None:
+    """Raises when this folder can be neither written to nor made; "" means none."""
+    path = Path(name).absolute()
+    nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if name and not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        why = "may not be written" if nearest.is_dir() else "is not a folder"
+        raise InputError(f"cannot write to {name}: {nearest} {why}", hint="Give another folder.")
+
+
 def write_whole(name: str, parts: Iterable[str | bytes]) -> None:
     """A file that is there as a whole or not at all; gzipped when its name says so."""
     import gzip
