@@ -58,7 +58,7 @@ def test_a_name_that_is_not_utf8_is_no_trouble(tmp_path: Path) -> None:
     """In messages what is not printable is a question mark; files are read and listed."""
     folder = bytes(tmp_path) + b"/d\xff"
     shutil.copytree(bytes(DUMPS), folder)
-    missing = run("dump", "--info", bytes(tmp_path) + b"/nope\xff")
+    missing = run("diagnose", bytes(tmp_path) + b"/nope\xff")
     assert (missing.returncode, b"nope?: no such file" in missing.stderr) == (2, True)
     listed = run("diagnose", "-v", folder, PYTHONIOENCODING="utf-8:strict")
     assert (listed.returncode, listed.stderr) == (1, b"")
