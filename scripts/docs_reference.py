@@ -129,7 +129,6 @@ def _first(thing: Any) -> str:
 OBJECTS = (
     ("allranks diagnose PATH… --json", ("diagnose", "tests/load/cases/flight_recorder/missing_rank", "--json")),
     ("allranks stacks --json", ("stacks", "--from", "tests/stacks/cases/hangs/dataloader_worker_sleep", "--json")),
-    ("allranks dump FILE --info --json", ("dump", "tests/load/cases/flight_recorder/missing_rank/trace_0", "--info", "--json")),
 )  # fmt: skip
 
 

@@ -41,14 +41,14 @@ def test_stacks_logs_and_names_in_errors_are_shown_without_control_characters(
     assert "\x1b" not in told and "\x07" not in told
 
 
-def test_dump_shows_hostile_names_without_control_characters(
+def test_files_and_groups_with_hostile_names_are_shown_without_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In names of files and of groups."""
     group = {"0": {"name": f"default{ESCAPE}", "desc": f"pg{ESCAPE}", "ranks": "[0, 1]"}}
     dump = {"version": "2.10", "pg_config": group, "pg_status": {}, "entries": []}
     (tmp_path / f"trace_0{ESCAPE}").write_text(json.dumps(dump))
-    main(["dump", "--info", str(tmp_path)])
+    main(["diagnose", "--verbose", str(tmp_path)])
     told = capsys.readouterr()
     assert "owned" in told.out
     assert "\x1b" not in told.out and "\x07" not in told.out

@@ -58,7 +58,7 @@ def test_a_name_that_is_not_utf8_is_no_trouble(tmp_path: Path) -> None:
     """In messages what is not printable is a question mark; files are read and listed."""
     folder = bytes(tmp_path) + b"/d\xff"
     shutil.copytree(bytes(DUMPS), folder)
-    missing = run("dump", "--info", bytes(tmp_path) + b"/nope\xff")
+    missing = run("diagnose", bytes(tmp_path) + b"/nope\xff")
     assert (missing.returncode, b"nope?: no such file" in missing.stderr) == (2, True)
     listed = run("diagnose", "-v", folder, PYTHONIOENCODING="utf-8:strict")
     assert (listed.returncode, listed.stderr) == (1, b"")
@@ -250,3 +250,33 @@ def test_a_command_on_stores_ends_without_taking_its_process_apart(tmp_path: Pat
     words = [sys.executable, "-c", code, "checkpoint", "ls", str(tmp_path / "none")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert "taken apart" not in done.stdout and done.returncode == 2, done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anybody_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking takes seconds, and what was seen would be lost."""
+    monkeypatch.setattr("allranks.stacktraces.tree.look_at_processes", lambda *_: pytest.fail("it looked"))
+    (tmp_path / "file").touch()
+    for words in (["--tree", "--bundle"], ["-o"]):
+        assert main(["stacks", "--pid", str(os.getpid()), *words, str(tmp_path / "file" / "here")]) == 2
+        assert f"cannot write to {tmp_path / 'file' / 'here'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["stacks", "replay"])
+def test_a_full_disk_leaves_no_half_file(tmp_path: Path, command: str) -> None:
+    """Of the file that did not fit nothing is left, and the error names it."""
+    words = ["replay", str(DUMPS), "-o", str(tmp_path / "replay.py")]
+    if command == "stacks":
+        words = ["stacks", "--pid", str(os.getpid()), "--tree", "--for", "0.1", "--bundle", str(tmp_path)]
+    program = (
+        "import resource, sys; from allranks.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=300
+    )
+    name = "processes.json" if command == "stacks" else "replay.py"
+    assert done.returncode == 2, done.stderr
+    assert f"cannot write {tmp_path / name}: File too large" in done.stderr and "bug" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -158,19 +158,7 @@ def test_what_cannot_run_exits_2_with_a_sentence(
     assert capsys.readouterr().err.startswith("allranks frtrace: ")
 
 
-def test_dump_info_tells_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """For people and as JSON; damaged files exit 1."""
-    assert main(["dump", str(CASES / "nccl/cascade/trace_3"), "--info", "--calls", "2"]) == 0
-    text = capsys.readouterr().out
-    assert "torch pickle 2.10, rank 3" in text and "group 4 dp_1 [1, 3]: 3 calls, #1…#3" in text
-    assert main(["dump", str(CASES / "broken_dumps/truncated_file/trace_3"), "--info", "--json"]) == 1
-    about = json.loads(capsys.readouterr().out)["files"][0]
-    assert (about["status"], about["calls"], about["rank"]) == ("damaged", 25, 3)
-    assert main(["dump", "--info", __file__]) == 1
-    assert "text [skipped]" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("form", ["box", "pickle", "json"])
+@pytest.mark.parametrize("form", ["pickle", "json"])
 def test_convert_keeps_the_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str) -> None:
     """Through every format and back the blocks stay the same, but for the stacks that JSON has not."""
     _, before = frtrace(capsys, str(CASES / "nccl/cascade"))

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.incidents.evidence import Observed, read_observed
+from allranks.incidents.evidence import Observed, nearest_line, read_observed
 from allranks.incidents.folder import open_incident, read_incidents
-from allranks.incidents.judge import correct
+from allranks.incidents.judge import accuse, correct
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.model.stacks import RankState, StacksReport
+from allranks.model.stacks import ChildState, RankState, StacksReport
 from allranks.stacktraces.classify import find_culprits
 from boxes import write_box
 
@@ -280,3 +280,22 @@ def test_diagnose_on_a_job_says_what_its_open_hang_says(
     assert isinstance(verdict, dict) and verdict["cause"] == "shutdown_join"
     opened.update(closed=1.0)
     assert said() is None
+
+
+def test_of_a_replica_left_behind_the_rank_that_waits_for_nobody_is_named() -> None:
+    """Rank 2 waits for rank 3, which is stopped; when all wait, nobody is accused with confidence."""
+    ranks = {2: RankState(2, "collective_wait", "", ""), 3: RankState(3, "stopped", "a.py:1 in f", "state T")}
+    verdict = accuse((2, 3), StacksReport(None, (3,), "", ranks), "silent")
+    assert verdict is not None and (verdict.ranks, verdict.confidence) == ((3,), 0.9)
+    waiting = accuse((2,), StacksReport(None, (), "", ranks), "silent")
+    assert waiting is not None and waiting.confidence < 0.6
+    assert accuse((2,), None, "silent") is None
+
+
+def test_the_line_nearest_the_hang_is_the_users_also_in_a_dataloader_worker() -> None:
+    """A rank that waits for its worker is at the line of the worker; a worker in a library says nothing."""
+    worker = ChildState(1, 7, "sleep", "data.py:88 in __getitem__", "")
+    rank = RankState(0, "dataloader_wait", "train.py:20 in main", "", children=(worker,))
+    assert nearest_line(rank) == "data.py:88 in __getitem__ (DataLoader worker 1)"
+    idle = replace(worker, cause="queue_wait", where="queues.py:107 in get")
+    assert nearest_line(replace(rank, children=(idle,))) == "train.py:20 in main"

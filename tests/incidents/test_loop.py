@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,18 @@ import pytest
 
 from allranks.cli import main
 from allranks.incidents import pipeline
-from allranks.incidents.evidence import Evidence, Observed, nearest_line, read_observed
+from allranks.incidents.evidence import Evidence, Observed, read_observed
 from allranks.incidents.folder import read_incidents
-from allranks.incidents.judge import accuse, correct
+from allranks.incidents.judge import correct
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.policy import Mode, PolicyOptions
-from allranks.incidents.publish import IncidentUploader
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import read_health
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.incident import Action, Incident
 from allranks.model.stacks import (
     Capture,
-    ChildState,
     ProcessCapture,
     RankState,
     Snapshot,
@@ -458,16 +455,6 @@ def test_when_all_ranks_die_at_once_their_next_lives_end_the_incident(tmp_path: 
     assert json.loads((opened.path / "incident.json").read_text())["closed"] is not None
 
 
-def test_of_a_replica_left_behind_the_rank_that_waits_for_nobody_is_named() -> None:
-    """Rank 2 waits for rank 3, which is stopped; when all wait, nobody is accused with confidence."""
-    ranks = {2: RankState(2, "collective_wait", "", ""), 3: RankState(3, "stopped", "a.py:1 in f", "state T")}
-    verdict = accuse((2, 3), StacksReport(None, (3,), "", ranks), "silent")
-    assert verdict is not None and (verdict.ranks, verdict.confidence) == ((3,), 0.9)
-    waiting = accuse((2,), StacksReport(None, (), "", ranks), "silent")
-    assert waiting is not None and waiting.confidence < 0.6
-    assert accuse((2,), None, "silent") is None
-
-
 class Ranks(Supervisor):
     """A supervisor that starts nothing: replicas 1 and 2 are in their second life."""
 
@@ -503,42 +490,3 @@ def test_a_replica_has_trained_when_its_calls_and_steps_went_on_for_a_while(tmp_
     write_box(tmp_path / "boxes", 1, 900, start_ns=10**18, step_ns=10**18 + 60 * 10**9)
     write_box(tmp_path / "boxes", 2, 900, calls=4, start_ns=10**18, step_ns=10**18 + 60 * 10**9)
     assert [agent.has_trained(replica) for replica in range(3)] == [False, True, False]
-
-
-class Bucket:
-    """Blobs in a dict; the first put fails."""
-
-    def __init__(self) -> None:
-        self.blobs: dict[str, bytes] = {}
-        self.failures = 1
-
-    def put(self, key: str, pieces: Iterable[memoryview], length: int) -> None:
-        """Keeps them."""
-        if self.failures:
-            self.failures -= 1
-            raise OSError("slow down")
-        self.blobs[key] = b"".join(pieces)
-
-
-def test_incident_folders_are_copied_to_an_object_store_as_they_grow(tmp_path: Path) -> None:
-    """A failed copy is made up for by the next one, and what did not change is not copied twice."""
-    bucket = Bucket()
-    keeper = IncidentUploader(bucket)
-    folder = tmp_path / "i-1"
-    (folder / "boxes").mkdir(parents=True)
-    (folder / "boxes" / "0.box").write_bytes(b"box")
-    keeper.keep(folder)
-    assert keeper._worker.flush(60)
-    keeper.keep(folder)
-    keeper.close()
-    assert bucket.blobs == {"i-1/boxes/0.box": b"box"}
-    assert keeper._copy(folder) == 0
-
-
-def test_the_line_nearest_the_hang_is_the_users_also_in_a_dataloader_worker() -> None:
-    """A rank that waits for its worker is at the line of the worker; a worker in a library says nothing."""
-    worker = ChildState(1, 7, "sleep", "data.py:88 in __getitem__", "")
-    rank = RankState(0, "dataloader_wait", "train.py:20 in main", "", children=(worker,))
-    assert nearest_line(rank) == "data.py:88 in __getitem__ (DataLoader worker 1)"
-    idle = replace(worker, cause="queue_wait", where="queues.py:107 in get")
-    assert nearest_line(replace(rank, children=(idle,))) == "train.py:20 in main"

@@ -215,20 +215,10 @@ def test_headers_of_headers_are_a_damaged_archive(tmp_path: Path) -> None:
         load_paths([str(tmp_path)])
 
 
-def test_urls_are_read_through_fsspec(tmp_path: Path) -> None:
-    """file:// stands for the many stores that fsspec knows."""
-    pytest.importorskip("fsspec")
-    for rank in range(2):
-        (tmp_path / f"trace_{rank}").write_bytes(content(rank))
-    result = load_paths([f"file://{tmp_path}"])
-    assert [len(trace.calls) for trace in result.traces] == [5, 6]
-
-
-def test_an_empty_url_is_an_error(tmp_path: Path) -> None:
-    """Nothing stored is not a healthy job."""
-    pytest.importorskip("fsspec")
-    with pytest.raises(InputError, match="nothing is stored there"):
-        load_paths([f"file://{tmp_path}/none"])
+def test_a_url_of_another_kind_is_answered_with_those_that_are_read() -> None:
+    """One sentence."""
+    with pytest.raises(InputError, match="that begin with s3, s3a, gs, az"):
+        load_paths(["ftp://host/dumps"])
 
 
 def test_a_url_without_its_extra_says_what_to_install() -> None:

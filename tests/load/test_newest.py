@@ -15,7 +15,6 @@ from allranks.load import LoadOptions, load_paths
 from allranks.model.trace import State
 
 from .test_blackbox import make_trace
-from .test_parallel import split
 
 
 def write(
@@ -40,18 +39,6 @@ def test_the_newest_calls_are_the_end_of_all_calls(first: int, tmp_path: Path) -
         assert (one.calls == all_of_it.calls[-100:]).all()
         assert (one.older, all_of_it.older) == (500, 0)
         assert one.header == all_of_it.header and one.torn == all_of_it.torn == 0
-
-
-def test_several_processes_read_the_same_newest_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also from memory that processes share."""
-    write(tmp_path, ranks=12)
-    alone = load_paths([str(tmp_path)], LoadOptions(newest_calls=12 * 100)).traces
-    split(monkeypatch)
-    together = load_paths([str(tmp_path)], LoadOptions(newest_calls=12 * 100)).traces
-    assert [t.older for t in together] == [500] * 12
-    assert all((one.calls == two.calls).all() for one, two in zip(alone, together, strict=True))
 
 
 @pytest.mark.parametrize("calls", [4 * 600, 4 * 540])

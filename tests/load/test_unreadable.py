@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 import allranks
-from allranks.load import load_paths
+from allranks.blackbox.file_writer import box_bytes
+from allranks.load import LoadOptions, load_paths
 
 from .dumps import dump, entry
+from .test_blackbox import make_trace
 
 MEMBERS = "[0, 1, 2]"
 
@@ -172,3 +174,56 @@ def test_one_file_behind_a_web_address_is_read(web: str, tmp_path: Path) -> None
 def test_words_for_standard_input_and_for_an_empty_folder(tmp_path: Path) -> None:
     assert "standard input is not read" in run("-").stderr
     assert "there are no files in it" in run(tmp_path).stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Pickles, boxes, a damaged and a foreign file; every rank with sizes and stacks of its own."""
+    for rank in range(12):
+        if rank % 3:
+            frames = [{"name": f"f{rank}", "filename": "train.py", "line": rank}]
+            entries = [entry(i, i + 1, frames=frames, input_sizes=[[rank, i % 3]]) for i in range(20)]
+            (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(dump(entries), 2))
+        else:
+            (tmp_path / f"x.a0.r{rank}.p1.box").write_bytes(box_bytes(make_trace(rank)))
+    (tmp_path / "trace_13").write_bytes((tmp_path / "trace_1").read_bytes()[:-300])
+    (tmp_path / "notes.txt").write_text("hello")
+    return tmp_path
+
+
+#: Takes a lease on a file: whoever opens it is made to wait in the kernel, as on a dead file server.
+HOLD = """
+import fcntl, os, signal, sys
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fcntl.fcntl(os.open(sys.argv[1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def silent(folder: Path) -> Iterator[Path]:
+    """One of the folder's files, made to give no answer."""
+    path = folder / "trace_5"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    try:
+        if holder.stdout.readline() != b"held\n":
+            pytest.skip("this file system knows no leases")
+        yield path
+    finally:
+        holder.communicate(timeout=300)
+        for thread in threading.enumerate():
+            if thread.name == "allranks-load":
+                thread.join(60)
+
+
+def test_a_file_that_gives_no_answer_does_not_hold_up_the_others(folder: Path, silent: Path) -> None:
+    """Its note says how long was waited; all other ranks are there."""
+    result = load_paths([str(folder)], LoadOptions(read_limit_s=0.3))
+    notes = {note.path: (note.rank, note.status, note.note) for note in result.files}
+    assert notes[silent.name] == (5, "unreadable", "no answer within 0.3 s")
+    assert [trace.header.rank for trace in result.traces] == [*range(5), *range(6, 12), 13]

@@ -1,9 +1,8 @@
-"""Traces for Perfetto and chrome://tracing: complete, small, with the verdict in the picture."""
+"""Traces for Perfetto: complete, small, with the verdict in the picture."""
 
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.box_files import box_bytes
 
 from allranks.cli import main
 from allranks.diagnosis import diagnose
-from allranks.report import chrome_trace, perfetto
+from allranks.report import perfetto
 from allranks.report.timeline import lanes_of
 from pages.gallery import make_traces
 
@@ -100,26 +99,13 @@ def test_calls_that_overlap_get_lanes_of_their_own() -> None:
     assert lanes_of(np.array([0, 5]), np.array([5, 6])).tolist() == [0, 0]
 
 
-def test_the_chrome_trace_is_json_with_each_stack_once() -> None:
-    """One event per call, unfinished calls to the end, the verdict as a marker."""
-    traces = make_traces(4, 6)
-    body = json.loads("".join(chrome_trace.render(diagnose(traces), traces)))
-    calls = [event for event in body["traceEvents"] if event["ph"] == "X"]
-    assert len(calls) == 24
-    assert max(event["ts"] + event["dur"] for event in calls) > 15_000
-    assert body["otherData"]["stacks"] == [
-        ["/lib/torch/c10d.py:1 in all_reduce", "/home/me/train.py:44 in train"]
-    ]
-    assert {event["ph"] for event in body["traceEvents"]} >= {"i", "s", "f"}
-
-
-def test_the_name_chooses_format_and_compression(tmp_path: Path) -> None:
-    """A .gz is really gzipped, a .json is JSON, all else is Perfetto's own."""
+def test_the_name_chooses_the_compression(tmp_path: Path) -> None:
+    """A .gz is really gzipped."""
     for trace in make_traces(3, 5):
         (tmp_path / f"job.a0.r{trace.header.rank}.p{trace.header.rank}.box").write_bytes(box_bytes(trace))
-    for name in ("t.pftrace", "t.pftrace.gz", "t.json", "t.json.gz"):
+    for name in ("t.pftrace", "t.pftrace.gz"):
         main(["diagnose", str(tmp_path / "job.a0.r0.p0.box"), "--perfetto", str(tmp_path / name)])
         data = (tmp_path / name).read_bytes()
         plain = gzip.decompress(data) if name.endswith(".gz") else data
-        assert json.loads(plain)["traceEvents"] if ".json" in name else events(plain)
+        assert events(plain)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

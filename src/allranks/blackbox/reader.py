@@ -49,19 +49,18 @@ ROW = CALL.itemsize
 
 
 class Arena:
-    """Memory for the rows of many files: taken from pieces so large that the kernel maps them in large pages, or from
-    a buffer that is given. What has been taken lives as long as somebody holds it."""
+    """Memory for the rows of many files: taken from pieces so large that the kernel maps them in large pages. What has
+    been taken lives as long as somebody holds it."""
 
-    def __init__(self, buffer: np.ndarray | None = None) -> None:
-        self._piece = np.zeros(0, CALL) if buffer is None else buffer
-        self._given = buffer is not None
+    def __init__(self) -> None:
+        self._piece = np.zeros(0, CALL)
 
     def take(self, count: int) -> np.ndarray:
         """Room for so many rows, not cleared. Few rows are a second look mostly: not worth keeping a place for."""
         if count < FEW:
             return np.empty(count, CALL)
         if count > len(self._piece):
-            if self._given or count * ROW > PIECE_BYTES // 8:
+            if count * ROW > PIECE_BYTES // 8:
                 return np.empty(count, CALL)
             self._piece = np.empty(PIECE_BYTES // ROW, CALL)
         rows, self._piece = self._piece[:count], self._piece[count:]

@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diagnose": ("diagnose", "find out why a job hangs, from dumps: rank, line and cause"),
     "run": ("run", "start a job with torchrun's command line; record it, keep it alive"),
     "lighthouse": ("lighthouse", "track which replicas of a job are alive and train together"),
-    "dump": ("dump", "copy black boxes, also of a job that hangs; show or convert dumps"),
+    "dump": ("dump", "copy black boxes, also of a job that hangs; convert dumps"),
     "stacks": ("stacks", "show what every rank is doing now, and what it is stuck on"),
     "record": ("record", "record every process group of a command, without touching its code"),
     "watch": ("watch", "collect stacks when a job stalls, also one that already runs"),

@@ -27,7 +27,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks dump --pid 12345 -o now          # one rank",
         "allranks dump --job 4711 --all-nodes      # of every node of the job",
         "allranks dump /mnt/scratch/boxes --format json --active",
-        "allranks dump dumps/rank3.box --info --calls 20   # what a file holds",
         "allranks dump dumps/ --format pickle -o pickles/  # dumps into another format",
     ),
     "replay": (

@@ -33,7 +33,7 @@ class DiagnoseFlags:
     html: str = _output("", "write one self-contained page: timeline, groups, stacks, search", metavar="FILE")
     perfetto: str = _output(
         "",
-        "write a trace for ui.perfetto.dev; FILE.gz is gzipped, FILE.json is for chrome://tracing",
+        "write a trace for ui.perfetto.dev; FILE.gz is gzipped",
         metavar="FILE",
     )
     output: str = _output("", "also write the JSON object to this file", flags="-o --output", metavar="FILE")
@@ -216,11 +216,9 @@ def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTra
 
         wanted.append((options.html, html.render(result, traces, time.time())))
     if options.perfetto:
-        from allranks.report import chrome_trace, perfetto
+        from allranks.report import perfetto
 
-        # the name chooses the format: Chrome's for .json and .json.gz, else Perfetto's own
-        chrome = options.perfetto.removesuffix(".gz").endswith(".json")
-        wanted.append((options.perfetto, (chrome_trace if chrome else perfetto).render(result, traces)))
+        wanted.append((options.perfetto, perfetto.render(result, traces)))
     failures = []
     for name, parts in wanted:
         try:

@@ -1,4 +1,5 @@
-"""`allranks dump`: takes the black boxes of a job from outside, without help from its ranks. Prints what it wrote."""
+"""`allranks dump`: takes the black boxes of a job from outside, without help from its ranks, or converts dumps. Prints what it
+wrote."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from allranks.api.debug_server import is_address
-from allranks.cli import dump_files
 from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
 from allranks.model.formatting import ranks_text
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from allranks.blackbox.header import Header
+
+ENDINGS = {".json": "json", ".pickle": "pickle", ".pkl": "pickle"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="overwrite existing files")
     add("--list", action="store_true", help="only show what there is")
     add(
-        "--info",
-        action="store_true",
-        help="only show what these files are, who wrote them and what they hold",
-    )
-    add("--calls", type=int, default=0, metavar="N", help="with --info: also the last N calls of each file")
-    add(
         "--native",
         metavar="STEM",
         help="also ask the ranks for torch's own NCCL dump through TORCH_NCCL_DEBUG_INFO_PIPE_FILE=STEM",
@@ -69,12 +65,8 @@ def main(args: argparse.Namespace) -> int:
     import tempfile
 
     args.path = args.paths[0] if args.paths else None
-    if args.info:
-        if not args.paths:
-            raise InputError("--info needs files", hint="For example: allranks dump dumps/ --info")
-        return dump_files.show(args)
     if _are_files(args):
-        return dump_files.convert(args)
+        return _convert(args)
     args.format = args.format or "box"
     if is_address(args.path or ""):
         return _fetch_from_server(args)
@@ -96,7 +88,43 @@ def _are_files(args: argparse.Namespace) -> bool:
     if not paths or args.list or not all(path.exists() for path in paths):
         return False
     boxes = all(path.suffix == ".box" if path.is_file() else find_boxes(path) for path in paths)
-    return not boxes or len(paths) > 1 or Path(args.output or "").suffix in dump_files.ENDINGS
+    return not boxes or len(paths) > 1 or Path(args.output or "").suffix in ENDINGS
+
+
+def _convert(args: argparse.Namespace) -> int:
+    """Writes each rank's calls in another format. 0 all were written, 1 some files were damaged or left out, 2 could not run."""
+    from pathlib import Path
+
+    from allranks.load import LoadOptions, load_paths
+    from allranks.model.files import write_atomically
+    from allranks.model.torch_dump import to_torch_json, to_torch_pickle
+
+    output = Path(args.output or f"allranks-dump-{Path(args.paths[0]).stem}")
+    ending = ENDINGS.get(output.suffix.lower(), "")
+    form = args.format or ending or "pickle"
+    if form == "box":
+        raise InputError("files cannot be made into black boxes", hint="Use --format pickle or json.")
+    result = load_paths(args.paths, LoadOptions(number_unknown=True))
+    one_file = len(result.traces) == 1 and ending and not output.is_dir()
+    written = []
+    for trace in result.traces:
+        # the name under which torch's tools and ours find the rank
+        name = f"trace_{trace.header.rank or 0}" + (".json" if form == "json" else "")
+        path = output if one_file else output / name
+        if path.exists() and not args.force:
+            raise InputError(f"{path} exists", hint="Choose another name with -o, or --force.")
+        encode = to_torch_pickle if form == "pickle" else to_torch_json
+        try:
+            write_atomically(path, encode(trace, include_completed=not args.active), 0o666)
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror}") from error
+        written.append({"path": str(path), "rank": trace.header.rank})
+    bad = [one for one in result.files if one.status != "ok"]
+    for one in bad:
+        note(f"{one.path}: {one.status}: {one.note}")
+    facts = {"schema": 1, "files": written, "left_out": [one.path for one in bad]}
+    answer(args.json, facts, [f"Wrote {one['path']}" for one in written])
+    return 1 if bad else 0
 
 
 def _fetch_from_server(args: argparse.Namespace) -> int:

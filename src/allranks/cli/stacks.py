@@ -16,18 +16,32 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from allranks.api.debug_server import fetch, is_address
 from allranks.cli.parser import add_flags, read_flags
-from allranks.cli.terminal import check_target, note, write_whole
+from allranks.cli.stacks_tree import finding_json, render
+from allranks.cli.terminal import check_folder, check_target, note, write_whole
+from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 from allranks.model.parsing import printable
+from allranks.model.processes import JobLook
 from allranks.model.stacks import Capture, StacksReport
-from allranks.stacktraces import CollectOptions, Selection, classify, collect, read_capture, write_bundle
+from allranks.stacktraces import (
+    CollectOptions,
+    Selection,
+    classify,
+    collect,
+    read_capture,
+    tree,
+    write_bundle,
+)
 from allranks.stacktraces.debug_config import DebugOptions, read_debug_options
 from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others
 from allranks.stacktraces.procfs import scan
 from allranks.stacktraces.progress import Stillness
+from allranks.stacktraces.roles import with_roles
 
 DEFAULTS = DebugOptions(interval_s=1.0)
 _which = partial(option, group="which processes (default: every rank on this node)")
@@ -127,23 +141,43 @@ def main(args: argparse.Namespace) -> int:
 
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
     """The exit code where all processes of a job are asked for; None where its ranks are."""
-    from allranks.cli.stacks_tree import join_bundles, show_tree
-    from allranks.stacktraces.tree import LOOK, find_roots, only_roles
-
-    if given and all(Path(one).is_dir() and any(Path(one).rglob(LOOK)) for one in given):
-        return join_bundles(given, options)
+    if given and all(Path(one).is_dir() and any(Path(one).rglob(tree.LOOK)) for one in given):
+        return _show_tree(tree.read_looks(given), options)
     chosen = any((options.pid, options.name, options.job, options.folder, options.container, given))
     # Ranks of Ray's actors are known only by their black boxes: without these all processes are shown.
-    alone = not chosen and not options.all_nodes and only_roles()
+    alone = not chosen and not options.all_nodes and tree.only_roles()
     if options.tree or options.ray or options.bundle or alone:
-        pids = options.pid or tuple(find_roots(options.ray))
+        pids = options.pid or tuple(tree.find_roots(options.ray))
         if not pids:
             raise InputError(
                 "no process of Ray or of a serving engine found",
                 hint="name the first process: --pid P --tree",
             )
-        return show_tree(pids, options)
+        return _look_at_tree(pids, options)
     return None
+
+
+def _look_at_tree(pids: tuple[int, ...], options: StacksFlags) -> int:
+    """0 moving, 1 stuck or unclear."""
+    check_folder(options.bundle)
+    rules = with_roles(read_debug_options(options.config).roles) if options.config else ()
+    look = tree.look_at_processes(tree.find_tree(pids), tree.LookOptions(options.for_s, rules=rules))
+    if options.bundle:
+        Path(options.bundle).mkdir(parents=True, exist_ok=True)
+        write_whole(str(Path(options.bundle, tree.LOOK)), [msgspec.json.encode(look)])
+    return _show_tree(look, options)
+
+
+def _show_tree(look: JobLook, options: StacksFlags) -> int:
+    finding = explain_processes(look)
+    if options.html:
+        from allranks.stacktraces.html import render_processes
+
+        write_whole(options.html, [render_processes(look, finding, time.time())])
+    shown = [json.dumps(finding_json(finding, look, options.role), indent=1)] if options.json else None
+    for line in shown or render(finding, look, options.role):
+        print(printable(line, 100_000) if shown is None else line)
+    return 0 if finding.state == "moving" else 1
 
 
 def _from_server(address: str) -> Capture:
@@ -267,6 +301,7 @@ def _folder(name: str, force: bool) -> Path | None:
         raise InputError(
             f"{folder} holds a bundle already", hint="give another folder, or --force to overwrite it"
         )
+    check_folder(str(folder))
     return folder
 
 

@@ -1,73 +1,13 @@
-"""`allranks stacks --tree`: all processes of a job, their roles, and who waits for whom."""
+"""What `allranks stacks --tree` shows: all processes of a job, their roles, and who waits for whom. Pure."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import Protocol
 
-from allranks.cli.terminal import note, write_whole
-from allranks.diagnosis.process_verdict import explain_processes
-from allranks.model.parsing import printable
 from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook
-from allranks.stacktraces.debug_config import read_debug_options
-from allranks.stacktraces.roles import with_roles
-from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes, read_looks, write_look
 
 Json = dict[str, object]
-
-
-class Shown(Protocol):
-    """The flags that say what is shown."""
-
-    @property
-    def for_s(self) -> float: ...
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def json(self) -> bool: ...
-
-    @property
-    def bundle(self) -> str: ...
-
-    @property
-    def html(self) -> str: ...
-
-    @property
-    def config(self) -> str: ...
-
-
-def show_tree(pids: Sequence[int], flags: Shown) -> int:
-    """0 moving, 1 stuck or unclear."""
-    rules = with_roles(read_debug_options(flags.config).roles) if flags.config else ()
-    look = look_at_processes(find_tree(pids), LookOptions(flags.for_s, rules=rules))
-    if flags.bundle:
-        note(f"allranks stacks: Wrote {write_look(look, Path(flags.bundle))}")
-    return _show(look, flags)
-
-
-def join_bundles(folders: Sequence[str], flags: Shown) -> int:
-    """The same from folders of --bundle, one of each node."""
-    return _show(read_looks(folders), flags)
-
-
-def _show(look: JobLook, flags: Shown) -> int:
-    finding = explain_processes(look)
-    if flags.html:
-        from allranks.stacktraces.html import render_processes
-
-        write_whole(flags.html, [render_processes(look, finding, time.time())])
-    if flags.json:
-        print(json.dumps(finding_json(finding, look, flags.role), indent=1))
-    else:
-        for line in render(finding, look, flags.role):
-            print(printable(line, 100_000))
-    return 0 if finding.state == "moving" else 1
 
 
 def finding_json(finding: ProcessFinding, look: JobLook, role: str = "") -> Json:
@@ -84,25 +24,13 @@ def finding_json(finding: ProcessFinding, look: JobLook, role: str = "") -> Json
     }
 
 
+_FACTS = "pid ppid node role number group title rank world alive ended ticks switches"
+
+
 def _process(one: Process) -> Json:
-    names = (
-        "pid",
-        "ppid",
-        "node",
-        "role",
-        "number",
-        "group",
-        "title",
-        "rank",
-        "world",
-        "alive",
-        "ended",
-        "ticks",
-        "switches",
-    )
     return {
         "name": one.name,
-        **{name: getattr(one, name) for name in names},
+        **{name: getattr(one, name) for name in _FACTS.split()},
         "threads": [_thread(thread) for thread in one.threads if thread.frames or thread.main],
     }
 

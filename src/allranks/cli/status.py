@@ -11,17 +11,14 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from allranks.cli.terminal import full_screen, key_within, use_color
+from allranks.cli.terminal import use_color
 from allranks.model.cluster import JobView, RankRow
 from allranks.model.formatting import count, duration, rank_list, ranks_text
 from allranks.model.parsing import printable
 
-if TYPE_CHECKING:  # numpy comes with it
-    from allranks.incidents.job_overview import Overview
-
 UNLIMITED = 10_000
+CLEAR = "\x1b[H\x1b[2J"  # the whole screen
 MANY_RANKS, MANY_LINES = 64, 16  # more ranks are summed up, in so many lines
 WIDE = 80  # a narrower screen has fewer columns
 
@@ -39,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch",
         "-w",
         action="store_true",
-        help="update until the job ends or q is pressed (`allranks top`)",
+        help="update until the job ends (`allranks top`)",
     )
     add(
         "--interval",
@@ -56,45 +53,19 @@ def main(args: argparse.Namespace) -> int:
 
     overview = Overview(find_job(args.job))
     live, interval_s = args.watch or args.command == "top", max(0.1, args.interval)
-    if live and not args.json and sys.stdout.isatty():
-        if sys.stdin.isatty() and importlib.util.find_spec("textual") is not None:
-            from allranks.cli.top import run
+    screen = live and not args.json and sys.stdout.isatty()
+    if screen and sys.stdin.isatty() and importlib.util.find_spec("textual") is not None:
+        from allranks.cli.top import run
 
-            return run(overview, interval_s)
-        return _watch(overview, interval_s)
+        return run(overview, interval_s)
     while True:
-        view = overview.look()
-        print(
-            json.dumps(view.to_dict()) if args.json else "\n".join(render(view, colour=use_color())),
-            flush=True,
-        )
+        view, size = overview.look(), shutil.get_terminal_size()
+        room = {"height": size.lines - 1, "width": size.columns} if screen and view.running else {}
+        lines = [json.dumps(view.to_dict())] if args.json else render(view, colour=use_color(), **room)
+        print(CLEAR * screen + "\n".join(lines), flush=True)
         if not live or not view.running:
             return 0 if view.running else 1
         time.sleep(interval_s)
-
-
-def _watch(overview: Overview, interval_s: float) -> int:
-    """The live screen without textual; ends with q, with the job or with Ctrl-C, and leaves its last state behind."""
-    lines: list[str] = []
-    by_silence, paused, view = False, False, overview.look()
-    with full_screen():
-        while view.running:
-            if not paused:
-                size = shutil.get_terminal_size()
-                shown = render(
-                    view, colour=use_color(), height=size.lines - 1, width=size.columns, by_silence=by_silence
-                )
-                lines = list(shown)
-                keys = f"q quit  s sort by {'rank' if by_silence else 'silence'}  p pause  (more: pip install 'allranks[tui]')"
-                sys.stdout.write("\x1b[H\x1b[2J" + "\n".join([*lines, _cut(keys, size.columns)]))
-                sys.stdout.flush()
-            key = key_within(interval_s).lower()
-            if key in ("q", "\x04"):
-                break
-            by_silence, paused = by_silence ^ (key == "s"), paused ^ (key == "p")
-            view = overview.look()
-    print("\n".join(lines or render(view, colour=use_color())), flush=True)
-    return 0 if view.running else 1
 
 
 LEVELS = {"good": "32", "warn": "33", "bad": "31"}
@@ -106,7 +77,6 @@ def render(
     colour: bool = False,
     height: int = UNLIMITED,
     width: int = UNLIMITED,
-    by_silence: bool = False,
 ) -> Iterator[str]:
     """The screen: the state of the job, the table (the most silent ranks first when it does not fit), incidents. A narrow
     one leaves out node, pid and calls: who waits for whom is what matters."""
@@ -123,7 +93,7 @@ def render(
     rows = list(view.rows)
     told = [line for text in view.incidents for line in _wrap(f"incident {text}", width)]
     room = max(5, height - 6 - len(said[1:]) - len(told))
-    if len(rows) > room or by_silence:
+    if len(rows) > room:
         rows = sorted(rows, key=lambda row: (row.alive, -(row.silent_s or 0.0)))[:room]
     yield from (_line(row, waiters[row.rank], columns, colour, width, view) for row in rows)
     if len(rows) < len(view.rows):

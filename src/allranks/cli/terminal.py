@@ -1,5 +1,4 @@
-"""What commands share: colour or not, a sign of life on everything longer than a second, raw keys, files written as a
-whole."""
+"""What commands share: colour or not, a sign of life on everything longer than a second, files written as a whole."""
 
 from __future__ import annotations
 
@@ -129,37 +128,6 @@ class ProgressBar:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def full_screen() -> Iterator[None]:
-    """The terminal's other screen, without a cursor and with keys as they are pressed; all is given back in the end."""
-    import termios
-    import tty
-
-    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
-    before = termios.tcgetattr(keys) if keys is not None else None
-    if keys is not None:
-        tty.setcbreak(keys)
-    sys.stdout.write("\x1b[?1049h\x1b[?25l")
-    try:
-        yield
-    finally:
-        sys.stdout.write("\x1b[?25h\x1b[?1049l")
-        sys.stdout.flush()
-        if keys is not None and before is not None:
-            termios.tcsetattr(keys, termios.TCSADRAIN, before)
-
-
-def key_within(seconds: float) -> str:
-    """The key pressed within this time, or ""; just waits where there is no keyboard."""
-    import select
-
-    if not sys.stdin.isatty():
-        time.sleep(seconds)
-        return ""
-    ready, _, _ = select.select([sys.stdin], [], [], seconds)
-    return os.read(sys.stdin.fileno(), 1).decode("latin-1") if ready else ""
-
-
 def check_target(name: str, force: bool) -> None:
     """Raises when this file cannot be written, before work is done for it; "" means none."""
     path = Path(name)
@@ -173,6 +141,15 @@ def check_target(name: str, force: bool) -> None:
         )
     if not force and path.is_file() and path.stat().st_size:
         raise InputError(f"{name} exists", hint="Give another name, or --force to overwrite it.")
+
+
+def check_folder(name: str) -> None:
+    """Raises when this folder can be neither written to nor made; "" means none."""
+    path = Path(name).absolute()
+    nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if name and not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        why = "may not be written" if nearest.is_dir() else "is not a folder"
+        raise InputError(f"cannot write to {name}: {nearest} {why}", hint="Give another folder.")
 
 
 def write_whole(name: str, parts: Iterable[str | bytes]) -> None:

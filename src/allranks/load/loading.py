@@ -17,7 +17,7 @@ from typing import Literal
 
 from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
-from allranks.load.reading import Share, processes_for, read_here, take_within
+from allranks.load.reading import Share, read_here, take_within
 from allranks.load.sources import DumpSource, LoadOptions, LoadResult, Raw, find_sources
 from allranks.model.diagnosis import FileNote
 from allranks.model.parsing import attempt_of_name, rank_by_prefix, ranks_of_names
@@ -248,15 +248,8 @@ def _find(paths: list[str], options: LoadOptions) -> list[DumpSource]:
 
 
 def _read(options: LoadOptions, sources: list[DumpSource]) -> Share:
-    """Reads all sources, with as many processes as pay."""
     total, show = len(sources), options.progress or (lambda done, total: None)
-    count = processes_for(sources)
-    if count > 1:
-        from allranks.load.parallel import read_shares  # small jobs start without it
-
-        load = read_shares(options, sources, count)
-    else:
-        load = read_here(options, sources, lambda done: show(done, total))
+    load = read_here(options, sources, lambda done: show(done, total))
     show(total, total)
     return load
 

@@ -144,11 +144,6 @@ T = TypeVar("T")
 TICK_S = 0.1
 
 
-#: Below these a second process costs more than it saves: files, and seconds that one process would take.
-MIN_FILES, MIN_WORK_S = 128, 0.5
-#: Bytes read in a second: of black boxes, which are copied, and of dumps, which are taken apart; seconds for each file.
-BOX_BYTES_PER_S, DUMP_BYTES_PER_S, FILE_S = 800 << 20, 48 << 20, 0.0002
-MAX_PROCESSES = 8
 #: So many members of an archive are read while none of them is a dump.
 MAX_FOREIGN = 10_000
 #: So many files may give no answer before the rest is left alone.
@@ -157,7 +152,7 @@ MAX_STALLS = 3
 
 @dataclass
 class Share:
-    """Some of the files, and what became of them. Runs in the loading process or in a child of it."""
+    """Some of the files, and what became of them."""
 
     options: LoadOptions
     reader: Reader
@@ -205,21 +200,10 @@ class Share:
         return members
 
 
-def processes_for(sources: list[DumpSource]) -> int:
-    """How many processes pay for these sources; 1 where forking would be unsafe."""
-    speeds = (BOX_BYTES_PER_S if s.path.endswith(".box") else DUMP_BYTES_PER_S for s in sources)
-    work_s = sum(FILE_S + s.size / speed for s, speed in zip(sources, speeds, strict=True))
-    if len(sources) < MIN_FILES or work_s < MIN_WORK_S:
-        return 1
-    if threading.active_count() > 1 or not hasattr(os, "fork"):
-        return 1
-    return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(sources) // (MIN_FILES // 2)))
-
-
 def read_here(
     options: LoadOptions, sources: list[DumpSource], show: Callable[[int], None] | None = None
 ) -> Share:
-    """Reads sources in this process. Those that give no answer are noted, and the others read again without them."""
+    """Reads sources. Those that give no answer are noted, and the others read again without them."""
     silent: list[tuple[DumpSource, Unreadable]] = []
     for _ in range(MAX_STALLS + 1):
         load = Share(options, Reader(options))

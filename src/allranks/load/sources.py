@@ -2,7 +2,7 @@
 load.
 
 Folders are walked; a tar or zip file counts as a folder; gzip and zstd are unwrapped. Objects of an object store (`s3://`, `gs://`,
-`az://` through obstore, extra `s3`; other URLs through fsspec when that is installed) are listed, then fetched in parallel.
+`az://` through obstore, extra `s3`) are listed, then fetched in parallel.
 Nothing here looks into a dump, and only this file talks to a network.
 """
 
@@ -375,8 +375,9 @@ def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
     if scheme in ("http", "https"):
         yield _download(url, options)
         return
-    fetch = _open_obstore if scheme in OBSTORE_SCHEMES else _open_fsspec
-    opened, problem = _attempt(lambda: fetch(url))
+    if scheme not in OBSTORE_SCHEMES:
+        raise InputError(f"{url}: URLs are read that begin with {', '.join(OBSTORE_SCHEMES)}, http or https")
+    opened, problem = _attempt(lambda: _open_obstore(url))
     if opened is None:
         raise InputError(f"{url}: {problem}")
     listed, get = opened
@@ -437,14 +438,6 @@ def _open_obstore(url: str) -> tuple[list[Listed], Callable[[str], bytes]]:
         for meta in objects
     ]
     return sorted(listed), lambda key: bytes(obstore.get(store, key.partition("/")[2]).bytes())
-
-
-def _open_fsspec(url: str) -> tuple[list[Listed], Callable[[str], bytes]]:
-    fsspec = require("fsspec", feature=f"reading {url}", extra="fsspec")
-    system, root = fsspec.core.url_to_fs(url)
-    found = system.find(root, detail=True)
-    listed = [(str(path), int(info.get("size") or 0), 0) for path, info in found.items()]
-    return sorted(listed), lambda key: bytes(system.cat_file(key))
 
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
