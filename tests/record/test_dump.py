@@ -29,8 +29,6 @@ from allranks.recording import torch_internals as internals
 from allranks.recording.dump import dump_ended_ranks
 from allranks.recording.options import from_environment
 
-pytestmark = pytest.mark.usefixtures("forks")
-
 ENTRY = {
     "record_id", "pg_id", "process_group", "thread_name", "thread_id", "collective_seq_id", "p2p_seq_id", "op_id",
     "profiling_name", "time_created_ns", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "state",
