@@ -3,16 +3,16 @@
 #
 #   scripts/test_all.sh                            all of them, one after the other, each in an environment of its own
 #   scripts/test_all.sh 3.13:2.13.0 3.12:2.15.0    only these (PYTHON:TORCH; a python may be a path)
-#   TESTS="tests/record tests/frtrace" scripts/test_all.sh 3.10:2.13.0      only these folders, one command each
+#   TESTS="tests/record tests/frtrace" scripts/test_all.sh 3.10:2.13.0      only these folders
 #   WORK=FOLDER KEEP=1                             leave the environments in FOLDER, and use those that are there (up to 8 GB each)
 #
-# Prints one line per pair and folder, writes the numbers to docs/compatibility.md, and exits 1 when a test failed. A Python
+# Prints one line per pair, writes the numbers to docs/compatibility.md, and exits 1 when a test failed. A Python
 # that is not on this machine is skipped by its name. Pythons are looked for in pyenv, then on the PATH.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PAIRS=("$@")
 [ ${#PAIRS[@]} -gt 0 ] || PAIRS=(3.11:2.15.0 3.13:2.15.0 3.10:2.13.0 3.12:2.13.0 3.12:2.11.0)
-TESTS="${TESTS:-$(ls -d tests/*/ | sed "s|/$||; /__pycache__/d; /soak/d") tests/test_*.py}"
+TESTS="${TESTS:-tests}"
 WORK="${WORK:-$(mktemp -d "${TMPDIR:-/tmp}/test_all.XXXXXX")}"
 mkdir -p "$WORK/results"
 TABLE=()
@@ -46,13 +46,12 @@ for pair in "${PAIRS[@]}"; do
         continue
     fi
     said=$("$env/bin/python" -c 'import platform, torch; print(f"python-{platform.python_version()}_torch-{torch.__version__}".split("+")[0])')
-    for tests in $TESTS; do
-        begin=$SECONDS log="$WORK/results/$said.${tests##*/}"
-        # shellcheck disable=SC2086
-        PYTHONDONTWRITEBYTECODE= PATH="$env/bin:$PATH" "$env/bin/python" -m pytest -q -p no:cacheprovider --everything -n "${WORKERS:-$(($(nproc) + 4))}" --dist loadfile --junitxml="$log.xml" $tests >"$log.log" 2>&1 || FAILED=1
-        TABLE+=("$said|$tests|$(tail -1 "$log.log" | tr -d '='); $((SECONDS - begin)) s; log $log.log")
-        grep -E "^(FAILED|ERROR)" "$log.log" >&2
-    done
+    begin=$SECONDS log="$WORK/results/$said"
+    # shellcheck disable=SC2086
+    PYTHONDONTWRITEBYTECODE= PATH="$env/bin:$PATH" "$env/bin/python" -m pytest -q -p no:cacheprovider --everything \
+        -n "${WORKERS:-$(($(nproc) + 4))}" --dist loadfile --no-loadscope-reorder --junitxml="$log.xml" $TESTS >"$log.log" 2>&1 || FAILED=1
+    TABLE+=("$said|$(tail -1 "$log.log" | tr -d '='); $((SECONDS - begin)) s; log $log.log")
+    grep -E "^(FAILED|ERROR)" "$log.log" >&2
     [ -n "${KEEP:-}" ] || rm -rf "$env"
 done
 printf '%s\n' "${TABLE[@]}" | column -t -s '|'

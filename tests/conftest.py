@@ -121,6 +121,23 @@ def keep_child() -> Iterator[set[int]]:
 
 
 @pytest.fixture(scope="session")
+def _template(keep_child: set[int]) -> None:
+    import forks
+
+    keep_child.add(forks.start_template())
+
+
+@pytest.fixture(scope="module")
+def forks(_template: None) -> Iterator[None]:
+    """Python programs that the tests of this file start are forks of one that has torch loaded: see forks.py."""
+    import forks
+
+    forks.patch(True)
+    yield
+    forks.patch(False)
+
+
+@pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory, keep_child: set[int]) -> Iterator[Any]:
     """A real S3 server (checkpoint.s3server.S3Server) for the whole session."""
     from checkpoint.s3server import S3Server, weed_binary

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it at their first step: once here instead of in every fork
 
 from allranks.checkpoint import CheckpointState, create_checkpoint_state
 

@@ -33,6 +33,8 @@ from allranks.errors import CheckpointLoadError, CheckpointSaveError, Configurat
 from .jobs import make_job, make_state, same_state, train_step
 from .s3server import Proxy, S3Server
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 def _config(s3: S3Server, bucket: str, endpoint: str = "", **more: Any) -> CheckpointConfig:
     options = {**s3.options(endpoint), "timeout_s": "20", "max_retries": "3", **more.pop("options", {})}

@@ -13,7 +13,10 @@ import pytest
 from .outages import in_two_ranks, make, start
 from .s3server import S3Server
 
-pytestmark = pytest.mark.timeout(900)  # for hanging only: one fixture makes all cells of the whole job
+pytestmark = [
+    pytest.mark.usefixtures("forks"),
+    pytest.mark.timeout(900),  # for hanging only: one fixture makes all cells of the whole job
+]
 
 DOCS = Path(__file__).parents[2] / "docs" / "understand" / "storage.md"
 TIERS = ("MEMORY", "PEER", "NVME", "S3")

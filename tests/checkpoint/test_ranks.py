@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, create_checkpoint_state
 from allranks.checkpoint.restore.candidates import choose
@@ -31,16 +36,10 @@ def _model(kind: str, world_size: int, seed: int) -> tuple[Any, Any]:
         torch.nn.LayerNorm(WIDTH),
     )
     if kind == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         mesh = init_device_mesh("cpu", (world_size,))
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif kind == "tp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
         mesh = init_device_mesh("cpu", (world_size,))
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     else:
@@ -132,9 +131,6 @@ def test_plain_dcp_reads_and_reshards_our_folder(tmp_path: Path) -> None:
     """torch's own HuggingFaceStorageReader needs nothing of ours."""
     with Ranks(_save, 4, ("fsdp2", str(tmp_path))) as ranks:
         saved = ranks.values(timeout_s=90)[0]
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
     target = {"model_state_dict.2.weight": torch.zeros(WIDTH, 3)}
     dcp.load(
         target,

@@ -24,6 +24,8 @@ from .test_recorded import NAMES, TRUTH, _read, gallery
 from .torch215_hangs import HANGS
 from .torch_dumps import entry, reduces
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 RECORDED = Path(__file__).parent / "torch215"
 #: gloo's dump does not say who is in the pair: rank 2, which waits for both, is named too.
 ONE_TOO_MANY = "groups_crossed"

@@ -10,7 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from allranks.drill.run import find_identical, read_marks
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 SPARE = """
 import os

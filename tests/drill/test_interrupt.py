@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 SLEEPER = """
 import os, sys, time
 open(os.path.join(sys.argv[1], "pid." + os.environ["ALLRANKS_RANK"]), "w").write(str(os.getpid()))

@@ -13,6 +13,8 @@ import pytest
 from allranks.drill.plan import DrillFault, make_plan
 from allranks.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 RANK = """
 import allranks.drill.preload as preload
 from allranks.recording.options import RecorderOptions

@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from allranks.cli import main
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

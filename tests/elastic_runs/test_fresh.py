@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from allranks.checkpoint import NVMeBackend, create_checkpoint_state
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 SCRIPT = """
 import os, pathlib, sys

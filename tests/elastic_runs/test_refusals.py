@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.ports import held_port
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 def _start(folder: Path, *words: str) -> subprocess.Popen[str]:

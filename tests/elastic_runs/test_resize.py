@@ -18,7 +18,10 @@ from .conftest import LAST
 from .jobs import Job, assert_same_run
 
 PHASES = {"stop", "decide", "rescale", "restore", "data", "go"}
-pytestmark = pytest.mark.timeout(1500)  # for hanging only: each wait has a limit of its own
+pytestmark = [
+    pytest.mark.usefixtures("forks"),
+    pytest.mark.timeout(1500),  # for hanging only: each wait has a limit of its own
+]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from .conftest import LAST
 from .jobs import Job, assert_same_run
 from .train import EVERY
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 def test_a_killed_rank_comes_back_from_the_agents_memory(tmp_path: Path, undisturbed: list[float]) -> None:
     """kill -9 of one of two ranks: both go on from the newest snapshot of tier PEER; no disk tier exists."""

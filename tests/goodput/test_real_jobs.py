@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 JOB = Path(__file__).parent.parent.parent / "benchmarks" / "_goodput_job.py"
 
 

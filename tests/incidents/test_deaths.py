@@ -16,7 +16,7 @@ import pytest
 from allranks.blackbox.header import read_header
 from allranks.incidents import pipeline
 from allranks.incidents.evidence import Evidence, read_observed
-from allranks.incidents.folder import MAX_REMEMBERED, IncidentFolder, read_incidents
+from allranks.incidents.folder import IncidentFolder, keep_newest, read_incidents
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
@@ -390,12 +390,15 @@ def test_deaths_of_one_moment_do_not_wait_for_each_others_evidence(tmp_path: Pat
     assert not waited and len(read_incidents(tmp_path / "incidents")) == 2
 
 
-def test_what_the_agent_remembers_does_not_grow_with_the_deaths_of_weeks(tmp_path: Path) -> None:
-    """Processes, threads and incidents of long ago are forgotten."""
+def test_what_the_agent_remembers_does_not_grow_with_the_deaths_of_weeks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes, threads and incidents of long ago are forgotten; here the limit of hundreds is one of ten."""
+    monkeypatch.setattr(keep_newest, "__defaults__", (10,))
     dog = watch(tmp_path, mode="replica", replicas=2)
-    for number in range(300):
+    for number in range(15):
         dog.deaths.note_death(Death(0, GONE + number, time.time(), "died of SIGKILL"), [])
-    assert len(dog.deaths._known) <= MAX_REMEMBERED
+    assert len(dog.deaths._known) == 10
     for thread in dog.pipeline._threads:
         dog.pipeline._closing.set()
         thread.join(60)

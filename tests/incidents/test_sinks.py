@@ -22,6 +22,8 @@ from allranks.incidents.publish import IncidentPublisher, check_address, deliver
 from allranks.model.diagnosis import Finding
 from allranks.model.incident import Incident, Moment
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 INCIDENT = Incident(
     "20260301-030000-hang",
     "hang",

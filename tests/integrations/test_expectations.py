@@ -13,6 +13,8 @@ import pytest
 from allranks.stacktraces import CollectOptions, collect
 from allranks.stacktraces.find import targets_of
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 ROOT = Path(__file__).parents[2]
 PAGE = "docs/understand/moving.md"
 #: expectation -> "tests/….py::test", or words of docs/understand/moving.md that say why not and what to do instead

@@ -14,6 +14,8 @@ import yaml
 from allranks.cli.run import FLAGS
 from allranks.launch.command_line import arrange, from_environment
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 CORE = ("v1", "apps/v1", "batch/v1")
 

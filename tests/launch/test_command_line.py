@@ -25,6 +25,8 @@ from allranks.launch.command_line import (
 )
 from allranks.launch.torchrun_patches import LaunchError
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 OURS = {"--replicas": True, "--no-watch": False}
 
 

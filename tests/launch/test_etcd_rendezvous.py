@@ -21,9 +21,10 @@ from allranks.etcd import Etcd, parse_endpoints
 from allranks.launch import etcd_server
 from proc import parent_of
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)"
-)
+pytestmark = [
+    pytest.mark.usefixtures("forks"),
+    pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)"),
+]
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import pytest
 
 from proc import gone
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 RANK = """
 import os, sys, time, allranks
 rank = os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or "0"

@@ -8,8 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from allranks.drill import demo_train
 from allranks.drill.run import read_marks
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 PLAN = {"faults": [{"kind": "hang", "rank": 1, "at_step": 30}, {"kind": "kill", "rank": 0, "at_step": 45}]}
 

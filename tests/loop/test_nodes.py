@@ -17,6 +17,8 @@ from allranks.drill import demo_train
 from allranks.incidents.folder import read_incidents
 from allranks.watch.samples import read_samples
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 TRAIN = """
 import sys, torch, torch.distributed as dist, allranks
 dist.init_process_group("gloo")

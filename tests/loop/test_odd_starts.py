@@ -12,6 +12,8 @@ import pytest
 from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.load import load_paths
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 HEAD = """
 import datetime, os, sys
 import torch, torch.distributed as dist

@@ -17,6 +17,8 @@ from allranks.incidents.job_overview import Overview
 from allranks.watch.samples import read_samples
 from proc import gone
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 HEAD = """
 import os, sys, time
 import torch, torch.distributed as dist, allranks

@@ -21,6 +21,8 @@ from allranks.channel.keys import Keyring
 from allranks.cli import main
 from checkpoint.s3server import KEY, SECRET, S3Server
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 TOKEN = "the-token-of-a-job-with-secrets"
 #: of the environment and of the script's command line
 HIDDEN = {"WANDB_API_KEY": "wandb-5f3e", "HF_TOKEN": "hf-a71c", "PGPASSWORD": "pg-99d0"}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 TRAIN = """
 import os, sys, time
 import torch

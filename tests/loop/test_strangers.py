@@ -23,6 +23,8 @@ from allranks.channel.frames import HEAD
 from allranks.channel.keys import MAGIC, Keyring
 from allranks.lighthouse.messages import PREAMBLE, Hello, encode
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-token-of-a-job-with-strangers"
 CROWD = 100  # silent connections at each port, more than a server greets at a time

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,8 @@ from allranks.drill.ranks import signal as reached
 from allranks.model.trace import State
 
 from .boxes import last, ops, traces
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 def _loop_then(rank: int, world: int, ending: str) -> None:

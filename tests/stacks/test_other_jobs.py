@@ -17,7 +17,10 @@ from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.debuggers import find_pyspy
 from allranks.watch.sidecar import Sidecar
 
-pytestmark = pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
+pytestmark = [
+    pytest.mark.usefixtures("forks"),
+    pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed"),
+]
 
 PLAIN = """
 import time, torch, torch.distributed as dist
