@@ -1,140 +1,33 @@
-"""The ledger against what was planted: real jobs of both modes with kills, hangs, slow ranks, saves, evaluation, restarts.
+"""The ledger, what-if, fail-slow and the simulator against real jobs with planted faults.
 
-    benchmarks/goodput.py [--only NAME…] [--rounds 1] [--json FILE]
+    benchmarks/goodput.py costs     the agent's time for one look at a rank; reading a month of 1,000 ranks
+    benchmarks/goodput.py drills    30 drilled jobs of both modes: planted against booked rank-seconds
+    benchmarks/goodput.py what-if   20 programs: predicted step without the delay against the measured one, and the cause
+    benchmarks/goodput.py fail-slow 40 programs in which a rank becomes a tenth slower: named within 60 steps
+    benchmarks/goodput.py healthy   programs with noise, evaluation, saves and changing inputs: no alarm
+    benchmarks/goodput.py replicas  simulated against real goodput of 3 to 16 replicas, three fault plans
 
-Each drill prints, for every row that has a planted value, planted and booked rank-seconds. A row is right within 5 % or 0.5 s
-for each rank; all rows must add up to the wall clock within 0.5 %. Also: the agent's time for one look at a rank, and the time to
-read a month of 1,000 ranks.
+    [--jobs 2] [--limit 540] [--output DIR] [--only WORD…] [--seed 7000] [--runs N] [--steps N]
+
+Jobs are CPU tensors over gloo with paced steps, so many run at once. Every case is one JSON line in DIR; failed ones leave
+their logs there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent / "_goodput_job.py"
-ROOT = Path(__file__).parent.parent
+import _goodput_drills as drills
+import _goodput_measured as measured
+from _series import ROOT, Result, Series
 
-
-@dataclass(frozen=True)
-class Drill:
-    """`expected`: rank-seconds by state that follow from the arguments; the rest is what ranks print as planted."""
-
-    name: str
-    launch: tuple[str, ...]
-    script: tuple[str, ...]
-    ranks: int
-    expected: dict[str, float] = field(default_factory=dict)
-    runs: int = 1
-
-
-def whole(
-    name: str,
-    *script: str,
-    ranks: int = 2,
-    expected: dict[str, float] | None = None,
-    runs: int = 1,
-    flags: tuple[str, ...] = (),
-) -> Drill:
-    launch = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "3", *flags)
-    return Drill(f"whole job: {name}", launch, script, ranks, expected or {}, runs)
-
-
-def replica(name: str, *script: str, ranks: int = 3, expected: dict[str, float] | None = None) -> Drill:
-    return Drill(f"replicas: {name}", ("--replicas", str(ranks)), script, ranks, expected or {})
-
-
-def drills() -> list[Drill]:
-    plain = ("--steps", "60", "--step-s", "0.1")
-    saved = (*plain, "--save-every", "10", "--save-s", "0.3", "--state", "{folder}/state")
-    return [
-        whole("nothing", *plain, expected={"waiting": 0.0, "stalled": 0.0, "repeated": 0.0, "useful": 2 * 59 * 0.1}),
-        whole("first step", *plain, "--first-s", "3", expected={"compiling": 2 * 3.1, "useful": 2 * 59 * 0.1}),
-        whole("slow start", *plain, "--start-s", "4"),
-        whole("slow rank", *plain, "--slow-rank", "1", "--slow-s", "0.1", expected={"waiting": 59 * 0.1}),
-        whole("slow rank of three", *plain, "--slow-rank", "2", "--slow-s", "0.05", ranks=3, expected={"waiting": 2 * 59 * 0.05}),
-        whole("saves", *saved),
-        whole("evaluation", *plain, "--eval-at", "30", "--eval-s", "4"),
-        whole("kill and restore", *saved, "--kill-at", "36", expected={"repeated": 2 * 5 * 0.1}),
-        whole("kill late", *saved, "--kill-at", "58", "--kill-rank", "1", expected={"repeated": 2 * 7 * 0.1}),
-        whole("hang that ends", *plain, "--hang-at", "40", "--hang-s", "15", flags=("--notice-s", "4"), expected={"stalled": 2 * 15.0}),
-        whole("requeue", *saved, expected={"repeated": 0.0}, runs=2),
-        replica("nothing", *plain, expected={"repeated": 0.0}),
-        replica("slow rank", *plain, "--slow-rank", "1", "--slow-s", "0.1", expected={"waiting": 2 * 59 * 0.1}),
-        replica("saves", *plain, "--save-every", "10", "--save-s", "0.3"),
-        replica("kill", "--steps", "150", "--step-s", "0.1", "--kill-at", "20", "--kill-rank", "2", expected={"repeated": 0.0}),
-        replica("kill with evaluation", "--steps", "150", "--step-s", "0.1", "--kill-at", "20", "--eval-at", "100", "--eval-s", "3"),
-    ]  # fmt: skip
-
-
-def run(drill: Drill, folder: Path) -> tuple[dict[str, float], dict[str, object]]:
-    """(planted, the account) of one drill."""
-    environment = {**os.environ, "ALLRANKS_DIR": str(folder / "boxes"), "ALLRANKS_HISTORY": "off"}
-    script = [word.replace("{folder}", str(folder)) for word in drill.script]
-    planted: dict[str, float] = defaultdict(float, drill.expected)
-    command = [sys.executable, "-m", "allranks"]
-    for _ in range(drill.runs):
-        words = [*command, "run", "--job", "drill", *drill.launch, str(SCRIPT), *script]
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise SystemExit(f"{drill.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        for line in done.stdout.splitlines():
-            if "PLANTED" in line:
-                _, state, seconds, _ = line.split("PLANTED ")[1].split()
-                planted[state] += float(seconds) if state in ("saving", "evaluation") else 0.0
-    read = subprocess.run(
-        [*command, "goodput", "allranks-incidents", "--json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found: dict[str, object] = json.loads(read.stdout)
-    if "--slow-rank" in script:
-        slow = subprocess.run(
-            [*command, "slow", str(folder / "boxes"), "--json"], capture_output=True, text=True
-        )
-        found["what_if"] = json.loads(slow.stdout) if slow.returncode == 1 else {}
-    return {state: s for state, s in planted.items() if state not in ("kill", "hang")}, found
-
-
-def judge(drill: Drill, planted: dict[str, float], found: dict[str, object]) -> dict[str, object]:
-    booked = found["rank_seconds"]
-    assert isinstance(booked, dict)
-    wall = float(str(found["running_s"])) * drill.ranks
-    off = abs(sum(booked.values()) / wall - 1)
-    rows = {}
-    for state, seconds in sorted(planted.items()):
-        error = abs(booked[state] - seconds)
-        right = error <= max(0.05 * seconds, 0.5 * drill.ranks)
-        rows[state] = {"planted": round(seconds, 3), "booked": round(booked[state], 3), "right": right}
-        print(
-            f"  {'ok ' if right else 'BAD'} {state:<11} planted {seconds:8.2f} s  booked {booked[state]:8.2f} s",
-            flush=True,
-        )
-    if what_if := found.get("what_if"):
-        assert isinstance(what_if, dict)
-        own = float(drill.script[drill.script.index("--step-s") + 1])
-        best = what_if["what_ifs"][0]
-        error = best["step_s"] / own - 1
-        print(f"  what if     {what_if['sentence']} (the step itself sleeps {own} s: {error:+.1%})")
-        rows["what_if"] = {
-            "who": best["who"],
-            "step_s": best["step_s"],
-            "error": error,
-            "right": abs(error) <= 0.1,
-        }
-    print(f"  {'ok ' if off <= 0.005 else 'BAD'} sum         off by {off:.3%}", flush=True)
-    return {"rows": rows, "sum_off": round(off, 6), "goodput": found["goodput"]}
+SIZES = (3, 8, 16)
 
 
 def agent_cost() -> dict[str, float]:
@@ -173,40 +66,43 @@ def month_cost() -> dict[str, float]:
         return {"bytes": size, "read_s": time.perf_counter() - begin, "read_cpu_s": time.process_time() - cpu}
 
 
+def cases_of(args: argparse.Namespace, series: Series) -> dict[str, Callable[[Path], Result]]:
+    if args.series == "drills":
+        return drills.cases(series)
+    if args.series == "what-if":
+        return measured.what_if_cases(series, args.seed, args.steps or 100)
+    if args.series == "fail-slow":
+        return measured.fail_slow_cases(series, args.seed, args.runs or 40)
+    if args.series == "healthy":
+        return measured.healthy_cases(series, args.seed, args.runs or args.jobs)
+    with tempfile.TemporaryDirectory() as folder:
+        known = measured.calibrate(series, Path(folder))
+    print(json.dumps({"calibrated": known}), flush=True)
+    return measured.replica_cases(series, args.seed, SIZES, known)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = ("costs", "drills", "what-if", "fail-slow", "healthy", "replicas")
+    parser.add_argument("series", choices=names)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("goodput-series"))
+    for name, default in (("jobs", 2), ("seed", 7000), ("runs", 0), ("steps", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--limit", type=float, default=540.0)
     args = parser.parse_args()
-    numbers: dict[str, object] = {"agent": agent_cost(), "month_of_1000_ranks": month_cost()}
-    print(json.dumps(numbers))
-    wrong = 0
-    for drill in drills() * args.rounds:
-        if args.only and not any(word in drill.name for word in args.only):
-            continue
-        print(drill.name, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            verdict = judge(drill, *run(drill, Path(folder)))
-        numbers[drill.name] = verdict
-        rows = verdict["rows"]
-        assert isinstance(rows, dict)
-        wrong += sum(not row["right"] for row in rows.values()) + (float(str(verdict["sum_off"])) > 0.005)
-    print(f"{wrong} rows are wrong")
-    if args.json is not None:
-        day = time.strftime("%Y-%m-%d", time.gmtime())
-        body = {
-            "command": "benchmarks/goodput.py",
-            "version": "0.3.0",
-            "date": day,
-            "name": "goodput",
-            "numbers": numbers,
-        }
-        machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
-        args.json.write_text(json.dumps({**body, "machine": machine}, indent=1) + "\n")
-    return 1 if wrong else 0
+    if args.series == "costs":
+        print(json.dumps({"agent": agent_cost(), "month_of_1000_ranks": month_cost()}))
+        return 0
+    series = Series(args.series, args.output, args.jobs, args.limit)
+    cases = cases_of(args, series)
+    chosen = {
+        name: case for name, case in cases.items() if not args.only or any(word in name for word in args.only)
+    }
+    found = series.measure(chosen)
+    return 0 if found and all(one["right"] for one in found) else 1
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from allranks.blackbox.phases import PhaseMark
 from allranks.ledger.arrivals import wait_shares
 from allranks.ledger.changes import find_change
 from allranks.ledger.slow import Lateness, find_slow
@@ -124,7 +125,9 @@ def test_long_inputs_are_named_where_calls_show_their_size() -> None:
 def test_saves_are_named() -> None:
     factors = noise(7)
     factors[0, 10::10] *= 2.5
-    found = find_slow(record(DDP, factors)[0], saves=set(range(10, 120, 10)))
+    traces, _ = record(DDP, factors)
+    begins = [int(traces[0].calls["created_ns"][step]) - 10**8 for step in range(10, 120, 10)]
+    found = find_slow(traces, {0: [PhaseMark("save", begin, begin + 10**8) for begin in begins]})
     assert found is not None and found.cause == "saving"
 
 

@@ -7,6 +7,7 @@ Importable by every part: `during("saving")` does nothing where nothing is recor
 
 from __future__ import annotations
 
+import gc
 import os
 import struct
 import threading
@@ -22,6 +23,7 @@ OFFSET, SLOTS = 2048, 48  # of the header page
 _ENTRY = struct.Struct("<16sqq")
 _COUNT = struct.Struct("<q")
 FIRST = "first step"  # from the first progress mark of a process to its second
+GC, GC_NS = "gc", 10_000_000  # a pause by garbage collection, and the shortest one that is marked
 
 
 class PhaseMark(NamedTuple):
@@ -38,26 +40,53 @@ class _Marks:
     box: Box | None = None
     pid = 0
     lock = threading.Lock()
+    collecting_ns = 0
 
 
 def attach(box: Box | None) -> None:
     """From now on phases of this process go into this box."""
     _Marks.box, _Marks.pid, _Marks.lock = box, os.getpid(), threading.Lock()
+    if _collected in gc.callbacks:
+        gc.callbacks.remove(_collected)
+    if box is not None:
+        gc.callbacks.append(_collected)
+
+
+def _collected(phase: str, info: dict[str, int]) -> None:
+    """Marks a full collection that took long. Never waits: it may run while this thread writes another mark."""
+    if info["generation"] < 2:
+        return
+    now = time.time_ns()
+    if phase == "start":
+        _Marks.collecting_ns = now
+    elif now - _Marks.collecting_ns >= GC_NS and _Marks.lock.acquire(blocking=False):
+        try:
+            _mark(GC, _Marks.collecting_ns, now)
+        finally:
+            _Marks.lock.release()
 
 
 def begin(name: str) -> int:
     """Marks the beginning of a phase and returns its number, 0 where nothing is recorded."""
+    if _Marks.box is None or os.getpid() != _Marks.pid:
+        return 0
+    with _Marks.lock:
+        return _mark(name, time.time_ns(), 0)
+
+
+def _mark(name: str, begin_ns: int, end_ns: int) -> int:
+    """Under the lock."""
     box = _Marks.box
     if box is None or os.getpid() != _Marks.pid:
         return 0
-    with _Marks.lock, suppress(ValueError):  # a box that was closed meanwhile
+    with suppress(ValueError):  # a box that was closed meanwhile
         memory = box.memory
         number = int(_COUNT.unpack_from(memory, OFFSET)[0]) + 1
         at = _offset(number)
         struct.pack_into("<q", memory, at + 16, 0)  # a reader passes over an entry that is being written
         memory[at : at + 16] = name.encode("utf-8", "replace")[:16].ljust(16, b"\0")
-        struct.pack_into("<q", memory, at + 24, 0)
-        struct.pack_into("<q", memory, at + 16, time.time_ns())
+        struct.pack_into("<q", memory, at + 24, end_ns)
+        struct.pack_into("<q", memory, at + 16, begin_ns)
         _COUNT.pack_into(memory, OFFSET, number)
         return number
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from allranks.errors import InputError
 from allranks.model.formatting import count
 
 if TYPE_CHECKING:
+    from allranks.blackbox.phases import PhaseMark
     from allranks.model.trace import RankTrace
 
 
@@ -31,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     from allranks.ledger.slow import find_slow
 
     traces = _traces(args.jobs)
-    found = find_slow(traces, saved_steps(traces))
+    found = find_slow(traces, read_marks(traces))
     if found is None:
         raise InputError(
             f"too few steps or collectives in common to compare, in the dumps of {count(len(traces), 'rank')}",
@@ -62,25 +64,14 @@ def _traces(words: list[str]) -> list[RankTrace]:
     return list(load_paths(paths, LoadOptions()).traces)
 
 
-def saved_steps(traces: list[RankTrace]) -> set[int]:
-    """Steps in which a rank saved, by the phases in its box."""
-    import numpy as np
-
+def read_marks(traces: list[RankTrace]) -> dict[int, tuple[PhaseMark, ...]]:
+    """Saves, pauses and other phases in the boxes, by rank."""
     from allranks.blackbox.header import HEADER_BYTES, read_regular
     from allranks.blackbox.phases import read_phases
-    from allranks.ledger.records import SAVING, kind_of, state_of
 
-    found: set[int] = set()
+    found: dict[int, tuple[PhaseMark, ...]] = {}
     for trace in traces:
-        if not trace.kind.startswith("black box") or not len(trace.calls):
-            continue
-        try:
-            marks = read_phases(read_regular(trace.path, HEADER_BYTES))
-        except OSError:
-            continue
-        for mark in marks:
-            if kind_of(state_of(mark.name)) == SAVING:
-                after = int(np.searchsorted(trace.calls["created_ns"], mark.begin_ns))
-                if after < len(trace.calls):
-                    found.add(int(trace.calls["step"][after]))
+        if trace.kind.startswith("black box") and trace.header.rank is not None:
+            with suppress(OSError):
+                found[trace.header.rank] = read_phases(read_regular(trace.path, HEADER_BYTES))
     return found

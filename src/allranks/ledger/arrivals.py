@@ -106,6 +106,50 @@ def _overlaps(trace: RankTrace) -> np.ndarray:
     return found
 
 
+@dataclass(frozen=True)
+class Messages:
+    """What one rank sent to another in one group, as far as both boxes have it: arrays of equal length, in order."""
+
+    sender: int
+    receiver: int
+    sent: np.ndarray  # epoch seconds
+    asked: np.ndarray  # when the receiver began to wait for it
+    step: np.ndarray
+
+
+def find_messages(traces: Sequence[RankTrace], since_ns: int = 0) -> list[Messages]:
+    """Sends and receives of pipelines, matched by their order within a step. Between hosts clocks differ: none."""
+    sides: dict[tuple[str, int, int], dict[str, np.ndarray]] = defaultdict(dict)
+    hosts = {trace.header.rank: trace.header.host for trace in traces}
+    for trace in traces:
+        rank, calls = trace.header.rank, trace.calls
+        if rank is None or not len(calls):
+            continue
+        calls = calls[
+            (calls["flags"] & Flag.P2P != 0) & (calls["peer"] >= 0) & (calls["created_ns"] >= since_ns)
+        ]
+        kinds = np.array([name.lstrip("_").lstrip("i")[:4] for name in trace.names] or [""])[calls["op"]]
+        for kind in ("send", "recv"):
+            for number, peer in {(int(n), int(p)) for n, p in calls[kinds == kind][["group", "peer"]]}:
+                rows = calls[(kinds == kind) & (calls["group"] == number) & (calls["peer"] == peer)]
+                way = (rank, peer) if kind == "send" else (peer, rank)
+                if hosts.get(peer) == trace.header.host:
+                    sides[(trace.groups[number].name, *way)][kind] = rows
+    found = [_pair(*way, side["send"], side["recv"]) for (_, *way), side in sides.items() if len(side) == 2]
+    return [one for one in found if len(one.sent)]
+
+
+def _pair(sender: int, receiver: int, sends: np.ndarray, recvs: np.ndarray) -> Messages:
+    """Of steps in which both have as many: the ring of one may begin in the middle of a step."""
+    numbers = [np.unique(side["step"], return_counts=True) for side in (sends, recvs)]
+    same, first, second = np.intersect1d(
+        numbers[0][0], numbers[1][0], assume_unique=True, return_indices=True
+    )
+    same = same[numbers[0][1][first] == numbers[1][1][second]]
+    sends, recvs = (side[np.isin(side["step"], same)] for side in (sends, recvs))
+    return Messages(sender, receiver, sends["created_ns"] / 1e9, recvs["created_ns"] / 1e9, sends["step"])
+
+
 def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, list[tuple[float, float, int]]]:
     """For each rank the times in which it waited and for whom: (begin, end, rank), in order and without overlaps."""
     found: dict[int, list[tuple[float, float, int]]] = defaultdict(list)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from allranks.blackbox.phases import FIRST, PhaseMark
+from allranks.blackbox.phases import FIRST, GC, PhaseMark
 from allranks.ledger.records import (
     COMPILING,
     HEALING,
@@ -204,7 +204,7 @@ def _cut(book: RankBook, phases: Sequence[PhaseMark], end: float, base: str) -> 
             state_of(mark.name),
         )
         for mark in phases
-        if mark.begin_ns / 1e9 < end and (not mark.end_ns or mark.end_ns / 1e9 > begin)
+        if mark.name != GC and mark.begin_ns / 1e9 < end and (not mark.end_ns or mark.end_ns / 1e9 > begin)
     ]
     if not inside:
         return [Stretch(book.rank, begin, end, base)]

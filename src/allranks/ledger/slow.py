@@ -2,29 +2,42 @@
 others. Pure.
 
 A rank's own time before a collective is the time from the end of the collective before it until its arrival. A step takes
-as long as the slowest rank before each collective. Replacing the own times of one rank by the typical ones of the others
-gives the step without its delay. Groups (data, tensor, expert) are replayed together, in the order of the recording.
+as long as the slowest rank before each collective; a receive ends when the rank has asked and its sender has sent. Replacing
+the own times of one rank by the typical ones of the others gives the step without its delay. Groups (data, tensor, expert) and
+pipelines are replayed together, in the order of the recording.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from allranks.ledger.arrivals import Meetings, find_meetings
+from allranks.blackbox.phases import GC, PhaseMark
+from allranks.ledger.arrivals import Meetings, Messages, find_meetings, find_messages
 from allranks.ledger.changes import ChangePoint, find_change
+from allranks.ledger.records import SAVING, kind_of, state_of
 from allranks.model.formatting import duration, rank_list, ranks_text
 from allranks.model.trace import RankTrace
 
 MIN_STEPS = 8
 MIN_RANKS = 2
 MEMORY, AGAIN_S = 400, 600.0
+OVERLAP = 4  # steps that are read again, since the first ones of a reading are cut
 MIN_GAIN = 0.02  # of a step: less is noise
 OFTEN = 0.6  # of the steps: the same rank is the last
+ALWAYS, SINCE, TURNS, LENGTH = (
+    "one rank always",
+    "one rank since a moment",
+    "different ranks in turn",
+    "input length",
+)
+COLLECTING, STAGE = "garbage collection", "stage"
+PAUSES = "pauses of single ranks"
+Phases = Mapping[int, Sequence[PhaseMark]]  # by rank
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class SlowReport:
-    step_s: float  # median, as measured
+    step_s: float  # mean, as measured
     replayed_s: float  # the same by the replay: how far it can be trusted
     what_ifs: tuple[WhatIf, ...]  # the largest gain first
     cause: str  # "" when nobody is slow
@@ -71,52 +84,137 @@ class SlowReport:
 
 @dataclass(frozen=True)
 class _Event:
-    """One collective as the replay sees it."""
+    """One collective, send or receive as the replay sees it."""
 
     step: int
     ranks: np.ndarray  # indices
     own: np.ndarray  # seconds before it, by rank
     elements: np.ndarray
     at: float
+    place: tuple[object, ...] = ()  # the same in every step
+    sends: int = -1  # a message, by its number
+    receives: int = -1
 
 
-def read_events(meetings: Sequence[Meetings]) -> tuple[tuple[int, ...], list[_Event]]:
-    """The blocking collectives of all groups in the order in which they were released, with own times."""
-    ranks = tuple(sorted({rank for one in meetings for rank in one.ranks}))
+def read_events(
+    meetings: Sequence[Meetings], messages: Sequence[Messages] = ()
+) -> tuple[tuple[int, ...], list[_Event]]:
+    """The blocking calls of all groups in the order in which they were released, with own times."""
+    ranks = tuple(
+        sorted(
+            {rank for one in meetings for rank in one.ranks}
+            | {rank for one in messages for rank in (one.sender, one.receiver)}
+        )
+    )
     index = {rank: i for i, rank in enumerate(ranks)}
-    order = []
-    for number, one in enumerate(meetings):
+    order: list[
+        tuple[float, int, int, int]
+    ] = []  # released, kind (a send before its receive), source, number
+    for source, one in enumerate(meetings):
         released = one.arrived.max(axis=0)
-        order += [(float(released[k]), number, k) for k in np.flatnonzero(one.blocks.any(axis=0))]
+        order += [(float(released[k]), 2, source, int(k)) for k in np.flatnonzero(one.blocks.any(axis=0))]
+    for source, sent in enumerate(messages):
+        over = np.maximum(sent.sent, sent.asked)
+        order += [(float(at), 0, source, k) for k, at in enumerate(sent.sent)]
+        order += [(float(at), 1, source, k) for k, at in enumerate(over)]
     free = np.full(len(ranks), np.nan)
-    events = []
-    for turn, (released, number, k) in enumerate(sorted(order)):
-        one = meetings[number]
-        members = np.array([index[rank] for rank in one.ranks])
-        own = one.arrived[:, k] - free[members]
+    events, places = [], _Places()
+    numbers = np.cumsum([0, *(len(one.sent) for one in messages)])
+    for turn, (released, kind, source, k) in enumerate(sorted(order)):
+        if kind == 2:
+            meeting = meetings[source]
+            members = np.array([index[rank] for rank in meeting.ranks])
+            arrived, elements, step = meeting.arrived[:, k], meeting.elements[:, k], int(meeting.step[k])
+        else:
+            sent = messages[source]
+            members = np.array([index[sent.receiver if kind else sent.sender]])
+            arrived, elements = np.array([sent.asked[k] if kind else sent.sent[k]]), np.zeros(1)
+            step = int(sent.step[k])
+        own = arrived - free[members]
         free[members] = released
         if np.isnan(own).any() or (own < 0).any():
             continue  # its first call here, or one that another group overlaps
-        step = int(one.step[k]) if one.step[k] >= 0 else turn
-        events.append(_Event(step, members, own, one.elements[:, k], released))
+        step = step if step >= 0 else turn
+        message = int(numbers[source]) + k if kind < 2 else -1
+        place = places.next((kind, source), step)
+        events.append(
+            _Event(
+                step, members, own, elements, released, place,
+                message if kind == 0 else -1, message if kind == 1 else -1,
+            )
+        )  # fmt: skip
     return ranks, events
 
 
-def replay(events: Sequence[_Event], count: int, ideal: Collection[int] = ()) -> dict[int, float]:
-    """Step -> seconds, with these ranks (as indices) as fast as the median of the others in the same collective."""
+class _Places:
+    """Counts the calls of a kind within a step: the first of step 7 and the first of step 8 are at the same place."""
+
+    def __init__(self) -> None:
+        self._seen: dict[object, tuple[int, int]] = {}
+
+    def next(self, key: tuple[object, ...], step: int) -> tuple[object, ...]:
+        before, number = self._seen.get(key, (step, -1))
+        number = number + 1 if before == step else 0
+        self._seen[key] = step, number
+        return (*key, number)
+
+
+Ideal = Callable[[int, _Event], np.ndarray]  # number of the event, and the event -> own times
+
+
+def replay(
+    events: Sequence[_Event], count: int, ideal: Ideal = lambda n, event: event.own
+) -> dict[int, float]:
+    """Step -> seconds, with these own times."""
     free = np.zeros(count)
-    chosen = np.zeros(count, bool)
-    chosen[list(ideal)] = True
+    sent: dict[int, float] = {}
     ends: dict[int, float] = {}
-    for event in events:
-        own = event.own
-        slow = chosen[event.ranks]
-        if slow.any() and not slow.all():
-            own = np.where(slow, np.minimum(own, np.median(own[~slow])), own)
-        free[event.ranks] = float((free[event.ranks] + own).max())
+    for number, event in enumerate(events):
+        arrived = free[event.ranks] + ideal(number, event)
+        at = float(arrived.max())
+        if event.sends >= 0:
+            sent[event.sends] = at
+        elif event.receives >= 0:
+            at = max(at, sent.get(event.receives, 0.0))
+        free[event.ranks] = at
         ends[event.step] = float(free.max())
     steps = sorted(ends)
     return {step: ends[step] - ends[before] for before, step in itertools.pairwise(steps)}
+
+
+def as_fast_as_others(times: OwnTimes, chosen_ranks: Collection[int]) -> Ideal:
+    """These ranks (as indices) take what the others take in the same collective; alone, as much less as in a whole step."""
+    chosen = np.zeros(len(times.ranks), bool)
+    chosen[list(chosen_ranks)] = True
+    per_step = np.median(times.own, axis=1)
+    others = float(np.median(per_step[~chosen])) if not chosen.all() else 0.0
+    factor = np.ones(len(chosen))
+    factor[chosen] = np.minimum(1.0, others / np.maximum(per_step[chosen], 1e-9))
+
+    def ideal(number: int, event: _Event) -> np.ndarray:
+        slow = chosen[event.ranks]
+        if not slow.any():
+            return event.own
+        if slow.all():
+            return event.own * factor[event.ranks]
+        return np.where(slow, np.minimum(event.own, np.median(event.own[~slow])), event.own)
+
+    return ideal
+
+
+def without_pauses(events: Sequence[_Event]) -> Ideal:
+    """Every rank takes what it usually takes at this place, beside the fastest."""
+    at_place: dict[object, list[int]] = defaultdict(list)
+    for number, event in enumerate(events):
+        at_place[event.place, len(event.own)].append(number)
+    usual: dict[int, np.ndarray] = {}
+    for numbers in at_place.values():
+        own = np.array([events[number].own for number in numbers])
+        alone = own.shape[1] == 1
+        excess = own - (np.median(own, axis=0) if alone else own.min(axis=1, keepdims=True))
+        ceiling = own - excess + np.median(excess, axis=0)
+        usual |= dict(zip(numbers, np.minimum(own, ceiling), strict=True))
+    return lambda number, event: usual[number]
 
 
 def own_times(ranks: tuple[int, ...], events: Sequence[_Event]) -> OwnTimes:
@@ -131,10 +229,17 @@ def own_times(ranks: tuple[int, ...], events: Sequence[_Event]) -> OwnTimes:
     return OwnTimes(ranks, np.array(steps), at, own, took)
 
 
-def find_slow(traces: Sequence[RankTrace], saves: Collection[int] = ()) -> SlowReport | None:
-    """What slow ranks, nodes and groups cost; None when the boxes hold too few steps. `saves`: steps with a save."""
-    meetings = find_meetings(traces)
-    ranks, events = read_events(meetings)
+@dataclass(frozen=True)
+class _Candidate:
+    who: str
+    members: list[int]  # indices
+    kind: str  # "rank", "node", "group", "stage", "pauses"
+
+
+def find_slow(traces: Sequence[RankTrace], phases: Phases | None = None) -> SlowReport | None:
+    """What slow ranks, nodes, stages and groups cost, and pauses; None when the boxes hold too few steps."""
+    meetings, messages = find_meetings(traces), find_messages(traces)
+    ranks, events = read_events(meetings, messages)
     times = own_times(ranks, events)
     if len(ranks) < 2 or len(times.steps) < MIN_STEPS:
         return None
@@ -144,21 +249,27 @@ def find_slow(traces: Sequence[RankTrace], saves: Collection[int] = ()) -> SlowR
         if trace.header.rank in ranks and trace.header.host:
             hosts[trace.header.host].append(ranks.index(trace.header.rank))
     found = []
-    for who, members in _candidates(times, hosts, meetings).items():
-        step_s = _typical(replay(events, len(ranks), members))
-        found.append(WhatIf(who, tuple(ranks[i] for i in members), step_s, 1 - step_s / max(base, 1e-9)))
+    for one in _candidates(times, hosts, meetings, messages):
+        ideal = without_pauses(events) if one.kind == "pauses" else as_fast_as_others(times, one.members)
+        step_s = _typical(replay(events, len(ranks), ideal))
+        gain = 1 - step_s / max(base, 1e-9)
+        found.append((one.kind, WhatIf(one.who, tuple(ranks[i] for i in one.members), step_s, gain)))
     gains = sorted(
-        (one for one in found if one.gain >= MIN_GAIN), key=lambda one: (-round(one.gain, 2), len(one.ranks))
+        (one for one in found if one[1].gain >= MIN_GAIN),
+        key=lambda one: (-round(one[1].gain, 2), len(one[1].ranks)),
     )
-    cause, evidence = _classify(times, events, gains, saves)
+    what_ifs = [one for _, one in gains]
+    cause, evidence = _classify(times, events, gains[0], phases or {}) if gains else ("", ())
+    if cause in (COLLECTING, LENGTH) and gains[0][0] == "pauses":
+        what_ifs[0] = replace(what_ifs[0], who=COLLECTING if cause == COLLECTING else "uneven inputs")
     changes = tuple(
         change for i, rank in enumerate(ranks) if (change := rank_change(times, i, rank)) is not None
     )
-    if changes and gains and set(gains[0].ranks) & {one.rank for one in changes} and cause == ALWAYS:
-        cause = "one rank since a moment"
+    if changes and what_ifs and set(what_ifs[0].ranks) & {one.rank for one in changes} and cause == ALWAYS:
+        cause = SINCE
     evidence += tuple(one.sentence for one in changes)
-    step_s = float(np.median(times.step_s[1:])) if len(times.step_s) > 1 else base
-    return SlowReport(step_s, base, tuple(gains), cause, evidence, len(ranks), len(times.steps), changes)
+    step_s = _typical(dict(enumerate(times.step_s[1:]))) if len(times.step_s) > 1 else base
+    return SlowReport(step_s, base, tuple(what_ifs), cause, evidence, len(ranks), len(times.steps), changes)
 
 
 def _typical(steps: Mapping[int, float]) -> float:
@@ -169,51 +280,107 @@ def _typical(steps: Mapping[int, float]) -> float:
 
 
 def _candidates(
-    times: OwnTimes, hosts: Mapping[str, list[int]], meetings: Sequence[Meetings]
-) -> dict[str, list[int]]:
-    """Who may be made faster: the ranks with the most own time, each node, each group of some ranks, and all alike."""
+    times: OwnTimes,
+    hosts: Mapping[str, list[int]],
+    meetings: Sequence[Meetings],
+    messages: Sequence[Messages],
+) -> list[_Candidate]:
+    """Who may be made faster: the ranks with the most own time, each node, stage and group of some ranks, and pauses of all."""
     late = (times.own - np.median(times.own, axis=0)).clip(0).sum(axis=1)
-    found = {f"rank {times.ranks[i]}": [int(i)] for i in np.argsort(-late)[:4]}
+    stages = find_stages(meetings, messages)
+    alone = {stage[0] for stage in stages if len(stage) == 1}
+    found = [
+        _Candidate(f"rank {times.ranks[i]}", [int(i)], "stage" if times.ranks[i] in alone else "rank")
+        for i in np.argsort(-late)[:4]
+    ]
     if len(hosts) > 1:
-        found |= {f"node {host}": members for host, members in sorted(hosts.items())[:64]}
-    for one in meetings[:64]:
-        if 1 < len(one.ranks) < len(times.ranks):
-            found[f"group of {ranks_text(one.ranks)}"] = [times.ranks.index(rank) for rank in one.ranks]
-    return found
+        found += [_Candidate(f"node {host}", members, "node") for host, members in sorted(hosts.items())[:64]]
+    for stage in stages:
+        if len(stage) > 1:
+            members = [times.ranks.index(rank) for rank in stage]
+            found.append(_Candidate(f"the stage of {ranks_text(stage)}", members, "stage"))
+    for group in {one.ranks for one in meetings[:64]} - set(stages):
+        if 1 < len(group) < len(times.ranks):
+            members = [times.ranks.index(rank) for rank in group]
+            found.append(_Candidate(f"group of {ranks_text(group)}", members, "group"))
+    return [*found, _Candidate(PAUSES, list(range(len(times.ranks))), "pauses")]
 
 
-ALWAYS, TURNS, LENGTH, SAVING = "one rank always", "different ranks in turn", "input length", "saving"
+def find_stages(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> list[tuple[int, ...]]:
+    """Pipeline stages: ranks that send to others and not to each other, with those of the same group."""
+    links = {frozenset((one.sender, one.receiver)) for one in messages}
+    talking = {rank for link in links for rank in link}
+    groups = {
+        one.ranks
+        for one in meetings
+        if talking.issuperset(one.ranks) and not any(link.issubset(one.ranks) for link in links)
+    }
+    grouped = {rank for group in groups for rank in group}
+    return sorted([*groups, *((rank,) for rank in talking - grouped)])
 
 
 def _classify(
-    times: OwnTimes, events: Sequence[_Event], gains: Sequence[WhatIf], saves: Collection[int]
+    times: OwnTimes, events: Sequence[_Event], best: tuple[str, WhatIf], phases: Phases
 ) -> tuple[str, tuple[str, ...]]:
     """Why the slowest are slow, and what shows it."""
+    kind, what_if = best
     excess = (times.own - np.median(times.own, axis=0)).clip(0)
+    if len(times.ranks) == MIN_RANKS:  # the median of two is between them
+        excess = times.own - times.own.min(axis=0)
     top, worst = excess.max(axis=0), excess.argmax(axis=0)
-    typical = max(float(np.median(times.step_s)), 1e-9)
-    slow = top > MIN_GAIN * typical
-    if not slow.any():
-        return "", ()
-    saving = np.isin(times.steps, list(saves))
-    if saves and float(top[saving].sum()) > 0.6 * float(top.sum()):
+    slow = top > MIN_GAIN * max(float(np.median(times.step_s)), 1e-9)
+    saving = np.isin(times.steps, list(_saved_steps(times, phases)))
+    if saving.any() and float(top[saving].sum()) > 0.6 * float(top.sum()):
         return SAVING, (
             f"{int(saving.sum())} of {len(times.steps)} steps hold a save, and most of the delay",
         )
+    if (share := _collected_share(times, top, worst, phases)) > 0.5:
+        return COLLECTING, (f"garbage collection was running in {share:.0%} of the delay",)
     if (link := _length_link(events)) > 0.7:
         return LENGTH, (f"own time follows the size of the input (correlation {link:.2f})",)
-    share = np.bincount(worst[slow], minlength=len(times.ranks)) / slow.sum()
-    first = int(share.argmax())
-    told = f"rank {times.ranks[first]} was the slowest in {share[first]:.0%} of {int(slow.sum())} slow steps"
-    if gains and len(gains[0].ranks) > 1:
-        return ("node" if gains[0].who.startswith("node") else "group"), (
-            f"ranks {rank_list(gains[0].ranks)} are slow together",
-            told,
-        )
-    if share[first] >= OFTEN:
+    if not slow.any():
+        return TURNS if kind == "pauses" else ALWAYS, ()
+    shares = np.bincount(worst[slow], minlength=len(times.ranks)) / slow.sum()
+    first = int(shares.argmax())
+    told = f"rank {times.ranks[first]} was the slowest in {shares[first]:.0%} of {int(slow.sum())} slow steps"
+    if kind == "stage":
+        return STAGE, (f"{ranks_text(what_if.ranks)} computes longer than the other stages of the pipeline",)
+    if kind in ("node", "group"):
+        return kind, (f"ranks {rank_list(what_if.ranks)} are slow together", told)
+    if kind == "rank" and shares[first] >= OFTEN:
         return ALWAYS, (told,)
-    spread = f"{int((share > 0).sum())} ranks were the slowest at some time"
-    return TURNS, (spread, told, "garbage collection and data loading look like this")
+    spread = f"{int((shares > 0).sum())} ranks were the slowest at some time"
+    return TURNS, (spread, told, "data loading looks like this")
+
+
+def _saved_steps(times: OwnTimes, phases: Phases) -> set[int]:
+    """Steps in which a rank saved."""
+    begins = [
+        mark.begin_ns / 1e9
+        for marks in phases.values()
+        for mark in marks
+        if kind_of(state_of(mark.name)) == SAVING
+    ]
+    after = np.searchsorted(times.at, begins)
+    return {int(times.steps[k]) for k in after if k < len(times.steps)}
+
+
+def _collected_share(times: OwnTimes, top: np.ndarray, worst: np.ndarray, phases: Phases) -> float:
+    """How much of the delay of the slowest rank of each step was garbage collection, as far as the marks reach back."""
+    marks = {
+        rank: [one for one in phases.get(rank, ()) if one.name == GC and one.end_ns] for rank in times.ranks
+    }
+    begins = [one.begin_ns / 1e9 for found in marks.values() for one in found]
+    if not begins:
+        return 0.0
+    begin, lost, explained = np.concatenate([times.at[:1], times.at[:-1]]), 0.0, 0.0
+    for k in np.flatnonzero(times.at >= min(begins)):
+        paused = sum(
+            max(0.0, min(one.end_ns / 1e9, times.at[k]) - max(one.begin_ns / 1e9, begin[k]))
+            for one in marks[times.ranks[worst[k]]]
+        )
+        lost, explained = lost + float(top[k]), explained + min(paused, float(top[k]))
+    return explained / max(lost, 1e-9)
 
 
 def _length_link(events: Sequence[_Event]) -> float:
@@ -242,10 +409,12 @@ class Lateness:
 
     def add(self, traces: Sequence[RankTrace]) -> list[ChangePoint]:
         """With newer boxes of the same ranks: who became slow, each once."""
-        ranks, events = read_events(find_meetings(traces))
+        old = self.times
+        since_ns = int(old.at[-OVERLAP] * 1e9) if old is not None and len(old.at) > OVERLAP else 0
+        ranks, events = read_events(find_meetings(traces, since_ns), find_messages(traces, since_ns))
         if len(ranks) < MIN_RANKS:
             return []
-        new, old = own_times(ranks, events), self.times
+        new = own_times(ranks, events)
         if old is not None and old.ranks == new.ranks and len(old.steps) and len(new.steps):
             fresh = new.steps > old.steps[-1]
             new = OwnTimes(
