@@ -3,7 +3,7 @@
     python -m tests.soak.series NAME [--count 100] [--seed 0] [--jobs 2] [--limit SECONDS] [--output FOLDER]
 
 owners: two processes of one replica name. partitions: cuts between 3 to 6 replicas (needs root, ip and nft). sequences: freezes,
-deaths and returns. model: the state machine of the lighthouse, about 1,600 events in each case.
+deaths and returns. model: the state machine of the lighthouse, about 1,200 events in each case.
 
 Writes one JSON line per case into FOLDER/NAME.jsonl as it ends, and the log of each failed case beside it. What is not finished
 when the time is over counts as not run. Exit 0 when no case failed.
