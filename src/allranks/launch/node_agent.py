@@ -395,12 +395,12 @@ class NodeAgent:
         )
         self._ask(lambda client: client.report_incident(told))
 
-    def _ask(self, question: object) -> bool:
+    def _ask(self, question: Callable[[Client], object]) -> bool:
         """Says something to the lighthouse; its absence never stops the agent."""
         if self.client is None or not self.client.connected:
             return False
         try:
-            question(self.client)  # type: ignore[operator]
+            question(self.client)
             return True
         except (AllranksError, OSError) as error:
             log.warning("lighthouse not notified: %s", error)

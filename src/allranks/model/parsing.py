@@ -97,6 +97,14 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
     return json_decoder(kind).decode(data)
 
 
+def to_json(value: object) -> str:
+    """`msgspec.json.encode(value)`, from any thread."""
+    import msgspec
+
+    json_decoder(type(value))
+    return msgspec.json.encode(value).decode()
+
+
 def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
     """`msgspec.convert(value, kind)`, from any thread."""
     import msgspec
