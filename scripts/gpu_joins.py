@@ -91,7 +91,7 @@ class Crew:
         """A waiting one joins under the same name."""
         self.waiting[name].append(self._start(name))
         replica = self.waiting[name].pop(0)
-        replica.wait("warm", limit_s=90)
+        replica.wait("warm", limit_s=180)
         self._go(replica)
         self.replicas[name] = replica
         return replica

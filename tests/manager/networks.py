@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
+import random
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from .cluster import Cluster, Job, Result, train
-
-_numbers = itertools.count()
 
 
 def possible() -> bool:
@@ -25,12 +23,21 @@ def _run(words: str) -> None:
     subprocess.run(words.split(), check=True, capture_output=True, timeout=30)
 
 
+def _try(words: str) -> bool:
+    return subprocess.run(words.split(), capture_output=True, timeout=30).returncode == 0
+
+
+def _add_bridge(name: str) -> bool:
+    """False: another world has this name."""
+    return _try(f"ip link add {name} type bridge")
+
+
 @dataclass
 class Networks:
     """One namespace per name; `here` is our own address on the bridge, where a lighthouse may listen."""
 
     names: Sequence[str]
-    number: int = field(default_factory=lambda: (os.getpid() * 7 + next(_numbers)) % 250)
+    number: int = -1  # of this world; several may be there at a time
     cuts: int = 0
 
     @property
@@ -44,12 +51,12 @@ class Networks:
         return f"allranks-{self.number}-{name}"
 
     def open(self) -> None:
+        self.number = next(number for number in random.sample(range(250), 250) if _add_bridge(f"arb{number}"))
         bridge = f"arb{self.number}"
-        _run(f"ip link add {bridge} type bridge")
         _run(f"ip addr add {self.here}/24 dev {bridge}")
         _run(f"ip link set {bridge} up")
         for place, name in enumerate(self.names):
-            space, link = self.namespace(name), f"arv{self.number}x{place}"
+            space, link = self.namespace(name), self._link(place)
             _run(f"ip netns add {space}")
             _run(f"ip link add {link} type veth peer name eth0 netns {space}")
             _run(f"ip link set {link} master {bridge} up")
@@ -57,6 +64,9 @@ class Networks:
             _run(f"ip -n {space} link set eth0 up")
             _run(f"ip -n {space} link set lo up")
             self._table(name)
+
+    def _link(self, place: int) -> str:
+        return f"arv{self.number}x{place}"
 
     def _table(self, name: str) -> None:
         self._nft(name, "add table inet cut")
@@ -78,9 +88,13 @@ class Networks:
             self._nft(name, "flush chain inet cut input")
 
     def close(self) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", self.namespace(name)], capture_output=True, timeout=30)
-        subprocess.run(["ip", "link", "del", f"arb{self.number}"], capture_output=True, timeout=30)
+        """Takes the bridge, which keeps the number, away last."""
+        if self.number < 0:
+            return
+        for place, name in enumerate(self.names):
+            _try(f"ip link del {self._link(place)}")  # a process inside keeps a namespace and its link alive
+            _try(f"ip netns del {self.namespace(name)}")
+        _try(f"ip link del arb{self.number}")
 
 
 @contextmanager
