@@ -51,10 +51,9 @@ def _forward(method: str) -> Function:
         return WaitedWork(work) if silent and work is not None and self.waits_block() else work
 
     call.__name__ = method
-    return call if silent or _fast is None else _fast.Forward(method)
+    return call if silent else fast().Forward(method)
 
 
-_fast = fast(True)
 for _method in internals.TRAMPOLINE:
     if hasattr(dist.ProcessGroup, _method):
         # Their code is that of `call`, nested in `_forward`.
