@@ -16,6 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,12 +105,9 @@ class Hook:
         self._setup = SetupCalls(self)
         self._part("init_process_group, new_group, destroy_process_group", self._setup.install)
 
-    def _part(self, what: str, step: Function, *args: object) -> None:
-        """One thing to wrap: where another version of torch does not let us, the rest is recorded."""
-        try:
-            step(*args)
-        except Exception as error:
-            self.lost(what, error)
+    def _part(self, what: str, step: Function, *args: object) -> Any:
+        """A step that another version of torch may not let us do: then the rest is recorded; None."""
+        return ErrorGuard(partial(self.lost, what))(step, *args)
 
     def _use_markers(self) -> None:
         self._installed.markers = self._make_markers()
@@ -272,12 +270,12 @@ class Hook:
 
     def _read(self, op: str, reader: Reader, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
         """A call and its sizes. One that is not made as torch makes it keeps its place in the sequence, without sizes."""
-        try:
+
+        def read() -> tuple[Call, Shapes]:
             call = reader(args, kwargs)
             return call, self.shapes(call)
-        except Exception as error:
-            self.lost(f"sizes of some calls of {op}", error)
-            return Call(p2p=op in P2P_OPS), (0, 0, 0)
+
+        return self._part(f"sizes of some calls of {op}", read) or (Call(p2p=op in P2P_OPS), (0, 0, 0))
 
     def _fast_collective(self, original: Function, slow: Function, method: str) -> Any:
         """The same in C, for calls in the form that torch.distributed makes them; the rest takes `slow`."""
