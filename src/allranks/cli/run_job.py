@@ -125,7 +125,7 @@ FLAGS = {
 }
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> Settings:
     """The job file as plain data, checked as a whole; keys that are not read are reported."""
     from allranks.elastic.config import check, load_config
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from allranks.channel.worker import carefully
 from allranks.incidents.evidence import Evidence, Observed, attempt, read_incident, read_observed
 from allranks.incidents.folder import Changes, IncidentFolder, copy_boxes, keep_newest, open_incident
 from allranks.incidents.judge import judge
@@ -431,15 +432,9 @@ class IncidentPipeline:
         self.start(work, "allranks-explain")
 
     def start(self, work: Callable[[], object], name: str) -> threading.Thread:
-        """Runs it on a thread of its own, from any thread; a failure is logged."""
-
-        def carefully() -> None:
-            try:
-                work()
-            except Exception:  # a thread's entry; a full disk, say
-                log.exception("%s failed; the incident is incomplete", name)
-
-        thread = threading.Thread(target=carefully, name=name, daemon=True)
+        """Runs it on a thread of its own, from any thread; a failure, a full disk, say, is logged."""
+        told = (work, "%s failed; the incident is incomplete", name)
+        thread = threading.Thread(target=carefully, args=told, name=name, daemon=True)
         thread.start()
         with self._starting:
             self._threads = [*(t for t in self._threads if t.is_alive()), thread]
