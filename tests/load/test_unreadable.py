@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.box_files import box_bytes
 
 import allranks
-from allranks.blackbox.file_writer import box_bytes
 from allranks.load import LoadOptions, load_paths
 
 from .dumps import dump, entry
