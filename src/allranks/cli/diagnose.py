@@ -110,19 +110,18 @@ def _diagnose(
     paths: list[str], options: DiagnoseFlags, loaded: LoadResult, traces: list[RankTrace]
 ) -> Diagnosis:
     from allranks.api.functions import judge_dumps
+    from allranks.diagnosis.verdict import DiagnoseOptions
 
+    how = DiagnoseOptions(
+        pg_filters=frozenset(options.pg_filters),
+        allow_incomplete_ranks=options.allow_incomplete_ranks or bool(options.selected_ranks),
+        consequences=max(0, options.mismatch_cap),
+        whole=lambda: _transformed(options, _load(paths, options, all_calls=True).traces),
+    )
     chosen = (options.attempt, options.prefix) != (None, None) or options.selected_ranks or options.pg_filters
     with at_work(f"comparing the calls of {len(traces):,} ranks"):
-        found = judge_dumps(
-            loaded,
-            traces,
-            paths,
-            chosen=bool(chosen or options.transform_ft or options.allow_incomplete_ranks),
-            pg_filters=frozenset(options.pg_filters),
-            allow_incomplete_ranks=options.allow_incomplete_ranks or bool(options.selected_ranks),
-            consequences=max(0, options.mismatch_cap),
-            whole=lambda: _transformed(options, _load(paths, options, all_calls=True).traces),
-        )
+        part = bool(chosen or options.transform_ft or options.allow_incomplete_ranks)
+        found = judge_dumps(loaded, traces, paths, how, chosen=part)
     if not traces and not options.json and all(note.status != "ok" for note in found.files):
         logs = [note for note in found.files if note.kind == "text" and note.note != "empty file"]
         more = ["Logs: `allranks doctor explain PATH` finds the first cause in them."] if logs else []

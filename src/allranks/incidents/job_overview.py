@@ -50,7 +50,7 @@ def set_aside_earlier(folder: Path) -> None:
                 path.replace(path.with_name(f"{path.name}.earlier"))
 
 
-def read_job(folder: Path) -> dict[str, Any]:
+def read_job(folder: Path) -> dict[str, object]:
     """The job's own file, or {}; of a folder that others sent, anything may be in it."""
     path = folder / JOB_FILE
     try:

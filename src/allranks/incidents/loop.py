@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.header import process_stat
+from allranks.channel.worker import carefully
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.hangs import Actor, HangInvestigator
 from allranks.incidents.job_overview import WaitingSentence
@@ -33,6 +34,7 @@ log = logging.getLogger("allranks.agent")
 
 CLOSE_S, CLOSE_POLL_S = 5.0, 0.05  # after an incident recovery is checked more often, for a while
 END_S = 30.0  # how long the end of the job waits for an examination
+FAILED = "hang check failed; will retry"
 ANCESTORS = 8  # a rank may be a grandchild of its agent (a shell, numactl)
 
 
@@ -117,7 +119,7 @@ class Watch:
         ending = self._note_ranks(samples)
         self.on_samples(samples, self.ranks)
         self.history.observe(now, samples)
-        _carefully(lambda: self._compare(now, samples))
+        carefully(lambda: self._compare(now, samples), FAILED)
         self.deaths.check(samples, self._exits.endings)
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
@@ -165,7 +167,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop:
-            _carefully(self.look)
+            carefully(self.look, FAILED)
             recent = self.pipeline.recoveries.recent(CLOSE_S)
             self._exits.wait(CLOSE_POLL_S if recent else self.options.poll_s)
 
@@ -179,11 +181,3 @@ def _descends(pid: int, ancestor: int) -> bool:
             return False
         pid = int(fields[1])
     return False
-
-
-def _carefully(work: Callable[[], object]) -> None:
-    """At a thread's entry: a failure is logged, and the next turn comes."""
-    try:
-        work()
-    except Exception:
-        log.exception("hang check failed; will retry")
