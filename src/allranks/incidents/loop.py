@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,7 +56,7 @@ class Watch:
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
-    _calls: CallComparison = field(default_factory=CallComparison)
+    _calls: defaultdict[int, CallComparison] = field(default_factory=lambda: defaultdict(CallComparison))
     _ours: dict[ProcessId, bool] = field(default_factory=dict)
     _asked_to_end: Explained = field(default_factory=Explained)
     _stop: bool = False
@@ -134,10 +135,13 @@ class Watch:
         return suspicion
 
     def _compare(self, now_s: float, samples: list[RankSample]) -> None:
-        """Calls that differ are named before anybody has waited long. Replicas come and go, and so do their groups."""
-        found = self._calls.look(now_s, samples) if self.options.whole_job else None
-        if found is not None:
-            self.pipeline.note_divergence(found)
+        """Calls that differ are named before anybody has waited long; of replicas those inside each."""
+        options, worlds = self.options, defaultdict[int, list[RankSample]](list)
+        for sample in samples:
+            worlds[0 if options.whole_job else options.replica_of(sample.rank)].append(sample)
+        for number, ranks in worlds.items():
+            if (found := self._calls[number].look(now_s, ranks)) is not None:
+                self.pipeline.note_divergence(found)
 
     def _note_ranks(self, samples: list[RankSample]) -> bool:
         """Reports which ranks run; whether all that run have been asked to end."""

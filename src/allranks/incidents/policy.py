@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from allranks.model.diagnosis import share_right
 from allranks.model.formatting import duration, ranks_text
 from allranks.model.incident import Action, ActionKind
 from allranks.model.options import option
@@ -90,8 +91,6 @@ CERTAIN_MISMATCH = frozenset(
     | {"order_inversion"}
 )
 PROGRAM_FAULT = CERTAIN_MISMATCH | {"extra_collective", "p2p_mismatch", "setup_mismatch"}
-#: Stated confidence, and the share of such verdicts that are right (docs/understand/verdicts.md).
-CALIBRATION = ((0.9, 0.983), (0.8, 0.987), (0.6, 0.895), (0.4, 0.727), (0.0, 0.395))
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def weigh(case: HangFacts) -> Costs:
 
     How long pauses last has a long tail: of those that were noticed about usual_s / stalled_s last so long.
     """
-    right = next(share for least, share in CALIBRATION if case.confidence >= least)
+    right = share_right(case.confidence)
     hung = right if case.certain else right / (1 + case.usual_s / max(case.stalled_s, case.usual_s))
     return Costs(case.stalled_s + hung * case.act_s, case.act_s)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from allranks import pages
-from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.diagnosis import Diagnosis, Finding, confidence_text
 from allranks.model.formatting import duration, rank_list
 from allranks.model.trace import RankTrace
 from allranks.pages import Row, StackCard, frame_lines, stack_card, without_stale
@@ -92,7 +92,7 @@ def _facts(verdict: Finding | None) -> list[tuple[str, str]]:
         ("Ranks waiting", waiting if verdict.waiting else ""),
         ("Group and call", call),
         ("Where", verdict.where),
-        ("Confidence", f"{verdict.confidence:.0%}"),
+        ("Confidence", confidence_text(verdict.confidence)),
     ]
     return [(name, clean(value)) for name, value in facts if value]
 

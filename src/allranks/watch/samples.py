@@ -14,7 +14,7 @@ from allranks.blackbox.header import HEADER_BYTES, is_alive, parse_header, proce
 from allranks.blackbox.phases import PhaseMark, read_phases
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
-from allranks.model.trace import Flag, RankTrace, State
+from allranks.model.trace import Flag, RankTrace, Rendezvous, State
 
 PASSED = 2  # times that a place must have been passed before
 _UNCERTAIN = Flag.P2P | Flag.COALESCED_PART | Flag.COALESCED_END | Flag.CAPTURED | Flag.STATE_UNKNOWN
@@ -152,6 +152,7 @@ class Rhythm:
     waits: frozenset[OpenCall] = frozenset()  # collectives that the rank has begun and that have not ended
     rank: int | None = None
     connects: bool = True  # whether the first call of its group makes connections: gloo has them by then
+    meets: tuple[Rendezvous, Rendezvous] | None = None  # in init_process_group: as called, and as launched
 
     @property
     def known(self) -> bool:
@@ -167,7 +168,9 @@ def read_rhythm(path: str) -> Rhythm:
         return Rhythm()
     backends = [trace.groups[number].backend for number in trace.calls["group"][-1:]]
     found = replace(measure_rhythm(trace.calls), waits=unfinished(trace), rank=trace.header.rank)
-    return replace(found, connects="gloo" not in backends)
+    inside = trace.progress.inside == "init_process_group"
+    meets = (trace.header.rendezvous, trace.header.launched) if inside else None
+    return replace(found, connects="gloo" not in backends, meets=meets)
 
 
 def unfinished(trace: RankTrace) -> frozenset[OpenCall]:
@@ -179,7 +182,13 @@ def unfinished(trace: RankTrace) -> frozenset[OpenCall]:
 
 
 def contradict(rhythms: Sequence[Rhythm]) -> bool:
-    """Whether two ranks wait in different collectives at the same place of a group: neither will ever end."""
+    """Whether ranks wait in different collectives at the same place of a group, or in init_process_group for others at
+    another port or in another number: none of these will ever end."""
+    meets = [rhythm.meets for rhythm in rhythms if rhythm.meets is not None]
+    ports = {met.address.rpartition(":")[2] for met, _ in meets if met.address}
+    sizes = {one.world_size for pair in meets for one in pair if one.world_size}
+    if len(ports) > 1 or len(sizes) > 1:
+        return True
     ops: dict[tuple[object, int], str] = {}
     waits = (wait for rhythm in rhythms for wait in rhythm.waits)
     return any(ops.setdefault((wait.group, wait.number), wait.op) != wait.op for wait in waits)
