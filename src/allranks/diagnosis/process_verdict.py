@@ -52,6 +52,14 @@ class Root:
         }
 
     @property
+    def edges(self) -> tuple[tuple[Where, Where], ...]:
+        """Which process waits for which, of all that are in it or behind it."""
+        units, inside = self.waits.units, {*self.nodes, *self.behind}
+        pairs = ((n, m) for n in sorted(inside) for m in self.waits.edges[n] if m in inside)
+        found = dict.fromkeys((units[n].process.where, units[m].process.where) for n, m in pairs)
+        return tuple(pair for pair in found if pair[0] != pair[1])
+
+    @property
     def demanded(self) -> bool:
         """Whether some unit needs it to act, rather than to end."""
         direct = {n for m in self.nodes for n in self.waits.graph.waits_for_me.get(m, ())} & self.behind
@@ -113,7 +121,29 @@ def explain_processes(look: JobLook) -> ProcessFinding:
         return _dead(look, dead, stuck[0])
     if stuck:
         return _stuck(look, [root for root in stuck if root.rank[:2] == stuck[0].rank[:2]])
-    return _not_stuck(look, waits, roots)
+    return _retries(look, waits) or _not_stuck(look, waits, roots)
+
+
+def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:
+    """Processes that ask again and again, while those that could answer otherwise do nothing but answer: no answer will change.
+    None where anything else works, or waits for something."""
+    mine = [u for u in waits.units if not u.process.system]
+    asking = [u for u in mine if u.thread.wait.operation == "retry" and u.thread.main]
+    others = [u for u in mine if u not in asking and u.thread.wait.kind not in _LIFE]
+    asked = {u.process.where for u in asking}
+    servers = [p for p in look.processes if p.where not in asked and any(x.kind == "listen" for x in p.links)]
+    works = [u for u in others if (u.active or u.thread.busy) and not (u.thread.moved and u.thread.handles)]
+    if not asking or not servers or works:
+        return None
+    names = _listed(f"{p.name} (pid {p.pid})" for p in servers[:3])
+    sentence = f"{_says(asking[0])}; {names} answers and does nothing else"
+    guilty = tuple(_guilty(unit) for unit in asking[:MAX_NAMED])
+    return ProcessFinding(
+        "stuck",
+        sentence,
+        guilty,
+        reason=f"the same loop for {look.seconds:.0f} s, and nobody works on an answer",
+    )
 
 
 def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
@@ -147,7 +177,7 @@ def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     blocked = "; ".join(dict.fromkeys(_says(u) for u in root.units[:2] if u.active))
     sentence = ". ".join(text for text in (names, blocked, tail) if text)
     return ProcessFinding(
-        "stuck", sentence, guilty, _chain(root), "a process of the job has ended, and others wait"
+        "stuck", sentence, guilty, _chain(root), root.edges, "a process of the job has ended, and others wait"
     )
 
 
@@ -167,6 +197,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
         _sentence(best),
         tuple(guilty.values())[: 2 * MAX_NAMED],
         _chain(best),
+        best.edges,
         f"nothing of this moved for {look.seconds:.0f} s",
     )
 
