@@ -63,7 +63,8 @@ class Root:
     def demanded(self) -> bool:
         """Whether some unit needs it to act, rather than to end."""
         direct = {n for m in self.nodes for n in self.waits.graph.waits_for_me.get(m, ())} & self.behind
-        return any(self.waits.units[n].thread.wait.kind not in _LIFE for n in direct)
+        units = [self.waits.units[n] for n in direct]
+        return any(u.active and u.thread.wait.kind not in _LIFE for u in units)
 
     @property
     def still(self) -> bool:
@@ -121,7 +122,23 @@ def explain_processes(look: JobLook) -> ProcessFinding:
         return _dead(look, dead, stuck[0])
     if stuck:
         return _stuck(look, [root for root in stuck if root.rank[:2] == stuck[0].rank[:2]])
-    return _retries(look, waits) or _not_stuck(look, waits, roots)
+    return _retries(look, waits) or _lost_task(look, waits) or _not_stuck(look, waits, roots)
+
+
+def _lost_task(look: JobLook, waits: Waits) -> ProcessFinding | None:
+    """A process waits for a result of its pool, and every worker waits for a task: one has died with it."""
+    for unit in waits.units:
+        frames = unit.thread.frames[:6]
+        if unit.thread.wait.kind != "child" or not any(
+            f.file.endswith("multiprocessing/pool.py") for f in frames
+        ):
+            continue
+        family = {unit.process.pid, *unit.thread.wait.pids}
+        near = [u for u in waits.units if u.process.pid in family and u is not unit]
+        if unit.still and not any(u.active or not u.still for u in near):
+            says = f"{_says(unit)}, and every worker of its pool waits for a task: the one with this task has ended"
+            return ProcessFinding("stuck", says, (_guilty(unit),), reason="nobody works on the result")
+    return None
 
 
 def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:
@@ -186,7 +203,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     chosen = [best]
     guilty: dict[tuple[int, int], Guilty] = {}
     for root in chosen:
-        for unit in _to_blame(root.units):
+        for unit in (*_to_blame(root.units), *_beside(root)):
             one = _guilty(unit)
             guilty.setdefault((one.pid, one.line), one)
     for unit in best.units if len(best.units) == 1 else ():
@@ -200,6 +217,16 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
         best.edges,
         f"nothing of this moved for {look.seconds:.0f} s",
     )
+
+
+def _beside(root: Root) -> list[Unit]:
+    """Threads of the same process that wait for the same object: nobody is left who could wake any of them."""
+    unit = root.units[0]
+    if len(root.units) > 1 or not unit.thread.wait.lock:
+        return []
+    direct = [root.waits.units[n] for n in root.waits.graph.waits_for_me.get(root.nodes[0], ())]
+    same = (unit.process.where, unit.thread.wait.lock)
+    return [u for u in direct if (u.process.where, u.thread.wait.lock) == same and u.still]
 
 
 def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:

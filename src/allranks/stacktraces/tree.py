@@ -26,7 +26,7 @@ from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadS
 from allranks.stacktraces import debuggers, source
 from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines
-from allranks.stacktraces.extras import file_locks, read_extras
+from allranks.stacktraces.extras import FileLocks, file_locks, read_extras
 from allranks.stacktraces.find import Selection, find_targets
 from allranks.stacktraces.links import read_links, read_volumes
 from allranks.stacktraces.patterns import load_patterns
@@ -299,7 +299,7 @@ class _Look:
         self,
         case: _Case,
         links: tuple[ProcessLink, ...],
-        locks: Mapping[int, tuple[int, ...]],
+        locks: FileLocks,
         children: tuple[int, ...],
     ) -> Process:
         entry = case.entry
@@ -333,7 +333,7 @@ class _Look:
         self,
         case: _Case,
         links: tuple[ProcessLink, ...],
-        locks: Mapping[int, tuple[int, ...]],
+        locks: FileLocks,
         children: tuple[int, ...],
     ) -> tuple[ThreadLook, ...]:
         entry = case.entry
@@ -352,6 +352,7 @@ class _Look:
             children=children,
             first=frozenset(f.tid for f in shots[0].facts) | {one.tid for one in shots[0].stacks if one.tid},
             extras=extras,
+            lockers=tuple(one for pids in locks.held.values() for one in pids if one != entry.pid),
         )
         loops = any(
             frame.file.endswith("asyncio/base_events.py") for one in shots[-1].stacks for frame in one.frames

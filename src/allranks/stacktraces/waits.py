@@ -43,6 +43,7 @@ class ThreadExtra:
     owner: int | None = None  # the thread that holds the native mutex
     child: int | None = None  # the process that it waits for in wait4; 0 any
     holders: tuple[int, ...] = ()  # processes that hold the file lock it waits for
+    polled: tuple[int, ...] = ()  # it sleeps: processes that hold a lock on a file that it has open
     connects: str = ""  # the address that it connects to: "unix /path", "tcp port"
     opens: str = ""  # the path that it opens
     selves: tuple[str, ...] = ()  # address of `self` for each frame
@@ -60,6 +61,7 @@ class Surroundings:
     children: tuple[int, ...] = ()
     first: frozenset[int] = frozenset()  # threads that were there at the first look
     extras: Mapping[int, ThreadExtra] = field(default_factory=dict)
+    lockers: tuple[int, ...] = ()  # other processes that hold locks on files
 
 
 def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[ThreadLook, ...]:
@@ -316,8 +318,11 @@ def _by_child(a: _Asked) -> WaitFor | None:
             ends=_ends(a.extra, a.around),
             pids=a.around.children,
         )
-    if a.extra.holders:
-        return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders)
+    polled = a.extra.polled if a.cause == "native_call" else ()
+    if any(_is(frame, _table()["polls_lock"]) for frame in a.thread.python[:3]):
+        polled = a.extra.polled or a.around.lockers
+    if a.extra.holders or polled:
+        return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders or polled)
     return None
 
 
