@@ -84,6 +84,11 @@ def main(args: argparse.Namespace) -> int:
     for name in (options.html, options.perfetto, options.output):
         check_target(name, options.force)
     args.paths = [_box_folder(path) for path in args.paths]
+    if all(os.path.isfile(os.path.join(path, "processes.json")) for path in args.paths):
+        from allranks.cli.stacks import show_tree
+        from allranks.stacktraces.tree import read_looks
+
+        return show_tree(read_looks(args.paths), options.html, options.json)
     all_calls = bool(options.just_print_entries or options.html or options.perfetto)
     loaded = _load(args.paths, options, all_calls)
     if not options.verbose:

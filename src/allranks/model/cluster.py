@@ -333,6 +333,7 @@ class RankRow:
     phase: str = ""
     gpu: str = ""  # "97 %, 61.0 GB" of the GPU that it uses, where that is known
     box: str = ""  # its black box; "" of a rank of another node
+    name: str = ""  # "rollout 1" in a job of several worlds
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from allranks.model.trace import Frame
+from allranks.model.trace import Frame, World
 
 Severity = Literal["root", "consequence", "warning"]
 Status = Literal["ok", "fault", "unclear"]
@@ -107,3 +107,4 @@ class Diagnosis:
     summary: tuple[str, ...] = field(default=())
     groups: tuple[GroupSummary, ...] = ()
     hosts: tuple[tuple[int, str], ...] = ()  # (rank, host), where known
+    worlds: tuple[World, ...] = ()  # of a job of several: which ranks have which role

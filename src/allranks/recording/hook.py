@@ -12,6 +12,7 @@ Recording is decided by one cell, so that `uninstall` is cheap and a forked chil
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
@@ -28,8 +29,9 @@ from allranks.recording import torch_internals as internals
 from allranks.recording.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
 from allranks.recording.groups import GroupState, describe_group, timeout_ms
 from allranks.recording.guard import ErrorGuard
-from allranks.recording.options import fast
+from allranks.recording.options import TORCH_ERRORS, fast
 from allranks.recording.setup_calls import SetupCalls
+from allranks.recording.stores import Stores
 from allranks.recording.torch_internals import NO_OPTIONS, EventMarker, layout_of
 from allranks.recording.writer import CallWriter, Shapes, warn_once
 
@@ -80,6 +82,7 @@ class Hook:
         self._replaced = internals.Replaced()
         self._proxies: RecordingProxies | None = None
         self._setup: SetupCalls | None = None
+        self._stores = Stores(self.guard)
         self._lost: set[str] = set()
 
     # -- installing ---------------------------------------------------------------------------------------------
@@ -101,6 +104,7 @@ class Hook:
                 f"{kind.__name__}.wait", lambda k=kind: self._replace(k, "wait", self._fast_wait(k.wait))
             )
         self._part("capture of CUDA graphs", self._watch_cuda)
+        self._part("stores of groups", self._stores.install, self._replaced)
         self._part(internals.CPP_CALLS, self._install_proxies)
         self._setup = SetupCalls(self)
         self._part("init_process_group, new_group, destroy_process_group", self._setup.install)
@@ -182,11 +186,25 @@ class Hook:
         writer = self._installed
         members = self._members.pop(group, ())
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
-        number = writer.box.append(Item.GROUP, [name, desc, packed_ranks(ranks), backend])
+        met = self._met(group, name)
+        if met is not None:  # its members count themselves
+            name, ranks = name or met[1], tuple(range(int(group.size())))
+        about = [name, desc, packed_ranks(ranks), backend, *((met[0], met[2]) if met else ())]
+        number = writer.box.append(Item.GROUP, about)
         state = GroupState(number, name, ranks, backend, timeout_ms(group))
         self.adopt(group, state)
         self._on_group(state)
         return state
+
+    def _met(self, group: dist.ProcessGroup, name: str) -> tuple[str, str, int] | None:
+        """(address, prefix, own number) of a group that does not meet where the world does. Replicas number their ranks."""
+        if os.environ.get("ALLRANKS_RANK") or name.startswith(("replicas/", "votes/")):
+            return None
+        try:
+            address, prefix = self._stores.elsewhere(group)
+            return (address, prefix, int(group.rank())) if address else None
+        except TORCH_ERRORS:  # not every backend knows its rank
+            return None
 
     def adopt(self, group: dist.ProcessGroup, state: GroupState) -> None:
         """Lets `group` be looked up as `state` for as long as the object lives."""

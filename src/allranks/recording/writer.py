@@ -6,9 +6,11 @@ when it is known: by the program's own wait(), by a later call, or by the side t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
+import re
 import socket
 import sys
 import threading
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from allranks.blackbox.file_writer import FIELD, Box
 from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item
-from allranks.model.parsing import without_secrets
+from allranks.model.parsing import role_of_command, without_secrets
 from allranks.model.trace import Flag, State
 from allranks.recording.groups import GroupState
 from allranks.recording.options import TORCH_ERRORS, RecorderOptions, fast
@@ -374,6 +376,7 @@ def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str
     box.set(**known, pid=pid, start_ticks=start_ticks(pid), start_ns=time.time_ns())
     about: dict[str, object] = {"host": socket.gethostname(), "job": options.job, "backend": ""}
     about |= {
+        "role": own_role(),
         "versions": {},
         "argv": [],
         **facts,
@@ -381,6 +384,19 @@ def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str
     }
     box.append(Item.META, about)
     return about
+
+
+def own_role() -> str:
+    """What this process is called: by $ALLRANKS_ROLE, its title (Ray's actors), its function (multiprocessing), or its command."""
+    if given := os.environ.get("ALLRANKS_ROLE"):
+        return given[:64]
+    with contextlib.suppress(OSError), open("/proc/self/cmdline", errors="replace") as title:
+        if found := re.match(r"\w+::(\w+)", title.read(200)):
+            return found[1]
+    module = sys.modules.get("multiprocessing.process")
+    target = getattr(module and module.current_process(), "_target", None)
+    name = str(getattr(target, "__name__", ""))
+    return name if name and not name.startswith("_") else role_of_command(" ".join(sys.argv[:20]))[:64]
 
 
 def launched_at() -> str:

@@ -127,6 +127,16 @@ def open_files(pid: int) -> set[str] | None:
     return found
 
 
+def open_inodes(pid: int) -> set[int]:
+    """The files that a process has open, by their numbers."""
+    folder, found = f"{PROC}/{pid}/fd", set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.add(os.stat(f"{folder}/{name}").st_ino)
+    return found
+
+
 def read_proc(pid: int, name: str) -> str:
     try:
         with open(f"{PROC}/{pid}/{name}", "rb") as file:
