@@ -17,12 +17,13 @@ import allranks
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
 from allranks.ledger.accounts import Accounts
+from allranks.ledger.across import note_passed
 from allranks.ledger.arrivals import wait_shares
 from allranks.ledger.booking import Sampled
 from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
 from allranks.ledger.history import HistoryWriter
 from allranks.ledger.nodes import outage_events
-from allranks.ledger.records import STATES, Booked, Outage, Record, RunEnd, RunStart, kind_of
+from allranks.ledger.records import STATES, Booked, Outage, Passed, Record, RunEnd, RunStart, kind_of
 from allranks.ledger.slow import Lateness
 from allranks.ledger.summary import JobAccount, account
 from allranks.model.incident import Incident
@@ -32,7 +33,7 @@ log = logging.getLogger("allranks.agent")
 
 OPEN_S = 5.0  # how often the open rows are written
 SLOW_S = 30.0  # how often ranks are compared
-MAX_ENDED = 64
+MAX_ENDED, MAX_AGENTS = 64, 64
 FAULTS = (
     "died",
     "fault",
@@ -61,6 +62,7 @@ class LedgerKeeper:
     _open: list[Booked] = field(default_factory=list)
     _slow: Lateness = field(default_factory=Lateness)
     _looked_s: float = 0.0
+    _passed: list[Passed] = field(default_factory=list)  # of the rows that are being written
     _failed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -71,13 +73,22 @@ class LedgerKeeper:
         earlier: list[Record] = []
 
         def begin() -> None:
-            assert self._file is not None and self._start is not None
+            assert self._start is not None
+            self._file = self._own_file()
             earlier.extend(self._file.open())
             self._file.append([self._start])
 
         self._carefully(begin)
         reached = max((one.step for one in earlier if isinstance(one, Booked)), default=-1)
         self._accounts = Accounts(began, reached, self._waits)
+
+    def _own_file(self) -> LedgerFile:
+        """A second agent on the same machine has a file of its own."""
+        names = (self.node, *(f"{self.node}-{number}" for number in range(2, MAX_AGENTS)))
+        files = (LedgerFile(ledger_path(self.folder, self.job, name)) for name in names)
+        return next(
+            (file for file in files if file.lock()), LedgerFile(ledger_path(self.folder, self.job, ""))
+        )
 
     def observe(self, samples: Sequence[Sampled], running: Sequence[int], now: float | None = None) -> None:
         """One look of the watch; `running` are the ranks of this agent that run, samples may be of others too."""
@@ -164,6 +175,7 @@ class LedgerKeeper:
                 self.history.put(outage_events(self.job, changed, own))
 
     def _append(self, records: Sequence[Record]) -> None:
+        records, self._passed = [*records, *self._passed], []
         self.rows += [one for one in records if isinstance(one, Booked)]
         if self._file is not None:
             self._file.append(records)
@@ -177,6 +189,8 @@ class LedgerKeeper:
         batches = [newest]
         if ended:
             batches.append([*ended, *(trace for trace in newest if trace.header.rank not in gone)])
+        if (passed := note_passed(newest, begin, end)) is not None:
+            self._passed.append(passed)
         without = [(one.begin, one.closed or one.recovered or end) for one in outages]
         return wait_shares(batches, begin, end, without)
 

@@ -88,7 +88,19 @@ class Outage(msgspec.Struct, tag="incident", array_like=True, frozen=True):
         return min(end, self.closed or self.recovered or end) - max(begin, self.begin)
 
 
-Record = RunStart | RunEnd | Booked | Outage
+class Passed(msgspec.Struct, tag="passed", array_like=True, frozen=True):
+    """Collectives of a window with ranks of other nodes, see across.py. Lists of equal length, one entry for each noted one."""
+
+    begin: float
+    end: float
+    calls: int  # how many there were
+    keys: list[int]
+    inside_us: list[int]  # microseconds that the rank of this node that came last was inside
+    last: list[int]  # that rank
+    ranks: list[int]  # ranks of this node that took part
+
+
+Record = RunStart | RunEnd | Booked | Outage | Passed
 
 
 def state_of(phase: str) -> str:

@@ -6,6 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from allranks.ledger.across import join_nodes
 from allranks.ledger.file import NodeLedger
 from allranks.ledger.records import (
     SAVING,
@@ -14,6 +17,7 @@ from allranks.ledger.records import (
     WAITING,
     Booked,
     Outage,
+    Passed,
     RunEnd,
     RunStart,
     kind_of,
@@ -98,6 +102,7 @@ class _Node:
         default_factory=dict
     )  # (run, number): written twice counts once
     outages: dict[str, Outage] = field(default_factory=dict)
+    passed: list[Passed] = field(default_factory=list)
     crashed: int = 0
     job: str = ""
 
@@ -115,6 +120,8 @@ def _read(ledger: NodeLedger) -> _Node:
         elif isinstance(one, Booked):
             node.rows.setdefault((run, one.number), one)
             end = max(end, one.end)
+        elif isinstance(one, Passed):
+            node.passed.append(one)
         else:
             node.outages[one.id] = one
     node.spans.append((start, end))
@@ -124,6 +131,7 @@ def _read(ledger: NodeLedger) -> _Node:
 def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = float("inf")) -> JobAccount:
     """Everything that the ledgers of one job say, of the time between `since` and `until`."""
     nodes = [_read(ledger) for ledger in ledgers]
+    _wait_for_others(nodes)
     rows = [NodeRow(node.name, part) for node in nodes for part in _within(node.rows.values(), since, until)]
     sums: dict[tuple[str, str], Seconds] = {}
     for one in rows:
@@ -171,9 +179,18 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
         saves=_saves(nodes[0].rows.values()) if nodes else {},
         damaged=sum(ledger.damaged for ledger in ledgers),
         crashed=sum(node.crashed for node in nodes),
-        nodes=tuple(sorted(node.name for node in nodes)),
+        nodes=tuple(sorted({node.name for node in nodes})),
         node_of=node_of,
     )
+
+
+def _wait_for_others(nodes: Sequence[_Node]) -> None:
+    """Books the waits for ranks of other nodes."""
+    if sum(bool(node.passed) for node in nodes) < 2:
+        return
+    keys = [{id(row): key for key, row in node.rows.items()} for node in nodes]
+    for number, row, seconds in join_nodes([n.passed for n in nodes], [list(n.rows.values()) for n in nodes]):
+        nodes[number].rows[keys[number][id(row)]] = msgspec.structs.replace(row, seconds=seconds)
 
 
 def _saves(rows: Iterable[Booked]) -> dict[str, tuple[int, float]]:
