@@ -192,7 +192,7 @@ def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
 
     recovery = settings.get("recovery") or {}
     mode = how or recovery.get("mode")
-    taken = ("min_confidence", "max_actions", "window_s", "back_off_s")
+    taken = ("on_slow", "min_confidence", "max_actions", "window_s", "back_off_s")
     return PolicyOptions(
         enabled={"on": True, "dry-run": False, "dry_run": False, "off": False}.get(mode or ""),
         on_hang="collect" if mode in ("collect", "off") else recovery.get("on_hang"),
@@ -347,6 +347,7 @@ def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
 
     keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
     keeper.history = start_history(os.environ)
+    keeper.on_slow = lambda change: watch.slow.note(change.rank, change.at, change.sentence)
     keeper.start()
     watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
     job.stack.callback(_end_ledger, keeper)

@@ -20,6 +20,7 @@ from allranks.ledger.accounts import Accounts
 from allranks.ledger.across import note_passed
 from allranks.ledger.arrivals import wait_shares
 from allranks.ledger.booking import Sampled
+from allranks.ledger.changes import ChangePoint
 from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
 from allranks.ledger.history import HistoryWriter
 from allranks.ledger.nodes import outage_events
@@ -32,7 +33,11 @@ from allranks.model.trace import RankTrace
 log = logging.getLogger("allranks.agent")
 
 OPEN_S = 5.0  # how often the open rows are written
-SLOW_S = 30.0  # how often ranks are compared
+SLOW_S, SLOW_MIN_S, SLOW_STEPS = (
+    30.0,
+    5.0,
+    15,
+)  # how often ranks are compared: after so many steps, between these
 MAX_ENDED, MAX_AGENTS = 64, 64
 FAULTS = (
     "died",
@@ -50,6 +55,7 @@ class LedgerKeeper:
     node: str
     mode: str
     history: HistoryWriter | None = None  # nodes across jobs
+    on_slow: Callable[[ChangePoint], None] = lambda change: None  # a rank became slow
     rows: list[Booked] = field(default_factory=list)  # of this run, for the line at its end
     outages: dict[str, Outage] = field(default_factory=dict)
     _accounts: Accounts | None = None
@@ -62,6 +68,7 @@ class LedgerKeeper:
     _open: list[Booked] = field(default_factory=list)
     _slow: Lateness = field(default_factory=Lateness)
     _looked_s: float = 0.0
+    _looked_step: int = 0
     _passed: list[Passed] = field(default_factory=list)  # of the rows that are being written
     _failed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -142,7 +149,10 @@ class LedgerKeeper:
         if rows := self._accounts.observe(now, ours):
             self._append(rows)
             self._opened_s = 0.0
-        if now - self._looked_s >= SLOW_S:
+        step = max((sample.step for sample in ours), default=-1)
+        due = SLOW_MIN_S if step - self._looked_step >= SLOW_STEPS else SLOW_S
+        if ours and now - self._looked_s >= due:
+            self._looked_step = step
             self._looked_s = now
             self._look_for_slow(now)
         if ours and now - self._opened_s >= OPEN_S and self._file is not None and self._start is not None:
@@ -162,9 +172,10 @@ class LedgerKeeper:
             self._append([outage])
             if self.history is not None:
                 self.history.put(outage_events(self.job, outage, {change.rank: self.node}))
+            self.on_slow(change)
 
     def _note(self, incident: Incident) -> None:
-        if self._accounts is None or incident.kind == "request":
+        if self._accounts is None or incident.kind in ("request", "slow"):
             return
         changed = self._accounts.note(outage_of(incident))
         if changed is not None:
