@@ -9,8 +9,10 @@ collectives some are noted, the same ones on every node.
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +21,9 @@ from allranks.ledger.records import USEFUL, WAITING, Booked, Passed
 from allranks.model.trace import RankTrace
 
 MANY, FEW = 64, 4  # collectives that are noted of a window of ten seconds, and of a long one
+SHORT_S, FOR_S = 600.0, 5000.0  # of long windows one is noted, and then none for so long
 MIN_SHARE = 0.002  # of a window
+Key = TypeVar("Key")
 
 
 def note_passed(traces: Sequence[RankTrace], begin: float, end: float) -> Passed | None:
@@ -59,8 +63,8 @@ def choose(keys: Collection[int], most: int) -> list[int]:
 
 
 def join_nodes(
-    passed: Sequence[Sequence[Passed]], rows: Sequence[Iterable[Booked]]
-) -> Iterable[tuple[int, Booked, dict[str, float]]]:
+    passed: Sequence[Sequence[Passed]], rows: Sequence[Mapping[Key, Booked]]
+) -> Iterator[tuple[int, Key, dict[str, float]]]:
     """(node, row, its seconds with the waits for other nodes) of rows that waited; both arguments are by node."""
     first: dict[int, tuple[int, int]] = {}  # collective -> shortest time, rank
     seen: dict[int, int] = defaultdict(int)
@@ -70,27 +74,29 @@ def join_nodes(
                 first[key] = min(first.get(key, (inside, rank)), (inside, rank))
                 seen[key] += 1
     for node, notes in enumerate(passed):
-        own = [(one, lost) for one in notes if (lost := _lost(one, first, seen))]
-        for row in rows[node] if own else ():
-            for one, lost in own:
-                if row.begin >= one.begin - 1e-3 and row.end <= one.end + 1e-3:
-                    yield node, row, _book(row, lost, one)
+        shares = [_lost(one, first, seen) for one in notes]
+        begins = [one.begin - 1e-3 for one in notes]
+        for key, row in rows[node].items() if any(shares) else ():
+            number = bisect_right(begins, row.begin) - 1
+            if number >= 0 and shares[number] and row.begin < notes[number].end + FOR_S:
+                yield node, key, _book(row, shares[number])
 
 
 def _lost(one: Passed, first: Mapping[int, tuple[int, int]], seen: Mapping[int, int]) -> dict[int, float]:
     """Rank of another node -> share of the time that each rank of this node waited for it."""
-    known = [k for k, key in enumerate(one.keys) if seen[key] > 1]
-    members = max(one.ranks, default=1)
-    found: dict[int, float] = defaultdict(float)
-    for k in known:
-        shortest, rank = first[one.keys[k]]
-        if rank != one.last[k]:
-            found[rank] += (one.inside_us[k] - shortest) / 1e6 * one.ranks[k] / members
-    scale = one.calls / max(len(known), 1) / max(one.end - one.begin, 1e-9)
-    return {rank: seconds * scale for rank, seconds in found.items() if seconds * scale >= MIN_SHARE}
+    members, known = max(one.ranks, default=1), 0
+    found: dict[int, float] = {}
+    for key, inside, last, ranks in zip(one.keys, one.inside_us, one.last, one.ranks, strict=True):
+        if seen[key] > 1:
+            known += 1
+            shortest, rank = first[key]
+            if rank != last:
+                found[rank] = found.get(rank, 0.0) + (inside - shortest) * ranks
+    scale = one.calls / max(known, 1) / max(one.end - one.begin, 1e-9) / members / 1e6
+    return {rank: lost * scale for rank, lost in found.items() if lost * scale >= MIN_SHARE}
 
 
-def _book(row: Booked, lost: Mapping[int, float], one: Passed) -> dict[str, float]:
+def _book(row: Booked, lost: Mapping[int, float]) -> dict[str, float]:
     """A row's useful time, less what was spent waiting for other nodes."""
     seconds = dict(row.seconds)
     useful, total = seconds.get(USEFUL, 0.0), sum(seconds.values())

@@ -17,7 +17,7 @@ import allranks
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
 from allranks.ledger.accounts import Accounts
-from allranks.ledger.across import note_passed
+from allranks.ledger.across import FOR_S, SHORT_S, note_passed
 from allranks.ledger.arrivals import wait_shares
 from allranks.ledger.booking import Sampled
 from allranks.ledger.changes import ChangePoint
@@ -69,6 +69,7 @@ class LedgerKeeper:
     _slow: Lateness = field(default_factory=Lateness)
     _looked_s: float = 0.0
     _looked_step: int = 0
+    _noted_s: float = 0.0
     _passed: list[Passed] = field(default_factory=list)  # of the rows that are being written
     _failed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -200,8 +201,10 @@ class LedgerKeeper:
         batches = [newest]
         if ended:
             batches.append([*ended, *(trace for trace in newest if trace.header.rank not in gone)])
-        if (passed := note_passed(newest, begin, end)) is not None:
-            self._passed.append(passed)
+        if end - begin < SHORT_S or begin - self._noted_s >= FOR_S:
+            self._noted_s = begin
+            if (passed := note_passed(newest, begin, end)) is not None:
+                self._passed.append(passed)
         without = [(one.begin, one.closed or one.recovered or end) for one in outages]
         return wait_shares(batches, begin, end, without)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 
@@ -48,7 +48,7 @@ def _safe(text: str) -> str:
 
 def line_of(record: Record) -> bytes:
     data = _encode(record)
-    return b"%08x %s\n" % (zlib.crc32(data), data)
+    return b"%08x %s\n" % (crc32(data), data)
 
 
 def read_lines(data: bytes) -> tuple[list[Record], int]:
@@ -60,7 +60,7 @@ def read_lines(data: bytes) -> tuple[list[Record], int]:
             continue
         body = line[9:]
         try:
-            if int(line[:8], 16) != zlib.crc32(body):
+            if int(line[:8], 16) != crc32(body):
                 damaged += 1
                 continue
             records.append(_decode(body))
