@@ -350,6 +350,7 @@ def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
 
     keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
     keeper.history = start_history(os.environ)
+    keeper.on_slow = lambda change: watch.slow.note(change.rank, change.at, change.sentence)
     keeper.start()
     watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
     job.stack.callback(_end_ledger, keeper)

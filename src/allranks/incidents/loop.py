@@ -24,6 +24,7 @@ from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
+from allranks.incidents.slow import SlowRanks
 from allranks.model.cluster import write_health
 from allranks.model.incident import Incident
 from allranks.watch.calls import CallComparison
@@ -53,6 +54,7 @@ class Watch:
     history: ProgressHistory = field(init=False)
     deaths: DeathIncidents = field(init=False)
     hangs: HangInvestigator = field(init=False)
+    slow: SlowRanks = field(init=False)
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
@@ -70,10 +72,11 @@ class Watch:
         self.history = ProgressHistory(self.options.notice)
         self.deaths = DeathIncidents(self.pipeline)
         self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths, self.actor)
+        self.slow = SlowRanks(self.pipeline)
 
     def start(self) -> None:
         if self.actor is not None:
-            self.deaths.act, self.hangs.actor = self.actor.act, self.actor
+            self.deaths.act, self.hangs.actor, self.slow.act = self.actor.act, self.actor, self.actor.act
         self.deaths.in_background = True
         self._exits.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)

@@ -94,6 +94,8 @@ def decision(action: Action | None) -> str:
 
 
 def _status(incident: Incident) -> tuple[str, str]:
+    if incident.kind == "slow":
+        return "Slow rank", "warn"
     if incident.kind == "stall":
         return ("Stalled", "warn") if incident.closed is None else ("Stall that ended", "warn")
     if incident.closed is not None:
