@@ -23,6 +23,7 @@ def main() -> None:
         ("first-s", 0.0),
         ("slow-rank", -1),
         ("slow-s", 0.0),
+        ("slow-at", 0),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     for name, default in (
@@ -55,7 +56,9 @@ def one_step(args: argparse.Namespace, rank: int, step: int, began: int, attempt
     """What a step does besides communicating."""
     if step == began and args.first_s:
         time.sleep(args.first_s)
-    time.sleep(args.step_s + (args.slow_s if rank == args.slow_rank else 0.0))
+    time.sleep(args.step_s)
+    if rank == args.slow_rank and step >= args.slow_at:
+        time.sleep(args.slow_s)
     if attempt == 0 and step == args.kill_at and rank == args.kill_rank:
         planted(rank, "kill", 0.0)
         os.kill(os.getpid(), 9)

@@ -52,6 +52,7 @@ class Series:
         here = os.environ
         paths = os.pathsep.join(filter(None, (str(ROOT / "src"), here.get("PYTHONPATH", ""))))
         known = {**here, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ALLRANKS_HISTORY": "off"}
+        known.setdefault("GLOO_SOCKET_IFNAME", "lo")
         log = tempfile.NamedTemporaryFile(  # noqa: SIM115
             "w", prefix=f"{words[0]}-", suffix=".log", dir=folder, delete=False
         )

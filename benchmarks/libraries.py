@@ -2,7 +2,8 @@
 
     python benchmarks/libraries.py          (needs: pip install prometheus_client h11)
 
-/metrics of 1,000 replicas with prometheus_client, and one HTTP request with h11; the best of five rounds.
+/metrics of 1,000 replicas with prometheus_client, and one HTTP request with h11; the best of five rounds. And what asyncio and
+msgspec would add to the start of the liveness proxy, for which a rank that starts again waits.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+import allranks
 from allranks.lighthouse.http import _parse_head
 from allranks.lighthouse.status import ReplicaStatus, Status
 from allranks.lighthouse.web import render_metrics
@@ -32,6 +37,9 @@ def main() -> None:
         "import_prometheus_client_ms": import_ms("prometheus_client"),
         "request_ours_us": best(lambda: _parse_head(HEAD), 2000) * 1e6,
         "request_h11_us": best(h11_request, 1000) * 1e6,
+        "proxy_start_ms": proxy_start_ms(),
+        "proxy_start_asyncio_ms": proxy_start_ms("asyncio"),
+        "proxy_start_msgspec_ms": proxy_start_ms("msgspec"),
     }
     for name, value in numbers.items():
         print(f"{name:<30} {value:.1f}")
@@ -77,6 +85,16 @@ def import_ms(name: str) -> float:
         return float(done.stdout)
 
     return (min(run(f"import {name}") for _ in range(3)) - run("pass")) * 1e3
+
+
+def proxy_start_ms(library: str = "sys") -> float:
+    """CPU time of the liveness proxy's imports in a new process, with one library more."""
+    paths = [str(Path(module.__file__).parents[1]) for module in (allranks, msgspec)]
+    code = f"import sys, time; sys.path += {paths if library == 'msgspec' else paths[:1]}; import {library}; "
+    code += "import allranks.lighthouse.client.liveness_proxy; print(time.process_time())"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(7)]
+    return min(float(done.stdout) for done in runs) * 1e3
 
 
 def best(function: Callable[[], object], count: int) -> float:

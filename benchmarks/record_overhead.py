@@ -46,7 +46,7 @@ from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.torch_dump import to_torch_pickle
-from allranks.recording.row_writer import make_ring
+from allranks.recording.writer import make_ring
 
 KINDS = ("none", "ours", "ours with stacks")
 DEPTH = 8  # user frames on the stack of every call
@@ -79,25 +79,20 @@ def measure(quick: bool, folder: Path) -> dict[str, float]:
     """Every number, in microseconds of CPU unless its name says otherwise."""
     rounds, calls = (80, 100) if quick else (500, 100)
     numbers: dict[str, float] = {}
-    for engine, suffix in (("c", ""), ("python", " (pure Python)")):
-        share = 1 if engine == "c" else 4
-        found = _in_ranks(all_reduces, (rounds // share, calls), engine=engine, native=False)
-        if engine == "c":
-            numbers["all_reduce without a recorder"] = found["none"]["thread"]
-        for kind in KINDS[1:]:
-            numbers[f"added by {kind}{suffix}"] = found[kind]["thread added"]
-            numbers[f"added by {kind}{suffix}, process"] = found[kind]["process added"]
-            numbers[f"added by {kind}{suffix}, cheapest blocks"] = (
-                found[kind]["thread"] - found["none"]["thread"]
-            )
-    alone = _in_ranks(alone_all_reduces, (rounds // 2, calls), engine="c", native=False, backend=None)
+    found = _in_ranks(all_reduces, (rounds, calls), native=False)
+    numbers["all_reduce without a recorder"] = found["none"]["thread"]
+    for kind in KINDS[1:]:
+        numbers[f"added by {kind}"] = found[kind]["thread added"]
+        numbers[f"added by {kind}, process"] = found[kind]["process added"]
+        numbers[f"added by {kind}, cheapest blocks"] = found[kind]["thread"] - found["none"]["thread"]
+    alone = _in_ranks(alone_all_reduces, (rounds // 2, calls), native=False, backend=None)
     for kind in KINDS[1:]:
         numbers[f"added by {kind}, no communication"] = alone[kind]["thread added"]
-    native = _in_ranks(all_reduces, (rounds, calls, ("none",)), engine="c", native=True)
-    off = _in_ranks(all_reduces, (rounds, calls, ("none",)), engine="c", native=False)
+    native = _in_ranks(all_reduces, (rounds, calls, ("none",)), native=True)
+    off = _in_ranks(all_reduces, (rounds, calls, ("none",)), native=False)
     numbers["added by torch's own recorder"] = native["none"]["thread"] - off["none"]["thread"]
     numbers["added by torch's own recorder, process"] = native["none"]["process"] - off["none"]["process"]
-    numbers |= _in_ranks(ddp_steps, (6, 8) if quick else (25, 20), engine="c", native=False)
+    numbers |= _in_ranks(ddp_steps, (6, 8) if quick else (25, 20), native=False)
     numbers |= reading(150 if quick else 1000, folder)
     return numbers
 
@@ -130,14 +125,12 @@ def _in_ranks(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     *,
-    engine: str,
     native: bool,
     backend: str | None = "gloo",
 ) -> dict[str, Any]:
     env = {
         "TORCH_FR_BUFFER_SIZE": "2000" if native else "0",
         "ALLRANKS_BUFFER_SIZE": "2000",
-        "ALLRANKS_PURE_PYTHON": "1" if engine == "python" else "0",
         "OMP_NUM_THREADS": "1",
     }
     with Ranks(function, 2, args, backend=backend, env=env, timeout_s=120) as ranks:
@@ -345,7 +338,7 @@ def _fill(path: Path, rank: int, world: int) -> Path:
         )
         for k in range(40)
     ]
-    ring = make_ring(box, True)
+    ring = make_ring(box)
     for n in range(2300):
         number = ring.begin(
             n % 4 + 1, ops[n % 3], sizes[n % 19], stacks[n % 40], n // 4, 0, n, 600_000, 1, -1, -1, 0, -1
@@ -383,18 +376,11 @@ def show(result: dict[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    try:
-        from allranks.recording import _fast  # noqa: F401
-
-        engine = "c"
-    except ImportError:
-        engine = "python"
     return {
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "engine": engine,
     }
 
 

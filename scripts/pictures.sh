@@ -13,6 +13,21 @@ shoot() { # ADDRESS PNG WIDTH HEIGHT
 }
 "$PYTHON" -m allranks diagnose tests/load/cases/flight_recorder/missing_rank --html "$work/verdict.html" >/dev/null || [ $? = 1 ]
 shoot "file://$work/verdict.html" "$out/verdict.png" 1200 820
+# 1,024 ranks in tensor, data and pipeline groups, of which one is missing: the answer and the timeline of its page.
+PYTHONPATH=benchmarks "$PYTHON" - "$work" <<'PYTHON'
+import sys
+import time
+from pathlib import Path
+
+import job_dumps
+
+last = job_dumps.FIRST_STEP + 60 // len(job_dumps.make_job(1024).sites) + 1
+job_dumps.START_NS = time.time_ns() - last * job_dumps.STEP_NS - 95_000_000_000
+job_dumps.write_boxes(job_dumps.make_job(1024, entries=60), Path(sys.argv[1], "boxes"))
+PYTHON
+"$PYTHON" -m allranks diagnose "$work/boxes" --html "$work/timeline.html" >/dev/null || [ $? = 1 ]
+sed -i 's@</head>@<style>#todo, #guilty, #facts { display: none; }</style></head>@' "$work/timeline.html"
+shoot "file://$work/timeline.html" "$out/timeline.png" 1200 960
 PYTHONPATH=tests "$PYTHON" - "$out/job.png" <<'PYTHON' >/dev/null 2>&1
 import sys
 from pages.gallery import CHROMIUM

@@ -121,10 +121,13 @@ def keep_child() -> Iterator[set[int]]:
 
 
 @pytest.fixture(scope="session")
-def _template(keep_child: set[int]) -> None:
+def _template(keep_child: set[int]) -> Iterator[None]:
     import forks
 
-    keep_child.add(forks.start_template())
+    process = forks.start_template()
+    keep_child.add(process.pid)
+    yield
+    forks.stop_template(process)
 
 
 @pytest.fixture(scope="module")

@@ -56,8 +56,8 @@ _at_start: dict[str, str] = {}
 _one_at_a_time = threading.Lock()
 
 
-def start_template() -> int:
-    """Starts the template of this process, which needs seconds until its first fork; its pid."""
+def start_template() -> subprocess.Popen[bytes]:
+    """Starts the template of this process, which needs seconds until its first fork."""
     global _template
     ours, theirs = _line()
     path = {"PYTHONPATH": ""}
@@ -66,11 +66,19 @@ def start_template() -> int:
         pass_fds=[theirs.fileno()], env={**os.environ, **path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    process.returncode = 0  # it ends with this process: nobody waits for it
     theirs.close()
     _template = ours
     _at_start.update(_read_at_start(os.environ))
-    return process.pid
+    return process
+
+
+def stop_template(process: subprocess.Popen[bytes]) -> None:
+    """Ends it. It also ends with this process, however that ends."""
+    global _template
+    assert _template is not None
+    _template.close()
+    _template = None
+    process.wait(60)
 
 
 def patch(on: bool) -> None:
@@ -203,6 +211,7 @@ def _own_template() -> None:
 def _become(order: dict[str, Any]) -> NoReturn:
     """In the fork: is the program, and ends as an interpreter does, but for what the template's modules have to say."""
     code: object = 0
+    interrupted = False
     try:
         _run(order)
     except SystemExit as end:
@@ -211,15 +220,15 @@ def _become(order: dict[str, Any]) -> NoReturn:
             print(code, file=sys.stderr)
             code = 1
     except BaseException as error:
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
             trace = trace.tb_next
-        sys.excepthook(type(error), error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
     for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
         with contextlib.suppress(Exception):
             end()
-    if code == 128 + signal.SIGINT:
+    if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(int(str(code)) & 0xFF)

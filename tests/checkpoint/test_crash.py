@@ -50,6 +50,7 @@ def _killed_saver(folder: Path, first: int, saves: int, after_s: float) -> None:
     pid = os.fork()
     if pid == 0:
         try:
+            os.close(read_end)  # when the test is killed, the next write fails and the saver ends
             torch.set_num_threads(1)
             _save_for_ever(folder, first, write_end)
         finally:

@@ -104,3 +104,15 @@ def test_a_difference_is_named_although_other_ranks_are_on_other_nodes() -> None
     now_ns = int(max(trace.calls["created_ns"].max() for trace in traces)) + SECOND
     found = find_divergence(as_of(traces, now_ns), now_ns)
     assert found is not None and set(found.ranks) <= {1, 2} and found.cause == "type_mismatch"
+
+
+def test_groups_between_replicas_are_not_compared_and_those_inside_a_replica_are() -> None:
+    """Each rank of a replica reduces its own shard with the same rank of other replicas, in groups of one name."""
+    traces = list(_read("different_operations")[1])
+    now_ns = max(int(trace.calls["created_ns"].max()) for trace in traces) + SECOND
+    assert find_divergence(as_of(traces, now_ns), now_ns) is not None
+    between = [
+        replace(trace, groups=tuple(replace(group, name="replicas/3") for group in trace.groups))
+        for trace in traces
+    ]
+    assert find_divergence(as_of(between, now_ns), now_ns) is None

@@ -36,6 +36,7 @@ def test_reference_and_transcripts_are_current(script: ModuleType) -> None:
     assert stale == []
 
 
+@pytest.mark.everything
 def test_the_tutorial_runs_and_shows_what_it_prints(script: ModuleType) -> None:
     """Every cell, in a fresh kernel; the page of the last cell is not stored."""
     import nbformat

@@ -15,8 +15,8 @@ from allranks.cli.run_job import (
     heartbeats,
     manager_timeout_s,
     notice_options,
+    options_in,
     policy_options,
-    quorum_times,
     with_job_file,
 )
 from allranks.elastic.config import load_config
@@ -64,19 +64,16 @@ def test_every_key_of_debug_recovery_and_lighthouse_has_a_reader() -> None:
     assert (policy.min_confidence, policy.max_actions, policy.window_s, policy.back_off_s) == (0.9, 3, 100, 7)
     notice = notice_options(None, settings)
     assert (notice.floor_s, notice.cap_s, notice.warm_up_s) == (20, 200, 90)
-    options = Options(**quorum_times(settings))
+    options = Options(**options_in(settings, "lighthouse", Options))
     assert (options.join_timeout_s, options.quorum_tick_s, options.heartbeat_s) == (9, 0.5, 0.5)
     assert options.heartbeat_timeout_s == 4
-    assert (
-        _settings(recovery={"notice_s": 33})["recovery"]["notice_s"]
-        == notice_options(None, _settings(recovery={"notice_s": 33})).floor_s
-    )
+    asked, _ = _taken(_settings(recovery={"notice_s": 33, "incident_store": "s3://b/i"}), ["x.py"])
+    assert (asked.notice_s, asked.incident_store) == (33, "s3://b/i")
 
 
 def test_a_silence_that_was_asked_for_holds_from_the_first_steps() -> None:
-    """--notice-s and recovery.notice_s; nothing asked: the first steps have the time of the start."""
+    """--notice-s or recovery.notice_s; nothing asked: the first steps have the time of the start."""
     assert notice_options(5, {}).asked
-    assert notice_options(None, _settings(recovery={"notice_s": 33})).asked
     assert not notice_options(None, {}).asked
 
 

@@ -16,7 +16,7 @@ from allranks.elastic.data.order import Order
 from allranks.elastic.index import BuildRequest, build_index
 from allranks.elastic.metrics import TrainingMetrics
 from allranks.elastic.scaling import ElasticScalingManager, GradAccumulationConfig, ScalingConfig
-from allranks.elastic.topology import PHASES, ElasticJob, Limits, decide
+from allranks.elastic.topology import ElasticJob, Limits, decide
 from allranks.errors import DataLoadingError, TopologyChangeError
 
 LENGTH = 8
@@ -177,15 +177,13 @@ def test_worlds_of_three_two_and_five_ranks_train_as_one_undisturbed_rank(
     event = results[1][0]["event"]
     assert (event["old_world_size"], event["new_world_size"], event["restored"]) == (3, 2, "checkpoint")
     assert event["global_batch_size"] == 12 and event["data_position"] == 4 * 12
-    assert set(event["durations_s"]) == set(PHASES) and event["total_s"] > 0
+    assert event["took_s"] > 0
     assert results[2][4]["recoveries"] == 1 and results[2][4]["event"]["old_world_size"] == 2
 
 
 def test_a_live_change_keeps_the_state_and_moves_the_data(index: Path) -> None:
     """Replica mode: nothing is restored, the step in flight is dropped, an event tells the parts."""
-    told = []
     job = _job(index, None, 0, 3)
-    job.on_event = told.append
     job.start(3, 0)
     batches = iter(job.loader)
     for _ in range(5):  # one micro-batch per step and rank
@@ -199,7 +197,6 @@ def test_a_live_change_keeps_the_state_and_moves_the_data(index: Path) -> None:
     assert event.reason == "3 -> 2 ranks, fewer than before"
     next(iter(job.loader))
     assert job.loader.last_samples.tolist() == Order(400, 5).ids(48 + 6, 3).tolist()
-    assert [one.new_world_size for one in told] == [3, 2] and told[1] is event
     json.dumps(event.to_dict())
     assert job.metrics.recovery.worker_failures == 1
 

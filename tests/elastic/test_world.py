@@ -73,14 +73,8 @@ def test_real_ranks_set_up_broadcast_and_clean_up() -> None:
         results = ranks.values(timeout_s=60)
     for rank, (facts, refused, empty, after) in enumerate(results):
         assert facts == (rank, 3, rank, 3, rank == 0, {"lr": 0.5, "names": ["a", "b"], 3: [1, 2]})
-        assert ("builtins.object" in refused) if rank == 0 else ("rank 0 had nothing" in refused)
+        assert ("type object" in refused) if rank == 0 else ("rank 0 had nothing" in refused)
         assert empty == "" and after == 1
-
-
-def test_objects_are_refused_with_their_place() -> None:
-    """The error says where in the value the object is."""
-    with pytest.raises(TypeError, match=r"the value\['x'\]\[1\] is a builtins\.object"):
-        broadcast_object({"x": [1, object()]})
 
 
 def _late(rank: int, world: int) -> str:
@@ -98,7 +92,7 @@ def test_a_rank_that_never_comes_is_a_clear_error() -> None:
     with Ranks(_late, world_size=2, backend=None) as ranks:
         said = ranks.values(timeout_s=60)[0]
     assert "Failed to initialize distributed (gloo, 127.0.0.1:" in said
-    assert "not all 2 ranks reached 127.0.0.1" in said
+    assert "are all 2 ranks started" in said
 
 
 def test_torchrun_flags_come_from_the_elastic_section() -> None:

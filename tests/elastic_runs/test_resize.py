@@ -17,7 +17,6 @@ from allranks.launch import etcd_server
 from .conftest import LAST
 from .jobs import Job, assert_same_run
 
-PHASES = {"stop", "decide", "rescale", "restore", "data", "go"}
 pytestmark = [
     pytest.mark.usefixtures("forks"),
     pytest.mark.timeout(1500),  # for hanging only: each wait has a limit of its own
@@ -88,7 +87,6 @@ def test_three_nodes_two_nodes_three_nodes(
         job.gate(LAST)
         assert job.wait_for_end() == [0, 0, 0], job.output()
     assert {row["global_batch_size"] for row in job.events()} == {12}
-    assert all(set(row["durations_s"]) == PHASES for row in job.events())
     assert_same_run(job, undisturbed)
 
 

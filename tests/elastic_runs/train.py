@@ -69,11 +69,12 @@ def main(folder: Path, last: int) -> None:
         wrapped, optimizer, scaling=scaling,
         loader=ElasticDataLoader(dataset, MICRO, plan=scaling.accum_manager.plan, **here),
         checkpoint=CheckpointManager(CheckpointConfig(nvme_path=None, memory_snapshot_interval=EVERY)),
-        on_event=lambda event: note(
-            folder / "events.jsonl", {**event.to_dict(), "pid": os.getpid(), "child": child.pid}
-        ),
     )  # fmt: skip
     event = job.start()
+    note(
+        folder / "events.jsonl",
+        {**event.to_dict(), "pid": os.getpid(), "child": child.pid, "timestamp": time.time()},
+    )
     batches = iter(job.loader)
     for step in range(event.step, last + 1):
         while step > int((folder / "gate").read_text() or 0):

@@ -172,3 +172,21 @@ def test_steps_that_were_done_again_between_two_looks_are_counted() -> None:
     assert found["repeated"] == pytest.approx(
         0.5 + 0.4, abs=0.11
     )  # steps 31-35; 36 is lost, and the death is seen at 6.0
+
+
+def test_ranks_that_get_other_numbers_by_a_resize_are_booked_once() -> None:
+    """Another node joins, and the two ranks of this one are ranks 2 and 3 from then on."""
+    ranks = [PaperRank(n) for n in range(2)]
+    for rank in ranks[:2]:
+        rank.start(0.0)
+        rank.steps(2.0, 0, 20, 1.0)
+        rank.kill(21.5)
+        ranks.append(other := PaperRank(rank.number + 2, pid=5000))
+        other.start(24.0)
+        other.mark(26.0, 20)
+        other.steps(27.0, 21, 20, 1.0)
+        other.exit(47.0)
+    found = totals(book(ranks, 47.0))
+    assert sum(found.values()) == near(2 * 47.0)
+    assert found["useful"] == near(2 * (18.0 + 20.0))
+    assert "idle" not in found

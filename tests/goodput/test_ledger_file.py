@@ -13,7 +13,7 @@ from allranks.cli import main
 from allranks.ledger.accounts import Accounts
 from allranks.ledger.agent import LedgerKeeper
 from allranks.ledger.file import find_ledgers, ledger_path, line_of, read_ledger
-from allranks.ledger.records import Booked, Outage, Record, RunEnd, RunStart
+from allranks.ledger.records import Booked, Outage, Passed, Record, RunEnd, RunStart
 from allranks.ledger.report import Price, end_line, render_page, render_text, to_object
 from allranks.ledger.summary import account, by_window
 from goodput.timelines import T0, PaperRank
@@ -114,6 +114,9 @@ def month(ranks: int, per_node: int, days: int) -> list[tuple[str, list[Record]]
             number += 1
             seconds = {"useful": 1700.0 * per_node, "saving": 60.0 * per_node, "waiting:5": 40.0 * per_node}
             records.append(Booked(number, at, at + 1800, text, seconds, number * 100, {"saving": 3}))
+            if number % 3 == 1:
+                keys = [(7 << 32) + number * 1000 + one for one in range(4)]
+                records.append(Passed(at, at + 1800, 1000, keys, [900 + node] * 4, [low] * 4, [per_node] * 4))
             at += 1800
             if number % 4 == 0:
                 id = f"i{number}"

@@ -101,3 +101,28 @@ def test_a_replica_that_dies_heals_and_the_others_continue(tmp_path: Path) -> No
     assert seconds["useful"] > 3 * 120 * 0.05 * 0.6
     assert seconds["stalled"] + seconds["starting"] > 1.0
     assert found["failures"] == 1 and found["step"] == 119
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_becomes_slow_is_an_incident_with_the_line_that_it_is_at(tmp_path: Path) -> None:
+    script = [
+        str(JOB),
+        "--steps",
+        "180",
+        "--step-s",
+        "0.1",
+        "--slow-rank",
+        "1",
+        "--slow-s",
+        "0.1",
+        "--slow-at",
+        "60",
+    ]
+    output = run_job(tmp_path, "--standalone", "--nproc-per-node", "2", *script)
+    (folder,) = (tmp_path / "allranks-incidents").glob("*/slow_stacks.txt")
+    incident = json.loads((folder.parent / "incident.json").read_text())
+    assert (incident["kind"], incident["ranks"]) == ("slow", [1])
+    assert "_goodput_job.py" in folder.read_text()
+    assert "rank 1 became slow" in incident["reason"] and "rank 1 became slow" in output
+    assert incident["action"]["kind"] == "none"  # the default policy reports
+    assert account_of(tmp_path)["rank_seconds"]["stalled"] == 0  # slow is not stalled

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from allranks.blackbox.phases import PhaseMark
+from allranks.blackbox.phases import GC, PhaseMark
 from allranks.ledger.arrivals import wait_shares
 from allranks.ledger.changes import find_change
 from allranks.ledger.slow import Lateness, find_slow
-from allranks.model.trace import CALL, Frame, Group, RankTrace, State, TraceHeader
+from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
 
 T0 = 1_790_000_000.0
 STEP_S, COMM_S = 0.2, 0.002
@@ -194,3 +194,70 @@ def test_a_running_job_is_told_once_that_a_rank_became_slow() -> None:
         traces, _ = record(plan, factors[:, :seen])
         told += [(change.rank, seen) for change in lateness.add(traces)]
     assert told == [(2, 160)]
+
+
+def pipeline(factors: np.ndarray, microbatches: int = 4) -> tuple[list[RankTrace], float]:
+    """Two stages of two ranks: stage 0 sends to stage 1, gradients come back, then both ranks of a stage meet."""
+    ranks, steps = factors.shape
+    rows: list[list[tuple[str, float, int, int, int]]] = [[] for _ in range(ranks)]  # op, at, peer, seq, step
+    free, begins = np.full(ranks, T0), []
+    for step in range(steps):
+        begins.append(free.max())
+        for lane in (0, 1):
+            first, second = lane, lane + 2
+            work = [STEP_S / 2 / microbatches * factors[rank, step] for rank in range(ranks)]
+            for way in ((first, second), (second, first)):  # forward, then backward
+                sent = []
+                for _ in range(microbatches):
+                    free[way[0]] += work[way[0]]
+                    sent.append(free[way[0]])
+                    rows[way[0]].append(("send", free[way[0]], way[1], 0, step))
+                for at in sent:
+                    rows[way[1]].append(("recv", free[way[1]], way[0], 0, step))
+                    free[way[1]] = max(free[way[1]], at) + work[way[1]]
+        for stage in ((0, 1), (2, 3)):
+            at = free[list(stage)].max()
+            for rank in stage:
+                rows[rank].append(("all_reduce", free[rank], -1, step + 1, step))
+                free[rank] = at
+    names = ("", "send", "recv", "all_reduce")
+    traces = []
+    for rank in range(ranks):
+        calls = np.zeros(len(rows[rank]), CALL)
+        for index, (op, at, peer, seq, step) in enumerate(rows[rank]):
+            calls[index]["created_ns"] = calls[index]["completed_ns"] = round(at * 1e9)
+            calls[index]["op"], calls[index]["peer"], calls[index]["seq"] = names.index(op), peer, seq
+            calls[index]["step"], calls[index]["state"] = step, State.COMPLETED
+            calls[index]["group"], calls[index]["flags"] = (2, 0) if op == "all_reduce" else (1, Flag.P2P)
+        stage, lane = rank // 2 * 2, rank % 2
+        groups = Group(""), Group("p", ranks=(lane, lane + 2)), Group(f"d{stage}", ranks=(stage, stage + 1))
+        traces.append(RankTrace(TraceHeader(rank, ranks, "a"), calls, groups, names, stacks=((),)))
+    return traces, float(np.mean(np.diff(begins)))
+
+
+@pytest.mark.parametrize("slow, cause", [((2, 3), "stage"), ((1,), "one rank always")])
+def test_a_slow_stage_of_a_pipeline_is_told_from_a_slow_rank(slow: tuple[int, ...], cause: str) -> None:
+    factors = noise(21, ranks=4, width=0.002)
+    _, expected = pipeline(factors)
+    factors[list(slow)] *= 1.5
+    found = find_slow(pipeline(factors)[0])
+    assert found is not None
+    assert (found.what_ifs[0].ranks, found.cause) == (slow, cause)
+    assert found.what_ifs[0].step_s == pytest.approx(expected, rel=0.03)
+    assert found.replayed_s == pytest.approx(found.step_s, rel=0.02)
+
+
+def test_garbage_collection_is_named_by_its_marks() -> None:
+    factors = noise(22, width=0.005)
+    _, expected = record(DDP, factors)
+    for step in range(120):
+        factors[step * 3 % 8, step] *= 1.4
+    traces, _ = record(DDP, factors)
+    marks: dict[int, list[PhaseMark]] = {}
+    for step in range(1, 120):
+        rank = step * 3 % 8
+        end = int(traces[rank].calls["created_ns"][step])
+        marks.setdefault(rank, []).append(PhaseMark(GC, end - int(0.4 * STEP_S * 1e9), end))
+    found = find_slow(traces, marks)
+    assert found is not None and (found.cause, found.what_ifs[0].who) == ("garbage collection",) * 2
+    assert found.what_ifs[0].step_s == pytest.approx(expected, rel=0.03)

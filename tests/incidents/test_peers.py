@@ -161,10 +161,9 @@ def test_one_node_leads_and_gets_the_boxes_of_the_other(tmp_path: Path) -> None:
         try:
             a, b = (agent for _, _, agent in nodes)
             assert a.peers is not None and b.peers is not None
-            found = a.peers.ask("20260101-000000-hang", "silence")
+            found = a.peers.ask("20260101-000000-hang", "silence", tmp_path / "led")
             assert found is not None and found.agents == ("agent-b", "agent-c")
-            a.peers.expect(found, tmp_path / "led")
-            assert b.peers.ask("20260101-000001-hang", "silence") == found
+            assert b.peers.ask("20260101-000001-hang", "silence", tmp_path) == found
             assert a.peers.wait(replace(found, agents=("agent-b",))) == []
             assert b.peers.took_part_in("20260101-000000-hang")
             assert [box.name for box in (tmp_path / "led" / "boxes").iterdir()] == ["1.box"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 from allranks.incidents.policy import (
     HangFacts,
@@ -12,6 +15,7 @@ from allranks.incidents.policy import (
     decide_leaving,
     weigh,
 )
+from allranks.model.diagnosis import CALIBRATION, share_right
 
 REPLICA = HangFacts(
     "replica", "stuck_before_collective", (5,), 0.95, ranks_per_replica=2, replicas=4, members=(0, 1, 2, 3)
@@ -100,3 +104,14 @@ def test_a_longer_stall_and_a_surer_verdict_make_waiting_dearer() -> None:
     assert weigh(replace(case, confidence=0.5)).wait_s < weigh(case).wait_s
     doubtful = replace(case, certain=False)
     assert weigh(doubtful).wait_s < weigh(replace(doubtful, stalled_s=60.0)).wait_s < 60.0 + 98.3
+
+
+def test_what_a_confidence_means_is_what_was_counted() -> None:
+    """The table in the code is the one of the benchmark."""
+    counted = json.loads((Path(__file__).parents[2] / "benchmarks/results/verdicts.json").read_text())[
+        "ratios"
+    ]
+    bounds = sorted({1.0, *(least for least, _ in CALIBRATION)})
+    for least, most in itertools.pairwise(bounds):
+        assert share_right(least) == round(counted[f"right at {least:.0%} to {most:.0%}"], 3)
+    assert share_right(0.95) == share_right(1.0) >= 0.98

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.integrations.replicas import KILLS, run
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 NAMES = """
 from allranks.integrations import torchtitan
 torchtitan.use()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
@@ -84,6 +85,8 @@ def closed_door() -> Iterator[Any]:
         torchrun_patches.STARTING,
         torchrun_patches.STOPPING,
         torchrun_patches.CHOOSING,
+        torchrun_patches.HANDLING,
+        torchrun_patches.MONITORING,
     ],
 )
 def test_every_door_is_there_and_is_left_as_it_was(door: str) -> None:
@@ -187,3 +190,22 @@ def test_who_is_waited_for_is_said_with_the_limit(caplog: pytest.LogCaptureFixtu
     assert [record.getMessage() for record in caplog.records] == [
         "waiting for 1 of 2 ranks to end; they are killed after 30 s (--shutdown-timeout)"
     ]
+
+
+def test_a_signal_whose_exception_was_swallowed_is_raised_again_at_the_next_look() -> None:
+    """As by a log handler, which catches every Exception; torchrun alone would never end then."""
+    agent = LocalElasticAgent(WorkerSpec("default", 1, OneNode(0), entrypoint="true"), DefaultLogsSpecs())
+    before = signal.getsignal(signal.SIGUSR2)
+    with torchrun_patches.hearing_signals():
+        with pytest.raises(AssertionError):  # torch's own: no rank was started
+            agent._monitor_workers(agent.get_worker_group())
+        try:
+            signal.signal(signal.SIGUSR2, api._terminate_process_handler)
+            with contextlib.suppress(api.SignalException):
+                signal.raise_signal(signal.SIGUSR2)
+                raise AssertionError("it was not raised the first time")
+            with pytest.raises(api.SignalException) as raised:
+                agent._monitor_workers(agent.get_worker_group())
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+    assert raised.value.sigval == signal.SIGUSR2

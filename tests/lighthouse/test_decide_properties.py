@@ -165,9 +165,6 @@ class JobLife:
             assert name not in self.state.evicted, "an evicted replica was made a member"
             assert not self.state.replicas[name].observer
             assert self.state.replicas[name].cooling_until <= self.now
-        for name, source in quorum.heal.items():
-            assert name != source
-            assert quorum.member(source) is not None
         if before is not None:
             assert quorum.number >= before.number
             assert quorum.round > before.round

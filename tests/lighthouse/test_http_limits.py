@@ -28,6 +28,7 @@ from allranks.lighthouse.http import (
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
+from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import Status
 from allranks.lighthouse.web import MAX_CONNECTIONS, Web, http_protocol
 
@@ -116,7 +117,7 @@ def test_many_who_read_a_large_answer_slowly_cost_no_more_memory_than_a_few() ->
             waiting = [each._transport.get_write_buffer_size() for each in made if each._transport]
             assert len(made) == 13 and 0 < sum(waiting) <= ALL_UNREAD_BYTES
         server.close()
-        while slots._taken:
+        while any(slots.open):
             await asyncio.sleep(0.001)
 
     asyncio.run(play())
@@ -165,7 +166,7 @@ def test_requests_of_many_connections_at_once_take_turns() -> None:
             for each in crowd[:20]:
                 await loop.run_in_executor(None, each.recv, 8)
         server.close()
-        while slots._taken:
+        while any(slots.open):
             await asyncio.sleep(0.001)
         assert min(after - before for before, after in pairwise(handled)) >= TURN_S / 2
 
@@ -182,14 +183,13 @@ def test_an_answer_about_everybody_is_made_once_for_those_who_ask_at_once(
     async def play() -> None:
         service = Service(Options(), asyncio.get_running_loop())
         page, made = Web(service, ""), 0
-        snapshot = service.snapshot
 
-        def counted() -> Status:
+        def counted(of: Service) -> Status:
             nonlocal made
             made += 1
-            return snapshot()
+            return take_snapshot(of)
 
-        monkeypatch.setattr(service, "snapshot", counted)
+        monkeypatch.setattr(web, "take_snapshot", counted)
         answers = {page.handle(HttpRequest("GET", path)).body for _ in range(50)}
         assert (made, len(answers)) == (1, 1)
         service.event_log.event("evicted", "replica-7 evicted", "replica-7")

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 
 from allranks.blackbox import header, layout
 from allranks.channel.frames import BadFrame, join_address, split_address, take_frames
+from allranks.channel.limits import ConnectionSlots
 from allranks.errors import ConfigurationError
 from allranks.lighthouse import messages
 from allranks.lighthouse.client.liveness_proxy import read_mark
@@ -26,7 +27,6 @@ from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.messages import decode, encode, load, plain_dump, plain_load
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.sessions import Session
-from allranks.lighthouse.state import assign_healing
 from allranks.model.cluster import CollectEvidence, Member, MemberLost, Quorum
 
 QUORUM = Quorum(
@@ -36,7 +36,6 @@ QUORUM = Quorum(
     "why",
     9,
     3,
-    heal={"b": "a"},
     spares=("c",),
 )
 SAMPLES = [
@@ -61,7 +60,7 @@ def test_both_codecs_read_and_write_the_same(message: object) -> None:
     [
         (messages.Beat, '{"step": "three"}'), (messages.Beat, "[]"), (messages.Join, "{}"),
         (Quorum, '{"number": 1, "epoch": 1, "members": {}}'), (messages.Hello, '{"version": true}'),
-        (Quorum, '{"number": 1, "epoch": 1, "members": [], "heal": {"a": 1}}'), (messages.Beat, "nonsense"),
+        (Quorum, '{"number": 1, "epoch": 1, "members": [], "spares": {"a": 1}}'), (messages.Beat, "nonsense"),
     ],
 )  # fmt: skip
 def test_both_codecs_refuse_the_same(kind: type, text: str) -> None:
@@ -197,18 +196,6 @@ def test_server_options_are_checked_too() -> None:
         ServerOptions(client_ca="ca.pem")
 
 
-def test_healing_is_shared_among_those_that_are_ahead() -> None:
-    """Round robin, so that no single one serves all."""
-    members = [Member("a", step=5), Member("b", step=5), Member("c"), Member("d", step=4), Member("e")]
-    assert assign_healing(members) == (5, {"c": "a", "d": "b", "e": "a"})
-
-
-def test_at_step_zero_all_start_from_the_first_unless_they_do_not_want_to() -> None:
-    """init_sync, as torchft calls it."""
-    assert assign_healing([Member("a"), Member("b"), Member("c", init_sync=False)]) == (0, {"b": "a"})
-    assert assign_healing([]) == (0, {})
-
-
 def test_a_goodbye_that_has_arrived_is_read_although_a_write_finds_the_connection_closed() -> None:
     """Replicas finish at once: one leaves and closes while the lighthouse tells it that another has left. On a busy node
     the write came first, and the one that had left was reported as cut off."""
@@ -225,7 +212,11 @@ def test_a_goodbye_that_has_arrived_is_read_although_a_write_finds_the_connectio
             disconnected=lambda session, peer, clean: told.append("cut"),
         )
         listener = SimpleNamespace(
-            options=options, open=set(), unauthenticated={}, let_in=lambda one: None, service=service
+            options=options,
+            open=set(),
+            unauthenticated=ConnectionSlots(8),
+            let_in=lambda *one: None,
+            service=service,
         )
         connection = Connection(listener)  # type: ignore[arg-type]
         await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)

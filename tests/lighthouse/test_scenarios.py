@@ -133,9 +133,6 @@ class Play:
         lines.append(f"  {quorum.reason}")
         if quorum.spares:
             lines.append(f"  spares: {' '.join(quorum.spares)}")
-        if quorum.heal:
-            heals = ", ".join(f"{name} from {source}" for name, source in sorted(quorum.heal.items()))
-            lines.append(f"  at step {quorum.max_step}, heal: {heals}")
         return lines
 
     def _session(self, name: str) -> str:

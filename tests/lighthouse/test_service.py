@@ -10,6 +10,7 @@ from allranks.lighthouse.agents import MAX_STORIES, MAX_STORIES_CHARS
 from allranks.lighthouse.messages import Beat, Hello, Refused, Welcome
 from allranks.lighthouse.quorum_coordinator import _TOGETHER_S
 from allranks.lighthouse.service import PROXY_BACK_S
+from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import PersistedState
 from allranks.model.cluster import (
     Member,
@@ -39,7 +40,7 @@ async def test_nobody_forms_a_quorum_while_a_recall_is_on_its_way() -> None:
     await desk.settle()
     assert not x_peer.of(Quorum)  # a and b are training; they are called
     assert a_peer.of(QuorumWanted)
-    status = desk.service.snapshot()
+    status = take_snapshot(desk.service)
     assert (status.number, status.epoch) == (7, 3)
     assert {row.replica: row.state for row in status.replicas} == {
         "a": "member",
@@ -123,7 +124,7 @@ async def test_a_quorum_formed_out_of_nothing_gives_way_to_one_that_trains_alrea
     (last,) = a_peer.of(Quorum)
     assert last == x_peer.of(Quorum)[-1] == b_peer.of(Quorum)[0]
     assert (last.names, last.number, last.epoch) == (("a", "b", "x"), 2, 2)
-    assert last.heal == {"x": "a"}
+    assert last.max_step == 1000
 
 
 @on_loop
@@ -135,7 +136,7 @@ async def test_a_new_lighthouse_waits_for_those_who_train_already() -> None:
     desk.service.join(x, Member("x"))
     await desk.settle()
     assert not x_peer.of(Quorum)
-    assert "members of an earlier quorum come first" in desk.service.snapshot().waiting
+    assert "members of an earlier quorum come first" in take_snapshot(desk.service).waiting
     while not x_peer.of(Quorum):
         await asyncio.sleep(0.01)
     desk.service.close()
@@ -180,7 +181,7 @@ async def test_a_training_that_is_over_is_not_begun_anew_by_a_latecomer() -> Non
     c, c_peer = desk.enter("c", session="c.2")
     desk.service.join(c, Member("c"))
     await desk.settle()
-    status = desk.service.snapshot()
+    status = take_snapshot(desk.service)
     assert not c_peer.of(Quorum)
     assert "the training is over (a, b finished in quorum 1): c is too late" in status.waiting
     assert {row.replica: row.state for row in status.replicas} == {
@@ -213,13 +214,13 @@ async def test_the_end_of_a_training_outlives_its_lighthouse() -> None:
     await first.settle()
     assert saved[-1].finished == ("a", "b")
     second.service.lead(saved[-1], keep)
-    assert second.service.snapshot().lost == {}
+    assert take_snapshot(second.service).lost == {}
     second.service.accuse("c", "did not come back")
     late, late_peer = second.enter("c", session="c.2")
     second.service.join(late, Member("c"))
     await second.settle()
     assert not late_peer.of(Quorum)
-    assert "the training is over" in second.service.snapshot().waiting
+    assert "the training is over" in take_snapshot(second.service).waiting
 
 
 @on_loop
@@ -252,7 +253,7 @@ async def test_a_returning_session_gets_what_it_did_not_acknowledge() -> None:
     assert len(a.pending) == 1
     _, again = desk.enter("a")
     assert [type(each).__name__ for each in again.got] == ["Welcome", "MemberLeft"]
-    desk.service.acknowledge(a, next(iter(a.pending)))
+    a.pending.pop(next(iter(a.pending)))
     _, third = desk.enter("a")
     assert [type(each).__name__ for each in third.got] == ["Welcome"]
     assert again.closed  # one connection per session
@@ -276,7 +277,7 @@ async def test_who_has_older_steps_waits_for_a_member_whose_proxy_was_killed() -
     again, a_peer = desk.enter("a", proxy=True)
     desk.service.join(again, Member("a", step=5))
     await desk.settle()
-    assert not a_peer.of(Quorum) and "waiting for b" in desk.service.snapshot().waiting
+    assert not a_peer.of(Quorum) and "waiting for b" in take_snapshot(desk.service).waiting
     back, b_peer = desk.enter("b", proxy=True)
     desk.service.join(back, Member("b", step=9))
     await desk.settle()
@@ -392,8 +393,8 @@ async def test_listeners_hear_every_event_and_a_broken_one_harms_nobody() -> Non
     def broken(_: object) -> None:
         raise RuntimeError("page closed")
 
-    desk.service.subscribe(broken)
-    stop = desk.service.subscribe(lambda event: heard.append(event.kind))
+    desk.service.event_log.subscribe(broken)
+    stop = desk.service.event_log.subscribe(lambda event: heard.append(event.kind))
     desk.enter("a")
     desk.service.evict("a", "bad")
     stop()
@@ -451,7 +452,7 @@ async def test_steps_that_are_lost_with_their_replicas_are_told() -> None:
         b, b_peer = desk.enter("b", session=f"b.{number}")
         desk.service.join(b, Member("b", f"b.{number}"))
         await until(lambda peer=b_peer: bool(peer.of(Quorum)))  # type: ignore[misc]
-    told = [event.text for event in desk.service.snapshot().history if event.kind == "went_back"]
+    told = [event.text for event in take_snapshot(desk.service).history if event.kind == "went_back"]
     assert told == ["training starts over from step 0: all replicas that had come to step 50 are gone"]
 
 
@@ -465,4 +466,4 @@ async def test_a_member_that_has_come_further_than_it_asked_with_has_lost_nothin
     b, _ = desk.enter("b")
     desk.service.join(b, Member("b"))
     await until(lambda: bool(a_peer.of(Quorum)))
-    assert not [event for event in desk.service.snapshot().history if event.kind == "went_back"]
+    assert not [event for event in take_snapshot(desk.service).history if event.kind == "went_back"]

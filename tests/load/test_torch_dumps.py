@@ -253,11 +253,11 @@ def assert_same(one: RankTrace, two: RankTrace) -> None:
     )
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 3])
 def test_the_fast_way_is_taken_for_regular_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protocol: int
 ) -> None:
-    """A regular file never reaches the plain reader whole."""
+    """A regular file, as torch writes it, never reaches the plain reader whole."""
     content = pickle.dumps(dump([entry(i, i + 1) for i in range(2000)]), protocol)
     (tmp_path / "trace_0").write_bytes(content)
     sizes = []

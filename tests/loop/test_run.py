@@ -68,7 +68,9 @@ def test_without_restarts_the_exit_code_and_the_last_line_tell(tmp_path: Path) -
 
 def test_ctrl_c_ends_everything_and_is_no_incident(tmp_path: Path) -> None:
     """Exit code 130, one line of each rank, no rank left, and no story of a death. (kill -9: tests/elastic_runs.)"""
-    process = start(tmp_path, "open(f'{OUT}/pid{rank}', 'w').write(str(os.getpid())); time.sleep(600)")
+    # closed by `with`: Python drops an interrupt that comes while a file is closed by its finalizer
+    body = "with open(f'{OUT}/pid{rank}', 'w') as out: out.write(str(os.getpid()))\ntime.sleep(600)"
+    process = start(tmp_path, body)
     pids = []
     deadline = time.monotonic() + 90
     while len(pids) < 2:

@@ -174,17 +174,16 @@ class Asked:
         return self.ended
 
 
-@pytest.mark.parametrize("engine", ["c", "python"])
 def test_the_recorder_looks_at_the_works_of_a_group_before_it_is_aborted_and_not_again(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = Box(tmp_path / "x.box", 32, 1 << 16)
     box.open()
-    writer = CallWriter(box, RecorderOptions(stack_depth=0, accelerate=engine == "c"))
+    writer = CallWriter(box, RecorderOptions(stack_depth=0))
     monkeypatch.setattr(
         record, "_current", SimpleNamespace(writer=writer, pid=os.getpid(), given_up=writer.given_up)
     )
-    counters = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    counters = GroupState(1, "g", (0,), "nccl", 0)
     group = Group()
     backend = meet(group, 1)
     works = [Asked(backend, ended=False), Asked(backend, ended=True)]

@@ -50,7 +50,7 @@ def whole_job(
         for step in (1648, 1650, 1652):
             beat = Beat(step if steps else -1, step if steps else 60 * step, health=_health(state, number))
             service.beat(agent, beat)
-        service.ranks.note(node_report(number, node, own, state, steps), service.now())
+        service.agents.ranks.note(node_report(number, node, own, state, steps), service.now())
     _history(service, ranks, state, steps)
     if state in ("hung", "recovered"):
         service.agents.report_incident(published(state, time.time() - (130 if state == "recovered" else 73)))

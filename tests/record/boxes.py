@@ -72,8 +72,8 @@ class LateWork:
         return self.over
 
 
-def make_writer(tmp_path: Path, engine: str) -> CallWriter:
+def make_writer(tmp_path: Path) -> CallWriter:
     """A writer of calls to a small box, in C or in Python."""
     box = Box(tmp_path / "x.box", 32, 1 << 16)
     box.open()
-    return CallWriter(box, RecorderOptions(stack_depth=0, accelerate=engine == "c"))
+    return CallWriter(box, RecorderOptions(stack_depth=0))

@@ -6,16 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from allranks.recording.options import fast
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The engine that records here, in ranks too; tests/record/test_engines.py compares the two."""
-    found = "c" if fast(True) is not None else "python"
-    monkeypatch.setenv("ALLRANKS_PURE_PYTHON", "1" if found == "python" else "0")
-    return found
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -121,7 +121,7 @@ def _marks(rank: int, world: int) -> list[object]:
     return seen
 
 
-def test_steps_and_declared_silences_are_in_the_header(folder: Path, engine: str) -> None:
+def test_steps_and_declared_silences_are_in_the_header(folder: Path) -> None:
     """What the agent reads to tell a hang from a long evaluation."""
     with Ranks(_marks, 1) as ranks:
         (seen,) = ranks.values()

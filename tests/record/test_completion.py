@@ -47,9 +47,7 @@ def _wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_call_that_timed_out_is_not_completed_and_leaves_a_dump(
-    folder: Path, tmp_path: Path, engine: str
-) -> None:
+def test_a_call_that_timed_out_is_not_completed_and_leaves_a_dump(folder: Path, tmp_path: Path) -> None:
     """The rank that waited in vain says so in its box, and writes a dump at that moment."""
     with Ranks(_times_out, 2, (str(tmp_path / "gave up"),), timeout_s=3) as ranks:
         outcomes = ranks.join(timeout_s=60)
@@ -79,9 +77,7 @@ def _waits_in_slices(rank: int, world: int, sliced: str) -> None:
     work.wait()
 
 
-def test_a_wait_with_a_limit_of_its_own_does_not_end_the_call(
-    folder: Path, tmp_path: Path, engine: str
-) -> None:
+def test_a_wait_with_a_limit_of_its_own_does_not_end_the_call(folder: Path, tmp_path: Path) -> None:
     """Rank 0 looks twice, in vain; the call goes on and completes, and nothing was dumped for a timeout."""
     with Ranks(_waits_in_slices, 2, (str(tmp_path / "sliced"),), timeout_s=30) as ranks:
         ranks.join(timeout_s=60)
@@ -102,7 +98,7 @@ def _peer_dies(rank: int, world: int) -> None:
         work.wait()
 
 
-def test_a_call_whose_peer_died_has_failed(folder: Path, engine: str) -> None:
+def test_a_call_whose_peer_died_has_failed(folder: Path) -> None:
     """Failed, not completed, not timed out."""
     with Ranks(_peer_dies, 2, timeout_s=30) as ranks:
         ranks.wait_for("ready")
@@ -124,7 +120,7 @@ def _never_waited(rank: int, world: int) -> None:
     work.wait()
 
 
-def test_a_call_that_nobody_waits_for_is_noticed_by_the_side_thread(folder: Path, engine: str) -> None:
+def test_a_call_that_nobody_waits_for_is_noticed_by_the_side_thread(folder: Path) -> None:
     """Completion needs no help from the program."""
     with Ranks(_never_waited, 2) as ranks:
         ranks.values()
@@ -140,7 +136,7 @@ def _hangs(rank: int, world: int) -> None:
     time.sleep(60)
 
 
-def test_a_hanging_call_is_started_and_not_over(folder: Path, engine: str) -> None:
+def test_a_hanging_call_is_started_and_not_over(folder: Path) -> None:
     """Read from outside while it hangs."""
     with Ranks(_hangs, 2) as ranks:
         ranks.wait_for("entering", [0])
@@ -151,10 +147,10 @@ def test_a_hanging_call_is_started_and_not_over(folder: Path, engine: str) -> No
         assert trace.progress.calls_completed == 1
 
 
-def test_calls_that_end_in_any_order_are_all_noticed(tmp_path: Path, engine: str) -> None:
+def test_calls_that_end_in_any_order_are_all_noticed(tmp_path: Path) -> None:
     """A call that never ends does not hide the ends of later ones."""
-    writer = make_writer(tmp_path, engine)
-    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    writer = make_writer(tmp_path)
+    group = GroupState(1, "g", (0,), "nccl", 0)
     works = [LateWork() for _ in range(5)]
     for work in works:
         writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
@@ -167,10 +163,10 @@ def test_calls_that_end_in_any_order_are_all_noticed(tmp_path: Path, engine: str
     assert len(writer.pending) == 2
 
 
-def test_works_that_never_say_that_they_are_over_are_let_go(tmp_path: Path, engine: str) -> None:
+def test_works_that_never_say_that_they_are_over_are_let_go(tmp_path: Path) -> None:
     """No more of them are kept than there are rows to write their end to."""
-    writer = make_writer(tmp_path, engine)
-    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    writer = make_writer(tmp_path)
+    group = GroupState(1, "g", (0,), "nccl", 0)
     works = [LateWork() for _ in range(500)]
     for work in works:
         writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
@@ -178,10 +174,10 @@ def test_works_that_never_say_that_they_are_over_are_let_go(tmp_path: Path, engi
     assert len(writer.pending) == writer.box.capacity
 
 
-def test_nothing_is_asked_of_cuda_while_a_graph_is_captured(tmp_path: Path, engine: str) -> None:
+def test_nothing_is_asked_of_cuda_while_a_graph_is_captured(tmp_path: Path) -> None:
     """Querying an event would spoil the capture."""
-    writer = make_writer(tmp_path, engine)
-    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    writer = make_writer(tmp_path)
+    group = GroupState(1, "g", (0,), "nccl", 0)
     work = LateWork()
     work.error = AssertionError("asked")
     writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
@@ -211,10 +207,10 @@ class _Asked(LateWork):
         return False
 
 
-def test_a_capture_begins_only_after_a_question_that_is_under_way(tmp_path: Path, engine: str) -> None:
+def test_a_capture_begins_only_after_a_question_that_is_under_way(tmp_path: Path) -> None:
     """The side thread may be asking an event at the very moment at which the program begins to capture."""
-    writer, order = make_writer(tmp_path, engine), list[str]()
-    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    writer, order = make_writer(tmp_path), list[str]()
+    group = GroupState(1, "g", (0,), "nccl", 0)
     works = [_Asked(order), _Asked(order)]
     for work in works:
         writer.pending[id(work)] = (work, writer.begin(group, 1, (0, 0, 0)), group.counters, ())
@@ -234,10 +230,10 @@ def test_a_capture_begins_only_after_a_question_that_is_under_way(tmp_path: Path
     assert order == ["asked", "captured"]  # and the second work was not asked at all
 
 
-def test_a_work_that_was_waited_for_is_let_go_before_the_device_is_done(tmp_path: Path, engine: str) -> None:
+def test_a_work_that_was_waited_for_is_let_go_before_the_device_is_done(tmp_path: Path) -> None:
     """It would keep its tensors in the device's memory; a marker on the stream that waits takes its place."""
-    writer = make_writer(tmp_path, engine)
-    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    writer = make_writer(tmp_path)
+    group = GroupState(1, "g", (0,), "nccl", 0)
     work, marker = LateWork(), LateWork()
     writer.mark_device = lambda: marker
     writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
@@ -249,10 +245,10 @@ def test_a_work_that_was_waited_for_is_let_go_before_the_device_is_done(tmp_path
     assert states(read_trace(writer.box.path)) == [State.COMPLETED]
 
 
-def test_a_call_without_a_work_is_followed_by_a_marker_on_the_device(tmp_path: Path, engine: str) -> None:
+def test_a_call_without_a_work_is_followed_by_a_marker_on_the_device(tmp_path: Path) -> None:
     """NCCL gives no Work for a call that the program does not want to wait for by itself."""
-    writer = make_writer(tmp_path, engine)
-    group = GroupState(1, "g", (0,), "nccl", 0, engine == "c")
+    writer = make_writer(tmp_path)
+    group = GroupState(1, "g", (0,), "nccl", 0)
     marker = LateWork()
     writer.mark_device = lambda: marker
     writer.returned(None, writer.begin(group, 1, (0, 0, 0)), group)
@@ -262,20 +258,20 @@ def test_a_call_without_a_work_is_followed_by_a_marker_on_the_device(tmp_path: P
     assert states(read_trace(writer.box.path)) == [State.COMPLETED]
 
 
-def test_in_a_group_with_two_backends_the_tensor_decides_what_wait_means(tmp_path: Path, engine: str) -> None:
+def test_in_a_group_with_two_backends_the_tensor_decides_what_wait_means(tmp_path: Path) -> None:
     """Calls on CPU tensors of "cpu:gloo,cuda:nccl" end with wait(); the others when the device says so."""
-    writer = make_writer(tmp_path, engine)
-    group = GroupState(1, "g", (0,), "cpu:gloo,cuda:nccl", 0, engine == "c")
+    writer = make_writer(tmp_path)
+    group = GroupState(1, "g", (0,), "cpu:gloo,cuda:nccl", 0)
     for on_cpu in (True, False):
         writer.returned(LateWork(), writer.begin(group, 1, (0, 0, 0)), group, on_cpu=on_cpu)
     assert [entry[2].blocking for entry in writer.pending.values()] == [True, False]
     assert states(read_trace(writer.box.path)) == [State.STARTED, State.SCHEDULED]
 
 
-def test_a_coalesced_group_ends_as_a_whole(tmp_path: Path, engine: str) -> None:
+def test_a_coalesced_group_ends_as_a_whole(tmp_path: Path) -> None:
     """Its parts share one number, are marked as parts, and end with it."""
-    writer = make_writer(tmp_path, engine)
-    group = GroupState(1, "g", (0, 1), "nccl", 0, engine == "c")
+    writer = make_writer(tmp_path)
+    group = GroupState(1, "g", (0, 1), "nccl", 0)
     group.counters.open_batch()
     for peer in (0, 1):
         number = writer.begin(group, 1, (0, 1, 1), peer=peer, p2p=True)

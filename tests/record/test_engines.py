@@ -1,8 +1,9 @@
-"""The part in C and the same in Python record the same."""
+"""What is read in C and what is read in Python is recorded the same."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import allranks
+from allranks.drill.ranks import Ranks
 from allranks.model.trace import RankTrace
-from allranks.recording.options import fast
+from allranks.recording import torch_internals as internals
 
-from .boxes import record_ranks
+from .boxes import record_one, traces
 
 TOLD = ("seq", "p2p_seq", "op_id", "step", "in_numel", "out_numel", "timeout_ms", "tag", "peer", "root")
 
@@ -55,15 +58,35 @@ def _facts(trace: RankTrace) -> list[tuple[Any, ...]]:
     return rows
 
 
-def test_both_engines_record_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Order, sizes, numbers, states and stacks of every kind of call."""
-    if fast(True) is None:
-        pytest.skip("the part in C was not built")
+def _record_slowly(rank: int, world: int, slow: bool) -> None:
+    if slow:
+        internals.FAST.clear()
+    record_one(rank, world, _all_kinds)
+
+
+def test_calls_in_an_unusual_form_are_recorded_as_those_in_the_usual_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Order, sizes, numbers, states and stacks of every kind of call: read in C, and read in Python."""
     found = []
-    for pure in ("0", "1"):
-        monkeypatch.setenv("ALLRANKS_DIR", str(folder / pure))
-        traces = record_ranks(_all_kinds, folder / pure, env={"ALLRANKS_PURE_PYTHON": pure})
-        found.append({rank: _facts(trace) for rank, trace in sorted(traces.items())})
+    for slow in (False, True):
+        place = folder / str(slow)
+        monkeypatch.setenv("ALLRANKS_DIR", str(place))
+        with Ranks(_record_slowly, 2, (slow,)) as ranks:
+            ranks.values(timeout_s=90)
+        found.append({rank: _facts(trace) for rank, trace in sorted(traces(place).items())})
     for rank in (0, 1):
         assert len(found[0][rank]) >= 17
         assert found[0][rank] == found[1][rank]
+
+
+def test_without_the_part_in_c_nothing_is_recorded_and_the_program_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning says what to install."""
+    monkeypatch.setitem(sys.modules, "allranks.recording._fast", None)
+    monkeypatch.delattr("allranks.recording._fast", raising=False)
+    with pytest.warns(RuntimeWarning, match="recording disabled.*C compiler"):
+        recorder = allranks.record()
+    assert not recorder.active
+    allranks.step(1)

@@ -62,7 +62,7 @@ def _both(folder: Path) -> list[dict[int, RankTrace]]:
     return [traces(folder), {trace.header.rank or 0: trace for trace in load_paths([str(folder)]).traces}]
 
 
-def test_tags_threads_parts_and_destroyed_groups_are_in_the_box(folder: Path, engine: str) -> None:
+def test_tags_threads_parts_and_destroyed_groups_are_in_the_box(folder: Path) -> None:
     """Both ends of a send know its tag, a thread is known by name, a destroyed group says when."""
     with Ranks(_talk, 2) as ranks:
         ranks.values()
@@ -101,7 +101,7 @@ def _tell_when_inside(box: Any) -> None:
     reached("waiting")
 
 
-def test_a_rank_that_waits_in_init_process_group_says_so(folder: Path, engine: str) -> None:
+def test_a_rank_that_waits_in_init_process_group_says_so(folder: Path) -> None:
     """Without a single call the boxes tell who is inside, under which rank, and who has not come."""
     with Ranks(_all_but_one, 2, backend=None) as ranks:
         ranks.wait_for("waiting")
@@ -166,13 +166,13 @@ def test_functions_are_put_back_where_they_were_taken_from(folder: Path) -> None
         ranks.values()
 
 
-def test_the_parts_of_a_coalesced_batch_are_found_from_its_end(tmp_path: Path, engine: str) -> None:
+def test_the_parts_of_a_coalesced_batch_are_found_from_its_end(tmp_path: Path) -> None:
     """Each with its own sizes and tag; a batch before it and calls of other groups are not taken for them."""
     box = Box(tmp_path / "x.box", 32, 1 << 14)
     box.open()
-    writer = CallWriter(box, RecorderOptions(accelerate=engine == "c", stack_depth=0))
+    writer = CallWriter(box, RecorderOptions(stack_depth=0))
     first, other = (
-        GroupState(box.append(Item.GROUP, [name, "", [0, 1], "nccl"]), name, (0, 1), "nccl", 0, engine == "c")
+        GroupState(box.append(Item.GROUP, [name, "", [0, 1], "nccl"]), name, (0, 1), "nccl", 0)
         for name in ("a", "b")
     )
     op, end = (box.intern(Item.NAME, name) for name in ("send", "coalesced"))

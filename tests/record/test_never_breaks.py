@@ -131,7 +131,7 @@ def _loads_data(rank: int, world: int) -> int:
     return total
 
 
-def test_forked_children_never_write_into_their_parents_box(folder: Path, engine: str) -> None:
+def test_forked_children_never_write_into_their_parents_box(folder: Path) -> None:
     """DataLoader workers do nothing; a child that records makes its own file."""
     with Ranks(_loads_data, 2) as ranks:
         assert ranks.values() == [140, 140]
@@ -183,7 +183,7 @@ def _under_signals(rank: int, world: int) -> tuple[int, int]:
     return hits, count
 
 
-def test_signals_at_any_instruction_neither_deadlock_nor_spoil_a_record(folder: Path, engine: str) -> None:
+def test_signals_at_any_instruction_neither_deadlock_nor_spoil_a_record(folder: Path) -> None:
     """Hundreds of interruptions, each of which writes to the box."""
     with Ranks(_under_signals, 2) as ranks:
         values = ranks.values(timeout_s=100)

@@ -125,9 +125,7 @@ os._exit(0)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_clock_that_is_set_back_does_not_stop_the_notice_of_ends(
-    tmp_path: Path, folder: Path, engine: str
-) -> None:
+def test_a_clock_that_is_set_back_does_not_stop_the_notice_of_ends(tmp_path: Path, folder: Path) -> None:
     """Distances are measured on a clock that only ticks; the wall clock is a label."""
     (tmp_path / "clock.c").write_text(CLOCK)
     library = tmp_path / "clock.so"

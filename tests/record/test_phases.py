@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
+
+import pytest
 
 from allranks.blackbox import phases
 from allranks.blackbox.file_writer import Box
@@ -62,3 +65,21 @@ def test_files_that_hold_no_phases_give_none(tmp_path: Path) -> None:
     assert read_phases(b"") == ()
     assert read_phases(bytes(HEADER_BYTES)) == ()
     assert read_phases(b"\xff" * HEADER_BYTES) == ()
+
+
+def test_a_long_garbage_collection_is_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "GC_NS", 1)
+    box = opened(tmp_path)
+    try:
+        gc.collect(0)
+        assert read(box) == []  # a young one is not looked at
+        gc.collect()
+        assert read(box)[-1] == ("gc", True)
+        with phases._Marks.lock:  # as if it came while a mark is written: it does not wait
+            before = len(read(box))
+            gc.collect()
+        assert len(read(box)) == before
+    finally:
+        phases.attach(None)
+        box.close()
+    assert phases._collected not in gc.callbacks

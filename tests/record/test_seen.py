@@ -52,7 +52,7 @@ def _all_ops(rank: int, world: int) -> None:
     dist.monitored_barrier()
 
 
-def test_every_collective_is_recorded_with_its_particulars(folder: Path, engine: str) -> None:
+def test_every_collective_is_recorded_with_its_particulars(folder: Path) -> None:
     """One row per call, in order, with root, operator, sizes and splits."""
     found = record_ranks(_all_ops, folder)
     assert ops(found[0]) == [
@@ -102,7 +102,7 @@ def _repeats(rank: int, world: int) -> None:
             (dist.send if rank == 1 else dist.recv)(torch.ones(7), 3 - rank, group=group, tag=5)
 
 
-def test_a_call_made_again_is_recorded_as_the_first_one_was(folder: Path, engine: str) -> None:
+def test_a_call_made_again_is_recorded_as_the_first_one_was(folder: Path) -> None:
     """The first call of a kind is read in Python, the next ones in C: operator, root, sizes, timeout, stack agree."""
     for rank, trace in record_ranks(_repeats, folder, world=3).items():
         columns = [
@@ -145,9 +145,7 @@ def _two_backends(rank: int, world: int) -> None:
     assert set(states) == {State.COMPLETED}  # at once: a CPU tensor's wait() means the end
 
 
-def test_in_a_group_with_two_backends_calls_on_cpu_tensors_end_with_their_wait(
-    folder: Path, engine: str
-) -> None:
+def test_in_a_group_with_two_backends_calls_on_cpu_tensors_end_with_their_wait(folder: Path) -> None:
     """Also when they are recorded in C, as all but the first are."""
     with Ranks(_two_backends, 2, backend=None) as ranks:
         ranks.values()
@@ -173,7 +171,7 @@ def _p2p(rank: int, world: int) -> None:
         work.wait()
 
 
-def test_send_and_recv_know_their_partner_by_global_rank(folder: Path, engine: str) -> None:
+def test_send_and_recv_know_their_partner_by_global_rank(folder: Path) -> None:
     """Also in a subgroup, where torch counts from 0; a recv from anybody has no partner."""
     found = record_ranks(_p2p, folder, world=3)
     sent, received = found[1].calls[0], found[2].calls[0]
@@ -196,7 +194,7 @@ def _ddp(rank: int, world: int) -> None:
         model(torch.ones(2, 8)).sum().backward()
 
 
-def test_ddp_is_recorded_though_its_reducer_is_cpp(folder: Path, engine: str) -> None:
+def test_ddp_is_recorded_though_its_reducer_is_cpp(folder: Path) -> None:
     """Buckets reduced by C++ have their step and the line that called backward()."""
     found = record_ranks(_ddp, folder)
     for trace in found.values():

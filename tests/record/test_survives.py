@@ -69,7 +69,7 @@ def _ended(folder: Path, ending: str, code: int) -> None:
     assert int(innocent.calls[-1]["state"]) in {State.FAILED, State.STARTED}  # waited for the dead
 
 
-def test_the_box_survives_sigkill(folder: Path, engine: str) -> None:
+def test_the_box_survives_sigkill(folder: Path) -> None:
     """kill -9 leaves every finished record readable."""
     _ended(folder, "kill", -signal.SIGKILL)
 
@@ -106,12 +106,12 @@ def test_gloo_aborts_the_innocent_rank_and_its_box_tells_why(folder: Path) -> No
 
 
 def _write_for_ever(rank: int, world: int, path: str) -> None:
-    from allranks.recording.row_writer import make_ring
+    from allranks.recording.writer import make_ring
 
     box = Box(Path(path), 64, 1 << 16)
     box.open()
     box.set(rank=0)
-    ring = make_ring(box, os.environ["ALLRANKS_PURE_PYTHON"] == "0")
+    ring = make_ring(box)
     reached("writing")
     number = 0
     while True:
@@ -121,7 +121,7 @@ def _write_for_ever(rank: int, world: int, path: str) -> None:
         )
 
 
-def test_a_kill_in_the_middle_of_writing_is_never_misread(tmp_path: Path, engine: str) -> None:
+def test_a_kill_in_the_middle_of_writing_is_never_misread(tmp_path: Path) -> None:
     """Killed at a random instruction, again and again: whole records only, at most one torn."""
     for attempt in range(12):
         path = tmp_path / f"{attempt}.box"

@@ -31,7 +31,7 @@ def _without_frames(rank: int, world: int) -> None:
             time.sleep(0.001)
 
 
-def test_a_thread_of_cpp_has_the_stack_of_the_main_thread(folder: Path, engine: str) -> None:
+def test_a_thread_of_cpp_has_the_stack_of_the_main_thread(folder: Path) -> None:
     """As autograd's threads on a GPU: they have no Python frames at all."""
     for trace in record_ranks(_without_frames, folder).values():
         assert ops(trace) == ["all_reduce"] * 3
@@ -64,9 +64,7 @@ def _python_thread(function: Any, args: tuple[int]) -> None:
     threading.Thread(target=function, args=args).start()
 
 
-def test_a_hook_of_a_library_on_a_thread_of_cpp_has_the_line_of_the_main_thread(
-    folder: Path, engine: str
-) -> None:
+def test_a_hook_of_a_library_on_a_thread_of_cpp_has_the_line_of_the_main_thread(folder: Path) -> None:
     """As FSDP's hooks in backward on a GPU, however deep; a thread that Python started has its own frames only."""
     for trace in record_ranks(_hooks_of_autograd, folder).values():
         frames = [[frame.name for frame in trace.stacks[int(row["stack"])]] for row in trace.calls]

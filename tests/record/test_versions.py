@@ -14,7 +14,7 @@ import pytest
 
 from allranks.recording import torch_internals
 from allranks.recording.torch_internals import missing
-from allranks.recording.torch_names import PRIVATE
+from allranks.recording.torch_names import C10D, PRIVATE, RECORDED
 
 PATTERN = re.compile(
     r"\btorch\.(?:\w+\.)*_[a-z]\w*|\bdistributed_c10d\b|\._(?:world|get_backend|device_types|torchdynamo)\w*"
@@ -112,5 +112,16 @@ def test_this_version_of_torch_has_all_that_is_needed() -> None:
 
 def test_what_a_version_lacks_is_named_with_what_is_lost_by_it() -> None:
     """One sentence for each part."""
-    needed = {"batches": ("ProcessGroup", ("allreduce", "_gone")), "names": ("world", ("_a", "_b"))}
-    assert missing(needed) == ["batches (torch has no _gone)", "names (torch has no _a, _b)"]
+    cpp, batch = RECORDED
+    names = {f"{C10D}.ProcessGroup._gone": ("", batch), f"{C10D}._a": ("", cpp), f"{C10D}._b.c": ("", cpp)}
+    assert missing({**names, f"{C10D}.Work": ("", cpp), f"{C10D}.other": ("", "no Manager")}) == [
+        f"{batch} (torch has no _gone)",
+        f"{cpp} (torch has no _a, c)",
+    ]
+
+
+def test_every_module_of_ours_that_runs_under_a_collective_is_hidden_from_the_compiler() -> None:
+    """A name that is written wrong would hide nothing."""
+    from allranks.recording.hook import OURS
+
+    assert all(importlib.import_module(name) for name in OURS)

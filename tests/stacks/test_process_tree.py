@@ -16,9 +16,11 @@ import pytest
 from allranks.cli.stacks_tree import finding_json
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
-from allranks.model.processes import JobLook, Process
+from allranks.model.processes import GroupCall, JobLook, Process, ProcessLink, ThreadLook, WaitFor
+from allranks.model.stacks import StackFrame
 from allranks.stacktraces import source
 from allranks.stacktraces.debug_config import DebugOptions
+from allranks.stacktraces.drawing import draw
 from allranks.stacktraces.html import render_processes
 from allranks.stacktraces.roles import give_roles, load_roles, parse_roles, with_roles
 from allranks.stacktraces.tasks import line_at, read_tasks
@@ -248,3 +250,79 @@ def test_a_job_file_adds_roles_before_ours() -> None:
         DebugOptions(roles=("Shop",))
     with pytest.raises(ConfigurationError, match="row 1"):
         parse_roles([{"role": "x", "titel": "y"}])
+
+
+RETRIES = """
+def until(answer):
+    while not answer():
+        sleep(1)
+def until_body():
+    for _ in range(10):
+        found = ask("/ready")
+        if "ok" in found:
+            return found
+        sleep(1)
+def watch(stop):
+    while not stop.is_set():
+        ask("/health")
+        sleep(1)
+def serve():
+    while True:
+        ask("/health")
+        sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("line", "loop"), [(4, 3), (7, 6), (10, 6), (14, 0), (18, 0)])
+def test_a_loop_that_ends_by_an_answer_is_told_from_one_that_runs_for_ever(line: int, loop: int) -> None:
+    assert source.retry_loop(RETRIES, line) == loop
+
+
+def _asking(server: ThreadLook) -> JobLook:
+    frame = StackFrame("train", "/job/train.py", 8)
+    asks = ThreadLook(
+        1, "MainThread", WaitFor("poll", "asks again", operation="retry"), (frame,), main=True, user=frame
+    )
+    link = ProcessLink(3, "listen", "tcp n listen 80", "")
+    return JobLook(
+        (
+            Process(1, role="trainer", threads=(asks,)),
+            Process(2, role="reward", threads=(server,), links=(link,)),
+        ),
+        5.0,
+    )
+
+
+def test_who_asks_a_server_that_does_nothing_is_stuck_and_one_that_works_is_waited_for() -> None:
+    idle = ThreadLook(2, "MainThread", WaitFor("idle"), main=True)
+    found = explain_processes(_asking(idle))
+    assert (found.state, [(one.role, one.line) for one in found.guilty]) == ("stuck", [("trainer", 8)])
+    for loads in (
+        ThreadLook(3, "load", WaitFor("socket", ends=("x",))),
+        ThreadLook(3, "load", WaitFor("work"), busy=True),
+    ):
+        assert explain_processes(_asking(loads)).state != "stuck"
+
+
+def _rank(pid: int, role: str, wait: WaitFor, *calls: GroupCall) -> Process:
+    frame = StackFrame(role, "/job/train.py", pid)
+    thread = ThreadLook(pid, "MainThread", wait, (frame,), main=True, user=frame)
+    return Process(pid, role=role, threads=(thread,), calls=calls)
+
+
+def test_black_boxes_say_who_has_not_come_to_a_call_of_a_group() -> None:
+    """No connection tells: the groups may be NCCL's, and the trainer waits for its device."""
+    look = JobLook(
+        (
+            _rank(1, "trainer", WaitFor("device"), GroupCall("a:1 weights", "weights", "broadcast", 3, True)),
+            _rank(2, "rollout", WaitFor("device"), GroupCall("a:1 weights", "weights", "broadcast", 3, True)),
+            _rank(3, "rollout", WaitFor("event"), GroupCall("a:1 weights", "weights", "broadcast", 2, False)),
+            _rank(4, "other", WaitFor("idle"), GroupCall("b:1 weights", "weights", "broadcast", 2, False)),
+        ),
+        5.0,
+    )
+    found = explain_processes(look)
+    assert (found.state, [one.pid for one in found.guilty]) == ("stuck", [3])
+    assert set(found.edges) == {(("", 1), ("", 3)), (("", 2), ("", 3))}
+    picture = draw(look, found)
+    assert picture.count("<rect") == 3 and picture.count("marker-end") == 2

@@ -60,3 +60,28 @@ def test_the_limit_of_a_live_thread_is_read_without_its_help(
             assert least_s <= main.wait_s <= most_s
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("program", "file"),
+    [
+        ("import asyncio; asyncio.run(asyncio.Event().wait())", "epoll 1"),
+        ("import os; os.read(os.pipe()[0], 1)", "pipe:"),
+        ("import socket; mine, theirs = socket.socketpair(); mine.recv(1)", "socket:"),
+        ("import threading; threading.Event().wait()", ""),
+    ],
+)
+def test_what_a_live_thread_waits_on(program: str, file: str) -> None:
+    """A command that reads a pipe and one that reads from another machine are both in a system call without limit."""
+    script = f"import os, sys; print(1, flush=True); {program}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            main, before = ThreadFacts(0), ThreadFacts(1)
+            while main.wait_s is None or main.syscall in ("openat", "wait4") or main != before:
+                assert process.poll() is None
+                time.sleep(0.1)
+                before, main = main, parse_facts(json.dumps(read_facts(process.pid))).threads[0]
+            assert main.file.startswith(file) and bool(main.file) == bool(file)
+        finally:
+            process.kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from allranks.model.trace import CALL, Flag, Group, RankTrace, State, TraceHeader
+from allranks.model.trace import CALL, Flag, Group, RankTrace, Rendezvous, State, TraceHeader
 from allranks.watch.samples import (
     OpenCall,
     Rhythm,
@@ -75,6 +75,21 @@ def test_ranks_that_wait_in_different_calls_of_one_number_contradict_each_other(
     assert not contradict([reducing, waits(OpenCall(WORLD, 9, "barrier"))])  # one is ahead
     assert not contradict([reducing, waits(OpenCall(("world", (2, 3)), 7, "barrier"))])  # of another group
     assert not contradict([])
+
+
+def test_ranks_that_wait_in_init_process_group_for_others_elsewhere_contradict_each_other() -> None:
+    """One has another port, or expects more ranks than were launched; two names may mean one host."""
+    launched = Rendezvous("node-0:29500", 2)
+
+    def meets(address: str, size: int) -> Rhythm:
+        return Rhythm(meets=(Rendezvous(address, size), launched))
+
+    usual = meets("node-0:29500", 2)
+    assert contradict([usual, meets("node-0:29501", 2)])
+    assert contradict([usual, meets("node-0:29500", 3)])
+    assert contradict([meets("node-0:29500", 3), Rhythm()])  # the other has not come yet
+    assert not contradict([usual, meets("10.0.0.1:29500", 2)])
+    assert not contradict([usual, Rhythm()])
 
 
 def test_only_collectives_that_have_not_ended_and_have_a_number_are_waits() -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from allranks.errors import InputError
 
@@ -86,18 +86,6 @@ def _page(address: str, path: str, timeout_s: float) -> tuple[dict[int, str], li
     return found, notes
 
 
-@dataclass(frozen=True)
-class _Route:
-    path: str
-    handler: Callable[[Any], bytes]
-
-
-@dataclass(frozen=True)
-class _Link:
-    path: str
-    label: str
-
-
 @dataclass
 class VerdictHandler:
     """A page of the debug server with the verdict on its job, and a text in its periodic dumps. `port`: the server's."""
@@ -105,13 +93,14 @@ class VerdictHandler:
     port: int = PORT
     fetch_timeout: float = 60.0  # set by the server
 
-    def routes(self) -> list[_Route]:
+    def routes(self) -> list[SimpleNamespace]:
         """The page."""
-        return [_Route("/allranks", lambda request: self.page().encode("utf-8", "replace"))]
+        page = lambda request: self.page().encode("utf-8", "replace")  # noqa: E731
+        return [SimpleNamespace(path="/allranks", handler=page)]
 
-    def nav_links(self) -> list[_Link]:
+    def nav_links(self) -> list[SimpleNamespace]:
         """What the server's menu shows."""
-        return [_Link("/allranks", "allranks: verdict")]
+        return [SimpleNamespace(path="/allranks", label="allranks: verdict")]
 
     def templates(self) -> dict[str, str]:
         """None: the page is ours."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from allranks.errors import InputError
 from allranks.model.diagnosis import Diagnosis, Finding
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
+    from allranks.diagnosis.verdict import DiagnoseOptions
     from allranks.ledger.summary import JobAccount
     from allranks.load import LoadOptions, LoadResult
 
@@ -268,6 +269,15 @@ class StacksResult(PageResult):
         return "\n".join(render_text(self.report, grow_tree(self.capture)))
 
 
+class TensorFacts(TypedDict):
+    """What a checkpoint says of one tensor."""
+
+    dtype: str
+    shape: list[int]
+    bytes: int
+    shards: int
+
+
 @dataclass(frozen=True)
 class CheckpointIndex:
     """What a checkpoint holds, without its tensors' bytes."""
@@ -276,13 +286,13 @@ class CheckpointIndex:
     step: int
     epoch: int
     world_size: int
-    metrics: dict[str, Any]
-    tensors: dict[str, dict[str, Any]] = field(repr=False)  # name -> dtype, shape, bytes, shards
+    metrics: dict[str, object]
+    tensors: dict[str, TensorFacts] = field(repr=False)
 
     @property
     def bytes(self) -> int:
         """Of all tensors."""
-        return sum(int(entry["bytes"]) for entry in self.tensors.values())
+        return sum(entry["bytes"] for entry in self.tensors.values())
 
     def to_json(self) -> str:
         """As text."""
@@ -327,17 +337,16 @@ def diagnose(
 
     `paths` are folders, files or URLs; the other arguments are the command's flags.
     """
+    from allranks.diagnosis.verdict import DiagnoseOptions
     from allranks.load import LoadOptions
 
     roots = [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
     wanted = None if ranks is None else frozenset(ranks)
     loaded = load_dumps(roots, LoadOptions(attempt=attempt, ranks=wanted))
-    chosen = {
-        "pg_filters": frozenset(pg_filters),
-        "allow_incomplete_ranks": allow_incomplete_ranks or wanted is not None,
-    }
-    part = attempt is not None or any(chosen.values())
-    found = judge_dumps(loaded, loaded.traces, roots, chosen=part, **chosen)
+    incomplete, groups = allow_incomplete_ranks or wanted is not None, frozenset(pg_filters)
+    how = DiagnoseOptions(pg_filters=groups, allow_incomplete_ranks=incomplete)
+    part = attempt is not None or bool(groups) or incomplete
+    found = judge_dumps(loaded, loaded.traces, roots, how, chosen=part)
     return DiagnosisResult(found, RecordedCalls(loaded.traces))
 
 
@@ -355,14 +364,18 @@ def load_dumps(roots: list[str], options: LoadOptions) -> LoadResult:
 
 
 def judge_dumps(
-    loaded: LoadResult, traces: list[RankTrace], roots: list[str], *, chosen: bool = False, **options: Any
+    loaded: LoadResult,
+    traces: list[RankTrace],
+    roots: list[str],
+    how: DiagnoseOptions,
+    *,
+    chosen: bool = False,
 ) -> Diagnosis:
-    """The diagnosis of loaded dumps together with everything that lies beside them; `options` are DiagnoseOptions.
+    """The diagnosis of loaded dumps together with everything that lies beside them.
 
     The folder of an incident, and a job of which a hang is open, are judged as the agent judged it, unless a part of the
     dumps was `chosen`.
     """
-    from allranks.diagnosis.verdict import DiagnoseOptions
     from allranks.incidents.evidence import find_evidence, is_incident, read_incident
     from allranks.incidents.job_overview import find_open_hang
     from allranks.incidents.judge import judge
@@ -374,7 +387,6 @@ def judge_dumps(
         evidence = find_evidence(loaded, traces, roots)
     for line in evidence.missing:
         print(f"left out: {line}", file=sys.stderr)
-    how = DiagnoseOptions(**options)
     result = judge(evidence, how)
     names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
     if traces and (absent := how.pg_filters - names):
@@ -433,9 +445,9 @@ def load_checkpoint_index(address: str | Path, **options: str) -> CheckpointInde
     )
 
 
-def tensors_of(checkpoint: Opened) -> dict[str, dict[str, Any]]:
-    """name -> dtype, shape, bytes and shards of every tensor, sorted."""
-    found: dict[str, dict[str, Any]] = {}
+def tensors_of(checkpoint: Opened) -> dict[str, TensorFacts]:
+    """Every tensor by its name, sorted."""
+    found: dict[str, TensorFacts] = {}
     for _, stored in checkpoint.shards():
         shard = stored.shard
         entry = found.setdefault(

@@ -1,7 +1,7 @@
 """Writes black box files (layout: blackbox/layout.py). No torch.
 
 `Box` is the rank's own. Every store is plain memory in a shared mapping: the kernel keeps it when the process dies in any way.
-It makes the box and fills its header and heap; the rows are written by `recording/row_writer.py` or `_fast.c`.
+It makes the box and fills its header and heap; the rows are written by `recording/_fast.c`.
 """
 
 from __future__ import annotations

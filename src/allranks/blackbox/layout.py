@@ -38,10 +38,12 @@ DEFAULT_HEAP_BYTES = 1 << 20  # reserved up front: touching a page of a full tmp
 class Item(IntEnum):
     """Kinds of heap items and their JSON payloads."""
 
-    # {"host", "job", "backend", "versions": {}, "argv": [], "rendezvous": [address, world size, line], "launched": the same,
+    # {"host", "job", "backend", "versions": {}, "argv": [], "role", "rendezvous": [address, world size, line, store], "launched": the same,
     # "first_error": [`begin` of a call, text]}; later ones override earlier ones
     META = 1
-    GROUP = 2  # [name, desc, [ranks], backend]; in ranks, [8, 800, 8] stands for range(8, 800, 8)
+    # [name, desc, [ranks], backend], of a group that does not meet where the world does also [store, own number]; in ranks,
+    # [8, 800, 8] stands for range(8, 800, 8)
+    GROUP = 2
     NAME = 3  # "all_reduce"
     SHAPES = 4  # [inputs, outputs, input_dtypes, output_dtypes, input_splits, output_splits]
     STACK = 5  # [[name, file, line], ...] innermost first

@@ -403,14 +403,15 @@ def _trace_header(head: Header, heap: Heap) -> TraceHeader:
         dropped=max(0, head.next_id - head.capacity),
         rendezvous=_rendezvous(meta.get("rendezvous")),
         launched=_rendezvous(meta.get("launched")),
+        role=str(meta.get("role", ""))[:64],
     )
 
 
 def _rendezvous(value: object) -> Rendezvous:
     """As it stands in the heap; unknown when that is none."""
     match value:
-        case [str(address), int(size), str(line)] if 0 <= size < 1 << 32:
-            return Rendezvous(address[:256], size, line[:256])
+        case [str(address), int(size), str(line), *rest] if 0 <= size < 1 << 32:
+            return Rendezvous(address[:256], size, line[:256], str(rest[0])[:256] if rest else "")
     return Rendezvous()
 
 

@@ -231,10 +231,11 @@ def _shapes(tables: Tables, value: Any) -> Any:
 
 
 def _group(tables: Tables, value: Any) -> Any:
-    name, desc, ranks, backend = value
+    name, desc, ranks, backend, *met = value
     parts = (range(*part)[:MAX_MEMBERS] if isinstance(part, list) else (int(part),) for part in ranks)
     members = tuple(islice(chain.from_iterable(parts), MAX_MEMBERS))
-    return tables.group(Group(str(name)[:MAX_TEXT], str(desc)[:MAX_TEXT], members, str(backend)[:64]))
+    words = (str(name)[:MAX_TEXT], str(desc)[:MAX_TEXT], members, str(backend)[:64])
+    return tables.group(Group(*words, *((str(met[0])[:MAX_TEXT], int(met[1])) if met else ())))
 
 
 def _stack(tables: Tables, value: Any) -> Any:

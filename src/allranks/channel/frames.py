@@ -165,6 +165,12 @@ def _pieces(views: Iterable[memoryview]) -> Iterator[memoryview]:
             yield view[start : start + PIECE_BYTES]
 
 
+def cut(sock: socket.socket) -> None:
+    """Ends the connection at both ends, whichever process holds it too; the other side may have been faster."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def tune_for_bulk(sock: socket.socket, timeout_s: float) -> None:
     """Large buffers, no delay, and no wait without a limit."""
     sock.settimeout(timeout_s)
@@ -179,15 +185,7 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
         return
     whole = max(1, int(timeout_s))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", whole),
-        ("TCP_KEEPINTVL", max(1, whole // 3)),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", int(max(timeout_s, 0.5) * 1000)),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    _keep_alive(sock, idle_s=whole, every_s=max(1, whole // 3), count=3, limit_s=max(timeout_s, 0.5))
 
 
 def watch_connection(sock: socket.socket, limit_s: float) -> None:
@@ -195,15 +193,15 @@ def watch_connection(sock: socket.socket, limit_s: float) -> None:
 
     Only for small messages: one that the other side does not read for so long, with full buffers, is ended too.
     """
+    _keep_alive(sock, idle_s=1, every_s=1, count=max(1, int(limit_s)), limit_s=limit_s)
+
+
+def _keep_alive(sock: socket.socket, idle_s: int, every_s: int, count: int, limit_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 1),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", max(1, int(limit_s))),
-        ("TCP_USER_TIMEOUT", int(limit_s * 1000)),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    values = {"KEEPIDLE": idle_s, "KEEPINTVL": every_s, "KEEPCNT": count, "USER_TIMEOUT": int(limit_s * 1000)}
+    for name, value in values.items():
+        if hasattr(socket, f"TCP_{name}"):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
 _LAST_ACK = struct.Struct("=I")
@@ -260,10 +258,8 @@ def resolves(name: str) -> bool:
 
 def outward_address() -> str:
     """The address at which other machines reach this one, without asking a name server; loopback if there is none."""
-    for elsewhere in (
-        "192.0.2.1:9",
-        "[2001:db8::1]:9",
-    ):  # of documents: leads wherever the default route leads
+    # of documents: leads wherever the default route leads
+    for elsewhere in ("192.0.2.1:9", "[2001:db8::1]:9"):
         with suppress(OSError):
             return own_address(elsewhere)
     return loopback()

@@ -3,44 +3,51 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 _MAX_KINDS = 1000
-C = TypeVar("C", bound=Hashable)
+C = TypeVar("C")
 
 
 @dataclass(eq=False)
 class ConnectionSlots(Generic[C]):
-    """Unauthenticated connections, at most `limit`: one more makes the oldest of the host that has most give way."""
+    """Connections of hosts that we do not know, at most `limit`: one more makes the oldest of the host that has most give way."""
 
     limit: int
-    _host_of: dict[C, str] = field(default_factory=dict)  # oldest first
+    _known: dict[C, tuple[str, float]] = field(default_factory=dict)  # host, deadline; oldest first
     _by_host: dict[str, dict[C, None]] = field(default_factory=dict)  # each oldest first
 
     def __iter__(self) -> Iterator[C]:
-        return iter(self._host_of)
+        return iter(self._known)
 
     def __contains__(self, connection: object) -> bool:
-        return connection in self._host_of
+        return connection in self._known
 
-    def add(self, connection: C, host: str) -> C | None:
+    def add(self, connection: C, host: str, until: float = math.inf) -> C | None:
         """Takes it in; returns the one that must be closed for it, which the caller removes."""
-        self._host_of[connection] = host
+        self._known[connection] = host, until
         self._by_host.setdefault(host, {})[connection] = None
-        return self.crowding() if len(self._host_of) > self.limit else None
+        return self.crowding() if len(self._known) > self.limit else None
 
     def remove(self, connection: C) -> None:
-        """Closed, or authenticated."""
-        here = self._by_host[host := self._host_of.pop(connection)]
-        del here[connection]
-        if not here:
-            del self._by_host[host]
+        """Closed, or authenticated; it may be removed already."""
+        host, _ = self._known.pop(connection, ("", 0.0))
+        if here := self._by_host.get(host):
+            here.pop(connection, None)
+            if not here:
+                del self._by_host[host]
 
-    def oldest(self) -> C | None:
-        return next(iter(self._host_of), None)
+    def late(self, now: float) -> list[C]:
+        """Those whose time is over."""
+        return [connection for connection, (_, until) in self._known.items() if until <= now]
+
+    def first_deadline(self) -> float | None:
+        """Of the oldest; all have the same time."""
+        return next((until for _, until in self._known.values()), None)
 
     def crowding(self) -> C | None:
         """The oldest of the host that has most."""

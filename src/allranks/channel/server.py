@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from allranks.channel.frames import cut
 from allranks.channel.keys import GREETING_S, ChannelError, Keyring, ServerGreeting
 from allranks.channel.limits import ConnectionSlots
 
@@ -35,7 +36,6 @@ _FULL_PAUSE_S = 0.05
 class _Unauthenticated:
     connection: socket.socket
     greeting: ServerGreeting
-    until: float
 
 
 @dataclass(eq=False)
@@ -53,10 +53,6 @@ class MemberServer:
     _threads: set[threading.Thread] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def listening(self) -> bool:
-        return self._listener is not None
-
     def start(self, listener: socket.socket) -> None:
         """Accepts from a socket that listens, which is ours from now on."""
         listener.setblocking(False)
@@ -68,11 +64,11 @@ class MemberServer:
         """Stops listening, cuts every connection, waits for the threads."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            _cut(listener)  # wakes its thread
+            cut(listener)  # wakes its thread
         with self._lock:
             connections, threads = list(self._members), list(self._threads)
         for connection in connections:
-            _cut(connection)
+            cut(connection)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(5.0)
@@ -148,14 +144,16 @@ class _Reception:
     def _attend(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
         while self._server.accepts(self._listener):
-            oldest = self._slots.oldest()
-            wait_s = None if oldest is None else max(0.0, oldest.until - time.monotonic())
-            for key, _ in self._selector.select(wait_s):
+            until = self._slots.first_deadline()
+            for key, _ in self._selector.select(
+                None if until is None else max(0.0, until - time.monotonic())
+            ):
                 if key.data is not None:
                     self._hear(key.data)
                 elif not self._accept():
                     return
-            self._drop_late()
+            for late in self._slots.late(time.monotonic()):
+                self._drop(late)
 
     def _accept(self) -> bool:
         """Takes those who wait; False when nobody can come any more."""
@@ -181,8 +179,7 @@ class _Reception:
 
     def _greet(self, connection: socket.socket, host: str) -> None:
         greeting = ServerGreeting(self._server.keys, self._server.kind, self._server.proves)
-        until = time.monotonic() + self._server.greeting_s
-        one = _Unauthenticated(connection, greeting, until)
+        one = _Unauthenticated(connection, greeting)
         try:
             self._selector.register(connection, selectors.EVENT_READ, one)
         except OSError as error:  # the kernel's limits of epoll: this user's other processes may use them up
@@ -190,7 +187,7 @@ class _Reception:
             connection.close()
             self._drop_one()
             return
-        surplus = self._slots.add(one, host)
+        surplus = self._slots.add(one, host, time.monotonic() + self._server.greeting_s)
         try:
             connection.setblocking(False)
             connection.send(greeting.hello)
@@ -221,11 +218,6 @@ class _Reception:
         self._forget(one)
         self._server.admit(connection, proved[0])
 
-    def _drop_late(self) -> None:
-        now = time.monotonic()
-        while (oldest := self._slots.oldest()) is not None and oldest.until <= now:
-            self._drop(oldest)
-
     def _drop_one(self) -> None:
         """The oldest of the host that has most."""
         if (crowding := self._slots.crowding()) is not None:
@@ -233,16 +225,9 @@ class _Reception:
 
     def _drop(self, one: _Unauthenticated) -> None:
         self._forget(one)
-        _cut(one.connection)  # a forked process may hold it too
+        cut(one.connection)  # a forked process may hold it too
         one.connection.close()
 
     def _forget(self, one: _Unauthenticated) -> None:
         self._selector.unregister(one.connection)
         self._slots.remove(one)
-
-
-def _cut(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass

@@ -14,9 +14,8 @@ import socket
 import time
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
 
-from allranks.channel.frames import split_address
+from allranks.channel.frames import JsonObject, split_address
 
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d{1,9})\r\n")
 
@@ -29,7 +28,7 @@ class WebAnswer:
     date: str
     body: bytes
 
-    def object(self) -> dict[str, Any]:
+    def object(self) -> JsonObject:
         """The body as a JSON object; ValueError when it is none."""
         try:
             found = json.loads(self.body)

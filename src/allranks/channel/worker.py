@@ -12,6 +12,16 @@ log = logging.getLogger("allranks.agent")
 MAX_WAITING = 256
 
 
+def carefully(work: Callable[[], object], problem: str, *values: object) -> bool:
+    """Makes a call at a thread's entry, or one of somebody else's: a failure, whatever it is, is logged. Whether it went well."""
+    try:
+        work()
+    except Exception:
+        log.exception(problem, *values)
+        return False
+    return True
+
+
 class Worker:
     """Calls are made in order, on a thread that is started with the first one. `put` may be called from any thread.
 
@@ -61,10 +71,7 @@ class Worker:
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
-            try:
-                work()
-            except Exception:  # a thread's entry
-                log.exception("%s: a call failed", self.name)
+            carefully(work, "%s: a call failed", self.name)
 
     def _next(self) -> Callable[[], object] | None:
         with self._changed:

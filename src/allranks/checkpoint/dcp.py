@@ -24,30 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as facts
+from torch.distributed.checkpoint import planner as planning
+from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
-from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from allranks.checkpoint.checksum import best_algorithm, checksum
@@ -93,7 +73,7 @@ class _Storage:
             yield store, name
 
 
-class StorageWriter(_Storage, DcpStorageWriter):
+class StorageWriter(_Storage, storage.StorageWriter):
     """Writes one checkpoint to STORE/NAME, a path or URL; the step is the number in NAME unless given."""
 
     def __init__(self, path: str, options: Mapping[str, str] | None = None, step: int | None = None) -> None:
@@ -103,13 +83,13 @@ class StorageWriter(_Storage, DcpStorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Nothing to set up: places are made by the first write."""
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(self.path)
+    def storage_meta(self) -> facts.StorageMeta:
+        return facts.StorageMeta(self.path)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
         """On the coordinator: one attempt for all."""
         token, ranks = secrets.token_hex(6), tuple(range(len(plans)))
         return [
@@ -117,31 +97,35 @@ class StorageWriter(_Storage, DcpStorageWriter):
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self, plan: planning.SavePlan, planner: planning.SavePlanner
+    ) -> Future[list[storage.WriteResult]]:
         """Writes this rank's file and index; both durable when it returns."""
         self._ticket: RankTicket = plan.storage_data
         objects, tensors, results = {}, [], []
         for item in plan.items:
             name, size = item.index.fqn, 0
-            if item.type == WriteItemType.BYTE_IO:
+            if item.type == planning.WriteItemType.BYTE_IO:
                 objects[name] = _object(item, planner)
                 for key, tensor in flatten(objects[name], prefix=name).tensors.items():
-                    chunk = ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
-                    data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), tensor.shape)
+                    chunk = facts.ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.shape)
+                    data = planning.TensorWriteData(
+                        chunk, facts.TensorProperties(dtype=tensor.dtype), tensor.shape
+                    )
                     tensors.append((shard_of(key, tensor.dtype, data), tensor))
             else:
                 data, size = item.tensor_data, item.tensor_storage_size() or 0
                 shard = shard_of(name, data.properties.dtype, data)
                 tensors.append((shard, planner.resolve_data(item).detach()))
-            results.append(WriteResult(item.index, size, objects.get(name)))
+            results.append(storage.WriteResult(item.index, size, objects.get(name)))
         with self._open() as (store, name):
             attempt = Attempt(name, self._ticket.token)
             self._write(store, attempt, [pair for pair in tensors if pair[0].bytes or 0 in pair[0].shape])
-        done: Future[list[WriteResult]] = Future()
+        done: Future[list[storage.WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: facts.Metadata, results: list[list[storage.WriteResult]]) -> None:
         """On the coordinator: the nested state into its index, then the manifest."""
         ranks = self._ticket.ranks
         with self._open() as (store, name):
@@ -169,7 +153,7 @@ class StorageWriter(_Storage, DcpStorageWriter):
             write_index(store, attempt, self._index)
 
 
-def _object(item: WriteItem, planner: Any) -> Any:
+def _object(item: planning.WriteItem, planner: Any) -> Any:
     """The plain value itself; a planner that only gives bytes has pickled it, which is undone without running code."""
     if hasattr(planner, "lookup_object"):
         return planner.lookup_object(item.index)
@@ -193,11 +177,11 @@ def _pieces(
         yield view
 
 
-def _common(metadata: Metadata, results: Sequence[Sequence[WriteResult]], step: int) -> Any:
+def _common(metadata: facts.Metadata, results: Sequence[Sequence[storage.WriteResult]], step: int) -> Any:
     """The state dict as the user nested it, tensors by name; DCP's planner knows where each name came from."""
     objects = {r.index.fqn: r.storage_data for part in results for r in part}
     values = {
-        name: objects.get(name) if isinstance(entry, BytesStorageMetadata) else torch.empty(0)
+        name: objects.get(name) if isinstance(entry, facts.BytesStorageMetadata) else torch.empty(0)
         for name, entry in metadata.state_dict_metadata.items()
     }
     paths = metadata.planner_data or {}
@@ -205,55 +189,55 @@ def _common(metadata: Metadata, results: Sequence[Sequence[WriteResult]], step: 
     return flatten({"step": step, **nested}).skeleton
 
 
-class StorageReader(_Storage, DcpStorageReader):
+class StorageReader(_Storage, storage.StorageReader):
     """Reads one checkpoint by path or URL. `options` are the store's (endpoint, keys …)."""
 
     def __init__(self, path: str, options: Mapping[str, str] | None = None) -> None:
         super().__init__(path, options)
-        self._places: dict[MetadataIndex, tuple[Index, StoredShard]] = {}
+        self._places: dict[facts.MetadataIndex, tuple[Index, StoredShard]] = {}
         self._objects: dict[str, object] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
         self._places = {}
 
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> facts.Metadata:
         """What DCP's planners need to know."""
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        entries: dict[str, facts.TensorStorageMetadata | facts.BytesStorageMetadata] = {}
         with self._open() as (store, name), opened(store, name) as checkpoint:
             for name, stored in checkpoint.table().items():
                 shard = stored[0][1].shard
                 chunks = [
-                    ChunkStorageMetadata(torch.Size(s.shard.offsets), torch.Size(s.shard.sizes))
+                    facts.ChunkStorageMetadata(torch.Size(s.shard.offsets), torch.Size(s.shard.sizes))
                     for _, s in stored
                 ]
-                entries[name] = TensorStorageMetadata(
-                    TensorProperties(dtype=stored_dtype(shard)), torch.Size(shard.shape), chunks
+                entries[name] = facts.TensorStorageMetadata(
+                    facts.TensorProperties(dtype=stored_dtype(shard)), torch.Size(shard.shape), chunks
                 )
                 for index, one in stored:
-                    self._places[MetadataIndex(name, one.shard.offsets)] = (index, one)
+                    self._places[facts.MetadataIndex(name, one.shard.offsets)] = (index, one)
             self._objects = _objects(checkpoint)
-        entries.update({name: BytesStorageMetadata() for name in self._objects})
-        return Metadata(entries, storage_meta=StorageMeta())
+        entries.update({name: facts.BytesStorageMetadata() for name in self._objects})
+        return facts.Metadata(entries, storage_meta=facts.StorageMeta())
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
+        self, metadata: facts.Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
         """Every rank needs the places, also those that did not read the metadata."""
         if not self._places:
             self.read_metadata()
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
         """Reads and checks each saved chunk once, and copies the wanted regions out of it."""
-        by_chunk: dict[MetadataIndex, list[ReadItem]] = {}
+        by_chunk: dict[facts.MetadataIndex, list[planning.ReadItem]] = {}
         for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
+            if item.type == planning.LoadItemType.BYTE_IO:
                 # torch.save's bytes, as DCP's planner wants them: made here from plain data, never read from a file
                 pickled = io.BytesIO()
                 torch.save(self._objects[item.storage_index.fqn], pickled)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from allranks.checkpoint.tensors import as_dtensor, is_dtensor, local_chunk, narrowed
 from allranks.errors import CheckpointValidationError
 
 #: What torch's parts save of themselves: plain values and tensors by name.
@@ -151,18 +150,16 @@ def load_checkpoint_to_model(
     strict: bool = True,
     restore_rng: bool = False,
 ) -> None:
-    """Puts a loaded state into the parts. Whole tensors are cut to each rank's shard where the model is sharded.
+    """Puts a loaded state into the parts. A sharded model takes each rank's shards with `CheckpointManager.restore`.
 
     With `strict`, missing or unexpected names, or other shapes, raise before anything is changed.
     """
     target = unwrap(model)
-    live = target.state_dict()
     if strict:
-        _check_fit(live, state.model_state_dict)
-    sharded = {name: _shard_value(value, live.get(name)) for name, value in state.model_state_dict.items()}
-    target.load_state_dict(sharded, strict=strict)
+        _check_fit(target.state_dict(), state.model_state_dict)
+    target.load_state_dict(state.model_state_dict, strict=strict)
     if optimizer is not None and state.optimizer_state_dict:
-        optimizer.load_state_dict(_sharded_optimizer(optimizer, state.optimizer_state_dict))
+        optimizer.load_state_dict(state.optimizer_state_dict)
     if lr_scheduler is not None and state.lr_scheduler_state_dict:
         lr_scheduler.load_state_dict(state.lr_scheduler_state_dict)
     if restore_rng:
@@ -211,12 +208,7 @@ def _check_fit(live: SavedDict, saved: SavedDict) -> None:
     other = tuple(
         name
         for name, value in saved.items()
-        if name not in live
-        or (
-            isinstance(value, torch.Tensor)
-            and isinstance(live[name], torch.Tensor)
-            and value.shape != live[name].shape
-        )
+        if name not in live or getattr(value, "shape", None) != getattr(live[name], "shape", None)
     )
     if missing or other:
         raise CheckpointValidationError(
@@ -225,29 +217,3 @@ def _check_fit(live: SavedDict, saved: SavedDict) -> None:
             other,
             hint="load with strict=False to take what fits",
         )
-
-
-def _shard_value(value: Any, like: Any) -> Any:
-    """A whole tensor as a DTensor where the live one is; everything else as it is."""
-    if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, torch.Tensor):
-        return value
-    sizes, offsets = local_chunk(like)
-    local = narrowed(value, [o if s else 0 for o, s in zip(offsets, sizes, strict=True)], sizes)
-    return as_dtensor(local.to(like.device, copy=True).contiguous(), like)
-
-
-def _sharded_optimizer(optimizer: torch.optim.Optimizer, saved: StateDict) -> StateDict:
-    """An optimizer's whole state cut like its parameters; torch numbers parameters in order of the groups."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(is_dtensor(p) for p in parameters):
-        return saved
-    cut = {}
-    for number, entries in saved["state"].items():
-        like = parameters[number] if isinstance(number, int) and number < len(parameters) else None
-        cut[number] = {
-            key: _shard_value(value, like)
-            if isinstance(value, torch.Tensor) and like is not None and value.shape == like.shape
-            else value
-            for key, value in entries.items()
-        }
-    return {**saved, "state": cut}

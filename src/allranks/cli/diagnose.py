@@ -84,6 +84,11 @@ def main(args: argparse.Namespace) -> int:
     for name in (options.html, options.perfetto, options.output):
         check_target(name, options.force)
     args.paths = [_box_folder(path) for path in args.paths]
+    if all(os.path.isfile(os.path.join(path, "processes.json")) for path in args.paths):
+        from allranks.cli.stacks import show_tree
+        from allranks.stacktraces.tree import read_looks
+
+        return show_tree(read_looks(args.paths), options.html, options.json)
     all_calls = bool(options.just_print_entries or options.html or options.perfetto)
     loaded = _load(args.paths, options, all_calls)
     if not options.verbose:
@@ -110,19 +115,18 @@ def _diagnose(
     paths: list[str], options: DiagnoseFlags, loaded: LoadResult, traces: list[RankTrace]
 ) -> Diagnosis:
     from allranks.api.functions import judge_dumps
+    from allranks.diagnosis.verdict import DiagnoseOptions
 
+    how = DiagnoseOptions(
+        pg_filters=frozenset(options.pg_filters),
+        allow_incomplete_ranks=options.allow_incomplete_ranks or bool(options.selected_ranks),
+        consequences=max(0, options.mismatch_cap),
+        whole=lambda: _transformed(options, _load(paths, options, all_calls=True).traces),
+    )
     chosen = (options.attempt, options.prefix) != (None, None) or options.selected_ranks or options.pg_filters
     with at_work(f"comparing the calls of {len(traces):,} ranks"):
-        found = judge_dumps(
-            loaded,
-            traces,
-            paths,
-            chosen=bool(chosen or options.transform_ft or options.allow_incomplete_ranks),
-            pg_filters=frozenset(options.pg_filters),
-            allow_incomplete_ranks=options.allow_incomplete_ranks or bool(options.selected_ranks),
-            consequences=max(0, options.mismatch_cap),
-            whole=lambda: _transformed(options, _load(paths, options, all_calls=True).traces),
-        )
+        part = bool(chosen or options.transform_ft or options.allow_incomplete_ranks)
+        found = judge_dumps(loaded, traces, paths, how, chosen=part)
     if not traces and not options.json and all(note.status != "ok" for note in found.files):
         logs = [note for note in found.files if note.kind == "text" and note.note != "empty file"]
         more = ["Logs: `allranks doctor explain PATH` finds the first cause in them."] if logs else []

@@ -40,23 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-_SWITCHES = frozenset({"--fix", "--json", "--help", "-h"})  # all other flags take a value
-
-
-def arrange_words(words: Sequence[str]) -> list[str]:
-    """Puts flags before the words, wherever they were typed: argparse takes the words in one piece only."""
-    flags: list[str] = []
-    plain: list[str] = []
-    rest = list(words[1:])
-    while rest:
-        word = rest.pop(0)
-        is_flag = word.startswith("-") and word != "-"
-        (flags if is_flag else plain).append(word)
-        if is_flag and word not in _SWITCHES and "=" not in word and rest:
-            flags.append(rest.pop(0))
-    return [words[0], *flags, *plain]
-
-
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 problem or cause found, 2 could not run."""
     commands = {"explain": _explain, "compare": _compare}

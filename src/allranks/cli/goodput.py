@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import time
@@ -42,6 +43,7 @@ def main(args: argparse.Namespace) -> int:
     """0 when there is a ledger, 2 when there is none."""
     from allranks.ledger.report import Price, render_page, render_text, to_object
 
+    gc.disable()  # a month has a million small objects, none of which is garbage
     price = Price(args.gpu_hour)
     window_s = seconds_of(args.window) if args.window else 0.0
     accounts = read_accounts(args.jobs, moment_of(args.since))

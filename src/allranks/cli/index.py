@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the three verbs; the older spellings of `build` are taken too."""
+    """Adds the three verbs."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     build = verbs.add_parser("build", help="tokenize text files into an index")
     build.add_argument(
         "files", nargs="*", metavar="FILE", help=".jsonl, .txt (also .gz, .zst) or .parquet; patterns allowed"
     )
-    build.add_argument("--data-files", nargs="+", default=[], metavar="FILE", help="the same as FILE")
     build.add_argument("-o", "--output", required=True, metavar="INDEX", help="the index to write")
     build.add_argument(
         "--tokenizer", default="bytes", help="a tokenizer.json, a Hugging Face name, or bytes (default)"
@@ -78,7 +77,7 @@ def _build(args: argparse.Namespace) -> int:
     from allranks.elastic.index import BuildRequest, build_index
 
     text = (args.tokenizer, args.text_key, args.append_eos, args.eos_id, args.skip_bad)
-    files = _expanded([*args.files, *args.data_files])
+    files = _expanded(args.files)
     request = BuildRequest(files, args.output, *text, args.force)
     bar = ProgressBar()
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allranks.cli.parser import add_flags, read_flags
 from allranks.errors import require
@@ -39,7 +39,7 @@ class ToolAnswer:
 
     command: str
     outcome: str  # nothing wrong, fault found, could not run
-    result: dict[str, Any]
+    result: dict[str, object]
     error: str = ""
 
 

@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         inner = self._inner(found)
         lists = [action.dest for action in inner._positionals._group_actions if action.nargs in ("+", "*")]
-        if lists and not any(word.startswith("-") for word in unknown):
+        if lists and not any(word.startswith("-") for word in unknown if word != "-"):
             getattr(found, lists[-1]).extend(unknown)
         elif unknown:
             inner.error(f"unrecognized arguments: {' '.join(unknown)}")

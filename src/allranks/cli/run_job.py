@@ -48,7 +48,11 @@ class RunFlags:
     )
     nproc_per_replica: int = option(1, "ranks of one replica", metavar="M", at_least=1)
     min_replicas: int | None = option(
-        None, "fewest replicas that may train (default: 1)", metavar="K", at_least=1
+        None,
+        "fewest replicas that may train (default: 1)",
+        metavar="K",
+        at_least=1,
+        key="lighthouse.min_replicas",
     )
     first_replica: int | None = option(
         None,
@@ -64,20 +68,25 @@ class RunFlags:
         "join this lighthouse instead of starting one here",
         metavar="HOST:PORT",
         environment="ALLRANKS_LIGHTHOUSE",
+        key="lighthouse.address",
     )
     start_lighthouse: bool = option(True, "start a lighthouse (whole-job mode only)", flags="--no-lighthouse")
     bind: str = option(
         "127.0.0.1:0",
         "where the lighthouse started here listens; a fixed port lets Prometheus scrape its /metrics",
         metavar="HOST:PORT",
+        key="lighthouse.bind",
     )
-    record: bool = option(True, "keep a black box of every rank", flags="--no-record")
-    watch: bool = option(True, "detect hangs", flags="--no-watch")
+    record: bool = option(True, "keep a black box of every rank", flags="--no-record", key="debug.record")
+    watch: bool = option(True, "detect hangs", flags="--no-watch", key="debug.watch")
     incidents: Path | None = option(
-        None, "folder of the incidents (default: ./allranks-incidents)", metavar="DIR"
+        None, "folder of the incidents (default: ./allranks-incidents)", metavar="DIR", key="debug.incidents"
     )
     incident_store: str = option(
-        "", "copy incident folders there too (s3://BUCKET/PREFIX, gs://…)", metavar="URL"
+        "",
+        "copy incident folders there too (s3://BUCKET/PREFIX, gs://…)",
+        metavar="URL",
+        key="recovery.incident_store",
     )
     recovery: str | None = option(
         None,
@@ -85,7 +94,11 @@ class RunFlags:
         choices=("on", "dry-run", "collect", "off"),
     )
     notice_s: float | None = option(
-        None, "shortest silence that is investigated (default: 10)", unit="s", above=0
+        None,
+        "shortest silence that is investigated (default: 10)",
+        unit="s",
+        above=0,
+        key="recovery.notice_s",
     )
     webhook: tuple[str, ...] = option(
         (),
@@ -96,7 +109,9 @@ class RunFlags:
         None, "keep memory snapshots in this agent, for restarts without disk (whole-job mode: the default)"
     )
     fresh: bool = option(
-        False, "start from scratch: move checkpoints found at the first restore aside (nothing is deleted)"
+        False,
+        "start from scratch: move checkpoints found at the first restore aside (nothing is deleted)",
+        key="checkpoint.fresh",
     )
     on_state_loss: str | None = option(
         None,
@@ -125,7 +140,7 @@ FLAGS = {
 }
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> Settings:
     """The job file as plain data, checked as a whole; keys that are not read are reported."""
     from allranks.elastic.config import check, load_config
 
@@ -150,21 +165,17 @@ def with_job_file(
     """The options with what the file says where no flag was given, and the script with its arguments."""
     if not settings:
         return options, script
-    debug, lighthouse, training = settings["debug"], settings["lighthouse"], settings["training"]
-    found = {
-        "record": debug["record"],
-        "watch": debug["watch"],
-        "verbose": debug["log_level"] == "debug",
-        "incidents": Path(debug["incidents"]) if debug["incidents"] else None,
-        "fresh": settings["checkpoint"]["fresh"],
-        "lighthouse": lighthouse["address"],
-        "start_lighthouse": bool(lighthouse["embedded"] or lighthouse["address"]),
-        "min_replicas": lighthouse["min_replicas"],
-        "bind": lighthouse["bind"],
-    }
+    lighthouse, training = settings["lighthouse"], settings["training"]
+    found = {"verbose": settings["debug"]["log_level"] == "debug"}
+    found["start_lighthouse"] = bool(lighthouse["embedded"] or lighthouse["address"])
+    for one, meaning in meanings(RunFlags):
+        section, _, key = meaning.key.partition(".")
+        found |= {one.name: settings[section][key]} if key else {}
     taken = {
         name: value for name, value in found.items() if value is not None and getattr(args, name) is None
     }
+    if taken.get("incidents"):
+        taken["incidents"] = Path(taken["incidents"])
     if not script and training["script"]:
         script = [training["script"], *training["args"]]
     return replace(options, **taken), script
@@ -177,12 +188,10 @@ def heartbeats(settings: Settings) -> str:
     return keep_alive(settings["elastic"]["heartbeat_interval"], settings["elastic"]["heartbeat_timeout"])
 
 
-def quorum_times(settings: Settings) -> dict[str, Any]:
-    """The times of the embedded lighthouse, as its Options name them."""
-    from allranks.lighthouse.options import Options
-
-    section = settings.get("lighthouse") or {}
-    found = {one.name: section.get(key_of(one)) for one, _ in meanings(Options) if one.name.endswith("_s")}
+def options_in(settings: Settings, section: str, options: type) -> dict[str, Any]:
+    """What a section of the job file says of the options of a class."""
+    written = settings.get(section) or {}
+    found = {one.name: written.get(key_of(one)) for one, _ in meanings(options)}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -190,15 +199,10 @@ def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
     """The policy of the closed loop; `how` is --recovery or None."""
     from allranks.incidents.policy import PolicyOptions
 
-    recovery = settings.get("recovery") or {}
-    mode = how or recovery.get("mode")
-    taken = ("min_confidence", "max_actions", "window_s", "back_off_s")
-    return PolicyOptions(
-        enabled={"on": True, "dry-run": False, "dry_run": False, "off": False}.get(mode or ""),
-        on_hang="collect" if mode in ("collect", "off") else recovery.get("on_hang"),
-        command=recovery.get("command") or "",
-        **{key: recovery[key] for key in taken if recovery.get(key) is not None},
-    )
+    mode = how or (settings.get("recovery") or {}).get("mode")
+    enabled = {"on": True, "dry-run": False, "off": False}.get(mode or "")
+    found = PolicyOptions(enabled=enabled, **options_in(settings, "recovery", PolicyOptions))
+    return replace(found, on_hang="collect") if mode in ("collect", "off") else found
 
 
 def manager_timeout_s(environment: Mapping[str, str]) -> float:
@@ -218,15 +222,13 @@ def manager_timeout_s(environment: Mapping[str, str]) -> float:
 
 
 def notice_options(floor_s: float | None, settings: Settings, retry_s: float | None = None) -> NoticeOptions:
-    """When silence is investigated; `floor_s` is --notice-s or None, `retry_s` the managers' timeout in replica mode."""
+    """When silence is investigated; `floor_s` was asked for, `retry_s` is the managers' timeout in replica mode."""
     from allranks.watch.silence import NoticeOptions
 
-    debug, recovery = settings.get("debug") or {}, settings.get("recovery") or {}
-    asked = floor_s or recovery.get("notice_s")
-    floor = float(asked or debug.get("hang_floor_s") or NoticeOptions.floor_s)
-    cap = max(float(debug.get("hang_cap_s") or NoticeOptions.cap_s), floor)
-    warm_up = float(debug.get("startup_s") or NoticeOptions.warm_up_s)
-    return NoticeOptions(floor_s=floor, cap_s=cap, warm_up_s=warm_up, asked=bool(asked), retry_s=retry_s)
+    found = options_in(settings, "debug", NoticeOptions)
+    floor = float(floor_s or found.pop("floor_s", NoticeOptions.floor_s))
+    cap = max(float(found.pop("cap_s", NoticeOptions.cap_s)), floor)
+    return NoticeOptions(**{**found, "floor_s": floor, "cap_s": cap}, asked=bool(floor_s), retry_s=retry_s)
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,8 @@ def embed_lighthouse(
     server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
     if folder is not None:
         server = replace(server, history=str(folder / FILE_NAME), token_path=str(folder / TOKEN_FILE))
-    options = Options(min_replicas=min_replicas or 1, expect_replicas=replicas, **quorum_times(settings))
+    found = options_in(settings, "lighthouse", Options) | {"min_replicas": min_replicas or 1}
+    options = Options(**found, expect_replicas=replicas)
     # not what this process logs itself: incidents, and the address
     logging.getLogger("allranks.lighthouse").addFilter(
         lambda line: getattr(line, "event", "") != "incident" and not str(line.msg).startswith("listening on")
@@ -306,7 +309,7 @@ def webhook_addresses(
 
 def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | None:
     """What detects hangs of this node's ranks; None when nothing is recorded or nobody wants it."""
-    options, recovery = job.options, job.settings.get("recovery") or {}
+    options = job.options
     if not (options.watch and options.record):
         return None
     from allranks.incidents.loop import Watch
@@ -329,7 +332,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
         )
     )
     keep_ledger(job, watch, mode)
-    if store := options.incident_store or recovery.get("incident_store"):
+    if store := options.incident_store:
         from allranks.checkpoint.stores import StoreSpec
         from allranks.checkpoint.stores.object_store import ObjectBlobs
         from allranks.incidents.publish import IncidentUploader
@@ -347,6 +350,7 @@ def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
 
     keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
     keeper.history = start_history(os.environ)
+    keeper.on_slow = lambda change: watch.slow.note(change.rank, change.at, change.sentence)
     keeper.start()
     watch.on_samples, watch.pipeline.publisher.book = keeper.observe, keeper.note
     job.stack.callback(_end_ledger, keeper)

@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> int:
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
     """The exit code where all processes of a job are asked for; None where its ranks are."""
     if given and all(Path(one).is_dir() and any(Path(one).rglob(tree.LOOK)) for one in given):
-        return _show_tree(tree.read_looks(given), options)
+        return show_tree(tree.read_looks(given), options.html, options.json, options.role)
     chosen = any((options.pid, options.name, options.job, options.folder, options.container, given))
     # Ranks of Ray's actors are known only by their black boxes: without these all processes are shown.
     alone = not chosen and not options.all_nodes and tree.only_roles()
@@ -165,17 +165,17 @@ def _look_at_tree(pids: tuple[int, ...], options: StacksFlags) -> int:
     if options.bundle:
         Path(options.bundle).mkdir(parents=True, exist_ok=True)
         write_whole(str(Path(options.bundle, tree.LOOK)), [msgspec.json.encode(look)])
-    return _show_tree(look, options)
+    return show_tree(look, options.html, options.json, options.role)
 
 
-def _show_tree(look: JobLook, options: StacksFlags) -> int:
+def show_tree(look: JobLook, html: str, as_json: bool, role: str = "") -> int:
     finding = explain_processes(look)
-    if options.html:
+    if html:
         from allranks.stacktraces.html import render_processes
 
-        write_whole(options.html, [render_processes(look, finding, time.time())])
-    shown = [json.dumps(finding_json(finding, look, options.role), indent=1)] if options.json else None
-    for line in shown or render(finding, look, options.role):
+        write_whole(html, [render_processes(look, finding, time.time())])
+    shown = [json.dumps(finding_json(finding, look, role), indent=1)] if as_json else None
+    for line in shown or render(finding, look, role):
         print(printable(line, 100_000) if shown is None else line)
     return 0 if finding.state == "moving" else 1
 

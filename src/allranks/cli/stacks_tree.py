@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook
+from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook, Where
 
 Json = dict[str, object]
 
@@ -19,9 +19,14 @@ def finding_json(finding: ProcessFinding, look: JobLook, role: str = "") -> Json
         "reason": finding.reason,
         "guilty": [asdict(one) for one in finding.guilty],
         "chain": [{"pid": one.pids[0], **asdict(one)} for one in finding.chain],
+        "edges": [{"waits": _place(a), "for": _place(b)} for a, b in finding.edges],
         "processes": [_process(one) for one in look.processes if role in one.name],
         "notes": list(look.notes),
     }
+
+
+def _place(where: Where) -> Json:
+    return {"node": where[0], "pid": where[1]}
 
 
 _FACTS = "pid ppid node role number group title rank world alive ended ticks switches"

@@ -156,7 +156,7 @@ def headline(view: JobView) -> str:
 def _line(row: RankRow, waiters: int, columns: Sequence[str], colour: bool, width: int, view: JobView) -> str:
     """One rank; one that others wait for has the colour of the job's state."""
     held = row.alive and waiters > 0
-    text = f"{row.rank:>5} " + "".join(f"{cell(row, name):>{WIDTHS[name]}} " for name in columns)
+    text = f"{row.name or row.rank:>5} " + "".join(f"{cell(row, name):>{WIDTHS[name]}} " for name in columns)
     text += " " + doing_text(row, waiters if held else 0, view.still, narrow=width < WIDE)
     code = "31" if row.doing == "died" else LEVELS[view.level] if held else "" if row.alive else "2"
     return f"\x1b[{code}m{_cut(text, width)}\x1b[0m" if colour and code else _cut(text, width)

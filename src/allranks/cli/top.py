@@ -132,7 +132,11 @@ class Top(App[int]):
             table.clear(columns=True)
             for name in ("rank", *wide, "doing"):
                 table.add_column(name, key=name)
-        rows = [row for row in view.rows if self.wanted in f"{row.rank} {row.host} {row.doing}".lower()]
+        rows = [
+            row
+            for row in view.rows
+            if self.wanted in f"{row.name or row.rank} {row.host} {row.doing}".lower()
+        ]
         if self.wanted.isdigit():
             rows = [row for row in view.rows if row.rank == int(self.wanted)]
         self.shown = sort_rows(rows, self.by, view)
@@ -143,7 +147,11 @@ class Top(App[int]):
             style = (
                 "red" if row.doing == "died" else LEVELS[view.level] if held else "" if row.alive else "dim"
             )
-            words = (str(row.rank), *(cell(row, name) for name in wide), doing_text(row, held, view.still))
+            words = (
+                row.name or str(row.rank),
+                *(cell(row, name) for name in wide),
+                doing_text(row, held, view.still),
+            )
             table.add_row(
                 *(Text(printable(word, len(word)), style=style) for word in words), key=str(row.rank)
             )

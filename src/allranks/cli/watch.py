@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from allranks.watch.sidecar import Collection
 
 #: The options of a collection that have a flag; the others are for the job file.
-FLAGS = (*("wait_s", "output_dir", "at_s", "no_progress_s", "rounds", "interval_s", "cuda_gdb"),)
+FLAGS = (*("wait_s", "output_dir", "at_s", "no_progress_s", "slow_ms", "rounds", "interval_s", "cuda_gdb"),)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ they are in the whole job.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,11 @@ def forget_past_quorums(traces: Sequence[RankTrace]) -> list[RankTrace]:
     if newest < 0:
         return list(traces)
     return [_without(trace, newest) for trace in traces]
+
+
+def without_replica_groups(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """The traces without calls of groups of replicas: the ranks of one replica are in different ones of the same name."""
+    return [_without(trace, sys.maxsize) for trace in traces]
 
 
 def _without(trace: RankTrace, newest: int) -> RankTrace:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnosis.align import align
+from allranks.diagnosis.align import align, without_replica_groups
 from allranks.diagnosis.alignment import CallDifference, CallPair, broken_habit, find_shift
 from allranks.diagnosis.context import Context
 from allranks.diagnosis.graph import wait_graph
@@ -38,6 +38,7 @@ AGREEING = 2
 
 def find_divergence(traces: Sequence[RankTrace], now_ns: int) -> Finding | None:
     """The first difference between the calls of these ranks, read at `now_ns`; None while all make the same calls."""
+    traces = without_replica_groups(traces)
     options = DiagnoseOptions(now_ns=now_ns, allow_incomplete_ranks=True, consequences=0)
     findings = diagnose(traces, options=options).findings
     job, anew = align(traces, now_ns=now_ns), _made_anew(traces)

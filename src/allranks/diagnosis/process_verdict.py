@@ -52,10 +52,19 @@ class Root:
         }
 
     @property
+    def edges(self) -> tuple[tuple[Where, Where], ...]:
+        """Which process waits for which, of all that are in it or behind it."""
+        units, inside = self.waits.units, {*self.nodes, *self.behind}
+        pairs = ((n, m) for n in sorted(inside) for m in self.waits.edges[n] if m in inside)
+        found = dict.fromkeys((units[n].process.where, units[m].process.where) for n, m in pairs)
+        return tuple(pair for pair in found if pair[0] != pair[1])
+
+    @property
     def demanded(self) -> bool:
         """Whether some unit needs it to act, rather than to end."""
         direct = {n for m in self.nodes for n in self.waits.graph.waits_for_me.get(m, ())} & self.behind
-        return any(self.waits.units[n].thread.wait.kind not in _LIFE for n in direct)
+        units = [self.waits.units[n] for n in direct]
+        return any(u.active and u.thread.wait.kind not in _LIFE for u in units)
 
     @property
     def still(self) -> bool:
@@ -113,7 +122,45 @@ def explain_processes(look: JobLook) -> ProcessFinding:
         return _dead(look, dead, stuck[0])
     if stuck:
         return _stuck(look, [root for root in stuck if root.rank[:2] == stuck[0].rank[:2]])
-    return _not_stuck(look, waits, roots)
+    return _retries(look, waits) or _lost_task(look, waits) or _not_stuck(look, waits, roots)
+
+
+def _lost_task(look: JobLook, waits: Waits) -> ProcessFinding | None:
+    """A process waits for a result of its pool, and every worker waits for a task: one has died with it."""
+    for unit in waits.units:
+        frames = unit.thread.frames[:6]
+        if unit.thread.wait.kind != "child" or not any(
+            f.file.endswith("multiprocessing/pool.py") for f in frames
+        ):
+            continue
+        family = {unit.process.pid, *unit.thread.wait.pids}
+        near = [u for u in waits.units if u.process.pid in family and u is not unit]
+        if unit.still and not any(u.active or not u.still for u in near):
+            says = f"{_says(unit)}, and every worker of its pool waits for a task: the one with this task has ended"
+            return ProcessFinding("stuck", says, (_guilty(unit),), reason="nobody works on the result")
+    return None
+
+
+def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:
+    """Processes that ask again and again, while those that could answer otherwise do nothing but answer: no answer will change.
+    None where anything else works, or waits for something."""
+    mine = [u for u in waits.units if not u.process.system]
+    asking = [u for u in mine if u.thread.wait.operation == "retry" and u.thread.main]
+    others = [u for u in mine if u not in asking and u.thread.wait.kind not in _LIFE]
+    asked = {u.process.where for u in asking}
+    servers = [p for p in look.processes if p.where not in asked and any(x.kind == "listen" for x in p.links)]
+    works = [u for u in others if (u.active or u.thread.busy) and not (u.thread.moved and u.thread.handles)]
+    if not asking or not servers or works:
+        return None
+    names = _listed(f"{p.name} (pid {p.pid})" for p in servers[:3])
+    sentence = f"{_says(asking[0])}; {names} answers and does nothing else"
+    guilty = tuple(_guilty(unit) for unit in asking[:MAX_NAMED])
+    return ProcessFinding(
+        "stuck",
+        sentence,
+        guilty,
+        reason=f"the same loop for {look.seconds:.0f} s, and nobody works on an answer",
+    )
 
 
 def _smallest_circle(waits: Waits, nodes: tuple[int, ...]) -> tuple[int, ...]:
@@ -147,7 +194,7 @@ def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     blocked = "; ".join(dict.fromkeys(_says(u) for u in root.units[:2] if u.active))
     sentence = ". ".join(text for text in (names, blocked, tail) if text)
     return ProcessFinding(
-        "stuck", sentence, guilty, _chain(root), "a process of the job has ended, and others wait"
+        "stuck", sentence, guilty, _chain(root), root.edges, "a process of the job has ended, and others wait"
     )
 
 
@@ -156,7 +203,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     chosen = [best]
     guilty: dict[tuple[int, int], Guilty] = {}
     for root in chosen:
-        for unit in _to_blame(root.units):
+        for unit in (*_to_blame(root.units), *_beside(root)):
             one = _guilty(unit)
             guilty.setdefault((one.pid, one.line), one)
     for unit in best.units if len(best.units) == 1 else ():
@@ -167,8 +214,19 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
         _sentence(best),
         tuple(guilty.values())[: 2 * MAX_NAMED],
         _chain(best),
+        best.edges,
         f"nothing of this moved for {look.seconds:.0f} s",
     )
+
+
+def _beside(root: Root) -> list[Unit]:
+    """Threads of the same process that wait for the same object: nobody is left who could wake any of them."""
+    unit = root.units[0]
+    if len(root.units) > 1 or not unit.thread.wait.lock:
+        return []
+    direct = [root.waits.units[n] for n in root.waits.graph.waits_for_me.get(root.nodes[0], ())]
+    same = (unit.process.where, unit.thread.wait.lock)
+    return [u for u in direct if (u.process.where, u.thread.wait.lock) == same and u.still]
 
 
 def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:

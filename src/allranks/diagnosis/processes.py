@@ -257,6 +257,8 @@ class _Finder:
 
     def _collective(self, number: int, unit: Unit) -> list[int]:
         """The members of the group that have not come; where they all have, the members."""
+        if late := self._late(unit.process):
+            return [n for p in late for n in self._whole(p.where)]
         groups: dict[str, list[ProcessLink]] = {}
         for link in unit.process.links:
             if link.owner.startswith("gloo"):
@@ -273,6 +275,23 @@ class _Finder:
         found = [p for members in sets for p in members] or self._siblings(unit)
         missing = [p for p in found if not self._collects(p)]
         return [n for p in _unique(missing or found) for n in self._whole(p.where)]
+
+    def _device(self, number: int, unit: Unit) -> list[int]:
+        """A device waits for nobody, but for the calls of a group that it was given."""
+        return [n for p in self._late(unit.process) for n in self._whole(p.where)]
+
+    def _late(self, process: Process) -> list[Process]:
+        """The members of a group that have not begun the call in which this process is, by the black boxes of both."""
+        for call in (one for one in process.calls if one.open):
+            others = [
+                (p, one.number)
+                for p in self.look.processes
+                for one in p.calls
+                if one.key == call.key and p is not process
+            ]
+            if late := [p for p, number in others if number < call.number]:
+                return late
+        return []
 
     def _collects(self, process: Process) -> bool:
         kinds = {self.units[n].thread.wait.kind for n in self.of.get(process.where, ())}

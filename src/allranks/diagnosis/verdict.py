@@ -20,6 +20,7 @@ from allranks.diagnosis.graph import wait_graph
 from allranks.diagnosis.job import GroupView
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import find_mismatches
+from allranks.diagnosis.naming import with_names
 from allranks.diagnosis.p2p import match_p2p
 from allranks.diagnosis.phrasing import count, ranks_text, ranks_wait
 from allranks.diagnosis.waits import Blocked, find_blocked, is_hung, is_paused, usual_pause
@@ -77,15 +78,16 @@ def diagnose(
     given = list(traces)
     every = forget_past_quorums(given)
     older = sum(trace.older for trace in every)
+    worlds = given[0].header.worlds if given else ()
     if newest := _window(given, every, older):
         window = [t if len(t.calls) <= newest else replace(t, calls=t.calls[-newest:]) for t in every]
         result = _diagnose(window, files, seen, options)
         if result.verdict is not None and result.verdict.confidence >= SETTLED:
             examined = say("examined", number=newest)
-            return replace(result, summary=(*result.summary, examined))
+            return with_names(replace(result, summary=(*result.summary, examined)), worlds)
     if older and options.whole is not None:
         every = forget_past_quorums(list(options.whole()))
-    return _diagnose(every, files, seen, options)
+    return with_names(_diagnose(every, files, seen, options), worlds)
 
 
 def _window(given: list[RankTrace], every: list[RankTrace], older: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from allranks.doctor import Check, DoctorOptions, Status, make_folder
 from allranks.doctor.ptrace import may_read_siblings
+from allranks.errors import NotRecording
 from allranks.stacktraces.debuggers import CAP_SYS_PTRACE, find_cuda_gdb, find_pyspy, has_capability
 
 MIN_BOX_BYTES = 32 << 20  # a few boxes
@@ -123,17 +124,18 @@ def _check_dump_folder(name: str, folder: Path) -> list[Check]:
 
 
 def check_recorder(options: DoctorOptions) -> list[Check]:
-    """The recorder's hot path was built when allranks was installed."""
+    """The recorder's part in C was built when allranks was installed."""
     from allranks.recording.options import fast
 
-    if fast(True) is not None:
-        return [Check("recorder", "ok", "the hot path is in C")]
-    text = "pure Python: a recorded call costs ten to thirty microseconds instead of two"
-    hint = (
-        "install a C compiler and Python's headers (apt install gcc python3-dev), then "
-        "pip install --force-reinstall --no-deps --no-binary allranks allranks"
-    )
-    return [Check("recorder", "warning", text, hint)]
+    try:
+        fast()
+    except NotRecording as error:
+        hint = (
+            "install a C compiler and Python's headers (apt install gcc python3-dev), then "
+            "pip install --force-reinstall --no-deps --no-binary allranks allranks"
+        )
+        return [Check("recorder", "problem", f"nothing is recorded: {error}", hint)]
+    return [Check("recorder", "ok", "its part in C is there")]
 
 
 def check_recorder_folder(options: DoctorOptions) -> list[Check]:

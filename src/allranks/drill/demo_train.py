@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
 
 CONTEXT, WIDTH, BATCH = 32, 64, 12
+State = dict[str, dict[str, object]]
 
 
 def shipped_text() -> str:
@@ -167,11 +167,11 @@ def train(args: argparse.Namespace) -> None:
     plain = CharModel(text.vocabulary)
     inner = torch.optim.AdamW(plain.parameters(), lr=3e-3)
 
-    def load(state: dict[str, Any]) -> None:
+    def load(state: State) -> None:
         plain.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
-    def save() -> dict[str, Any]:
+    def save() -> State:
         return {"model": plain.state_dict(), "optimizer": inner.state_dict()}
 
     manager = Manager(load_state_dict=load, state_dict=save, min_replica_size=args.min_replicas)

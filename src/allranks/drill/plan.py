@@ -17,10 +17,16 @@ import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
 
 from allranks.drill.self_faults import FAULTS, STEP
 from allranks.errors import InputError
+from allranks.model.parsing import convert
 from allranks.model.yaml_tree import read_yaml
+
+EXAMPLE = "faults:\n  - {kind: kill, rank: 1, at_step: 12}"
 
 
 @dataclass(frozen=True)
@@ -54,77 +60,62 @@ def read_plan(path: Path, *, ranks: int | None = None, ranks_per_replica: int = 
     return make_plan(content, ranks=ranks, ranks_per_replica=ranks_per_replica, name=str(path))
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fault as it is written."""
+
+    kind: str
+    rank: _Number | Literal["random"] | None = None
+    replica: _Number | Literal["random"] | None = None
+    at_step: _Number | Annotated[list[_Number], msgspec.Meta(min_length=2, max_length=2)] = 1
+    for_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    at: Annotated[str, msgspec.Meta(min_length=1)] = STEP
+
+
+class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    faults: list[_Fault]
+    seed: int = 0
+
+
 def make_plan(
     content: object, *, ranks: int | None = None, ranks_per_replica: int = 1, name: str = "plan"
 ) -> DrillPlan:
     """A plan from plain data."""
-    if not isinstance(content, dict) or not isinstance(content.get("faults"), list):
-        raise InputError(
-            f"{name}: a plan is a mapping with `faults`, a list",
-            hint="faults:\n  - {kind: kill, rank: 1, at_step: 12}",
-        )
-    seed = content.get("seed", 0)
-    if not isinstance(seed, int):
-        raise InputError(f"{name}: seed must be a whole number, got {seed!r}")
-    dice = random.Random(seed)
-    faults = tuple(
-        _fault(item, f"{name}: faults[{i}]", dice, ranks, ranks_per_replica)
-        for i, item in enumerate(content["faults"])
-    )
-    return DrillPlan(seed, faults)
+    try:
+        written = convert(content, _Plan)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{name}: {error}", hint=EXAMPLE) from error
+    dice = random.Random(written.seed)
+    faults = []
+    for number, one in enumerate(written.faults):
+        place = f"{name}: faults[{number}]"
+        if one.kind not in FAULTS:
+            raise InputError(f"{place}: unknown kind {one.kind!r}", hint=f"Known kinds: {', '.join(FAULTS)}")
+        rank = _rank(one, place, dice, ranks, ranks_per_replica)
+        steps = one.at_step if isinstance(one.at_step, list) else [one.at_step] * 2
+        if steps[0] > steps[1]:
+            raise InputError(f"{place}.at_step must be a step or [first, last], got {steps}")
+        step = dice.randint(*steps) if isinstance(one.at_step, list) else steps[0]
+        faults.append(DrillFault(one.kind, rank, step, one.for_s, one.at))
+    return DrillPlan(written.seed, tuple(faults))
 
 
-def _fault(item: object, place: str, dice: random.Random, ranks: int | None, per_replica: int) -> DrillFault:
-    if not isinstance(item, dict):
-        raise InputError(f"{place} must be a mapping, got {item!r}")
-    unknown = set(item) - {"kind", "rank", "replica", "at_step", "for_s", "at"}
-    if unknown:
-        known = "Known: kind, rank or replica, at_step, at, for_s"
-        raise InputError(f"{place} has unknown keys {sorted(map(str, unknown))}", hint=known)
-    kind, at = item.get("kind"), item.get("at", STEP)
-    if not isinstance(kind, str) or kind not in FAULTS:
-        raise InputError(f"{place}: unknown kind {kind!r}", hint=f"Known kinds: {', '.join(FAULTS)}")
-    if not isinstance(at, str) or not at:
-        raise InputError(f"{place}.at must be the name of a phase, got {at!r}")
-    for_s = item.get("for_s", 0.0)
-    if not isinstance(for_s, (int, float)) or for_s < 0:
-        raise InputError(f"{place}.for_s must be seconds, got {for_s!r}")
-    rank = _rank(item, place, dice, ranks, per_replica)
-    return DrillFault(kind, rank, _step(item, place, dice), float(for_s), at)
-
-
-def _rank(
-    item: dict[str, object], place: str, dice: random.Random, ranks: int | None, per_replica: int
-) -> int:
-    if ("rank" in item) == ("replica" in item):
+def _rank(one: _Fault, place: str, dice: random.Random, ranks: int | None, per_replica: int) -> int:
+    """The global rank that is meant; of a replica its first one."""
+    if (one.rank is None) == (one.replica is None):
         raise InputError(f"{place}: give either rank or replica")
-    if "rank" in item:
-        rank = _number(item["rank"], f"{place}.rank", dice, ranks)
-    else:
-        replicas = None if ranks is None else ranks // per_replica
-        rank = _number(item["replica"], f"{place}.replica", dice, replicas) * per_replica
-    if ranks is not None and not 0 <= rank < ranks:
-        raise InputError(f"{place}: rank {rank} does not exist in a job of {ranks}")
-    return rank
-
-
-def _step(item: dict[str, object], place: str, dice: random.Random) -> int:
-    at = item.get("at_step", 1)
-    if isinstance(at, list) and len(at) == 2 and all(isinstance(n, int) for n in at) and at[0] <= at[1]:
-        at = dice.randint(at[0], at[1])
-    if not isinstance(at, int) or at < 0:
-        raise InputError(f"{place}.at_step must be a step or [first, last], got {item.get('at_step')!r}")
-    return at
-
-
-def _number(value: object, place: str, dice: random.Random, count: int | None) -> int:
+    each = per_replica if one.rank is None else 1
+    value = one.replica if one.rank is None else one.rank
     if value == "random":
-        if count is None:
+        if ranks is None:
             raise InputError(
                 f'{place}: "random" needs the number of ranks',
                 hint="Give --ranks N, or run the job with `allranks run --replicas N`.",
             )
-        return dice.randrange(count)
-    if not isinstance(value, int) or value < 0:
-        raise InputError(f'{place} must be a number or "random", got {value!r}')
-    return value
+        value = dice.randrange(ranks // each)
+    assert isinstance(value, int)
+    if ranks is not None and value * each >= ranks:
+        raise InputError(f"{place}: rank {value * each} does not exist in a job of {ranks}")
+    return value * each

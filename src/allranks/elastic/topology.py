@@ -5,15 +5,13 @@
     event = job.on_topology_change(old, new, rank=rank)  # a change that this process lives through
     for step in range(event.step, last + 1): ...; job.save(step)
 
-Every rank calls the same method with the same sizes. The event says what was decided and how long each part took.
+Every rank calls the same method with the same sizes.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,8 +30,6 @@ if TYPE_CHECKING:  # the parts that are None need not be importable
     from allranks.elastic.scaling import ElasticScalingManager
 
 log = logging.getLogger("allranks.elastic")
-
-PHASES = ("stop", "decide", "rescale", "restore", "data", "go")
 
 
 @dataclass(frozen=True)
@@ -90,24 +86,15 @@ class TopologyEvent:
     accumulation_steps: int | None = None
     global_batch_size: int | None = None
     data_position: int | None = None  # samples that all ranks together have consumed
-    durations_s: dict[str, float] = field(default_factory=dict)
-    timestamp: float = 0.0  # Unix time at the end
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.durations_s.values())
+    took_s: float = 0.0
 
     def to_dict(self) -> StateDict:
-        return {**asdict(self), "total_s": self.total_s}
+        return asdict(self)
 
 
 @dataclass
 class ElasticJob:
-    """The parts that a change touches; those that are None are left out.
-
-    model, optimizer, lr_scheduler: torch's; scaling: ElasticScalingManager; loader: ElasticDataLoader;
-    checkpoint: CheckpointManager; metrics: TrainingMetrics; on_event: called with every TopologyEvent.
-    """
+    """The parts that a change touches; those that are None are left out."""
 
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -117,8 +104,6 @@ class ElasticJob:
     checkpoint: CheckpointManager | None = None
     limits: Limits = field(default_factory=Limits)
     metrics: TrainingMetrics | None = None
-    on_event: Callable[[TopologyEvent], None] | None = None
-    events: list[TopologyEvent] = field(default_factory=list)
 
     def start(self, world_size: int | None = None, rank: int | None = None) -> TopologyEvent:
         """A new process: continues from the newest checkpoint in this world, or starts at step 1 if there is none.
@@ -126,7 +111,7 @@ class ElasticJob:
         World size and rank are those of the process group, else of the environment, unless given.
         """
         here, world = world_of(rank, world_size)
-        return _Change(self, None, world, here, None).run()
+        return self._change(None, world, here, None)
 
     def on_topology_change(
         self, old: int, new: int, *, rank: int | None = None, live_step: int | None = None
@@ -134,7 +119,7 @@ class ElasticJob:
         """The world has changed. With `live_step`, the last step that all survivors hold in memory, nothing is
         restored (a newcomer heals from its peers first); without, the newest checkpoint is."""
         here, _ = world_of(rank, new)
-        return _Change(self, old, new, here, live_step).run()
+        return self._change(old, new, here, live_step)
 
     def state(self) -> StateDict:
         """What belongs into a checkpoint's `dataset_state`: data and scaling, the same on every rank."""
@@ -158,136 +143,95 @@ class ElasticJob:
                 self.metrics.checkpoint.record_save(name, stall, 0.0 if i else stall)
         return saved
 
-
-@dataclass
-class _Change:
-    """One run of the flow. `old` None: this process has just started."""
-
-    job: ElasticJob
-    old: int | None
-    new: int
-    rank: int
-    live_step: int | None
-    took: dict[str, float] = field(default_factory=dict)
-
-    def run(self) -> TopologyEvent:
-        job = self.job
-        with self._phase("stop"):  # at a step boundary: what a step has begun is dropped
-            if job.optimizer is not None:
-                job.optimizer.zero_grad(set_to_none=True)
-            if job.scaling is not None and job.scaling.accum_manager is not None:
-                job.scaling.accum_manager.reset()
-        with self._phase("decide"):
-            decision = decide(self._known_old, self.new, self.job.limits)
+    def _change(self, old: int | None, new: int, rank: int, live_step: int | None) -> TopologyEvent:
+        """One run of the flow. `old` None: this process has just started."""
+        began, doing = time.monotonic(), ""
+        try:
+            if self.optimizer is not None:  # at a step boundary: what a step has begun is dropped
+                self.optimizer.zero_grad(set_to_none=True)
+            decision = decide(new if old is None else old, new, self.limits)
             if not decision.go:
-                raise self._error(decision.reason, decision.detail)
-        with self._phase("rescale"):
-            self._rescale()
-        with self._phase("restore"):
-            restored, step, saved = self._restore()
-        with self._phase("data"):
-            self._data(saved, step)
-        with self._phase("go"):
-            event = self._event(decision, restored, step + 1)
-        self.job.events.append(event)
-        self._publish(event)
+                raise _error(decision.reason, decision.detail, new if old is None else old, new)
+            doing = "rescale"
+            self._rescale(new, rank)
+            doing = "restore"
+            restored, step, saved, old = self._restore(old, new, rank, live_step)
+            doing = "data"
+            self._move_data(saved, step, new, rank)
+        except TopologyChangeError:
+            raise
+        except AllranksError as error:
+            raise _error(f"{doing}: {error}", error.hint, new if old is None else old, new) from error
+        event = self._event(old, new, rank, restored, step + 1, time.monotonic() - began)
+        source = f"{event.restored} ({event.tier})" if event.tier else event.restored
+        log.info("%s; state %s, next step %d (%.3f s)", event.reason, source, event.step, event.took_s)
+        if self.metrics is not None and restored != "fresh":
+            self.metrics.recovery.record_recovery(old, new, event.took_s, restored, event.step)
         return event
 
-    @property
-    def _known_old(self) -> int:
-        return self.new if self.old is None else self.old
-
-    def _rescale(self) -> None:
-        job = self.job
-        if job.scaling is None:
+    def _rescale(self, new: int, rank: int) -> None:
+        if self.scaling is None:
             return
-        before = job.scaling.current_lr
-        target = job.scaling.on_topology_change(self.new, self.rank)["lr"]
-        if job.metrics is not None and target != before:
-            job.metrics.lr.record_adjustment(before, target)
+        if self.scaling.accum_manager is not None:
+            self.scaling.accum_manager.reset()
+        before = self.scaling.current_lr
+        target = self.scaling.on_topology_change(new, rank)["lr"]
+        if self.metrics is not None and target != before:
+            self.metrics.lr.record_adjustment(before, target)
 
-    def _restore(self) -> tuple[str, int, StateDict]:
-        """(where from, last finished step, our part of the state)."""
-        job = self.job
-        if self.live_step is not None:
-            return "live", self.live_step, {}
+    def _restore(
+        self, old: int | None, new: int, rank: int, live_step: int | None
+    ) -> tuple[str, int, StateDict, int]:
+        """(where from, last finished step, our part of the state, the world before)."""
+        if live_step is not None:
+            return "live", live_step, {}, new if old is None else old
         state = None
-        if job.checkpoint is not None:
-            state = job.checkpoint.restore(job.model, job.optimizer, job.lr_scheduler)
+        if self.checkpoint is not None:
+            state = self.checkpoint.restore(self.model, self.optimizer, self.lr_scheduler)
         if state is None:
-            if self.old is not None:
-                raise self._error(
-                    "No checkpoint available for recovery",
-                    "every tier is empty: set checkpoint.checkpoint_interval and memory_snapshot_interval",
+            if old is not None:
+                detail = (
+                    "every tier is empty: set checkpoint.checkpoint_interval and memory_snapshot_interval"
                 )
-            return "fresh", 0, {}
-        if self.old is None:
-            self.old = int(state.world_size)
+                raise _error("No checkpoint available for recovery", detail, old, new)
+            return "fresh", 0, {}, new
         # data and scaling: this rank's, or any rank's for one that was not there
         others = (state.rank_states[number].get("dataset_state") for number in sorted(state.rank_states))
         saved = state.dataset_state or next(filter(None, others), {})
-        if job.scaling is not None and saved.get("scaling"):
-            job.scaling.load_state_dict(saved["scaling"])
-            self._rescale()
-        return "checkpoint", int(state.step), saved
+        if self.scaling is not None and saved.get("scaling"):
+            self.scaling.load_state_dict(saved["scaling"])
+            self._rescale(new, rank)
+        return "checkpoint", int(state.step), saved, int(state.world_size) if old is None else old
 
-    def _data(self, saved: StateDict, step: int) -> None:
-        loader = self.job.loader
-        if loader is None:
+    def _move_data(self, saved: StateDict, step: int, new: int, rank: int) -> None:
+        if self.loader is None:
             return
         if saved.get("data"):
-            loader.load_state_dict(saved["data"])
-        scaling = self.job.scaling
-        plan = scaling.plan if scaling is not None else None
+            self.loader.load_state_dict(saved["data"])
+        plan = self.scaling.plan if self.scaling is not None else None
         # Data counts steps from 0, training from 1: after `step` finished steps the next batch is that of `step`.
-        loader.on_topology_change(self.new, self.rank, plan, step=step)
+        self.loader.on_topology_change(new, rank, plan, step=step)
 
-    def _event(self, decision: Decision, restored: str, step: int) -> TopologyEvent:
-        job, old = self.job, self._known_old
-        scaling, loader = job.scaling, job.loader
-        taken = getattr(job.checkpoint, "restored_from", None)  # a manager of the user may not say
+    def _event(self, old: int, new: int, rank: int, restored: str, step: int, took_s: float) -> TopologyEvent:
+        scaling, loader = self.scaling, self.loader
+        taken = getattr(self.checkpoint, "restored_from", None)  # a manager of the user may not say
         return TopologyEvent(
             old_world_size=old,
-            new_world_size=self.new,
-            rank=self.rank,
+            new_world_size=new,
+            rank=rank,
             step=step,
-            reason=decide(old, self.new, job.limits).reason if self.old is not None else decision.reason,
+            reason=decide(old, new, self.limits).reason,
             restored=restored,
             tier=getattr(taken, "name", "") if restored == "checkpoint" else "",
             lr=scaling.current_lr if scaling is not None else None,
             accumulation_steps=scaling.accumulation_steps if scaling is not None else None,
             global_batch_size=scaling.effective_batch_size if scaling is not None else None,
             data_position=loader.dataset.position if loader is not None else None,
-            durations_s=self.took,
-            timestamp=time.time(),
+            took_s=took_s,
         )
 
-    def _publish(self, event: TopologyEvent) -> None:
-        job = self.job
-        parts = ", ".join(f"{name} {event.durations_s[name]:.3f} s" for name in PHASES)
-        source = f"{event.restored} ({event.tier})" if event.tier else event.restored
-        log.info("%s; state %s, next step %d (%s)", event.reason, source, event.step, parts)
-        if job.metrics is not None and event.restored != "fresh":
-            job.metrics.recovery.record_recovery(
-                event.old_world_size, event.new_world_size, event.total_s, event.restored, event.step
-            )
-        if job.on_event is not None:
-            job.on_event(event)
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        except TopologyChangeError:
-            raise
-        except AllranksError as error:
-            raise self._error(f"{name}: {error}", error.hint) from error
-        finally:
-            self.took[name] = self.took.get(name, 0.0) + time.monotonic() - start
-
-    def _error(self, message: str, detail: str = "") -> TopologyChangeError:
-        error = TopologyChangeError(message, self._known_old, self.new)
-        if detail:
-            error.hint = f"{detail}\n{error.hint}"
-        return error
+def _error(message: str, detail: str, old: int, new: int) -> TopologyChangeError:
+    error = TopologyChangeError(message, old, new)
+    error.hint = f"{detail}\n{error.hint}" if detail else error.hint
+    return error

@@ -95,24 +95,11 @@ def setup_distributed_environment(
 
 
 def _explained(error: Exception, info: WorldInfo, backend: str) -> DistributedSetupError:
-    """The known causes of a failed start, with their fixes."""
-    text = str(error)
     where = f"{info.master_addr}:{info.master_port}"
-    low = text.lower()
-    if "address already in use" in low or "eaddrinuse" in low:
-        hint = f"an earlier job may still hold the port: ss -ltnp 'sport = :{info.master_port}'; or use another --master-port"
-    elif "timed out" in low or "timeout" in low:
-        hint = f"not all {info.world_size} ranks reached {where}: is MASTER_ADDR right, is the port open? allranks doctor"
-    elif "nccl" in low:
-        hint = (
-            "see why with NCCL_DEBUG=INFO; with several network cards set NCCL_SOCKET_IFNAME; allranks doctor"
-        )
-    else:
-        hint = f"is rank 0 alive at {where}? allranks doctor"
     sizes = {"rank": str(info.rank), "world_size": str(info.world_size)}
-    context = {"backend": backend, "master": where, **sizes}
-    message = f"Failed to initialize distributed ({backend}, {where}): {text}"
-    return DistributedSetupError(message, (), context, hint=hint)
+    message = f"Failed to initialize distributed ({backend}, {where}): {error}"
+    hint = f"are all {info.world_size} ranks started, is {where} right and its port free and open? allranks doctor"
+    return DistributedSetupError(message, (), {"backend": backend, "master": where, **sizes}, hint=hint)
 
 
 def cleanup_distributed() -> None:
@@ -142,58 +129,19 @@ def barrier() -> None:
 
 
 def broadcast_object(obj: object, src: int = 0) -> Any:
-    """Sends a plain value (None, bool, numbers, text, bytes, lists, dicts of them) from `src` to all ranks.
-
-    Nothing is unpickled: what arrives is data, never code. Tuples arrive as lists. Tensors have torch's own
-    `broadcast`.
-    """
-    dist = _dist()
-    if dist is None:
-        return msgspec.msgpack.decode(_packed(obj))
-    import torch
-
-    device, error, payload = torch.device("cpu"), None, b""
-    if dist.get_backend() == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    if dist.get_rank() == src:
+    """Sends plain data (what msgpack can hold) from `src` to all ranks; a TypeError on all of them if it is something
+    else. Tuples arrive as lists. Tensors have torch's own `broadcast`."""
+    packed, refused = [b""], f"rank {src} had nothing that can be sent as plain data"
+    if get_rank() == src:
         try:
-            payload = _packed(obj)
-        except TypeError as refused:  # the others wait already: they are notified first
-            error = refused
-    size = torch.tensor([-1 if error is not None else len(payload)], dtype=torch.int64, device=device)
-    dist.broadcast(size, src)
-    if error is not None:
-        raise error
-    if int(size.item()) < 0:
-        raise TypeError(f"rank {src} had nothing that can be sent as plain data; its own error says what")
-    buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    if dist.get_rank() == src and payload:
-        buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    if len(buffer):
-        dist.broadcast(buffer, src)
-    return msgspec.msgpack.decode(buffer.cpu().numpy().tobytes())
-
-
-def _packed(obj: object) -> bytes:
-    _refuse_objects(obj, "the value")
-    return msgspec.msgpack.encode(obj)
-
-
-def _refuse_objects(value: object, where: str) -> None:
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return
-    if isinstance(value, (list, tuple)) and type(value) in {list, tuple}:
-        for i, item in enumerate(value):
-            _refuse_objects(item, f"{where}[{i}]")
-    elif type(value) is dict:
-        for key, item in value.items():
-            _refuse_objects(key, f"a key of {where}")
-            _refuse_objects(item, f"{where}[{key!r}]")
-    else:
-        raise TypeError(
-            f"broadcast_object sends plain data only; {where} is a {type(value).__module__}.{type(value).__qualname__}. "
-            "Send its numbers and texts (for tensors: torch.distributed.broadcast)"
-        )
+            packed = [msgspec.msgpack.encode(obj)]
+        except TypeError as error:  # the others wait already: they are notified first
+            refused = str(error)
+    if (dist := _dist()) is not None:
+        dist.broadcast_object_list(packed, src)
+    if not packed[0]:
+        raise TypeError(refused)
+    return msgspec.msgpack.decode(packed[0])
 
 
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

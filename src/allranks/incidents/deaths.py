@@ -140,7 +140,7 @@ class DeathIncidents:
                 self._known[process] = again
                 return again
             death = self._with_memory(death)
-            opened = self.pipeline.create("death", death.sentence, samples, ranks=(death.rank,))
+            opened = self.pipeline.open("death", death.sentence, samples, ranks=(death.rank,), boxes=False)
             self._known[process] = opened
             keep_newest(self._known)
             self._failed = (failure, opened) if failure is not None else self._failed
@@ -166,8 +166,7 @@ class DeathIncidents:
             opened.discard()
             return None
         self.pipeline.publisher.log(opened)
-        self.pipeline.publisher.publish(opened)
-        self.pipeline.recoveries.add(opened, samples, [death.rank], new_only=self.options.whole_job)
+        self.pipeline.announce(opened, samples, [death.rank])
         if self.options.whole_job and not death.echo:
             self.count_failure(opened)
         self.pipeline.explain_later(lambda: self._explain(opened, samples, gathering))
@@ -203,20 +202,19 @@ class DeathIncidents:
         elif death.echo and death.where and death.of_torch:  # it lost a peer, and no peer has died
             sentence = f"connections between ranks broke and no rank had died before: {death.sentence}"
             verdict = Finding("none_finished", (), sentence, confidence=0.7, where=death.where)
-        Observed(taken_ns=time.time_ns(), told=verdict, reason=death.sentence).write(opened.path)
         own = next((s for s in samples if s.pid == death.pid), None)
         if own is not None and own.last_ns:
             last = last_good(own.step, [own])
             opened.update(Moment("last good step", min(own.last_ns / 1e9, death.at), last))
         kept = len(samples) - len(opened.current.missing)
-        opened.update(
+        self.pipeline.keep_told(
+            opened,
+            verdict,
             Moment("evidence", time.time(), f"{kept} black boxes"),
             Moment("died", death.at, death.sentence),
             Moment("noticed", max(noticed, death.at), "by its agent"),
-            verdict=verdict,
-            ranks=verdict.ranks,
+            noticed_s=max(0.0, noticed - death.at),
             action=self._action(death.rank),
-            durations_s={"noticed": max(0.0, noticed - death.at)},
         )
 
     def _action(self, rank: int) -> Action:
@@ -273,17 +271,11 @@ class DeathIncidents:
         verdict = Finding(
             "none_finished", ranks, f"{sentence} (the network, not the program)", confidence=0.9
         )
-        Observed(taken_ns=time.time_ns(), told=verdict, reason=sentence).write(opened.path)
         why = "it comes back by itself when the network does; the others continue training"
-        opened.update(
-            Moment("fault", at, reason),
-            Moment("noticed", at, "by the lighthouse; its agent sees the process run"),
-            verdict=verdict,
-            durations_s={"noticed": 0.0},
-            action=Action("none", why, ranks),
-        )
+        noticed = Moment("noticed", at, "by the lighthouse; its agent sees the process run")
+        action = Action("none", why, ranks)
+        self.pipeline.keep_told(opened, verdict, Moment("fault", at, reason), noticed, action=action)
         self._cut[ranks] = opened
         keep_newest(self._cut)
-        self.pipeline.publisher.publish(opened)
-        self.pipeline.recoveries.add(opened, samples, ranks)
+        self.pipeline.announce(opened, samples, ranks)
         return opened

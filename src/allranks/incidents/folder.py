@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from allranks.blackbox.files import folder_bytes
 from allranks.model.diagnosis import Finding
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 log = logging.getLogger("allranks.agent")
+
+T = TypeVar("T")
 
 MAX_STORY_BYTES = 64 << 20
 Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/reference/json.md)
@@ -77,7 +79,7 @@ class IncidentFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def keep_newest(remembered: dict[Any, Any], limit: int = MAX_REMEMBERED) -> None:
+def keep_newest(remembered: dict[T, Any], limit: int = MAX_REMEMBERED) -> None:
     """Forgets the oldest entries: a job runs for weeks."""
     while len(remembered) > limit:
         del remembered[next(iter(remembered))]

@@ -22,6 +22,7 @@ from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import DOING, JobView, Motion, RankRow
+from allranks.model.formatting import rename
 from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StateLine, describe
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
@@ -50,7 +51,7 @@ def set_aside_earlier(folder: Path) -> None:
                 path.replace(path.with_name(f"{path.name}.earlier"))
 
 
-def read_job(folder: Path) -> dict[str, Any]:
+def read_job(folder: Path) -> dict[str, object]:
     """The job's own file, or {}; of a folder that others sent, anything may be in it."""
     path = folder / JOB_FILE
     try:
@@ -198,7 +199,7 @@ class Overview:
         phase = trace.progress.phase if trace is not None else ""
         return RankRow(
             sample.rank, sample.pid, host, sample.alive, sample.step, sample.calls_completed, silent, doing, waits_for, speed, phase,
-            box=sample.path,
+            box=sample.path, name=sample.name,
         )  # fmt: skip
 
 
@@ -352,4 +353,4 @@ def who_waits(traces: Iterable[RankTrace]) -> str:
         if absent and len(waiters) > most:
             most, text = len(waiters), open_[waiters[0]][call]
             best = f"{ranks_wait(waiters)} for {ranks_text(absent)} in {text}"
-    return best
+    return rename(best, next((trace.header.worlds for trace in known.values()), ()))

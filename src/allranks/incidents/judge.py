@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.diagnosis import DiagnoseOptions, diagnose
+from allranks.diagnosis.naming import with_names
 from allranks.diagnosis.phrasing import is_secondary, ranks_text
 from allranks.incidents.evidence import Evidence, Observed, nearest_line
 from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
@@ -24,7 +25,11 @@ TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxe
 
 
 def judge(evidence: Evidence, options: DiagnoseOptions | None = None) -> Diagnosis:
-    """The verdict on all evidence."""
+    """The verdict on all evidence, with the ranks of several worlds by their roles."""
+    return with_names(_judge(evidence, options), next((t.header.worlds for t in evidence.traces), ()))
+
+
+def _judge(evidence: Evidence, options: DiagnoseOptions | None) -> Diagnosis:
     observed, how = evidence.observed, options or DiagnoseOptions()
     how = replace(how, now_ns=evidence.now_ns, copied=evidence.copied, ended=evidence.ended)
     if observed is not None:

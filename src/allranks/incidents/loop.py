@@ -11,17 +11,20 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.header import process_stat
+from allranks.channel.worker import carefully
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.hangs import Actor, HangInvestigator
 from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
+from allranks.incidents.slow import SlowRanks
 from allranks.model.cluster import write_health
 from allranks.model.incident import Incident
 from allranks.watch.calls import CallComparison
@@ -33,6 +36,7 @@ log = logging.getLogger("allranks.agent")
 
 CLOSE_S, CLOSE_POLL_S = 5.0, 0.05  # after an incident recovery is checked more often, for a while
 END_S = 30.0  # how long the end of the job waits for an examination
+FAILED = "hang check failed; will retry"
 ANCESTORS = 8  # a rank may be a grandchild of its agent (a shell, numactl)
 
 
@@ -50,10 +54,11 @@ class Watch:
     history: ProgressHistory = field(init=False)
     deaths: DeathIncidents = field(init=False)
     hangs: HangInvestigator = field(init=False)
+    slow: SlowRanks = field(init=False)
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
-    _calls: CallComparison = field(default_factory=CallComparison)
+    _calls: defaultdict[int, CallComparison] = field(default_factory=lambda: defaultdict(CallComparison))
     _ours: dict[ProcessId, bool] = field(default_factory=dict)
     _asked_to_end: Explained = field(default_factory=Explained)
     _stop: bool = False
@@ -67,10 +72,11 @@ class Watch:
         self.history = ProgressHistory(self.options.notice)
         self.deaths = DeathIncidents(self.pipeline)
         self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths, self.actor)
+        self.slow = SlowRanks(self.pipeline)
 
     def start(self) -> None:
         if self.actor is not None:
-            self.deaths.act, self.hangs.actor = self.actor.act, self.actor
+            self.deaths.act, self.hangs.actor, self.slow.act = self.actor.act, self.actor, self.actor.act
         self.deaths.in_background = True
         self._exits.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)
@@ -117,7 +123,7 @@ class Watch:
         ending = self._note_ranks(samples)
         self.on_samples(samples, self.ranks)
         self.history.observe(now, samples)
-        _carefully(lambda: self._compare(now, samples))
+        carefully(lambda: self._compare(now, samples), FAILED)
         self.deaths.check(samples, self._exits.endings)
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
@@ -132,10 +138,13 @@ class Watch:
         return suspicion
 
     def _compare(self, now_s: float, samples: list[RankSample]) -> None:
-        """Calls that differ are named before anybody has waited long. Replicas come and go, and so do their groups."""
-        found = self._calls.look(now_s, samples) if self.options.whole_job else None
-        if found is not None:
-            self.pipeline.note_divergence(found)
+        """Calls that differ are named before anybody has waited long; of replicas those inside each."""
+        options, worlds = self.options, defaultdict[int, list[RankSample]](list)
+        for sample in samples:
+            worlds[0 if options.whole_job else options.replica_of(sample.rank)].append(sample)
+        for number, ranks in worlds.items():
+            if (found := self._calls[number].look(now_s, ranks)) is not None:
+                self.pipeline.note_divergence(found)
 
     def _note_ranks(self, samples: list[RankSample]) -> bool:
         """Reports which ranks run; whether all that run have been asked to end."""
@@ -165,7 +174,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop:
-            _carefully(self.look)
+            carefully(self.look, FAILED)
             recent = self.pipeline.recoveries.recent(CLOSE_S)
             self._exits.wait(CLOSE_POLL_S if recent else self.options.poll_s)
 
@@ -179,11 +188,3 @@ def _descends(pid: int, ancestor: int) -> bool:
             return False
         pid = int(fields[1])
     return False
-
-
-def _carefully(work: Callable[[], object]) -> None:
-    """At a thread's entry: a failure is logged, and the next turn comes."""
-    try:
-        work()
-    except Exception:
-        log.exception("hang check failed; will retry")

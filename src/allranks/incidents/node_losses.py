@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,23 +56,20 @@ class NodeLosses:
     def _report(self, opened: IncidentFolder, loss: Loss, samples: list[RankSample]) -> None:
         ranks, sentence = loss.node.ranks, describe(loss)
         verdict = Finding("rank_died", ranks, sentence, confidence=1.0 if loss.certain else 0.8)
-        Observed(taken_ns=time.time_ns(), told=verdict, reason=sentence).write(opened.path)
         step = opened.current.step
         last = max((s.last_ns for s in samples if s.step == step), default=0) / 1e9 or loss.at
-        opened.update(
+        self.pipeline.keep_told(
+            opened,
+            verdict,
             Moment("last good step", min(last, loss.at), last_good(step, samples)),
             Moment("died", loss.at, f"node {loss.node.node} with {_ranks(ranks)}"),
             Moment("noticed", loss.at, loss.reason),
-            verdict=verdict,
-            ranks=ranks,
             node=loss.node.node,
             reason=sentence,
             action=self._action(loss),
-            durations_s={"noticed": 0.0},
         )
         self.pipeline.publisher.log(opened)
-        self.pipeline.publisher.publish(opened)
-        self.pipeline.recoveries.add(opened, samples, ranks, new_only=self.pipeline.options.whole_job)
+        self.pipeline.announce(opened, samples, ranks)
 
     def _action(self, loss: Loss) -> Action:
         ranks = loss.node.ranks

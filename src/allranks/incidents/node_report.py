@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from allranks.channel.worker import carefully
 from allranks.errors import AllranksError
 from allranks.incidents.job_overview import SILENT_S, TOKEN_FILE, find_open
 from allranks.lighthouse.client.client import Client
@@ -157,6 +158,7 @@ class NodeReporter:
     _before: dict[int, RankSample] = field(default_factory=dict)
     _boxes: BoxFacts = field(default_factory=BoxFacts)
     _read_s: float = float("-inf")
+    _every_s: float = 1.0
     _gpus: tuple[GpuReport, ...] = ()
     _stop: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -176,14 +178,14 @@ class NodeReporter:
         self._threads.clear()
 
     def _run(self) -> None:
-        every_s = 1.0
-        while not self._stop.wait(every_s):
-            try:
-                every_s = self.client.report_node(self.look()) if self.client.connected else 1.0
-            except (AllranksError, OSError) as error:
-                log.debug("ranks not reported: %s", error)
-            except Exception:  # a thread's entry
-                log.exception("ranks could not be reported; will retry")
+        while not self._stop.wait(self._every_s):
+            carefully(self._report, "ranks could not be reported; will retry")
+
+    def _report(self) -> None:
+        try:
+            self._every_s = self.client.report_node(self.look()) if self.client.connected else 1.0
+        except (AllranksError, OSError) as error:
+            log.debug("ranks not reported: %s", error)
 
     def look(self) -> NodeReport:
         """One report."""

@@ -242,28 +242,34 @@ class PeerAgents:
         self,
         incident: str,
         reason: str,
+        folder: Path,
         *,
         stacks: bool = True,
         alone: bool = True,
         follow_s: float = FOLLOW_S,
     ) -> Gathering | None:
-        """Who leads, and who else was asked; None when the lighthouse cannot say (then we are on our own)."""
+        """Who leads, and who else was asked; None when the lighthouse cannot say (then we are on our own). If we lead, the
+        parts of the others go to the folder."""
         if not self.client.connected:
             return None
         try:
-            upload = self._open()
+            box = self._open()
             wanted = CollectEvidence(
-                incident, reason, lead=self.name, upload=upload, stacks=stacks, alone=alone, follow_s=follow_s
+                incident,
+                reason,
+                lead=self.name,
+                upload=box.address,
+                stacks=stacks,
+                alone=alone,
+                follow_s=follow_s,
             )
-            return self.client.gather(wanted)
+            found = self.client.gather(wanted)
         except (AllranksError, OSError) as error:
             log.warning("the other agents could not be asked: %s", error)
             return None
-
-    def expect(self, gathering: Gathering, folder: Path) -> None:
-        """Parts of the gathering that we lead go to this folder; call it right after `ask`."""
-        assert self._mailbox is not None
-        self._mailbox.expect(gathering.incident, folder)
+        if found.agents and found.lead == self.name:
+            box.expect(found.incident, folder)
+        return found
 
     def wait(self, gathering: Gathering, limit_s: float = PARTS_S) -> list[str]:
         """Until all parts are there or the limit; returns who or what is missing."""
@@ -294,21 +300,19 @@ class PeerAgents:
         """Whether we gave our part of this incident to another's gathering."""
         return incident in self._asked
 
-    def _open(self) -> str:
+    def _open(self) -> EvidenceServer:
         if self._mailbox is None:
-            mailbox = EvidenceServer(
-                self.token, frames.own_address(self.client.lighthouse or self.client.options.addresses[0])
-            )
+            where = self.client.lighthouse or self.client.options.addresses[0]
+            mailbox = EvidenceServer(self.token, frames.own_address(where))
             mailbox.start()
             self._mailbox = mailbox
-        return self._mailbox.address
+        return self._mailbox
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What came: boxes/ and stacks/AGENT/ in the folder, and sentences about what did not."""
+    """Who was asked, and sentences about what did not come; what came is in boxes/ and stacks/AGENT/ of the folder."""
 
-    folder: Path
     agents: tuple[str, ...]
     missing: tuple[str, ...]
 
@@ -344,13 +348,13 @@ def gather_everywhere(
     with Client(options) as client:
         peers = PeerAgents(client, token)
         try:
-            asked = peers.ask(new_id("request"), f"asked for on {host}", stacks=stacks, alone=False)
+            reason = f"asked for on {host}"
+            asked = peers.ask(new_id("request"), reason, folder, stacks=stacks, alone=False)
             if asked is None or not asked.agents:
                 raise AllranksError(
                     f"no agent answers at the lighthouse {address}",
                     hint="Agents are there while `allranks run` runs on their nodes.",
                 )
-            peers.expect(asked, folder)
-            return Gathered(folder, asked.agents, tuple(peers.wait(asked, limit_s)))
+            return Gathered(asked.agents, tuple(peers.wait(asked, limit_s)))
         finally:
             peers.close()

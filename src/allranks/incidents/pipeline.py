@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
+from allranks.channel.worker import carefully
 from allranks.incidents.evidence import Evidence, Observed, attempt, read_incident, read_observed
 from allranks.incidents.folder import Changes, IncidentFolder, copy_boxes, keep_newest, open_incident
 from allranks.incidents.judge import judge
@@ -230,12 +231,6 @@ class Examination:
         return self.verdict.ranks if self.verdict is not None else ()
 
 
-class _Facts(TypedDict, total=False):
-    ranks: tuple[int, ...]
-    step: int | None
-    node: str
-
-
 @dataclass
 class IncidentPipeline:
     """`peers` is None on a node that is alone."""
@@ -267,7 +262,7 @@ class IncidentPipeline:
 
     # evidence
 
-    def create(
+    def open(
         self,
         kind: Kind,
         reason: str,
@@ -276,8 +271,9 @@ class IncidentPipeline:
         ranks: tuple[int, ...] = (),
         step: int | None = None,
         node: str = "",
+        boxes: bool = True,
     ) -> IncidentFolder:
-        """A new incident without evidence."""
+        """A new incident, with the black boxes of this node unless they are kept later."""
         opened = open_incident(
             self.options.incidents,
             kind=kind,
@@ -292,14 +288,8 @@ class IncidentPipeline:
             self.diverged = None  # of processes that are gone
         if self.diverged is not None:
             opened.update(Moment("calls differ", self.diverged[0], self.diverged[1].sentence))
-        return opened
-
-    def open(
-        self, kind: Kind, reason: str, samples: Sequence[RankSample], **facts: Unpack[_Facts]
-    ) -> IncidentFolder:
-        """A new incident with the black boxes of this node."""
-        opened = self.create(kind, reason, samples, **facts)
-        self.keep_boxes(opened, samples)
+        if boxes:
+            self.keep_boxes(opened, samples)
         return opened
 
     def keep_boxes(self, opened: IncidentFolder, samples: Sequence[RankSample]) -> None:
@@ -314,15 +304,10 @@ class IncidentPipeline:
 
         `follow_s`: what another one asked for within this time before is the same incident.
         """
-        peers = self.peers
-        if peers is None:
+        if self.peers is None:
             return None
-        found = peers.ask(opened.current.id, reason, stacks=stacks, follow_s=follow_s)
-        if found is None or not (found.agents or self.follows(found)):
-            return None
-        if not self.follows(found):
-            peers.expect(found, opened.path)
-        return found
+        found = self.peers.ask(opened.current.id, reason, opened.path, stacks=stacks, follow_s=follow_s)
+        return found if found is not None and (found.agents or self.follows(found)) else None
 
     def follows(self, gathering: Gathering | None) -> bool:
         """Whether another node leads."""
@@ -404,6 +389,25 @@ class IncidentPipeline:
         opened.update(**changes)
         return found
 
+    def keep_told(
+        self,
+        opened: IncidentFolder,
+        told: Finding,
+        *moments: Moment,
+        noticed_s: float = 0.0,
+        **changes: Unpack[Changes],
+    ) -> None:
+        """What is known without a diagnosis."""
+        reason = changes.get("reason", opened.current.reason)
+        Observed(taken_ns=time.time_ns(), told=told, reason=reason).write(opened.path)
+        changes |= {"verdict": told, "ranks": told.ranks, "durations_s": {"noticed": noticed_s}}
+        opened.update(*moments, **changes)
+
+    def announce(self, opened: IncidentFolder, samples: Sequence[RankSample], lost: Sequence[int]) -> None:
+        """Publishes it, and watches the others until they train again."""
+        self.publisher.publish(opened)
+        self.recoveries.add(opened, samples, lost, new_only=self.options.whole_job)
+
     def settle(self, opened: IncidentFolder, outcome: str = "", ended: bool = False) -> None:
         """Writes what a stall is or was, so that `allranks diagnose` on the folder says the same; "": a hang."""
         observed = read_observed(opened.path) or Observed()
@@ -428,15 +432,9 @@ class IncidentPipeline:
         self.start(work, "allranks-explain")
 
     def start(self, work: Callable[[], object], name: str) -> threading.Thread:
-        """Runs it on a thread of its own, from any thread; a failure is logged."""
-
-        def carefully() -> None:
-            try:
-                work()
-            except Exception:  # a thread's entry; a full disk, say
-                log.exception("%s failed; the incident is incomplete", name)
-
-        thread = threading.Thread(target=carefully, name=name, daemon=True)
+        """Runs it on a thread of its own, from any thread; a failure, a full disk, say, is logged."""
+        told = (work, "%s failed; the incident is incomplete", name)
+        thread = threading.Thread(target=carefully, args=told, name=name, daemon=True)
         thread.start()
         with self._starting:
             self._threads = [*(t for t in self._threads if t.is_alive()), thread]

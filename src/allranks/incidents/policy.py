@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from allranks.model.diagnosis import share_right
 from allranks.model.formatting import duration, ranks_text
 from allranks.model.incident import Action, ActionKind
 from allranks.model.options import option
@@ -29,6 +30,12 @@ class PolicyOptions:
         "action on a hang; none: evict (replica mode) or restart_job (whole-job mode)",
         choices=("evict", "restart_rank", "restart_job", "collect", "command"),
         title="recovery action",
+    )
+    on_slow: Literal["report", "profile", "swap", "evict"] = option(
+        "report",
+        "for a rank that became slow: report it; profile: also sample its stack; swap: replace its processes (replica mode), or "
+        "let its node leave for a standby node; evict: continue without its replica or node",
+        choices=("report", "profile", "swap", "evict"),
     )
     command: str = option("", "for the action `command`; {incident} and {ranks} are filled in")
     min_confidence: float = option(0.6, "of a verdict, to act on it", at_least=0, at_most=1)
@@ -90,8 +97,6 @@ CERTAIN_MISMATCH = frozenset(
     | {"order_inversion"}
 )
 PROGRAM_FAULT = CERTAIN_MISMATCH | {"extra_collective", "p2p_mismatch", "setup_mismatch"}
-#: Stated confidence, and the share of such verdicts that are right (docs/understand/verdicts.md).
-CALIBRATION = ((0.9, 0.983), (0.8, 0.987), (0.6, 0.895), (0.4, 0.727), (0.0, 0.395))
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def weigh(case: HangFacts) -> Costs:
 
     How long pauses last has a long tail: of those that were noticed about usual_s / stalled_s last so long.
     """
-    right = next(share for least, share in CALIBRATION if case.confidence >= least)
+    right = share_right(case.confidence)
     hung = right if case.certain else right / (1 + case.usual_s / max(case.stalled_s, case.usual_s))
     return Costs(case.stalled_s + hung * case.act_s, case.act_s)
 
@@ -149,6 +154,31 @@ def decide_action(now_s: float, case: HangFacts, state: PolicyState, options: Po
         if not options.acts(case.mode):
             kind, reason = "dry_run", f"would {wanted.replace('_', ' ')}: {reason} (--recovery on does it)"
     return Action(kind, reason, case.ranks, replica, options.command)
+
+
+def decide_slow(
+    now_s: float, case: HangFacts, state: PolicyState, options: PolicyOptions, may_leave: bool
+) -> Action:
+    """The action for a rank that became slow and stays slow."""
+    wanted, replica = options.on_slow, case.ranks[0] // case.ranks_per_replica
+    if wanted in ("report", "profile"):
+        return Action("none", f"the policy for slow ranks is: {wanted}", case.ranks, replica)
+    kind: ActionKind = (
+        "leave_node" if case.mode == "whole_job" else "evict" if wanted == "swap" else "set_aside"
+    )
+    why_not = _budget_spent(now_s, state, options)
+    if kind == "leave_node" and not may_leave:
+        why_not = "the job cannot continue without this node (--nnodes MIN:MAX lets it)"
+    elif kind == "set_aside" and len(case.members) < 2:
+        why_not = "it is the only replica"
+    elif state.against.get(replica, 0) and not why_not:
+        why_not = f"replica {replica} was answered before and is slow again: a person must look"
+    if why_not:
+        return Action("none", why_not, case.ranks, replica)
+    reason = f"rank {case.ranks[0]} became slow, and the policy for slow ranks is: {wanted}"
+    if not options.acts(case.mode):
+        return Action("dry_run", f"would {wanted}: {reason} (--recovery on does it)", case.ranks, replica)
+    return Action(kind, reason, case.ranks, replica)
 
 
 def _why(case: HangFacts, wanted: ActionKind) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote_to_bytes, urlsplit
 
-from allranks.channel.worker import Worker
+from allranks.channel.worker import Worker, carefully
 from allranks.errors import ConfigurationError, InputError, require
 from allranks.incidents.folder import IncidentFolder, keep_newest
 from allranks.incidents.rank_logs import find_logs, tail
@@ -195,10 +195,7 @@ class IncidentPublisher:
             lambda: self.upload(opened.path),
         )
         for notify in receivers:
-            try:
-                notify()
-            except Exception:  # callbacks of others
-                log.exception("%s could not be published everywhere", opened.current.id)
+            carefully(notify, "%s could not be published everywhere", opened.current.id)
 
     def send(self, incident: Incident) -> None:
         """To every webhook, soon; of an incident that changed meanwhile the newest state. A stall needs nobody."""
@@ -253,21 +250,13 @@ def deliver(
     address: str, incident: Incident, sentence: str, *, timeout_s: float = 5.0, attempts: int = 3
 ) -> bool:
     """Whether the address took it; failures are logged."""
-    scheme, _, rest = address.partition(":")
+    scheme, _, target = address.partition(":")
     if scheme in SINKS:
-        return _write(scheme, rest, incident, sentence)
+        shown = only_host(target) if scheme == "otlp" else target
+        write = partial(SINKS[scheme][0], target, incident, sentence)
+        return carefully(write, "%s:%s did not take incident %s", scheme, shown, incident.id)
     where, body = payload(address, incident, sentence)
     return _post(where, body, timeout_s=timeout_s, attempts=attempts)
-
-
-def _write(scheme: str, target: str, incident: Incident, sentence: str) -> bool:
-    try:
-        SINKS[scheme][0](target, incident, sentence)
-        return True
-    except Exception:  # whatever the other tool raises
-        shown = only_host(target) if scheme == "otlp" else target
-        log.exception("%s:%s did not take incident %s", scheme, shown, incident.id)
-        return False
 
 
 def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int) -> bool:
@@ -379,7 +368,7 @@ class IncidentUploader:
         begin = time.monotonic()
         try:
             copied = self._copy(folder)
-        except Exception as error:  # of any store; the original is on disk
+        except OSError as error:  # the original is on disk
             log.warning("%s could not be copied to the object store: %s", folder.name, error)
             return
         if copied:

@@ -28,6 +28,7 @@ from allranks.model.stacks import (
 
 State = Literal["stalled", "hung", "ended"]
 TRUSTED = 0.6  # of a verdict: a less confident one does not make a hang certain
+SURE_OF_SETUP = 0.8  # two names may mean one host
 WORKING = frozenset(
     {"busy_python", "native_call", "gil_held_native", "gil_contention", "cuda_kernel", "slow", "healthy"}
 )
@@ -45,7 +46,7 @@ COMPILING = (
 )
 #: Waits of Python's own, which only a thread or a child of the same process can end.
 _INSIDE = frozenset(
-    {"lock_deadlock", "queue_wait", "shutdown_join", "sleep", "dataloader_wait"}
+    {"lock_deadlock", "queue_wait", "shutdown_join", "sleep", "dataloader_wait", "event_loop_idle"}
     | {"subprocess_wait", "child_process_wait"}
 )
 #: Waits for another rank. One for the device may be work of its own, one for a key of a store may wait for anybody.
@@ -78,6 +79,7 @@ class ThreadWait:
 
     wait_s: float | None  # how long its system call may last; -1 without limit, None when not known
     inside: bool  # only its own process can end it
+    piped: bool = False  # it waits for the other end of a pipe
     still: bool = True  # neither CPU time nor a context switch during the look
 
 
@@ -154,7 +156,7 @@ def _by_history(limits: StallLimits) -> bool:
     return limits.longest_s * HISTORY_FACTOR >= limits.hung_s
 
 
-HISTORY_FACTOR, FLOOR_FACTOR = 3.0, 9.2  # times the longest pause; times the shortest silence that is a stall
+HISTORY_FACTOR, FLOOR_FACTOR = 3.0, 9.0  # times the longest pause; times the shortest silence that is a stall
 
 
 def limits_of(floor_s: float, cap_s: float, longest_s: float) -> StallLimits:
@@ -197,6 +199,8 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     idle = [state for state in states if state.cause not in _FOR_A_RANK and state.cause != "unknown"]
     if found is not None and found.cause in CERTAIN_MISMATCH:  # who of them is wrong may not be
         return f"the calls of the ranks do not match: {found.sentence}"
+    if found is not None and found.cause == "setup_mismatch" and found.confidence >= SURE_OF_SETUP:
+        return f"these ranks cannot meet: {found.sentence}"
     if found is not None and found.confidence < TRUSTED:
         found = None
     if found is not None and found.cause in PROGRAM_FAULT and not idle:
@@ -221,7 +225,7 @@ def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -
         return ""
     left = [t.wait_s for t in threads if t.wait_s is not None and t.wait_s > limits.cap_s]
     inside = state.cause in _INSIDE and all(
-        t.wait_s == -1.0 and (t.inside or (now.children and state.cause in _FOR_A_CHILD))
+        t.wait_s == -1.0 and (t.inside or (t.piped and now.children and state.cause in _FOR_A_CHILD))
         for t in threads
         if t.wait_s not in left
     )
@@ -310,5 +314,6 @@ def _telling(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]
 def _thread(first: ThreadFacts, last: ThreadFacts) -> ThreadWait:
     still = (first.ticks, first.switches) == (last.ticks, last.switches) and last.state in ("S", "D")
     futex = last.syscall == "futex" and len(last.args) > 1 and bool(last.args[1] & _PRIVATE)
-    inside = futex or last.syscall in ("wait4", "waitid", "pause", "rt_sigsuspend")
-    return ThreadWait(last.wait_s, inside, still)
+    # an event loop that watches one descriptor watches its own: threads wake it with it
+    inside = futex or last.file == "epoll 1" or last.syscall in ("wait4", "waitid", "pause", "rt_sigsuspend")
+    return ThreadWait(last.wait_s, inside, last.file.startswith("pipe:"), still)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 
-def handler() -> Callable[[Any], Any]:
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """The entry point of the group `torchrun.handlers`.
 
     Stands above the imports of torch: these call it, also when we are imported first.

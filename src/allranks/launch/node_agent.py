@@ -171,6 +171,8 @@ class NodeAgent:
             os.kill(os.getpid(), signal.SIGTERM)
             return "this node leaves the job"
         if self.supervisor is not None and action.replica is not None:
+            if action.kind == "set_aside":
+                return self._set_aside(action, incident)
             return self._evict(action, incident)
         return self._kill(action)
 
@@ -185,6 +187,16 @@ class NodeAgent:
         else:
             done = f"{name} was evicted; the agent of its node starts it again"
         return done + ("" if told else " (lighthouse not notified)")
+
+    def _set_aside(self, action: Action, incident: Incident) -> str:
+        """The others continue without this replica."""
+        assert self.supervisor is not None and action.replica is not None
+        name, replica = replica_name(action.replica), action.replica
+        if not self.supervisor.has(replica):
+            return f"{name} runs on another node"
+        self._ask(lambda client: client.evict(name, f"{incident.id}: {action.reason}"))
+        self.supervisor.request(Request("set_aside", replica, action.reason))
+        return f"{name} was set aside"
 
     def _replace(self, replica: int, reason: str) -> None:
         assert self.supervisor is not None
@@ -395,12 +407,12 @@ class NodeAgent:
         )
         self._ask(lambda client: client.report_incident(told))
 
-    def _ask(self, question: object) -> bool:
+    def _ask(self, question: Callable[[Client], object]) -> bool:
         """Says something to the lighthouse; its absence never stops the agent."""
         if self.client is None or not self.client.connected:
             return False
         try:
-            question(self.client)  # type: ignore[operator]
+            question(self.client)
             return True
         except (AllranksError, OSError) as error:
             log.warning("lighthouse not notified: %s", error)

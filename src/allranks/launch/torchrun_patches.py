@@ -36,13 +36,14 @@ if TYPE_CHECKING:
     import signal
     import subprocess
 
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
+    from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
     from torch.distributed.elastic.rendezvous.api import RendezvousHandler
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     Meeting = Callable[[SimpleElasticAgent, WorkerGroup], None]
+    Looking = Callable[[SimpleElasticAgent, WorkerGroup], RunResult]
     Waiting = Callable[[DynamicRendezvousHandler], int]
 
 
@@ -59,6 +60,7 @@ MONITORING = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalEl
 STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._close"
 _NOTE_S = 3.0  # after this a line says what is waited for
 CHOOSING = "torch.distributed.elastic.rendezvous.api:get_free_port"
+HANDLING = "torch.distributed.elastic.multiprocessing.api:_terminate_process_handler"
 
 
 @contextlib.contextmanager
@@ -79,6 +81,34 @@ def replaced(method: str, make: Callable[[Callable[P, R]], Callable[P, R]], with
         yield
     finally:
         setattr(owner, name, ordinary)
+
+
+@contextlib.contextmanager
+def hearing_signals() -> Iterator[None]:
+    """While it is open, no signal is lost. torchrun's handler raises an exception wherever the thread is; code that catches
+    everything, such as a log handler, may swallow it. It is raised again at the next look at the ranks."""
+    heard: list[int] = []
+
+    def noting(ordinary: Callable[[int, object], None]) -> Callable[[int, object], None]:
+        def handler(number: int, frame: object) -> None:
+            heard.append(number)
+            ordinary(number, frame)
+
+        return handler
+
+    def looking(ordinary: Looking) -> Looking:
+        def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
+            if heard:
+                from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
+
+                _terminate_process_handler(heard[0], None)
+            return ordinary(agent, group)
+
+        return monitor
+
+    lost = "a Ctrl-C that comes while a line is logged may be lost"
+    with replaced(HANDLING, noting, lost), replaced(MONITORING, looking, lost):
+        yield
 
 
 @contextlib.contextmanager
@@ -244,7 +274,7 @@ def refuse_other_server(endpoint: str, wait_s: float = 10.0) -> None:
     answered = threading.Event()
 
     def ask() -> None:
-        with contextlib.suppress(Exception):  # refused or closed: not a store either
+        with contextlib.suppress(RuntimeError, ValueError):  # refused or closed: not a store either
             dist.TCPStore(*split(endpoint), is_master=False, timeout=timedelta(seconds=wait_s))
             answered.set()
 

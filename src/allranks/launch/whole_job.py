@@ -28,7 +28,7 @@ from allranks.model.parsing import printable
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup
 
-    Monitoring = Callable[[SimpleElasticAgent, WorkerGroup], RunResult]
+    from allranks.launch.torchrun_patches import Looking
 
 log = logging.getLogger("allranks.agent")
 
@@ -80,6 +80,7 @@ def launch(job: Launch) -> int:
             find_host(args)
         with (
             serving(spares), patches.ending_ranks(grace(args), job.on_stop), patches.holding_master_port(),
+            patches.hearing_signals(),
             patches.repeating_rendezvous() as retry, patches.watching_members(retry, restarts=may_restart(args)),
             sensible_restarts(job.why_not_again, job.before_reaping),
         ):  # fmt: skip
@@ -106,7 +107,7 @@ def sensible_restarts(
 ) -> Iterator[None]:
     """While it is open, a failure that no restart fixes uses up the restarts that are left."""
 
-    def judging(ordinary: Monitoring) -> Monitoring:
+    def judging(ordinary: Looking) -> Looking:
         def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
             before_reaping([worker.id for worker in group.workers if isinstance(worker.id, int)])
             result = ordinary(agent, group)

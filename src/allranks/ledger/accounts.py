@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.phases import PhaseMark
 from allranks.ledger.booking import RankBook, Sampled, Stretch, advance, finish, resolve
@@ -52,6 +52,9 @@ class Accounts:
     _sums: dict[int, dict[str, float]] = field(default_factory=dict)
     _times: dict[int, tuple[float, float]] = field(default_factory=dict)
     _counts: dict[int, dict[str, int]] = field(default_factory=dict)
+    _past: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # processes whose place a rank of another number has
     _folded: float = 0.0
 
     @property
@@ -60,13 +63,24 @@ class Accounts:
 
     def observe(self, now: float, samples: Sequence[Sampled]) -> list[Booked]:
         """One sample of this node's ranks; returns the rows that are finished by now."""
-        for sample in samples:
-            book = self._books.get(sample.rank) or RankBook(sample.rank, self.began)
+        for sample in sorted(samples, key=lambda one: one.start_ns):
+            if (sample.pid, sample.start_ns) in self._past:
+                continue
+            book = self._books.get(sample.rank) or self._place_of(sample)
             book, done = advance(book, sample, now, self.reached)
             self._books[sample.rank], self._phases[sample.rank] = book, sample.phases
             self._pending += done
         self.reached = max([self.reached, *(sample.step for sample in samples)])
         return self._settle(now - SETTLE_S, now)
+
+    def _place_of(self, sample: Sampled) -> RankBook:
+        """The book of a rank that is new here: in a job that was resized it continues that of a rank that is gone."""
+        for rank, book in self._books.items():
+            if book.process is not None and not book.alive and sample.start_ns / 1e9 >= book.booked:
+                self._past.add(book.process)
+                del self._books[rank], self._phases[rank]
+                return replace(book, rank=sample.rank)
+        return RankBook(sample.rank, self.began)
 
     def note(self, outage: Outage) -> Outage | None:
         """An incident, once more when it changes; the record to write, None when nothing is new."""
@@ -110,7 +124,8 @@ class Accounts:
         return rows
 
     def _resolve(self, stretch: Stretch) -> list[Stretch]:
-        last = self._books[stretch.rank].booked <= stretch.end
+        book = self._books.get(stretch.rank)
+        last = book is not None and book.booked <= stretch.end
         return resolve(stretch, tuple(self._outages.values()), over=last)
 
     def _add(self, parts: Sequence[Stretch]) -> None:

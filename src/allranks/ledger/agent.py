@@ -17,12 +17,14 @@ import allranks
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
 from allranks.ledger.accounts import Accounts
+from allranks.ledger.across import FOR_S, SHORT_S, note_passed
 from allranks.ledger.arrivals import wait_shares
 from allranks.ledger.booking import Sampled
+from allranks.ledger.changes import ChangePoint
 from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
 from allranks.ledger.history import HistoryWriter
 from allranks.ledger.nodes import outage_events
-from allranks.ledger.records import STATES, Booked, Outage, Record, RunEnd, RunStart, kind_of
+from allranks.ledger.records import STATES, Booked, Outage, Passed, Record, RunEnd, RunStart, kind_of
 from allranks.ledger.slow import Lateness
 from allranks.ledger.summary import JobAccount, account
 from allranks.model.incident import Incident
@@ -31,8 +33,12 @@ from allranks.model.trace import RankTrace
 log = logging.getLogger("allranks.agent")
 
 OPEN_S = 5.0  # how often the open rows are written
-SLOW_S = 30.0  # how often ranks are compared
-MAX_ENDED = 64
+SLOW_S, SLOW_MIN_S, SLOW_STEPS = (
+    30.0,
+    5.0,
+    15,
+)  # how often ranks are compared: after so many steps, between these
+MAX_ENDED, MAX_AGENTS = 64, 64
 FAULTS = (
     "died",
     "fault",
@@ -49,6 +55,7 @@ class LedgerKeeper:
     node: str
     mode: str
     history: HistoryWriter | None = None  # nodes across jobs
+    on_slow: Callable[[ChangePoint], None] = lambda change: None  # a rank became slow
     rows: list[Booked] = field(default_factory=list)  # of this run, for the line at its end
     outages: dict[str, Outage] = field(default_factory=dict)
     _accounts: Accounts | None = None
@@ -61,6 +68,9 @@ class LedgerKeeper:
     _open: list[Booked] = field(default_factory=list)
     _slow: Lateness = field(default_factory=Lateness)
     _looked_s: float = 0.0
+    _looked_step: int = 0
+    _noted_s: float = 0.0
+    _passed: list[Passed] = field(default_factory=list)  # of the rows that are being written
     _failed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -71,13 +81,22 @@ class LedgerKeeper:
         earlier: list[Record] = []
 
         def begin() -> None:
-            assert self._file is not None and self._start is not None
+            assert self._start is not None
+            self._file = self._own_file()
             earlier.extend(self._file.open())
             self._file.append([self._start])
 
         self._carefully(begin)
         reached = max((one.step for one in earlier if isinstance(one, Booked)), default=-1)
         self._accounts = Accounts(began, reached, self._waits)
+
+    def _own_file(self) -> LedgerFile:
+        """A second agent on the same machine has a file of its own."""
+        names = (self.node, *(f"{self.node}-{number}" for number in range(2, MAX_AGENTS)))
+        files = (LedgerFile(ledger_path(self.folder, self.job, name)) for name in names)
+        return next(
+            (file for file in files if file.lock()), LedgerFile(ledger_path(self.folder, self.job, ""))
+        )
 
     def observe(self, samples: Sequence[Sampled], running: Sequence[int], now: float | None = None) -> None:
         """One look of the watch; `running` are the ranks of this agent that run, samples may be of others too."""
@@ -131,7 +150,10 @@ class LedgerKeeper:
         if rows := self._accounts.observe(now, ours):
             self._append(rows)
             self._opened_s = 0.0
-        if now - self._looked_s >= SLOW_S:
+        step = max((sample.step for sample in ours), default=-1)
+        due = SLOW_MIN_S if step - self._looked_step >= SLOW_STEPS else SLOW_S
+        if ours and now - self._looked_s >= due:
+            self._looked_step = step
             self._looked_s = now
             self._look_for_slow(now)
         if ours and now - self._opened_s >= OPEN_S and self._file is not None and self._start is not None:
@@ -151,9 +173,10 @@ class LedgerKeeper:
             self._append([outage])
             if self.history is not None:
                 self.history.put(outage_events(self.job, outage, {change.rank: self.node}))
+            self.on_slow(change)
 
     def _note(self, incident: Incident) -> None:
-        if self._accounts is None or incident.kind == "request":
+        if self._accounts is None or incident.kind in ("request", "slow"):
             return
         changed = self._accounts.note(outage_of(incident))
         if changed is not None:
@@ -164,6 +187,7 @@ class LedgerKeeper:
                 self.history.put(outage_events(self.job, changed, own))
 
     def _append(self, records: Sequence[Record]) -> None:
+        records, self._passed = [*records, *self._passed], []
         self.rows += [one for one in records if isinstance(one, Booked)]
         if self._file is not None:
             self._file.append(records)
@@ -177,6 +201,10 @@ class LedgerKeeper:
         batches = [newest]
         if ended:
             batches.append([*ended, *(trace for trace in newest if trace.header.rank not in gone)])
+        if end - begin < SHORT_S or begin - self._noted_s >= FOR_S:
+            self._noted_s = begin
+            if (passed := note_passed(newest, begin, end)) is not None:
+                self._passed.append(passed)
         without = [(one.begin, one.closed or one.recovered or end) for one in outages]
         return wait_shares(batches, begin, end, without)
 

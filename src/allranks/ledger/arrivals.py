@@ -53,7 +53,19 @@ class Meetings:
 
 def find_meetings(traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62) -> list[Meetings]:
     """One for each group with at least two of these ranks in it."""
-    lanes: dict[tuple[str, tuple[int, ...]], dict[int, tuple[RankTrace, np.ndarray]]] = defaultdict(dict)
+    lanes = find_lanes(traces, since_ns, until_ns)
+    found = [_match(name, lane) for (name, _), lane in lanes.items() if len(lane) > 1]
+    return [one for one in found if one is not None]
+
+
+Lane = dict[int, tuple[RankTrace, np.ndarray]]  # rank -> its box, and rows of its calls
+
+
+def find_lanes(
+    traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62
+) -> dict[tuple[str, tuple[int, ...]], Lane]:
+    """Group -> the calls of each rank that nobody leaves before everybody has entered."""
+    lanes: dict[tuple[str, tuple[int, ...]], Lane] = defaultdict(dict)
     for trace in traces:
         rank, calls = trace.header.rank, trace.calls
         if rank is None or not len(calls):
@@ -64,11 +76,10 @@ def find_meetings(traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int 
         for number in np.unique(calls["group"][keep]):
             group = trace.groups[number]
             lanes[group.name, group.ranks][rank] = trace, np.flatnonzero(keep & (calls["group"] == number))
-    found = [_match(name, lane) for (name, _), lane in lanes.items() if len(lane) > 1]
-    return [one for one in found if one is not None]
+    return lanes
 
 
-def _match(name: str, lane: dict[int, tuple[RankTrace, np.ndarray]]) -> Meetings | None:
+def _match(name: str, lane: Lane) -> Meetings | None:
     ranks = tuple(sorted(lane))
     seqs: np.ndarray | None = None
     for trace, rows in lane.values():
@@ -83,7 +94,7 @@ def _match(name: str, lane: dict[int, tuple[RankTrace, np.ndarray]]) -> Meetings
         trace, rows = lane[rank]
         calls, rows = trace.calls, rows[np.searchsorted(trace.calls["seq"][rows], seqs)]
         arrived[i], ended[i] = calls["created_ns"][rows] / 1e9, calls["completed_ns"][rows] / 1e9
-        blocks[i], elements[i] = ~_overlaps(trace)[rows], calls["in_numel"][rows]
+        blocks[i], elements[i] = ~overlaps(trace)[rows], calls["in_numel"][rows]
         step = np.maximum(step, calls["step"][rows])
     hosts = {lane[rank][0].header.host for rank in ranks}
     done = (ended > 0).all(axis=0)
@@ -95,7 +106,7 @@ def _match(name: str, lane: dict[int, tuple[RankTrace, np.ndarray]]) -> Meetings
     return Meetings(name, ranks, arrived, late, step, blocks, elements, np.where(blocks, late, 0.0), took)
 
 
-def _overlaps(trace: RankTrace) -> np.ndarray:
+def overlaps(trace: RankTrace) -> np.ndarray:
     """Calls that a backward pass makes beside its computing: another one from the same line follows in the same step."""
     calls = trace.calls
     backward = np.array([any("backward" in frame.name for frame in stack) for stack in trace.stacks])

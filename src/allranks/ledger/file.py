@@ -9,12 +9,13 @@ damaged is passed over and counted. After a crash the next agent of the node app
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 
@@ -47,7 +48,7 @@ def _safe(text: str) -> str:
 
 def line_of(record: Record) -> bytes:
     data = _encode(record)
-    return b"%08x %s\n" % (zlib.crc32(data), data)
+    return b"%08x %s\n" % (crc32(data), data)
 
 
 def read_lines(data: bytes) -> tuple[list[Record], int]:
@@ -59,7 +60,7 @@ def read_lines(data: bytes) -> tuple[list[Record], int]:
             continue
         body = line[9:]
         try:
-            if int(line[:8], 16) != zlib.crc32(body):
+            if int(line[:8], 16) != crc32(body):
                 damaged += 1
                 continue
             records.append(_decode(body))
@@ -97,7 +98,21 @@ class LedgerFile:
 
     path: Path
     _unwritten: list[Record] = field(default_factory=list)
+    _held: int = -1  # a descriptor with the lock
     _torn: bool = False  # the last write failed: it may have left a part of a line
+
+    def lock(self) -> bool:
+        """Whether no other process appends to it, from now until this one ends."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._held = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._release()
+            return False
+        except OSError:
+            pass  # a file system without locks
+        return True
 
     def open(self) -> list[Record]:
         """Makes the file, or continues it after an earlier run; returns the records of earlier runs."""
@@ -128,6 +143,12 @@ class LedgerFile:
 
     def close(self) -> None:
         self.path.with_name(self.path.name + NOW).unlink(missing_ok=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
+        self._held = -1
 
     def _write(self, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW

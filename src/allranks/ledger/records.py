@@ -39,7 +39,7 @@ PHASES = {
 }  # fmt: skip
 
 
-class RunStart(msgspec.Struct, tag="start", array_like=True, frozen=True):
+class RunStart(msgspec.Struct, tag="start", array_like=True, frozen=True, gc=False):
     """An agent began to run its part of the job."""
 
     at: float
@@ -50,13 +50,13 @@ class RunStart(msgspec.Struct, tag="start", array_like=True, frozen=True):
     version: str = ""
 
 
-class RunEnd(msgspec.Struct, tag="end", array_like=True, frozen=True):
+class RunEnd(msgspec.Struct, tag="end", array_like=True, frozen=True, gc=False):
     """An agent ended; without one it was killed."""
 
     at: float
 
 
-class Booked(msgspec.Struct, tag="row", array_like=True, frozen=True):
+class Booked(msgspec.Struct, tag="row", array_like=True, frozen=True, gc=False):
     """Where the time of some ranks went. The seconds of all states add up to the time of all ranks in it."""
 
     number: int  # counts from 1 in each run
@@ -68,7 +68,7 @@ class Booked(msgspec.Struct, tag="row", array_like=True, frozen=True):
     counts: dict[str, int] = {}  # how often a rank began to save, restore, heal, regroup
 
 
-class Outage(msgspec.Struct, tag="incident", array_like=True, frozen=True):
+class Outage(msgspec.Struct, tag="incident", array_like=True, frozen=True, gc=False):
     """An incident as the ledger remembers it; a later record of the same id replaces an earlier one. 0: not known."""
 
     id: str
@@ -88,7 +88,19 @@ class Outage(msgspec.Struct, tag="incident", array_like=True, frozen=True):
         return min(end, self.closed or self.recovered or end) - max(begin, self.begin)
 
 
-Record = RunStart | RunEnd | Booked | Outage
+class Passed(msgspec.Struct, tag="passed", array_like=True, frozen=True, gc=False):
+    """Collectives of a window with ranks of other nodes, see across.py. Lists of equal length, one entry for each noted one."""
+
+    begin: float
+    end: float
+    calls: int  # how many there were
+    keys: list[int]
+    inside_us: list[int]  # microseconds that the rank of this node that came last was inside
+    last: list[int]  # that rank
+    ranks: list[int]  # ranks of this node that took part
+
+
+Record = RunStart | RunEnd | Booked | Outage | Passed
 
 
 def state_of(phase: str) -> str:

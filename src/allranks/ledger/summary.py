@@ -6,6 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from allranks.ledger.across import join_nodes
 from allranks.ledger.file import NodeLedger
 from allranks.ledger.records import (
     SAVING,
@@ -14,6 +17,7 @@ from allranks.ledger.records import (
     WAITING,
     Booked,
     Outage,
+    Passed,
     RunEnd,
     RunStart,
     kind_of,
@@ -22,14 +26,6 @@ from allranks.ledger.records import (
 
 FAILURES = ("hang", "death", "partition")  # kinds of incidents that count for the time between failures
 Seconds = dict[str, float]
-
-
-@dataclass(frozen=True)
-class NodeRow:
-    """A row with the node that booked it."""
-
-    node: str
-    row: Booked
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class JobAccount:
     waiting_for: dict[int, float]  # rank-seconds that others waited for a rank
     stalled_by: dict[str, float]  # rank-seconds by incident
     outages: tuple[Outage, ...]
-    rows: tuple[NodeRow, ...] = ()
+    rows: tuple[Booked, ...] = ()
     step: int = -1
     saves: dict[str, tuple[int, float]] = field(default_factory=dict)  # tier -> number, seconds of one
     damaged: int = 0
@@ -98,6 +94,7 @@ class _Node:
         default_factory=dict
     )  # (run, number): written twice counts once
     outages: dict[str, Outage] = field(default_factory=dict)
+    passed: list[Passed] = field(default_factory=list)
     crashed: int = 0
     job: str = ""
 
@@ -105,16 +102,19 @@ class _Node:
 def _read(ledger: NodeLedger) -> _Node:
     node, run, start, end, closed = _Node(), 0, 0.0, 0.0, True
     for one in ledger.records:
-        if isinstance(one, RunStart):
+        if isinstance(one, Booked):  # nearly all of them
+            node.rows.setdefault((run, one.number), one)
+            if one.end > end:
+                end = one.end
+        elif isinstance(one, RunStart):
             if run:
                 node.spans.append((start, end))
                 node.crashed += not closed
             node.name, node.job, start, end, closed, run = one.node, one.job, one.at, one.at, False, run + 1
         elif isinstance(one, RunEnd):
             end, closed = max(end, one.at), True
-        elif isinstance(one, Booked):
-            node.rows.setdefault((run, one.number), one)
-            end = max(end, one.end)
+        elif isinstance(one, Passed):
+            node.passed.append(one)
         else:
             node.outages[one.id] = one
     node.spans.append((start, end))
@@ -124,12 +124,21 @@ def _read(ledger: NodeLedger) -> _Node:
 def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = float("inf")) -> JobAccount:
     """Everything that the ledgers of one job say, of the time between `since` and `until`."""
     nodes = [_read(ledger) for ledger in ledgers]
-    rows = [NodeRow(node.name, part) for node in nodes for part in _within(node.rows.values(), since, until)]
+    _wait_for_others(nodes)
+    rows: list[Booked] = []
     sums: dict[tuple[str, str], Seconds] = {}
-    for one in rows:
-        total = sums.setdefault((one.node, one.row.ranks), {})
-        for state, lost in one.row.seconds.items():
-            total[state] = total.get(state, 0.0) + lost
+    for node in nodes:
+        own = list(_within(node.rows.values(), since, until))
+        rows += own
+        by_ranks: dict[str, Seconds] = {}
+        for row in own:
+            total = by_ranks.setdefault(row.ranks, {})
+            for state, lost in row.seconds.items():
+                total[state] = total.get(state, 0.0) + lost
+        for ranks_text, total in by_ranks.items():
+            known = sums.setdefault((node.name, ranks_text), {})
+            for state, lost in total.items():
+                known[state] = known.get(state, 0.0) + lost
     seconds: Seconds = defaultdict(float)
     by_node: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))
     by_rank: dict[int, Seconds] = defaultdict(lambda: defaultdict(float))
@@ -167,13 +176,23 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
         stalled_by=dict(stalled),
         outages=tuple(sorted(outages.values(), key=lambda one: one.begin)),
         rows=tuple(rows),
-        step=max((one.row.step for one in rows), default=-1),
+        step=max((row.step for row in rows), default=-1),
         saves=_saves(nodes[0].rows.values()) if nodes else {},
         damaged=sum(ledger.damaged for ledger in ledgers),
         crashed=sum(node.crashed for node in nodes),
-        nodes=tuple(sorted(node.name for node in nodes)),
+        nodes=tuple(sorted({node.name for node in nodes})),
         node_of=node_of,
     )
+
+
+def _wait_for_others(nodes: Sequence[_Node]) -> None:
+    """Books the waits for ranks of other nodes."""
+    if sum(bool(node.passed) for node in nodes) < 2:
+        return
+    found = list(join_nodes([node.passed for node in nodes], [node.rows for node in nodes]))
+    for number, key, seconds in found:
+        rows = nodes[number].rows
+        rows[key] = msgspec.structs.replace(rows[key], seconds=seconds)
 
 
 def _saves(rows: Iterable[Booked]) -> dict[str, tuple[int, float]]:
@@ -195,6 +214,9 @@ def _saves(rows: Iterable[Booked]) -> dict[str, tuple[int, float]]:
 
 def _within(rows: Iterable[Booked], since: float, until: float) -> Iterable[Booked]:
     """The rows, those at the edges in proportion."""
+    if since <= 0.0 and until == float("inf"):
+        yield from rows
+        return
     for row in rows:
         share = overlap_share(row, since, until)
         if share >= 1.0:
@@ -226,8 +248,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def by_window(found: JobAccount, window_s: float) -> list[tuple[float, Seconds]]:
     """(begin, rank-seconds by state) for every window from the job's begin to its end; empty ones are left out."""
     bins: dict[int, Seconds] = defaultdict(lambda: defaultdict(float))
-    for one in found.rows:
-        row = one.row
+    for row in found.rows:
         first, last = int((row.begin - found.begin) // window_s), int((row.end - found.begin) // window_s)
         for number in range(max(0, first), last + 1):
             low = found.begin + number * window_s

@@ -14,7 +14,7 @@ import gc
 import logging
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -22,13 +22,14 @@ import msgspec
 
 from allranks.channel.frames import HEAD, BadFrame, check_length, listen, take_frames, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
-from allranks.channel.limits import FoldedLog
+from allranks.channel.limits import ConnectionSlots, FoldedLog
 from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
 from allranks.lighthouse.messages import ACK, BEAT, PREAMBLE, QUORUM, Command, Result, decode, encode, load
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
+from allranks.lighthouse.snapshot import take_snapshot
 from allranks.model.cluster import (
     PROTOCOL_VERSION,
     CollectEvidence,
@@ -106,12 +107,14 @@ def _report_incident(service: Service, command: Command) -> object:
 def _note_report(service: Service, command: Command) -> object:
     report = load(NodeReport, command.body.encode())
     places = tuple(printable(text, 200) for text in report.places)
-    every_s = service.ranks.note(replace(report, node=printable(report.node), places=places), service.now())
+    every_s = service.agents.ranks.note(
+        replace(report, node=printable(report.node), places=places), service.now()
+    )
     return {"every_s": every_s}
 
 
 _ACTIONS: dict[str, Callable[[Service, Command], object]] = {
-    "status": lambda service, command: service.snapshot(),
+    "status": lambda service, command: take_snapshot(service),
     "evict": _evict,
     "let_in": _let_in,
     "finish": lambda service, command: {"finished": service.finish(command.replica)},
@@ -161,7 +164,7 @@ class _FastAck(msgspec.Struct, gc=False):
 
 
 _HEAD_BYTES, _head = HEAD.size, HEAD.unpack_from
-_read_beat = msgspec.json.Decoder(_FastBeat).decode
+_read_beat = cast("Callable[[bytes], messages.Beat]", msgspec.json.Decoder(_FastBeat).decode)
 _read_ack = msgspec.json.Decoder(_FastAck).decode
 
 
@@ -184,46 +187,41 @@ class Listener:
     http: Callable[[Service, str], asyncio.Protocol] | None = None  # (service, token) -> protocol
     takers: dict[bytes, Taker] = field(default_factory=dict)  # first four bytes -> another protocol
     frames: bool = True  # whether our own protocol is spoken here
-    unauthenticated: dict[UnauthenticatedConnection, float] = field(
-        default_factory=dict
-    )  # no hello yet; oldest first
+    unauthenticated: ConnectionSlots[UnauthenticatedConnection] = field(init=False)
     open: set[Connection] = field(default_factory=set)
     throttle: FoldedLog = field(default_factory=lambda: FoldedLog(log, 1.0))
     credential: Credential = field(init=False)
-    max_unauthenticated: int = field(init=False)
 
     def __post_init__(self) -> None:
-        #: Unauthenticated connections never take the descriptors that members need.
-        self.max_unauthenticated = min(self.options.max_unauthenticated, open_files_limit() // 4)
+        # they never take the descriptors that members need
+        self.unauthenticated = ConnectionSlots(min(self.options.max_unauthenticated, open_files_limit() // 4))
         self.credential = Keyring(self.options.token).for_purpose(messages.PURPOSE)
 
     async def listen_too(self, takers: dict[bytes, Taker], host: str, port: int) -> asyncio.Server:
         """Another port with the page and other protocols, under the same limits; without TLS and our own frames."""
         other = replace(self, takers=takers, frames=False)
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(lambda: Connection(other), backlog=BACKLOG, **where(host, port))
+        other.unauthenticated = self.unauthenticated
+        return await serve_at(lambda: Connection(other), host, port)
 
-    def let_in(self, connection: UnauthenticatedConnection) -> None:
-        """One more that has not authenticated; beyond the limit the oldest goes."""
-        self.unauthenticated[connection] = self.service.clock()
-        if len(self.unauthenticated) > self.max_unauthenticated:
-            oldest = next(iter(self.unauthenticated))
-            oldest.refuse_quietly("too many connections that did not authenticate")
+    def let_in(self, connection: UnauthenticatedConnection, peer: Sequence[object]) -> None:
+        """One more that has not authenticated; beyond the limit one of the host with most of them goes."""
+        until = self.service.clock() + self.options.hello_timeout_s
+        surplus = self.unauthenticated.add(connection, str(peer[0]) if peer else "", until)
+        if surplus is not None:
+            surplus.refuse_quietly("too many connections that did not authenticate")
 
-    def drop_slow(self, now: float) -> None:
+    def drop_slow(self) -> None:
         """Closes connections that never said hello."""
-        late = [
-            each for each, since in self.unauthenticated.items() if now - since > self.options.hello_timeout_s
-        ]
-        for each in late:
-            each.refuse_quietly("did not authenticate in time")
+        for late in self.unauthenticated.late(self.service.clock()):
+            late.refuse_quietly("did not authenticate in time")
 
 
-def where(host: str, port: int) -> dict[str, Any]:
-    """What create_server needs. asyncio's own "::" would be IPv6 alone; a name may have several addresses."""
+async def serve_at(make: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
+    """A server there. asyncio's own "::" would be IPv6 alone; a name may have several addresses."""
+    loop = asyncio.get_running_loop()
     if host in ("::", "127.0.0.1"):
-        return {"sock": listen(host, port, BACKLOG)}
-    return {"host": host, "port": port, "reuse_address": True}
+        return await loop.create_server(make, sock=listen(host, port, BACKLOG), backlog=BACKLOG)
+    return await loop.create_server(make, host, port, backlog=BACKLOG, reuse_address=True)
 
 
 class Connection(asyncio.Protocol):
@@ -253,7 +251,7 @@ class Connection(asyncio.Protocol):
             return
         self._transport.set_write_buffer_limits(high=_WRITE_LIMIT)
         listener.open.add(self)
-        listener.let_in(self)
+        listener.let_in(self, peer)
 
     def data_received(self, data: bytes) -> None:
         session = self._session
@@ -274,11 +272,8 @@ class Connection(asyncio.Protocol):
         except BadFrame as error:
             self._refuse(messages.Refused("garbage", str(error)))
 
-    def eof_received(self) -> bool:
-        return False
-
     def connection_lost(self, error: Exception | None) -> None:
-        self._listener.unauthenticated.pop(self, None)
+        self._listener.unauthenticated.remove(self)
         self._listener.open.discard(self)
         if error is not None:
             self._read_goodbye()
@@ -304,7 +299,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def refuse_quietly(self, why: str) -> None:
-        self._listener.unauthenticated.pop(self, None)
+        self._listener.unauthenticated.remove(self)
         self._listener.throttle.warn(why, "%s %s: closed", self.address, why)
         self._transport.abort()
 
@@ -360,7 +355,7 @@ class Connection(asyncio.Protocol):
             return
         if session is not None and kind == ACK:
             try:
-                self._listener.service.acknowledge(session, _read_ack(payload).id)
+                session.pending.pop(_read_ack(payload).id, None)
             except (ValueError, RecursionError) as error:
                 raise BadFrame(f"Ack: {error}") from error
             return
@@ -375,7 +370,7 @@ class Connection(asyncio.Protocol):
 
     def _beat(self, session: Session, payload: bytes) -> None:
         try:
-            beat: Any = _read_beat(payload)
+            beat = _read_beat(payload)
         except (ValueError, RecursionError) as error:
             self._refuse(messages.Refused("garbage", f"Beat: {error}"))
             return
@@ -413,7 +408,7 @@ class Connection(asyncio.Protocol):
         if isinstance(entered, messages.Refused):
             self._refuse(entered)
             return
-        self._listener.unauthenticated.pop(self, None)
+        self._listener.unauthenticated.remove(self)
         self._session = entered
         self._tune()
 
@@ -453,7 +448,7 @@ class Connection(asyncio.Protocol):
         self._listener.throttle.warn(
             refused.code, "%s refused (%s): %s", sender, refused.code, refused.message
         )
-        self._listener.unauthenticated.pop(self, None)
+        self._listener.unauthenticated.remove(self)
         self._send(refused)
         self.close()
 
@@ -464,7 +459,7 @@ class Connection(asyncio.Protocol):
                 raise BadFrame("this port is for torchft's clients: use the lighthouse's own")
             what = "gRPC: torchft's clients need --grpc-bind" if start == _HTTP2 else f"{data[:16]!r}"
             raise BadFrame(f"neither our frames nor HTTP: {what}")
-        listener.unauthenticated.pop(self, None)
+        listener.unauthenticated.remove(self)
         if start in listener.takers:
             self._tune()
             listener.open.discard(self)

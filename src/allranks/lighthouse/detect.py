@@ -1,4 +1,4 @@
-"""Who is silent, who makes no progress. Pure, except that AwakeClock is fed by its owner.
+"""Who is silent. Pure, except that AwakeClock is fed by its owner.
 
 Silence only counts while the lighthouse itself was awake to hear: after the machine or the process stood
 still, heartbeats lie unread in socket buffers and everybody would look dead.

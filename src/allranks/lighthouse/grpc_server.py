@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from allranks.channel.frames import join_address, loopback
+from allranks.channel.limits import ConnectionSlots
 from allranks.errors import require
 from allranks.lighthouse import grpc_wire
 from allranks.lighthouse.connection import Listener, Taker, open_files_limit
@@ -29,6 +30,11 @@ from allranks.lighthouse.messages import Hello, Refused
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.model.cluster import Quorum
+
+try:
+    import grpc
+except ImportError:  # torchft_protocol says what to install
+    grpc = None
 
 T = TypeVar("T")
 CHUNK = 1 << 16
@@ -40,17 +46,16 @@ PREFACE = b"PRI "  # how HTTP/2, and so gRPC, begins
 class Relay:
     """`closed(port)` is called once per connection; `port` is what the server saw as the peer's.
 
-    A connection costs two descriptors. Of more than `max_idle` that are no member's the oldest is closed; when all of
+    A connection costs two descriptors. Of more than `max_idle` that are no member's one is closed; when all of
     them take half of the descriptors of this process, nobody else comes in.
     """
 
     def __init__(self, grpc: tuple[str, int], closed: Callable[[int], None], max_idle: int) -> None:
         self._grpc = grpc
         self._closed = closed
-        self._max_idle = max_idle
         self._max = open_files_limit() // 4
         self._tasks: set[asyncio.Task[None]] = set()
-        self._idle: dict[asyncio.Task[None], None] = {}  # no member's; oldest first
+        self._idle = ConnectionSlots[asyncio.Task[None]](max_idle)  # no member's
         self._ports: dict[int, tuple[asyncio.Task[None], str]] = {}
         self._left: dict[int, float] = {}  # bytes that a connection may send until its next call
 
@@ -73,7 +78,7 @@ class Relay:
     def keep(self, port: int) -> None:
         """The connection of this port is a member's."""
         if port in self._ports:
-            self._idle.pop(self._ports[port][0], None)
+            self._idle.remove(self._ports[port][0])
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -87,18 +92,18 @@ class Relay:
             writer.close()
             return
         self._tasks.add(task)
-        self._idle[task] = None
-        if len(self._idle) > self._max_idle:
-            oldest = next(iter(self._idle))
-            del self._idle[oldest]
-            oldest.cancel()
+        peer = writer.get_extra_info("peername")
+        surplus = self._idle.add(task, str(peer[0]) if peer else "")
+        if surplus is not None:
+            self._idle.remove(surplus)
+            surplus.cancel()
         try:
             await self._relay(task, reader, writer)
         except (OSError, asyncio.CancelledError):
             pass  # gone, or too many are idle, or we close
         finally:
             self._tasks.discard(task)
-            self._idle.pop(task, None)
+            self._idle.remove(task)
             with contextlib.suppress(OSError, RuntimeError):
                 writer.close()
 
@@ -212,8 +217,6 @@ class TorchftServer:
 
     async def quorum(self, request: bytes, context: CallContext) -> bytes:
         """Long poll: answers when a quorum with this member is formed."""
-        import grpc
-
         if not self._knows_token(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
         member = await _decode(grpc_wire.decode_quorum_request, request, context)
@@ -246,8 +249,6 @@ class TorchftServer:
         return call.result()
 
     async def heartbeat(self, request: bytes, context: CallContext) -> bytes:
-        import grpc
-
         known = self._knows_token(context)
         if not known and not self.open_to_observers:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_TOKEN)
@@ -314,8 +315,6 @@ NO_TOKEN = (
 
 
 async def _decode(read: Callable[[bytes], T], request: bytes, context: CallContext) -> T:
-    import grpc
-
     try:
         return read(request)
     except grpc_wire.BadMessage as error:
@@ -337,7 +336,7 @@ def torchft_protocol(
         torchft = TorchftServer(listener.service, listener.options.token, open_to_observers)
         server, inner = _grpc_server(torchft)
         await server.start()
-        torchft.relay = Relay((loopback(), inner), torchft.closed, listener.max_unauthenticated // 2)
+        torchft.relay = Relay((loopback(), inner), torchft.closed, listener.unauthenticated.limit // 2)
         takers: dict[bytes, Taker] = {PREFACE: torchft.relay.take}
         address, own = listener.service.address, None
         if host:
@@ -362,8 +361,6 @@ def torchft_protocol(
 
 def _grpc_server(torchft: TorchftServer) -> tuple[Any, int]:
     """gRPC's own server, on a loopback port."""
-    import grpc
-
     server = grpc.aio.server(options=_OPTIONS)
     handlers = {
         "Quorum": grpc.unary_unary_rpc_method_handler(torchft.quorum),

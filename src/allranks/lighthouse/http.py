@@ -19,6 +19,8 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import cast
 
+from allranks.channel.limits import ConnectionSlots
+
 log = logging.getLogger("allranks.lighthouse")
 
 MAX_HEAD = 16 << 10
@@ -87,23 +89,22 @@ class EventStream:
 
 @dataclass
 class HttpSlots:
-    """The connections that are open, by host. One that comes when all places are taken has one all the same."""
+    """The connections that are open, and their turns. One that comes when all places are taken has one all the same."""
 
     limit: int
+    open: ConnectionSlots[HttpConnection] = field(init=False)
     _waiting: dict[HttpConnection, None] = field(default_factory=dict)  # for their turn
     _last_turn: float = 0.0
     _timed: bool = False  # the next turn is planned
-    _by_host: dict[str, dict[HttpConnection, None]] = field(default_factory=dict)  # oldest first
     unread: dict[HttpConnection, int] = field(default_factory=dict)  # bytes of those who read slowly
-    _taken: int = 0
+
+    def __post_init__(self) -> None:
+        self.open = ConnectionSlots(self.limit)
 
     def take(self, connection: HttpConnection, host: str) -> None:
         """Comes in; somebody of the host with most connections may have to go."""
-        self._by_host.setdefault(host, {})[connection] = None
-        self._taken += 1
-        if self._taken > self.limit:
-            crowd = max(self._by_host.values(), key=len)
-            next(iter(crowd)).abort()
+        if (surplus := self.open.add(connection, host)) is not None:
+            surplus.abort()
 
     def take_turn(self, connection: HttpConnection) -> bool:
         """Whether it is served at once; if not, its `take_turn` is called later, one every TURN_S."""
@@ -135,16 +136,11 @@ class HttpSlots:
         while len(self.unread) > 1 and sum(self.unread.values()) > ALL_UNREAD_BYTES:
             next(iter(self.unread)).abort()
 
-    def free(self, connection: HttpConnection, host: str) -> None:
+    def free(self, connection: HttpConnection) -> None:
         """Is gone, or will be in a moment."""
         self.unread.pop(connection, None)
         self._waiting.pop(connection, None)
-        here = self._by_host.get(host, {})
-        if connection in here:
-            del here[connection]
-            self._taken -= 1
-        if not here:
-            self._by_host.pop(host, None)
+        self.open.remove(connection)
 
 
 class HttpConnection(asyncio.Protocol):
@@ -155,7 +151,6 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, handle: Callable[[HttpRequest], Answer], places: HttpSlots) -> None:
         self._handle = handle
         self._places = places
-        self._host = ""
         self._rest = bytearray()
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = False  # for the turn of the next request
@@ -167,17 +162,16 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         peer = transport.get_extra_info("peername")
-        self._host = str(peer[0]) if peer else ""
-        self._places.take(self, self._host)
+        self._places.take(self, str(peer[0]) if peer else "")
         self._wait(ARRIVAL_S)
 
     def abort(self) -> None:
         """Ends it at once: its place is needed."""
-        self._places.free(self, self._host)
+        self._places.free(self)
         self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._places.free(self, self._host)
+        self._places.free(self)
         if self._timer is not None:
             self._timer.cancel()
         if self._end_stream is not None:

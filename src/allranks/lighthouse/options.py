@@ -48,7 +48,6 @@ class Options:
         "how long a new lighthouse waits for members of an earlier quorum; `allranks lighthouse` waits 1.5 s "
         "unless it made its token itself",
     )
-    stall_s: float = _time(0.0, "collect evidence when a member makes no progress for this long; 0: never")
     grace_s: float = option(
         0.002, "wait after an orderly close without a shutdown message: the process died", at_least=0
     )
@@ -134,7 +133,9 @@ class ServerOptions:
     hello_timeout_s: float = option(5.0, "within which a client must authenticate", above=0)
     max_connections: int = option(16000, "open connections", above=0)
     max_unauthenticated: int = option(
-        1000, "connections before authentication; beyond it the oldest is dropped", above=0
+        1000,
+        "connections before authentication; beyond it the host with most of them loses its oldest",
+        above=0,
     )
     max_frame_bytes: int = option(16 << 20, "longest message", above=0)
     max_hello_bytes: int = option(16 << 10, "longest first message", above=0)

@@ -8,17 +8,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from allranks.blackbox.files import job_folders
 from allranks.lighthouse.history import NONE, Sample, read_jobs, row_of
+from allranks.lighthouse.service import Service
 from allranks.lighthouse.snapshot import make_scene, natural, standing_of
 from allranks.lighthouse.status import TrainingStatus
 from allranks.model.cluster import AGENT, PublishedIncident
 from allranks.model.metrics import SPENT
-
-if TYPE_CHECKING:
-    from allranks.lighthouse.service import Service
 
 MAX_INCIDENTS, MAX_EVENTS, MAX_ODD = 50, 30, 24
 LEVELS = ("good", "warn", "bad")
@@ -35,7 +32,7 @@ def page_view(service: Service) -> dict[str, object]:
     """Everything that changes from second to second."""
     training = service.training.describe(make_scene(service))
     counts, odd, letters = _replicas(service)
-    cells = service.ranks.cells() or letters
+    cells = service.agents.ranks.cells() or letters
     guilty = sorted({rank for one in service.agents.incidents if not one.closed for rank in one.ranks})
     return {
         "job": service.job,
@@ -44,14 +41,14 @@ def page_view(service: Service) -> dict[str, object]:
         "numbers": _numbers(service, training, cells),
         "sample": row_of(take_sample(service, training, cells)),
         "cells": cells,
-        "cell": "rank" if service.ranks.reports else "replica",
+        "cell": "rank" if service.agents.ranks.reports else "replica",
         "guilty": guilty,
-        "layout": service.ranks.version,
+        "layout": service.agents.ranks.version,
         "incidents": list(_incidents(service.agents.incidents)),
         "replicas": counts,
         "odd": odd,
         "events": [one for one in list(service.event_log.history)[-300:] if one.kind in NEWS][-MAX_EVENTS:],
-        "token_file": service.ranks.token_file() or service.token_file,
+        "token_file": service.agents.ranks.token_file() or service.token_file,
         "goodput": SPENT[-1]() if SPENT else None,
         "address": service.address,
         "reason": service.coordinator.reason if service.state.number else "",
@@ -60,8 +57,8 @@ def page_view(service: Service) -> dict[str, object]:
 
 def take_sample(service: Service, training: TrainingStatus, cells: str) -> Sample:
     """The newest row of the charts."""
-    times = service.ranks.step_times()
-    loss = service.ranks.loss()
+    times = service.agents.ranks.step_times()
+    loss = service.agents.ranks.loss()
     ranks = len(cells) - cells.count(".")
     alive = training.members if training.replicas else ranks - cells.count("d") - cells.count("e")
     idle = training.word in ("looking", "hung", "stalled", "recovering", "stopped")
@@ -142,7 +139,7 @@ def overview(service: Service) -> list[dict[str, object]]:
 
 def tick(service: Service) -> None:
     """Once a second: a row of the history, and what the job says now."""
-    cells = service.ranks.cells()
+    cells = service.agents.ranks.cells()
     training = service.training.describe(make_scene(service))
     service.history.note(take_sample(service, training, cells))
     service.history.describe(

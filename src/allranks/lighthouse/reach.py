@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 2.0, 60.0
 FORGET_S = 60.0  # a pair that has worked for so long begins with the first back-off again
@@ -17,6 +16,7 @@ MAX_PAIRS = 20_000  # that are remembered
 _BRANCHES = 2000  # of the exact search; beyond it the rest is decided greedily
 
 Pair = tuple[str, str]  # sessions, sorted
+Worth = tuple[int, int, tuple[int, ...]]  # of a set of sessions, to compare sets
 
 
 def pair_of(one: str, other: str) -> Pair:
@@ -29,7 +29,6 @@ class Apart:
 
     until: float
     tries: int
-    said_by: str  # session of the one that reported it last
 
 
 @dataclass
@@ -53,7 +52,7 @@ class Reach:
             else:
                 tries = 1 + (before.tries if before and now < before.until + FORGET_S else 0)
                 pause = min(FIRST_BACKOFF_S * 2.0 ** (tries - 1), LAST_BACKOFF_S)
-                self.apart[pair] = Apart(now + pause, tries, by)
+                self.apart[pair] = Apart(now + pause, tries)
             self._unprove(by, other)
         while len(self.apart) > MAX_PAIRS:
             del self.apart[next(iter(self.apart))]
@@ -119,7 +118,7 @@ class Reach:
 
 
 def largest_set(
-    sessions: Collection[str], apart: Mapping[str, set[str]], worth: Callable[[Collection[str]], Any]
+    sessions: Collection[str], apart: Mapping[str, set[str]], worth: Callable[[Collection[str]], Worth]
 ) -> frozenset[str]:
     """The largest set in which nobody is apart from another; of equally large ones that of the highest `worth`.
 
@@ -128,7 +127,7 @@ def largest_set(
     """
     free = frozenset(sessions) - apart.keys()
     best: frozenset[str] | None = None
-    best_key: Any = None
+    best_key: tuple[int, Worth] | None = None
     stack = [frozenset(apart)]
     seen: set[frozenset[str]] = set()
     while stack:
@@ -142,7 +141,7 @@ def largest_set(
         if not worst or not conflicts[worst]:
             found = free | left
             key = (len(found), worth(found))
-            if best is None or key > best_key:
+            if best_key is None or key > best_key:
                 best, best_key = found, key
             continue
         stack.append(left - {worst})

@@ -24,15 +24,16 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import TypeVar, cast
 
-from allranks.channel.frames import join_address
+from allranks.channel.frames import cut, join_address
 from allranks.errors import LighthouseError
 from allranks.lighthouse import page
-from allranks.lighthouse.connection import BACKLOG, Connection, Listener, where
+from allranks.lighthouse.connection import Connection, Listener, serve_at
 from allranks.lighthouse.election import Election, EtcdOptions
 from allranks.lighthouse.history import History
 from allranks.lighthouse.messages import Refused, encode
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.service import Service
+from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import PersistedState, Status
 
 
@@ -79,15 +80,15 @@ class Handshake(asyncio.Protocol):
             return
         finally:
             cast(asyncio.Transport, transport).abort()
-        self._listener.let_in(self)
+        self._listener.let_in(self, transport.get_extra_info("peername"))
         self._task = asyncio.get_running_loop().create_task(self._agree(self._socket))
 
     def refuse_quietly(self, why: str) -> None:
         """Drops the connection; the handshake fails by it."""
-        self._listener.unauthenticated.pop(self, None)
+        self._listener.unauthenticated.remove(self)
         self._listener.throttle.warn(why, "a TLS handshake: %s: closed", why)
-        with suppress(OSError):
-            cast(socket.socket, self._socket).shutdown(socket.SHUT_RDWR)
+        if self._socket is not None:
+            cut(self._socket)
 
     async def _agree(self, sock: socket.socket) -> None:
         limit = self._listener.options.hello_timeout_s
@@ -98,7 +99,7 @@ class Handshake(asyncio.Protocol):
         except OSError as error:  # not TLS, no right certificate, or gone
             self._listener.throttle.warn("tls", "no TLS: %s", error)
         finally:
-            self._listener.unauthenticated.pop(self, None)
+            self._listener.unauthenticated.remove(self)
 
 
 log = logging.getLogger("allranks.lighthouse")
@@ -175,7 +176,7 @@ class Lighthouse:
 
     def status(self) -> Status:
         """A snapshot, from any thread."""
-        return self.call(lambda service: service.snapshot())
+        return self.call(take_snapshot)
 
     def _run(self) -> None:
         try:
@@ -238,12 +239,11 @@ class Lighthouse:
             history.close()
 
     async def _listen(self, listener: Listener) -> asyncio.Server:
-        loop = asyncio.get_running_loop()
         context = tls_context(self.server)
-        server = await loop.create_server(
+        server = await serve_at(
             lambda: Handshake(listener, context) if context else Connection(listener),
-            backlog=BACKLOG,
-            **where(self.server.host, self.server.port),
+            self.server.host,
+            self.server.port,
         )
         host, port = server.sockets[0].getsockname()[:2]
         self.address = self.server.advertise or join_address(host, port)
@@ -258,7 +258,7 @@ class Lighthouse:
             try:
                 await asyncio.wait_for(stop.wait(), 0.5)
             except asyncio.TimeoutError:
-                listener.drop_slow(listener.service.clock())
+                listener.drop_slow()
 
     async def _drain(self, listener: Listener) -> None:
         """Tells everybody that we close, and lets the words get out."""

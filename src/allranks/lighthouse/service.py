@@ -1,9 +1,8 @@
 """The heart of a lighthouse: takes what clients report, notices which replicas are gone, lets the coordinator decide.
 
 No sockets here: clients are `Peer`s (sessions.py), time comes from an AwakeClock, timers from the event loop.
-Runs on the loop's thread only. Seams for the web page and other protocols: `snapshot()`, `subscribe()`,
-`evict()`, `let_in()`, and `agents` (evidence, incidents); another protocol also uses `hello()`,
-`join()`, `heard()`, `leave()` and `disconnected()` with a Peer of its own.
+Runs on the loop's thread only. The web page uses `event_log`, `evict()`, `let_in()` and `agents` (evidence,
+incidents); another protocol also uses `hello()`, `join()`, `heard()`, `leave()` and `disconnected()` with a Peer of its own.
 """
 
 from __future__ import annotations
@@ -14,28 +13,24 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from allranks.lighthouse.agents import CUT_BACK_S, SILENT_BACK_S, Agents
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.history import History
 from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Probed, Refused, Welcome, encode
+from allranks.lighthouse.names import Names, superseded
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.quorum_coordinator import Keep, QuorumCoordinator, Timers
-from allranks.lighthouse.ranks import RankTable
 from allranks.lighthouse.sessions import EventLog, Peer, Session, Sessions, deliver, merged, signed
-from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.state import QuorumState
-from allranks.lighthouse.status import PersistedState, Status, StatusEvent
+from allranks.lighthouse.status import PersistedState
 from allranks.lighthouse.training import LostSteps, TrainingView
 from allranks.model.claims import DIALECT, find_fault
 from allranks.model.cluster import Evicted, LetIn, Member, MemberLeft, MemberLost, Quorum, QuorumWanted
 
 log = logging.getLogger("allranks.lighthouse")
 
-T = TypeVar("T")
 MAX_NAME = 256  # characters of the name of a replica or a node
-_REMEMBERED = 10_000  # sessions of the past that are still known
 _PONG = encode(Pong())
 #: A rank whose liveness proxy was killed starts another, and is back within this time.
 PROXY_BACK_S = 5.0
@@ -64,15 +59,10 @@ class Service:
     history: History = field(default_factory=History)  # for the page
     on_health: Callable[[], object] = lambda: None  # an agent says something else of its ranks
     token_file: str = ""  # where people find the job token
-    _lost: dict[str, MemberLost] = field(default_factory=dict)  # sessions declared lost
-    _retired: dict[str, str] = field(default_factory=dict)  # sessions replaced by a restart
-    _applied: dict[str, float] = field(
-        default_factory=dict
-    )  # sessions that want a name that is taken, since when
+    names: Names = field(default_factory=Names)
     _sweep_timer: asyncio.TimerHandle | None = None
     _next_sweep: float = 0.0
     _audience: tuple[frozenset[str], frozenset[str], frozenset[str]] = (frozenset(), frozenset(), frozenset())
-    _stalled: set[str] = field(default_factory=set)
     _lost_steps: LostSteps | None = None  # the last that were reported
     _finishing: set[str] = field(default_factory=set)  # sessions said to be through, not gone yet
 
@@ -81,16 +71,9 @@ class Service:
         self.state = QuorumState(self.options)
         self.sessions = Sessions()
         self.event_log = EventLog(self.sessions)
-        self.coordinator = QuorumCoordinator(
-            self.options,
-            self.timers,
-            self.now,
-            self.state,
-            self.sessions,
-            self.event_log,
-            active=self.leading,
-            on_new=self._look_for_lost_steps,
-        )
+        parts = self.timers, self.now, self.state, self.sessions, self.event_log
+        self.coordinator = QuorumCoordinator(self.options, *parts, active=self.leading)
+        self.coordinator.on_new = self._look_for_lost_steps
         serving = lambda: self.leading and not self.draining  # noqa: E731
         self.agents = Agents(self.sessions, self.event_log, self.timers, self.now, serving)
         self.training = TrainingView(self.now)
@@ -119,11 +102,6 @@ class Service:
         if self.leading:
             self.state.settling_until = self.now() + self.options.start_grace_s
         self._sweep()
-
-    @property
-    def ranks(self) -> RankTable:
-        """What agents report of their ranks."""
-        return self.agents.ranks
 
     def close(self) -> None:
         """Stops timers; connections are the server's."""
@@ -168,40 +146,27 @@ class Service:
             return Refused("draining", "this lighthouse is closing", self.leader)
         if not self.leading:
             return Refused("moved", "this lighthouse does not lead", self.leader)
-        if not all(
-            len(name) <= MAX_NAME and name.isprintable()
-            for name in (hello.replica, hello.node, hello.session)
-        ):
-            return Refused(
-                "garbage",
-                f"names of replicas and nodes must be printable, without control characters, and have at most {MAX_NAME}",
-            )
+        names = (hello.replica, hello.node, hello.session)
+        if not all(len(name) <= MAX_NAME and name.isprintable() for name in names):
+            wanted = f"be printable, without control characters, and have at most {MAX_NAME}"
+            return Refused("garbage", f"names of replicas and nodes must {wanted}")
         observer = hello.role == "observer"
         name = hello.replica or f"{hello.node or 'observer'}#{hello.session[:8] or uuid.uuid4().hex[:8]}"
         key = hello.session or uuid.uuid4().hex
-        if key in self._retired:
-            return Refused("superseded", f"{name}: another process of the same name took this one's place")
         if refused := self._refuse_second(name, key, observer):
             return refused
         here = self.state.replicas.get(name)
-        unknown = key not in self._lost and (here is None or here.session != key)
+        unknown = key not in self.names.lost and (here is None or here.session != key)
         session = self._enter(peer, hello, name, key, observer)
         last = (hello.epoch, hello.number, hello.round)
         recall = self.state.hear_of(self.now(), last, unknown)
-        state, options = self.state, self.options
-        welcome = Welcome(
-            self.address,
-            options.beat_s,
-            options.heartbeat_timeout_s,
-            state.epoch,
-            state.number,
-            recall,
-            lease_s=options.lease_s,
-        )
+        options, known = self.options, (self.state.epoch, self.state.number)
+        times = options.beat_s, options.heartbeat_timeout_s
+        welcome = Welcome(self.address, *times, *known, recall, lease_s=options.lease_s)
         peer.deliver(welcome, encode(welcome))
         deliver(session, session.pending)
-        if key in self._lost and not observer:
-            lost = self._lost.pop(key)
+        if key in self.names.lost and not observer:
+            lost = self.names.lost.pop(key)
             self.sessions.push([replace(lost, reason=f"declared lost: {lost.reason}")], [name])
         self.coordinator.soon()
         return session
@@ -211,10 +176,10 @@ class Service:
         here = self.sessions.of(name)
         if here and here[0].session != key:  # an observer: replicas were refused
             self._supersede(name)
-        self._retire_earlier(name, key)
+        self.names.retire_lost(name, key)
         known = self.state.replicas.get(name)
         session = self.sessions.get(name, hello.rank)
-        returned = known is not None or key in self._lost
+        returned = known is not None or key in self.names.lost
         if session is not None:
             previous, session.peer, session.heard = session.peer, peer, now
             session.connections, session.node = hello.connections, hello.node
@@ -236,38 +201,21 @@ class Service:
         return session
 
     def _refuse_second(self, name: str, key: str, observer: bool) -> Refused | None:
-        """One process per name: another is refused while the first lives, and waits until that is known.
-
-        The first lives when it is heard again after the second has come.
-        """
-        first = next((each for each in self.sessions.of(name) if each.session != key), None)
-        if first is None or observer or first.observer:
-            self._applied.pop(key, None)
-            return None
-        now = self.now()
-        since = self._applied.get(key, now)
-        _note(self._applied, key, since)
-        age = f"{name} is the name of another process on {first.node or '?'}, heard {max(0.0, now - first.heard):.1f} s ago"
-        if first.peer is None or first.heard - since < self.options.beat_s / 2:
-            return Refused("waiting", f"{age}: waiting until it is known whether that process lives")
-        self.event_log.event("refused", f"a second {name} was refused: {age}", name)
-        return Refused("taken", age)
+        """One process per name; of observers the newer one counts."""
+        others = (each for each in self.sessions.of(name) if each.session != key)
+        first = next((each for each in others if not observer and not each.observer), None)
+        refused = self.names.refuse(name, key, first, self.now(), self.options.beat_s)
+        if refused is not None and refused.code == "taken":
+            self.event_log.event("refused", f"a second {name} was refused: {refused.message}", name)
+        return refused
 
     def _supersede(self, name: str) -> None:
         """Another observer of the same name: the old one is over."""
-        refused = Refused("superseded", f"{name}: another process of the same name took this one's place")
-        frame = encode(refused)
+        refused = superseded(name)
         for session in self.sessions.of(name):
-            _note(self._retired, session.session, name)
-            session.tell(refused, frame)
+            self.names.retire(name, session.session)
+            session.tell(refused, encode(refused))
         self._lose(name, "restarted under the same name", certain=True)
-
-    def _retire_earlier(self, name: str, key: str) -> None:
-        """Processes of this name that were lost never come back: its name is another's."""
-        for session, lost in list(self._lost.items()):
-            if lost.replica == name and session != key:
-                _note(self._retired, session, name)
-                del self._lost[session]
 
     def recalled(self, quorum: Quorum) -> None:
         """A client answers a recall: the quorum that an earlier lighthouse formed."""
@@ -313,8 +261,6 @@ class Service:
             self.on_health()
         if beat.ping:
             session.tell(Pong(), _PONG)
-        if self.options.stall_s:
-            self._look_for_stall(session)
 
     def join(self, session: Session, member: Member, known: int = -1) -> Refused | None:
         """One rank asks; the replica asks when all its ranks have. A Refused is the answer when it may not.
@@ -335,12 +281,7 @@ class Service:
             self.state.refuse(name)
             self.coordinator.soon()
             return Refused("claim", text)
-        if (
-            last is not None
-            and 0 <= known < last.round
-            and name in self.state.continuing
-            and session.peer is not None
-        ):
+        if last is not None and 0 <= known < last.round and name in self.state.continuing and session.peer:
             session.peer.deliver(last, encode(last))
             return None
         session.asking = signed(member, session, dialect)
@@ -367,12 +308,8 @@ class Service:
         session.asking = None
         self.state.withdraw(name)
         self.coordinator.soon()
-        ages = {
-            each.replica: max(0.0, self.awake.now - each.heard)
-            for who in missing
-            for each in self.sessions.of(who)
-        }
-        heard = ", ".join(f"{who} last heard {age:.1f} s ago" for who, age in ages.items())
+        ages = {who: self.awake.now - each.heard for who in missing for each in self.sessions.of(who)}
+        heard = ", ".join(f"{who} last heard {max(0.0, age):.1f} s ago" for who, age in ages.items())
         return NoQuorumYet(reason + (f" ({heard})" if heard else ""), missing)
 
     def probed(self, session: Session, probed: Probed) -> None:
@@ -390,19 +327,6 @@ class Service:
                     text = f"{session.replica} waits to join and cannot connect to {known[other]}"
                 self.event_log.event("unreachable", text, known[other])
             self.coordinator.soon()
-
-    def acknowledge(self, session: Session, notice_id: int) -> None:
-        session.pending.pop(notice_id, None)
-
-    def _look_for_stall(self, session: Session) -> None:
-        """A member that sends heartbeats but makes no progress: ask for evidence, once per stall."""
-        if session.idle_s < self.options.stall_s:
-            self._stalled.discard(session.replica)
-        elif session.replica not in self._stalled and session.replica in self.state.continuing_not_asking:
-            self._stalled.add(session.replica)
-            text = f"{session.replica} makes no progress for {session.idle_s:.1f} s at step {session.step}"
-            self.event_log.event("stalled", text, session.replica)
-            self.agents.collect(text, [session.replica])
 
     # ---- going ------------------------------------------------------------------------------------------
 
@@ -510,7 +434,7 @@ class Service:
         if name in self.state.replicas:
             self.state.lose(now, name, reason, certain, back_s)
         notice = MemberLost(name, reason, key, number, round((now - heard) * 1000, 3), certain)
-        _note(self._lost, key, notice)
+        self.names.lose(notice)
         frame = encode(notice)
         for each in sessions:
             each.tell(notice, frame, close=True)
@@ -568,17 +492,3 @@ class Service:
         self.event_log.notify(LetIn(name), members | self.sessions.observers | {name})
         self.coordinator.soon()
         return True
-
-    def subscribe(self, listener: Callable[[StatusEvent], None]) -> Callable[[], None]:
-        """Calls `listener` for every event, on the loop's thread; the returned function ends that."""
-        return self.event_log.subscribe(listener)
-
-    def snapshot(self) -> Status:
-        """Everything at this moment."""
-        return take_snapshot(self)
-
-
-def _note(book: dict[str, T], key: str, value: T) -> None:
-    book[key] = value
-    if len(book) > _REMEMBERED:
-        del book[next(iter(book))]

@@ -153,7 +153,7 @@ def merged(ranks: list[Session]) -> Member:
     )
 
 
-_LOUD = frozenset({"lost", "evicted", "stalled", "incident", "went_back"})
+_LOUD = frozenset({"lost", "evicted", "incident", "went_back"})
 
 
 @dataclass

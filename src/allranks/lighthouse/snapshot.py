@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from allranks import __version__
+from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session, Sessions
 from allranks.lighthouse.state import QuorumState, Replica
 from allranks.lighthouse.status import ReplicaStatus, Status
 from allranks.lighthouse.training import Scene
 from allranks.model.cluster import AGENT, read_health
 from allranks.model.job_state import AgentState, OpenIncident
-
-if TYPE_CHECKING:
-    from allranks.lighthouse.service import Service
 
 
 def take_snapshot(service: Service) -> Status:

@@ -1,5 +1,4 @@
-"""What the lighthouse knows: replicas, the last quorum, who is gone, who must take the state from whom. Pure: no clock,
-no sockets, no files.
+"""What the lighthouse knows: replicas, the last quorum, who is gone. Pure: no clock, no sockets, no files.
 
 Every change is a method that takes `now` (awake seconds, see detect.AwakeClock). `replicas` holds only the
 living, so dead names never pile up; a member of the last quorum that died stays in `gone` until the next one.
@@ -50,24 +49,6 @@ class Gone:
     step: int = -1  # steps that its state had; -1: not known
     node: str = ""
     closed: bool = False  # its connection was closed: by its end, or that of its liveness proxy
-
-
-def assign_healing(members: Sequence[Member]) -> tuple[int, dict[str, str]]:
-    """(max step, {replica that must heal: its source}) for members sorted by name.
-
-    Whoever is behind the highest step heals from one that is there, sources taken in turn so that no single
-    one serves all. At step 0 nobody is behind, but random initial weights differ: every member that asked
-    for `init_sync` takes those of the first.
-    """
-    if not members:
-        return 0, {}
-    top = max(member.step for member in members)
-    sources = [member for member in members if member.step == top]
-    if top == 0:
-        behind = [member for member in members[1:] if member.init_sync]
-        return 0, {member.replica: members[0].replica for member in behind}
-    behind = [member for member in members if member.step != top]
-    return top, {m.replica: sources[i % len(sources)].replica for i, m in enumerate(behind)}
 
 
 MAX_LOSERS = 20_000  # names whose losses are remembered, beyond the largest job
@@ -271,15 +252,13 @@ class QuorumState:
         """The quorum these members would form. Nothing changes yet: it may have to be kept safe first."""
         chosen = tuple(sorted(members, key=lambda member: member.replica))
         changed = self.is_new(chosen)
-        top, heal = assign_healing(chosen)
         return Quorum(
             number=self.number + 1 if changed else self.number,
             epoch=self.epoch,
             members=chosen,
             reason=reason,
             round=self.round + 1,
-            max_step=top,
-            heal=heal,
+            max_step=max((member.step for member in chosen), default=0),
             spares=tuple(sorted(spares)),
             evicted=tuple(sorted(self.evicted)),
         )

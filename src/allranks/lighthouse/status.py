@@ -10,7 +10,7 @@ from allranks.model.cluster import PublishedIncident, Quorum
 @dataclass(frozen=True)
 class StatusEvent:
     """One thing that happened. `kind`: connected, returned, lost, left, finished, refused, evicted, let_in, quorum,
-    waiting, incident, collect, leader, stalled, unreachable."""
+    waiting, incident, collect, leader, unreachable."""
 
     at: float  # Unix time, for people only
     kind: str

@@ -27,6 +27,7 @@ from allranks.lighthouse.http import Answer, EventStream, HttpConnection, HttpRe
 from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.page import overview, page_view
 from allranks.lighthouse.service import Service
+from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import StatusEvent
 from allranks.model.metrics import METRICS_KIND
 from allranks.model.parsing import from_json, printable
@@ -37,6 +38,7 @@ REFRESH_S = 1.0  # pushed this often even when nothing happens, for ages and ste
 MAX_SPAN_S = 86400.0
 KEEP_S = 0.1  # an answer that describes everybody is given again for so long, unless something has happened
 
+HTML = "text/html; charset=utf-8"
 _ICON = (
     b"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><circle cx='8' cy='8' r='7' fill='#1a7f37'/>"
     b"<path d='M8 1v7l5 4' stroke='#fff' stroke-width='2' fill='none'/></svg>"
@@ -96,7 +98,7 @@ class Web:
     def _read(self, request: HttpRequest) -> Answer:
         path = request.path
         if path == "/":
-            return Answer(body=_page(), kind="text/html; charset=utf-8")
+            return Answer(body=_page(), kind=HTML)
         if path.startswith("/incidents/"):
             return self._story(path.removeprefix("/incidents/"))
         if path == "/api/status":
@@ -104,7 +106,9 @@ class Web:
         if path == "/api/page":
             return Answer(body=self._once(path, self._view))
         if path == "/api/nodes":
-            return Answer(body=self._once(path, lambda: msgspec.json.encode(self.service.ranks.nodes())))
+            return Answer(
+                body=self._once(path, lambda: msgspec.json.encode(self.service.agents.ranks.nodes()))
+            )
         if path == "/api/history":
             return self._history(request)
         if path == "/api/jobs":
@@ -123,7 +127,7 @@ class Web:
         if path == "/favicon.ico":
             return Answer(body=_ICON, kind="image/svg+xml")
         if path == "/status":
-            return Answer(body=self._once(path, self._fragment), kind="text/html; charset=utf-8")
+            return Answer(body=self._once(path, self._fragment), kind=HTML)
         return _error(404, f"there is no {path}")
 
     def _once(self, path: str, make: Callable[[], bytes]) -> bytes:
@@ -137,10 +141,10 @@ class Web:
         return answer
 
     def _metrics(self) -> bytes:
-        return ("\n".join(render_metrics(self.service.snapshot())) + "\n").encode()
+        return ("\n".join(render_metrics(take_snapshot(self.service))) + "\n").encode()
 
     def _status(self) -> bytes:
-        status = self.service.snapshot()
+        status = take_snapshot(self.service)
         if status.quorum is not None:
             members = tuple(replace(member, data="") for member in status.quorum.members)
             status = replace(status, quorum=replace(status.quorum, members=members))
@@ -159,14 +163,9 @@ class Web:
 
     def _rank(self, number: str) -> Answer:
         known = reversed(self.service.agents.evidence.items())
-        found = (
-            self.service.ranks.detail(int(number), known) if number.isdecimal() and len(number) < 8 else None
-        )
-        return (
-            _error(404, f"nothing is known of rank {number}")
-            if found is None
-            else Answer(body=msgspec.json.encode(found))
-        )
+        valid = number.isdecimal() and len(number) < 8
+        found = self.service.agents.ranks.detail(int(number), known) if valid else None
+        return _done(found) if found is not None else _error(404, f"nothing is known of rank {number}")
 
     def _story(self, incident: str) -> Answer:
         """The page of an incident, which an agent sent: in a sandbox, without the rights of our own page. Its
@@ -180,16 +179,11 @@ class Web:
         if story is None:
             return _error(404, f"there is no story of incident {incident}")
         policy = ("Content-Security-Policy", "sandbox allow-scripts allow-popups")
-        return Answer(
-            body=story.encode("utf-8", "replace"),
-            kind="text/html; charset=utf-8",
-            headers=(policy,),
-            framed=True,
-        )
+        return Answer(body=story.encode("utf-8", "replace"), kind=HTML, headers=(policy,), framed=True)
 
     def _fragment(self) -> bytes:
         """What torchft's own lighthouse answers at /status: a piece of HTML with quorum and heartbeats."""
-        status = self.service.snapshot()
+        status = take_snapshot(self.service)
         rows = "".join(
             f"<li>{escape(row.replica)}: step {row.step}, {escape(row.state)}, heard {row.heard_s:.1f} s ago</li>"
             for row in status.replicas
@@ -203,7 +197,7 @@ class Web:
         self._streams.add(stream)
         stream.send(self._view())
         if self._unsubscribe is None:
-            self._unsubscribe = self.service.subscribe(self._happened)
+            self._unsubscribe = self.service.event_log.subscribe(self._happened)
             self.service.on_health = self._soon
             self._plan(REFRESH_S)
         return lambda: self._leave(stream)
@@ -253,7 +247,7 @@ class Web:
             hint = "switch TLS on (--certificate), use `allranks lighthouse`, or an ssh tunnel to its port"
             return _error(403, f"the job token must not travel unencrypted: {hint}")
         if not self._allowed(request):
-            place = self.service.ranks.token_file() or self.service.token_file
+            place = self.service.agents.ranks.token_file() or self.service.token_file
             where = f"; it is in {place}" if place else ""
             return _error(401, f"this needs the job token{where} (Authorization: Bearer TOKEN)")
         try:
@@ -282,7 +276,7 @@ class Web:
         return _done({"restart": True})
 
     def _evict(self, name: str, reason: str) -> Answer:
-        if not any(row.replica == name for row in self.service.snapshot().replicas):
+        if not any(row.replica == name for row in take_snapshot(self.service).replicas):
             return _error(404, f"no replica {name!r}")
         self.service.evict(name, reason)
         return _done({"evicted": name})

@@ -7,6 +7,7 @@ become "unknown"; entries that are not dictionaries, or have no operation, are l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -45,7 +46,7 @@ class GroupTable:
     """The groups of one file: those configured and those used. Index 0 means none."""
 
     tables: Tables
-    config: dict[str, Any]
+    config: dict[str, object]
     member_cache: dict[str, tuple[int, ...]]
     groups: list[Group] = field(default_factory=lambda: [Group("")])
     _ids: dict[tuple[str, str, str], int] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class Interner:
 
     tables: Tables
     groups: GroupTable
-    _kinds: dict[tuple[Any, Any], tuple[int, int, int, int]] = field(default_factory=dict)
+    _kinds: dict[tuple[object, object], tuple[int, int, int, int]] = field(default_factory=dict)
     _stacks: dict[tuple[int, ...], int] = field(default_factory=dict)
     _frames: dict[int, int] = field(default_factory=dict)
     _threads: dict[str, int] = field(default_factory=dict)
@@ -129,19 +130,20 @@ class Interner:
 
     def kind(self, process_group: object, profiling_name: object) -> tuple[int, int, int, int]:
         """(group index, op index, peer, flags) of an entry's group and "<library>:<op>[ s->d| d<-s]"."""
-        key: tuple[Any, Any] = (("", ""), profiling_name)
         found = None
-        if isinstance(process_group, (list, tuple)):
-            key = (tuple(process_group[:2]), profiling_name)
+        names = tuple(process_group[:2]) if isinstance(process_group, (list, tuple)) else ("", "")
+        key = (names, profiling_name)
         try:
             found = self._kinds.get(key)
         except TypeError:
-            key = (("", ""), "")
+            key = names, _ = (("", ""), "")
         if found is None:
-            found = self._kinds[key] = self._read_kind(key[0], key[1])
+            found = self._kinds[key] = self._read_kind(names, key[1])
         return found
 
-    def _read_kind(self, process_group: tuple[Any, ...], profiling_name: object) -> tuple[int, int, int, int]:
+    def _read_kind(
+        self, process_group: tuple[object, ...], profiling_name: object
+    ) -> tuple[int, int, int, int]:
         backend, op, own, local_peer = split_name(profiling_name if isinstance(profiling_name, str) else "")
         texts = [part if isinstance(part, str) else "" for part in (*process_group, "", "")[:2]]
         group = self.groups.index(texts[0], texts[1], backend)
@@ -237,7 +239,7 @@ def read_calls(entries: list[Any], interner: Interner) -> tuple[np.ndarray, int]
     return calls, bad
 
 
-def _fill(calls: np.ndarray, columns: list[tuple[Any, ...]], interner: Interner) -> None:
+def _fill(calls: np.ndarray, columns: list[tuple[object, ...]], interner: Interner) -> None:
     """What every entry has, a column at a time."""
     for (name, _), column in zip(NUMBERS, columns, strict=False):
         calls[name] = numbers(column, missing=-1 if name == "seq" else 0)
@@ -264,7 +266,7 @@ def _fill_started(calls: np.ndarray, durations: list[object]) -> None:
     calls["started_ns"][rows] = calls["completed_ns"][rows] - (known[rows] * 1e6).astype(np.int64)
 
 
-def numbers(column: Any, missing: int = 0) -> np.ndarray:
+def numbers(column: Sequence[object], missing: int = 0) -> np.ndarray:
     """A column of integers; None, text that is not a number and numbers beyond 63 bits become `missing`."""
     kinds = set(map(type, column))
     try:

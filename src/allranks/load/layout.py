@@ -1,9 +1,8 @@
 """The bytes of a pickled dump: where its entries stand, and which bytes of an entry are numbers. Used by `regular.py`. Pure.
 
 torch and Python write every entry after the first with the same beginning: a dictionary, perhaps a memo number, a
-mark, and the first key from the memo. Protocol 4 and later give memo numbers without naming them, and cut the stream
-into frames. An entry is `}` [put] `(` key value key value … `u`; keys are gets from the memo, or text with a
-put the first time. Only opcodes that torch's and Python's picklers write for plain data are known.
+mark, and the first key from the memo. An entry is `}` [put] `(` key value key value … `u`; keys are gets from the memo, or text with a
+put the first time. Only opcodes that torch's and Python's picklers write for plain data are known, up to protocol 3: torch writes 2.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ import numpy as np
 
 #: opcode → operand bytes; text and long numbers have their own lengths
 _OPERANDS = {
-    # containers, tuples, True, False, None, MEMOIZE
-    **dict.fromkeys(b"}]()ueast\x85\x86\x87\x88\x89N\x94", 0),
+    # containers, tuples, True, False, None
+    **dict.fromkeys(b"}]()ueast\x85\x86\x87\x88\x89N", 0),
     **dict.fromkeys(b"Khq\x80", 1),  # BININT1, BINGET, BINPUT, PROTO
     **dict.fromkeys(b"M", 2),  # BININT2
     **dict.fromkeys(b"Jjr", 4),  # BININT, LONG_BINGET, LONG_BINPUT
-    **dict.fromkeys(b"G\x95", 8),  # BINFLOAT, FRAME
+    **dict.fromkeys(b"G", 8),  # BINFLOAT
 }
 PUTS, GETS = (0x71, 0x72), (0x68, 0x6A)
-TEXT, SHORT_TEXT, LONG1, MARK, DICT, SET_ITEMS = 0x58, 0x8C, 0x8A, 0x28, 0x7D, 0x75
-MEMOIZE, FRAME = 0x94, 0x95
+TEXT, LONG1, MARK, DICT, SET_ITEMS = 0x58, 0x8A, 0x28, 0x7D, 0x75
 _CLOSING = (0x75, 0x65, 0x74)
 _FORMATS = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x8A: "<i8", 0x47: ">f8"}
 
@@ -50,7 +48,6 @@ class Layout:
     keep: np.ndarray  # mask: everything but the varying numbers and the memo numbers of puts
     numbers: np.dtype  # fields named as in VARYING, at their offsets
     puts: tuple[tuple[int, int], ...]  # (offset, bytes) of the memo numbers that an entry defines
-    memoizes: int  # how many memo numbers an entry takes without naming them (protocol 4 and later)
     gets: tuple[tuple[int, int], ...]  # (offset, bytes) of the memo numbers that it uses
 
 
@@ -63,8 +60,6 @@ def scan(data: bytes, start: int, stop: int | None = None) -> Iterator[Token]:
         if size < 0:
             if opcode == TEXT:
                 size, operand = int.from_bytes(data[position + 1 : position + 5], "little"), position + 5
-            elif opcode == SHORT_TEXT:
-                size, operand = data[position + 1] if position + 1 < end else end, position + 2
             elif opcode == LONG1 and data[position + 1 : position + 2] == b"\x08":
                 size, operand = 8, position + 2
             else:
@@ -91,10 +86,9 @@ def tokens_of(data: bytes, start: int) -> tuple[list[Token], int]:
 
 
 def between(data: bytes, start: int, stop: int) -> list[Token]:
-    """The opcodes behind an entry, before the next: Python closes and reopens its list every thousand items, and
-    begins a new frame now and then."""
+    """The opcodes behind an entry, before the next: Python closes and reopens its list every thousand items."""
     tokens = list(scan(data, start, stop))
-    if bytes(token[0] for token in tokens if token[0] != FRAME) not in (b"", b"e("):
+    if bytes(token[0] for token in tokens) not in (b"", b"e("):
         raise Irregular("something stands between two entries")
     return tokens
 
@@ -124,7 +118,7 @@ def _layout(entry: bytes, tokens: list[Token], keys: dict[int, str]) -> Layout:
         elif next_opcode in _FORMATS and key not in numbers:
             numbers[key] = (_FORMATS[next_opcode], offset)
             keep[offset : offset + width] = 0
-        if opcode in PUTS or opcode == FRAME:
+        if opcode in PUTS:
             keep[operand : operand + size] = 0
     formats, offsets = zip(*numbers.values(), strict=True) if numbers else ((), ())
     fields = np.dtype(
@@ -133,10 +127,7 @@ def _layout(entry: bytes, tokens: list[Token], keys: dict[int, str]) -> Layout:
     masks = (template.view(np.uint64), fixed.view(np.uint64), keep.view(np.uint64))
     puts = tuple((operand, size) for opcode, operand, size in tokens if opcode in PUTS)
     gets = tuple((operand, size) for opcode, operand, size in tokens if opcode in GETS)
-    return Layout(*masks, fields, puts, sum(token[0] == MEMOIZE for token in tokens), gets)
-
-
-_FRAME_BYTES = 9
+    return Layout(*masks, fields, puts, gets)
 
 
 @dataclass(frozen=True)
@@ -145,40 +136,30 @@ class Entries:
 
     bounds: np.ndarray
     keys: dict[int, str]  # memo number → key, for the keys of VARYING
-    memoizing: bool  # memo numbers are given without being named
-    memoized_before: int  # how many were given before the first entry
 
 
 def find_entries(data: bytes) -> Entries:
     """Finds the entries. Raises Irregular when there are none of the expected form."""
-    if len(data) < 64 or data[0] != 0x80:
-        raise Irregular("no pickle")
-    memoizing = data[1] >= 4
-    first = _first_entry(data, memoizing)
-    tokens, end = tokens_of(data, first)
-    before = sum(token[0] == MEMOIZE for token in scan(data, 0, first)) if memoizing else 0
-    if memoizing:
-        numbers = _numbers_of_texts(data, first, tokens, before)
-        if b"duration_ms" in data and b"duration_ms" not in data[first:end]:
-            raise Irregular("a key whose memo number is not known")
-    else:
-        numbers = _numbers_of_keys(data)
-    keys = {number: name for name, number in numbers.items() if name in VARYING}
-    key = _first_key(data, first, tokens, numbers, memoizing)
+    if len(data) < 64 or data[0] != 0x80 or data[1] > 3:
+        raise Irregular("no pickle of torch")
+    first = _first_entry(data)
+    tokens, _ = tokens_of(data, first)
+    keys = _keys_of_numbers(data)
+    key = _first_key(data, first, tokens)
     getting = bytes((GETS[0], key)) if key < 256 else bytes((GETS[1],)) + key.to_bytes(4, "little")
     starts = _starts(data, first, getting, tokens[1][0])
     _, last_end = tokens_of(data, int(starts[-1]))
-    return Entries(np.append(starts, last_end), keys, memoizing, before)
+    return Entries(np.append(starts, last_end), keys)
 
 
-def _first_entry(data: bytes, memoizing: bool) -> int:
+def _first_entry(data: bytes) -> int:
     """Where the first entry starts: behind the key "entries", an empty list and a mark."""
-    text = b"\x8c\x07entries" if memoizing else b"X\x07\x00\x00\x00entries"
+    text = b"X\x07\x00\x00\x00entries"
     at = data.find(text)
     if at < 0:
         raise Irregular("no entries")
     position = at + len(text)
-    sizes = {PUTS[0]: 2, PUTS[1]: 5, MEMOIZE: 1, FRAME: _FRAME_BYTES}
+    sizes = {PUTS[0]: 2, PUTS[1]: 5}
     for expected in (b"]", b"(", b"}"):
         while position < len(data) and data[position] in sizes:
             position += sizes[data[position]]
@@ -188,9 +169,9 @@ def _first_entry(data: bytes, memoizing: bool) -> int:
     return position - 1
 
 
-def _numbers_of_keys(data: bytes) -> dict[str, int]:
-    """Key → memo number, for the keys of VARYING that the file has; numbers stand behind the texts."""
-    numbers = {}
+def _keys_of_numbers(data: bytes) -> dict[int, str]:
+    """Memo number → key, for the keys of VARYING that the file has; numbers stand behind the texts."""
+    keys = {}
     for name in VARYING:
         at = data.find(b"X" + len(name).to_bytes(4, "little") + name.encode())
         if at >= 0:
@@ -198,47 +179,19 @@ def _numbers_of_keys(data: bytes) -> dict[str, int]:
             size = {PUTS[0]: 1, PUTS[1]: 4}.get(data[put]) if put < len(data) else None
             if size is None:
                 raise Irregular("a key without a memo number")
-            numbers[name] = int.from_bytes(data[put + 1 : put + 1 + size], "little")
-    return numbers
+            keys[int.from_bytes(data[put + 1 : put + 1 + size], "little")] = name
+    return keys
 
 
-def _numbers_of_texts(data: bytes, start: int, tokens: list[Token], count: int) -> dict[str, int]:
-    """Text → memo number, for the texts in the first entry, by counting."""
-    numbers: dict[str, int] = {}
-    text = ""
-    for opcode, operand, size in tokens:
-        if opcode == MEMOIZE:
-            if text:
-                numbers.setdefault(text, count)
-            count += 1
-        if opcode != FRAME:
-            is_text = opcode in (TEXT, SHORT_TEXT)
-            text = (
-                data[start + operand : start + operand + size].decode("utf-8", "replace") if is_text else ""
-            )
-    return numbers
-
-
-def _first_key(data: bytes, start: int, tokens: list[Token], numbers: dict[str, int], memoizing: bool) -> int:
+def _first_key(data: bytes, start: int, tokens: list[Token]) -> int:
     """The memo number of the key that every entry begins with."""
-    plain = [token for token in tokens[:8] if token[0] != FRAME]
-    index = 2 if plain[1][0] in (*PUTS, MEMOIZE) else 1
-    if len(plain) < index + 3 or plain[index][0] != MARK:
+    index = 2 if tokens[1][0] in PUTS else 1
+    if len(tokens) < index + 3 or tokens[index][0] != MARK:
         raise Irregular("no mark")
-    opcode, operand, size = plain[index + 1]
-    text = data[start + operand : start + operand + size]
-    if opcode in GETS:
-        return int.from_bytes(text, "little")
-    if opcode not in (TEXT, SHORT_TEXT):
-        raise Irregular("no key")
-    if memoizing:
-        number = numbers.get(text.decode("utf-8", "replace"))
-        if number is None:
-            raise Irregular("a key without a memo number")
-        return number
-    put, place, width = plain[index + 2]
-    if put not in PUTS:
-        raise Irregular("a key without a memo number")
+    (opcode, *got), (put, *given) = tokens[index + 1 : index + 3]
+    if opcode not in GETS and not (opcode == TEXT and put in PUTS):
+        raise Irregular("no key with a memo number")
+    place, width = got if opcode in GETS else given
     return int.from_bytes(data[start + place : start + place + width], "little")
 
 
@@ -247,12 +200,7 @@ def _starts(data: bytes, first: int, getting: bytes, second_opcode: int) -> np.n
     content = np.frombuffer(data, np.uint8)
     opening = np.flatnonzero(content[first + 1 : max(first + 1, len(data) - 32)] == DICT) + (first + 1)
     mark = bytes((MARK,))
-    if second_opcode == MEMOIZE:
-        opening = opening[content[opening + 1] == MEMOIZE]
-        framed = _followed_by(content, opening, 2, mark + bytes((FRAME,)))
-        framed = _followed_by(content, framed, 3 + _FRAME_BYTES, getting)
-        found = np.union1d(_followed_by(content, opening, 2, mark + getting), framed)
-    elif second_opcode in PUTS:
+    if second_opcode in PUTS:
         short = opening[content[opening + 1] == PUTS[0]]
         long = opening[content[opening + 1] == PUTS[1]]
         found = np.union1d(
@@ -268,14 +216,3 @@ def _followed_by(content: np.ndarray, places: np.ndarray, gap: int, wanted: byte
     for byte, expected in enumerate(wanted, start=gap):
         places = places[content[places + byte] == expected]
     return places
-
-
-def without_frames(piece: bytes) -> bytes:
-    """The piece with the lengths of its frames set to nothing: they no longer hold once entries are left out."""
-    if FRAME not in piece:
-        return piece
-    made = bytearray(piece)
-    for opcode, operand, size in scan(piece, 0):
-        if opcode == FRAME:
-            made[operand : operand + size] = bytes(size)
-    return bytes(made)

@@ -19,21 +19,12 @@ from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
 from allranks.load.reading import Share, read_here, take_within
 from allranks.load.sources import DumpSource, LoadOptions, LoadResult, Raw, find_sources
+from allranks.load.worlds import TraceFile, number_worlds, split_worlds
 from allranks.model.diagnosis import FileNote
 from allranks.model.parsing import attempt_of_name, rank_by_prefix, ranks_of_names
 from allranks.model.trace import CALL
 
 OVERLAP_NS = 1_000_000_000  # clocks of nodes may differ by less than this
-
-
-@dataclass(frozen=True)
-class TraceFile:
-    """A readable file with its rank settled. `attempt` is None when neither header nor path tells."""
-
-    path: str
-    rank: int
-    attempt: int | None
-    raw: Raw
 
 
 @dataclass(frozen=True)
@@ -46,12 +37,12 @@ class FileChoice:
     attempt: int | None
 
 
-def choose(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
-    """The newest job, in it the newest attempt (or the wanted one), and in that the best file of every rank."""
+def choose(candidates: list[TraceFile], wanted: int | None) -> list[FileChoice]:
+    """The newest job, for each of its worlds the newest attempt (or the wanted one), and in that the best file of every rank."""
     candidates, of_others = _newest_job(candidates)
     candidates, of_another = _newer_kind(candidates)
-    choice = _choose_attempt(candidates, wanted)
-    return replace(choice, dropped=(*of_others, *of_another, *choice.dropped))
+    found = [_choose_attempt(world, wanted) for world in split_worlds(candidates)]
+    return [replace(found[0], dropped=(*of_others, *of_another, *found[0].dropped)), *found[1:]]
 
 
 def _newest_job(candidates: list[TraceFile]) -> tuple[list[TraceFile], list[tuple[TraceFile, str]]]:
@@ -269,16 +260,19 @@ def _no_collector() -> Iterator[None]:
 def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
     """Ranks, attempts and duplicates, then the final traces and notes."""
     files, notes = _ranked(load)
-    choice = choose(files, load.options.attempt)
-    for file in choice.chosen:
+    choices = choose(files, load.options.attempt)
+    for file in (file for choice in choices for file in choice.chosen):
         file.raw.header = replace(file.raw.header, rank=file.rank, attempt=file.attempt or 0)
-    _join_worlds(choice.chosen, load.reader.tables)
+    _join_worlds(choices[0].chosen, load.reader.tables)
+    chosen = number_worlds([choice.chosen for choice in choices], load.reader.tables.group)
     tables = load.reader.tables.freeze()
-    traces = [file.raw.as_trace(*tables, file.path) for file in choice.chosen]
-    for one in choice.chosen:
+    traces = [file.raw.as_trace(*tables, file.path) for file in chosen]
+    for one in chosen:
         status: Literal["ok", "damaged"] = "damaged" if one.raw.damaged else "ok"
         notes.append(FileNote(one.path, one.rank, one.raw.kind, status, "; ".join(one.raw.notes)))
-    notes += [FileNote(c.path, c.rank, c.raw.kind, "skipped", reason) for c, reason in choice.dropped]
+    notes += [
+        FileNote(c.path, c.rank, c.raw.kind, "skipped", reason) for x in choices for c, reason in x.dropped
+    ]
     notes += _failures(load)
     other = [source.location for source, error in load.failed if error.kind == "stacks"]
     order = {source.path: index for index, (source, _) in enumerate(load.raws)}
@@ -292,7 +286,7 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
         details = [f"  {note.path}: {note.kind}: {note.note}" for note in notes[:10]]
         details += [f"  … and {len(notes) - 10} more"] if len(notes) > 10 else []
         raise InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint="\n".join(details))
-    return LoadResult(traces, notes, other, choice.attempts, choice.attempt)
+    return LoadResult(traces, notes, other, choices[0].attempts, choices[0].attempt)
 
 
 def _join_worlds(files: Sequence[TraceFile], tables: Tables) -> None:
@@ -323,6 +317,8 @@ def _ranked(load: Share) -> tuple[list[TraceFile], list[FileNote]]:
         if rank is None and load.options.number_unknown:
             used = {*(file.rank for file in files), *names.values()}
             rank = next(number for number in range(len(used) + 1) if number not in used)
+        made = raw.kind.startswith("black box") and any(group.store for group in raw.groups)
+        rank = -1 if rank is None and made else rank
         if rank is None or (load.options.ranks is not None and rank not in load.options.ranks):
             unknown = "its rank is not in the file or its name"
             problem = unknown if rank is None else "not among the selected ranks"

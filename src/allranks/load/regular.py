@@ -16,15 +16,12 @@ import numpy as np
 from allranks.load.calls import NUMBERS
 from allranks.load.layout import (
     GETS,
-    MEMOIZE,
     VARYING,
     Entries,
     Irregular,
     Layout,
     find_entries,
     learn,
-    scan,
-    without_frames,
 )
 from allranks.model.trace import CALL
 
@@ -107,12 +104,10 @@ class _Work:
     def __init__(self, data: bytes, plan: Entries, cache: LayoutCache) -> None:
         count = len(plan.bounds) - 1
         self.data = data
-        self.plan = plan
         self.bounds = plan.bounds
         self.keys = plan.keys
         self.signature = tuple(sorted(plan.keys.items()))
         self.cache = cache
-        self.memoizes = np.zeros(count, np.int64)  # unnamed memo numbers that each entry takes
         padded = np.zeros((len(data) + MAX_ENTRY_BYTES + 15) // 8 * 8, np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         self.bytes = padded
@@ -130,11 +125,6 @@ class _Work:
         self.representative[rows] = rows
         self.kept += rows.tolist()
         self.patterns += len(rows)
-        if self.plan.memoizing:
-            spans = zip(self.bounds[rows].tolist(), self.bounds[rows + 1].tolist(), strict=True)
-            self.memoizes[rows] = [
-                sum(token[0] == MEMOIZE for token in scan(self.data, start, stop)) for start, stop in spans
-            ]
 
     def sort_out(self, rows: np.ndarray, length: int) -> None:
         """Assigns a layout and a representative to all entries of one length."""
@@ -171,7 +161,6 @@ class _Work:
             self.numbers[name][mine] = fields[name]
             self.has[name][mine] = True
         self.layout_of.append((layout, mine))
-        self.memoizes[mine] = layout.memoizes
         return rows[odd], content[odd]
 
     def _match_patterns(self, layout: Layout, rows: np.ndarray, content: np.ndarray) -> None:
@@ -195,7 +184,7 @@ class _Work:
         """The representatives, and every entry that defines a memo number which one of them uses; in file order."""
         wanted = np.zeros(len(self.representative), np.bool_)
         wanted[self.representative] = True
-        owner, number = self._defined()
+        owner, number = self._memo_numbers([(layout.puts, rows) for layout, rows in self.layout_of])
         if not len(owner):
             return np.flatnonzero(wanted)  # torch memoizes text and frames alone, where they first occur
         fresh = wanted.copy()
@@ -212,30 +201,11 @@ class _Work:
             wanted |= fresh
         raise Irregular("definitions lean on one another")
 
-    def _defined(self) -> tuple[np.ndarray, np.ndarray]:
-        """(entry, memo number) of everything that entries define."""
-        if not self.plan.memoizing:
-            return self._memo_numbers([(layout.puts, rows) for layout, rows in self.layout_of])
-        total = int(self.memoizes.sum())
-        owner = np.repeat(np.arange(len(self.memoizes)), self.memoizes)
-        return owner, np.arange(self.plan.memoized_before, self.plan.memoized_before + total)
-
     def small_pickle(self, chosen: list[int]) -> bytes:
-        """The file with the chosen entries alone. Memo numbers without a name are taken by None for those left out."""
-        head, tail = self.data[: int(self.bounds[0])], self.data[int(self.bounds[-1]) :]
-        if not self.plan.memoizing:
-            return b"".join([head, *(self._piece(row) for row in chosen), tail])
-        pieces, behind = [without_frames(head)], 0
-        counted = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.memoizes)))
-        for row in [*chosen, len(self.memoizes)]:
-            skipped = int(counted[row] - counted[behind])
-            pieces += [b"N" + bytes((MEMOIZE,)) * skipped + b"0"] if skipped else []
-            pieces += [without_frames(self._piece(row))] if row < len(self.memoizes) else []
-            behind = row + 1
-        return b"".join([*pieces, without_frames(tail)])
-
-    def _piece(self, row: int) -> bytes:
-        return self.data[int(self.bounds[row]) : int(self.bounds[row + 1])]
+        """The file with the chosen entries alone."""
+        data, bounds = self.data, self.bounds.tolist()
+        pieces = (data[bounds[row] : bounds[row + 1]] for row in chosen)
+        return b"".join([data[: bounds[0]], *pieces, data[bounds[-1] :]])
 
     def _maybe_used(self) -> np.ndarray:
         """Memo numbers that the kept entries may use: whatever follows a byte that looks like a get."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -48,7 +47,7 @@ def read_dump(
 
     `expand` makes the rows of all entries out of those that the dump holds (see `regular.py`).
     """
-    content: dict[str, Any] = dump if isinstance(dump, dict) else {}
+    content: dict[str, object] = dump if isinstance(dump, dict) else {}
     entries, config, version = (content.get(key) for key in ("entries", "pg_config", "version"))
     if not isinstance(entries, list) and not {"version", "pg_config"} <= content.keys():
         raise Unreadable("not a flight recorder dump", kind=form, skip=True)
@@ -88,7 +87,7 @@ def read_dump(
 
 
 def settle_calls(
-    dump: dict[str, Any], calls: np.ndarray, groups: GroupTable, version: str
+    dump: dict[str, object], calls: np.ndarray, groups: GroupTable, version: str
 ) -> tuple[bool, list[str]]:
     """Sets the quirks of the library right in the rows: (whether it is torchcomms, notes)."""
     comms = is_torchcomms(dump, groups) or counts_over_all_groups(calls)
@@ -111,7 +110,7 @@ def _backends(groups: GroupTable) -> list[str]:
     return sorted({group.backend for group in groups.groups if group.backend})
 
 
-def read_header(dump: dict[str, Any], calls: np.ndarray, groups: GroupTable) -> TraceHeader:
+def read_header(dump: dict[str, object], calls: np.ndarray, groups: GroupTable) -> TraceHeader:
     """Who wrote the dump, as far as it says."""
     library, backends = dump.get("comm_lib_version") or dump.get("nccl_version"), _backends(groups)
     world = default_group(groups.groups)
@@ -145,7 +144,7 @@ def in_record_order(calls: np.ndarray) -> np.ndarray:
     return calls
 
 
-def pg_names(entries: list[Any]) -> dict[str, str]:
+def pg_names(entries: list[object]) -> dict[str, str]:
     """pg_id, as pg_status spells it, → group name. Few groups: the last thousand entries name them all."""
     found: dict[str, str] = {}
     for entry in entries[-1000:]:
@@ -178,7 +177,7 @@ def last_completed(
     return found
 
 
-def is_torchcomms(dump: dict[str, Any], groups: GroupTable) -> bool:
+def is_torchcomms(dump: dict[str, object], groups: GroupTable) -> bool:
     """torchcomms puts the library's name where torch puts the description, and writes "[0,1]" without blanks."""
     used = [group for group in groups.groups[1:] if group.backend]
     if used and all(group.desc == group.backend for group in used):
@@ -368,58 +367,17 @@ class DumpReader:
         return raw
 
     def read_json(self, data: bytes) -> Raw:
-        """A JSON dump, also one that is cut short. Raises Unreadable for captures of stacks too."""
+        """A JSON dump. Raises Unreadable for captures of stacks too."""
         if sum(map(data.count, (b"{", b"["))) > MAX_CONTAINERS:
             raise Unreadable(f"more than {MAX_CONTAINERS:,} lists and objects: refused", kind="json")
         try:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            value = None
-        if value is None:
-            return self._salvage_json(data)
+            raise Unreadable(
+                "JSON that cannot be read", kind="json", skip=b'"pg_config"' not in data
+            ) from None
         facts = value if isinstance(value, dict) else {}
         bundle = "stacks" in str(facts.get("kind", "")) or "stacks" in facts or "hung" in facts
         if bundle and "ranks" in facts:  # one of our bundles or captures, which `stacks` reads
             raise Unreadable("stacks", kind="stacks", skip=True)
         return read_dump(value, self.tables, self.members, "json")
-
-    def _salvage_json(self, data: bytes) -> Raw:
-        """A JSON file that is cut short: the whole entries before the cut."""
-        value = read_cut_json(data)
-        if value is None:
-            raise Unreadable("JSON that cannot be read", kind="json", skip=b'"pg_config"' not in data)
-        raw = read_dump(value, self.tables, self.members, "json")
-        raw.damaged = True
-        raw.notes = (f"cut short after {len(data)} bytes; {len(raw.calls)} calls were read", *raw.notes)
-        return raw
-
-
-def read_cut_json(data: bytes) -> dict[str, Any] | None:
-    """What a truncated torch JSON dump still holds; None when it is not one."""
-    import json  # only here: msgspec reads whole files
-
-    text = data.decode("utf-8", "replace")
-    decoder = json.JSONDecoder()
-    found: dict[str, Any] = {}
-    for key in ("version", "pg_config", "pg_status", "comm_lib_version"):
-        at = text.find(f'"{key}":')
-        if at >= 0:
-            try:
-                found[key] = decoder.raw_decode(text[at + len(key) + 3 :].lstrip())[0]
-            except (ValueError, RecursionError):
-                pass
-    at = text.find('"entries":')
-    if at < 0:
-        return found if "version" in found and "pg_config" in found else None
-    position = text.find("[", at) + 1
-    entries: list[Any] = []
-    while position > 0:
-        while position < len(text) and text[position] in " \t\r\n,":
-            position += 1
-        try:
-            entry, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            break
-        entries.append(entry)
-    found["entries"] = entries
-    return found

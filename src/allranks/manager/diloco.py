@@ -80,7 +80,7 @@ class Fragment:
             for name, p in self.module.named_parameters():
                 p.copy_(self.globals[name])
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> dict[str, object]:
         return {"globals": dict(self.globals), "outer": self.outer.state_dict()}
 
     def kept(self) -> dict[str, torch.Tensor]:

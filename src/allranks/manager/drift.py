@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -32,6 +32,12 @@ from allranks.model.cluster import Quorum
 log = logging.getLogger("allranks.manager")
 OnDifference = Literal["heal", "stop", "report"]
 EVERY_STEPS = 200  # keeps the cost below 0.5 % of a step on a CPU, 0.1 % on a GPU: benchmarks/drift.py
+
+
+class HasState(Protocol):
+    """A scheduler, a scaler, a sampler."""
+
+    def state_dict(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class StateSums:
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     # schedulers, scalers, samplers: state_dict() is compared
-    small: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, HasState] = field(default_factory=dict)
     # what LocalSGD and DiLoCo keep of the last exchange
     kept: list[Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
@@ -181,9 +187,9 @@ class StateSums:
             f"step {step}: learning rate, loss scale or the like of {who} differ; here: {self.small_state()}"
         )
 
-    def small_state(self) -> dict[str, Any]:
+    def small_state(self) -> dict[str, object]:
         """Learning rates, and what the small objects say of themselves: in plain values."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for index, optimizer in enumerate(self.optimizers):
             found[f"learning rates {index}"] = [float(group["lr"]) for group in optimizer.param_groups]
         for name, part in self.small.items():

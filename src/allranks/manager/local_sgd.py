@@ -6,12 +6,13 @@ replica that joins is given, never somebody's parameters in the middle of local 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
+from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import ConfigurationError
 from allranks.manager.manager import Manager
@@ -29,14 +30,15 @@ class LocalSteps:
         self.manager = manager
         self.local_step = 0
         self._stepping = optimizer
-        self._handle: Any = None
+        self._handle: RemovableHandle | None = None
 
     def __enter__(self: T) -> T:
         self._handle = self._stepping.register_step_post_hook(lambda *_: self._stepped())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
     def _stepped(self) -> None:
         """After each local step."""

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,7 @@ import torch.distributed as dist
 from allranks import recording as record
 from allranks.blackbox.phases import during
 from allranks.checkpoint.tensors import flatten
-from allranks.errors import (
-    GroupAborted,
-    ManagerError,
-    RetriesExhausted,
-    StateDiffers,
-)
+from allranks.errors import GroupAborted, ManagerError, RetriesExhausted, StateDiffers
 from allranks.manager.drift import OnDifference, StateSums
 from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
@@ -34,7 +29,7 @@ from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.groups.teardown import end_compile_workers
 from allranks.manager.heal.load import StateLoader
 from allranks.manager.heal.state import LiveState, local_of
-from allranks.manager.options import SETTINGS, ManagerOptions, WorldSizeMode, from_environment, from_settings
+from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
 from allranks.manager.registered_state import LoadFunction, RegisteredState, SaveFunction
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
@@ -79,8 +74,7 @@ class Manager:
         on_difference: OnDifference | None = None,
         on_state_loss: Literal["stop", "restart"] | None = None,
     ) -> None:
-        given = locals()
-        self.options: ManagerOptions = from_environment(from_settings({k: given[k] for k in SETTINGS}))
+        self.options: ManagerOptions = from_environment(locals())
         self.group: ReconfigurableGroup = pg if pg is not None else ProcessGroupGloo(self.options.timeout_s)
         self.training = TrainingState(read_limit_s=self.options.timeout_s)
         self.registered = RegisteredState()
@@ -117,7 +111,7 @@ class Manager:
         """Continues from a checkpoint; before the first step."""
         self.training.load_state_dict(state_dict)
 
-    def _read_state(self) -> dict[str, Any]:
+    def _read_state(self) -> dict[str, object]:
         """From any thread, while nothing changes the state: also on the device, where the last step may still run."""
         if self._settled is not None:
             self._settled.synchronize()
@@ -191,7 +185,7 @@ class Manager:
         attempt = self._opened_attempt()
         generation = self.training.bind(attempt, self._patience_s)
         if generation is None:
-            return ManagedWork(None, tensor, lambda error: None)
+            return ManagedWork(None, tensor)
         if not generation.participates:
             tensor.zero_()
         elif reduce_op == dist.ReduceOp.AVG:
@@ -199,14 +193,14 @@ class Manager:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if reduce_op == dist.ReduceOp.AVG else reduce_op
         if generation.holding(attempt) and not self._wait_for_transfers(attempt, generation):
-            return ManagedWork(None, tensor, lambda error: None)
+            return ManagedWork(None, tensor)
         attempt.issuers.append(issuer)
         self.training.times.mark_first("first collective launching")
         try:
             raw = generation.group.allreduce_in(generation.number, [tensor], options)
-        except Exception as error:
+        except (RuntimeError, GroupAborted) as error:
             self._group_failed(attempt, generation, error)
-            return ManagedWork(None, tensor, lambda error: None)
+            return ManagedWork(None, tensor)
         self.training.times.mark_first("first collective launched")
         work = ManagedWork(
             raw,
@@ -403,10 +397,9 @@ class Manager:
         if generation is None:
             return self._no_vote(attempt)
         enough = len(generation.participants) >= self.options.min_replica_size
-        news = bool(self.training.news)
         vote = Vote(
             good=attempt.error is None and enough,
-            news=news,
+            news=bool(self.training.news),
             step=self.training.step,
             small=0 if self._volatile else self.sums.small_digest(),
             state=self.sums.finish() if self.sums.is_due(self.training.step) else 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -79,17 +79,13 @@ class ManagerOptions:
             )
 
 
-def from_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a Manager as fields of ManagerOptions; None stands for "not given"."""
-    return {
-        SETTINGS[name]: seconds(value) if name.endswith("timeout") and value is not None else value
-        for name, value in settings.items()
-    }
-
-
 def from_environment(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> ManagerOptions:
-    """Fills what was not given (None) from the environment; what is in neither keeps its default."""
-    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    """Arguments of a Manager; fills what was not given (None) from the environment, what is in neither keeps its default."""
+    values: dict[str, Any] = {
+        SETTINGS[name]: seconds(value) if name.endswith("timeout") else value
+        for name, value in given.items()
+        if name in SETTINGS and value is not None
+    }
     for name, (variables, convert) in _VARIABLES.items():
         found = next((environment[v] for v in variables if environment.get(v)), None)
         if name not in values and found is not None:
@@ -110,27 +106,11 @@ def _switch(text: str) -> bool:
 
 
 #: Argument of a Manager (torchft's name where it has one) -> field of ManagerOptions.
-SETTINGS = {
+SETTINGS = {one.name.removesuffix("_s"): one.name for one in fields(ManagerOptions)} | {
     "lighthouse_addr": "lighthouse",
-    "replica_id": "replica_id",
-    "min_replica_size": "min_replica_size",
-    "rank": "rank",
-    "world_size": "world_size",
-    "timeout": "timeout_s",
-    "quorum_timeout": "quorum_timeout_s",
-    "connect_timeout": "connect_timeout_s",
-    "use_async_quorum": "use_async_quorum",
-    "init_sync": "init_sync",
-    "world_size_mode": "world_size_mode",
-    "max_retries": "max_retries",
     "proactive_recovery": "proactive",
     "hostname": "host",
     "store_addr": "store_host",
-    "store_port": "store_port",
-    "token": "token",
-    "check_every": "check_every",
-    "on_difference": "on_difference",
-    "on_state_loss": "on_state_loss",
 }
 _VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "lighthouse": (("ALLRANKS_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"), str),

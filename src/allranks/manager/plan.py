@@ -14,10 +14,11 @@ Invariants that the rest relies on:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+
+from allranks.model.parsing import from_json, to_json
 
 Position = tuple[int, int]  # (term, step)
 NOWHERE: Position = (-1, -1)  # a state that is torn or disagrees with itself
@@ -75,18 +76,12 @@ class ReplicaClaim:
 
     def encode(self) -> str:
         """As JSON, for the free text of a lighthouse member."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return to_json(self)
 
     @staticmethod
     def decode(text: str) -> ReplicaClaim:
-        """The other way round; unknown fields of a newer version are dropped."""
-        raw = json.loads(text)
-        known = {name: raw[name] for name in ReplicaClaim.__dataclass_fields__ if name in raw}
-        ranks = [
-            Claim(**{name: item[name] for name in Claim.__dataclass_fields__ if name in item})
-            for item in known.pop("ranks")
-        ]
-        return ReplicaClaim(ranks=tuple(ranks), **known)
+        """The other way round; unknown fields of a newer version are dropped. Raises ValueError."""
+        return from_json(text, ReplicaClaim)
 
 
 @dataclass(frozen=True)

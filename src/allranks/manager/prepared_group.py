@@ -11,17 +11,17 @@ Members and newcomers meet in the store of the first newcomer. A newcomer learns
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from allranks.channel.frames import split_address
 from allranks.errors import AllranksError, GroupAborted
 from allranks.lighthouse.client.actions import PendingAnswer
 from allranks.manager.groups.generation import Generation
@@ -33,6 +33,7 @@ from allranks.manager.options import ManagerOptions
 from allranks.manager.plan import ReplicaClaim
 from allranks.manager.training import TrainingState
 from allranks.model.cluster import Member, Quorum, QuorumWanted
+from allranks.model.parsing import from_json, to_json
 
 log = logging.getLogger("allranks.manager")
 
@@ -53,12 +54,6 @@ class Invitation:
     world_size: int
     group_name: str
     global_ranks: tuple[int, ...] = ()
-
-    @staticmethod
-    def decode(text: bytes | str) -> Invitation:
-        """From what a member left in a store."""
-        raw = json.loads(text)
-        return Invitation(**{**raw, "global_ranks": tuple(raw["global_ranks"])})
 
 
 def invitations(quorum: Quorum, waiting: Sequence[Member]) -> dict[str, Invitation]:
@@ -304,7 +299,7 @@ class NextGroup:
         with self._inviting:
             if preparation.cancelled:
                 raise GroupAborted("called off")
-            store.set(_INVITATION, json.dumps(asdict(invitation)))
+            store.set(_INVITATION, to_json(invitation))
 
     def _accept_invitations(self, ticket: PendingAnswer[Quorum]) -> None:
         known = ""
@@ -313,7 +308,7 @@ class NextGroup:
             while invitation := wait_for_invitation(store, lambda: not ticket.done(), known):
                 known = invitation.name
                 start_thread("allranks-prepare", self._prepare_as_newcomer, self._add(invitation), ticket)
-        except (RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             log.debug("invitations cannot be read: %s", error)
 
     def _prepare_as_newcomer(self, preparation: GroupPreparation, ticket: PendingAnswer[Quorum]) -> None:
@@ -332,7 +327,7 @@ def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: st
     """The invitation in our own store, other than the one of the name `known`; None when it is not wanted any more."""
     while wanted():
         if store.check([_INVITATION]):
-            found = Invitation.decode(store.get(_INVITATION))
+            found = from_json(store.get(_INVITATION), Invitation)
             if found.name != known:
                 return found
         time.sleep(_POLL_S)
@@ -341,10 +336,10 @@ def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: st
 
 def open_store(address: str, limit_s: float) -> dist.Store:
     """Tried with a plain socket first: torch keeps trying a dead address for twice its timeout."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=limit_s):
+    host, port = split_address(address)
+    with socket.create_connection((host, port), timeout=limit_s):
         pass
-    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=limit_s))
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
 def known_ranks(ranks: Iterable[int]) -> tuple[int, ...]:

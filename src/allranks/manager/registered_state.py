@@ -30,7 +30,7 @@ class RegisteredState:
     )  # a scheduler may be attached to them
     scaler_seen: bool = False  # a GradScaler steps our optimizer
 
-    def add(self, state: Sequence[object] | Mapping[str, object]) -> dict[str, object]:
+    def add(self, state: Sequence[object] | Mapping[str, object]) -> dict[str, Any]:
         """Takes objects in; returns schedulers, scalers and samplers: their plain values must be equal in all replicas."""
         parts = named_parts(state)
         self.functions |= {name: state_functions(part) for name, part in parts.items()}

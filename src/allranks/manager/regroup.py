@@ -6,6 +6,7 @@ ended by a notice of the lighthouse about the quorum in question, and nothing wa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -239,7 +240,6 @@ class Regrouper:
             world_size=options.world_size,
             shrink_only=self.shrink_only,
             commit_failures=int(any(claim.broken for claim in claims)),
-            init_sync=options.init_sync,
             data=said.encode(),
             dialect=DIALECT,
         )
@@ -287,12 +287,11 @@ class Regrouper:
             self.healing.offer(generation, later=rolls or not self.training.held.holds(plan.top))
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
             self.healing.begin(self.healing.prepare_fetch(plan), generation)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.healing.pause)
             with self.healing.reach.watching(quorum, index, self._stopper(quorum.number)), silenced():
                 self._connect(quorum, plan, said, index)
-        except BaseException:
-            self.healing.pause()
-            raise
+            undo.pop_all()
         self.training.publish(generation)
         return generation
 
@@ -336,7 +335,7 @@ class Regrouper:
         for member in quorum.members:
             try:
                 said.append(ReplicaClaim.decode(member.data))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 self.healing.reach.note([member])
                 raise GroupAborted(f"the claim of {member.replica} cannot be read: {error}") from error
         return said

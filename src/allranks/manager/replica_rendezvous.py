@@ -8,10 +8,9 @@ round. A replica of one rank needs none of this.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -21,6 +20,7 @@ from allranks.manager.plan import Claim
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh, Voter
 from allranks.model.cluster import Member
+from allranks.model.parsing import from_json, to_json
 
 _LOOK_S = 0.005
 
@@ -103,13 +103,13 @@ class ReplicaRendezvous:
         self._round += 1
         if self.store is None:
             return [claim]
-        self.store.set(f"claim/{self._round}/{self.rank}", json.dumps(asdict(claim)))
+        self.store.set(f"claim/{self._round}/{self.rank}", to_json(claim))
         self.store.set(f"asked/{self._round}", "1")
         if not self.speaks:
             return []
         keys = [f"claim/{self._round}/{rank}" for rank in range(self.world_size)]
         self._await(keys, timeout_s)
-        return [Claim(**json.loads(self.store.get(key))) for key in keys]
+        return [from_json(self.store.get(key), Claim) for key in keys]
 
     def share(self, member: Member | None, timeout_s: float) -> Member:
         """What rank 0 says for the replica, known to all ranks: every rank then asks with the same words."""
@@ -118,10 +118,10 @@ class ReplicaRendezvous:
             return member
         key = f"member/{self._round}"
         if member is not None:
-            self.store.set(key, json.dumps(asdict(member)))
+            self.store.set(key, to_json(member))
             return member
         self._await([key], timeout_s)
-        return Member(**json.loads(self.store.get(key)))
+        return from_json(self.store.get(key), Member)
 
     def wait_until_all_arrived(self, order: tuple[int, int], waiting: Callable[[], bool]) -> bool:
         """All of another state is here, in the quorum of this order: waits until it is in every rank of the replica, while

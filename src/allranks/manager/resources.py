@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -53,7 +52,7 @@ class ManagerResources:
     client: Client = field(init=False)
     server: HealServer = field(init=False)
     regrouper: Regrouper = field(init=False)
-    _store: Any = None
+    _store: dist.TCPStore | None = None
     _thread: threading.Thread | None = None
     health: str = ""  # shown by the lighthouse
     _reported: float = 0.0
@@ -177,8 +176,8 @@ class ManagerResources:
         return box
 
     def _host_store(self) -> str:
-        self._store = dist.TCPStore(self.options.host, 0, is_master=True, wait_for_workers=False)
-        return f"{self.options.host}:{self._store.port}"
+        store = self._store = dist.TCPStore(self.options.host, 0, is_master=True, wait_for_workers=False)
+        return f"{self.options.host}:{store.port}"
 
     def _inside_store(self) -> dist.Store | None:
         """The store that the ranks of this replica share: their process group's, the one that is at the address

@@ -20,6 +20,7 @@ from allranks.channel.frames import (
     read_exactly,
     receive_json,
     send_json,
+    split_address,
     tune_for_bulk,
     watch_connection,
 )
@@ -201,8 +202,8 @@ class VoteMesh:
         raise AssertionError("unreachable")
 
     def _call_once(self, name: str, place: int, voter: Voter, deadline: float) -> socket.socket:
-        host, _, port = voter.address.rpartition(":")
-        line = socket.create_connection((host, int(port)), timeout=max(0.1, deadline - time.monotonic()))
+        left_s = max(0.1, deadline - time.monotonic())
+        line = socket.create_connection(split_address(voter.address), timeout=left_s)
         self._own(line)
         greet_as_client(line, voter.credential, voter.address)
         send_json(line, {"want": "ballot", "name": name, "place": place})

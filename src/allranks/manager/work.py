@@ -69,7 +69,7 @@ class ManagedWork:
         self,
         work: dist.Work,
         tensor: torch.Tensor,
-        on_error: Callable[[Exception], None],
+        on_error: Callable[[Exception], None] = lambda error: None,
         usable: Callable[[], bool] = lambda: True,
         gone: Callable[[], bool] = lambda: False,
     ) -> None:

@@ -31,7 +31,6 @@ class Member:
     world_size: int = 1  # ranks inside the replica
     shrink_only: bool = False  # nobody new may come in with this quorum
     commit_failures: int = 0  # > 0 asks for a new quorum number even if nobody came or went
-    init_sync: bool = True  # at step 0 take the weights of the primary, so that all start equal
     data: str = ""  # free text of the caller, handed to every member
     #: what `data` is: a manager's claim (model/claims.py), torchft's, or ""; one for all of a quorum
     dialect: str = ""
@@ -50,7 +49,6 @@ class Quorum:
     max_step: int = 0
     #: the step that the training had come to, where all who held it are gone and the members begin before it; else -1
     reached: int = -1
-    heal: dict[str, str] = field(default_factory=dict)  # replica that must heal -> whose state it takes
     spares: tuple[str, ...] = ()  # asked too, but left over; they are notified and wait
     evicted: tuple[str, ...] = ()  # kept by the members, so that a restarted lighthouse still knows
 
@@ -70,10 +68,6 @@ class Quorum:
 
     def member(self, replica: str) -> Member | None:
         return next((member for member in self.members if member.replica == replica), None)
-
-    def healed_by(self, replica: str) -> tuple[str, ...]:
-        """The replicas that must take their state from `replica`, in rank order."""
-        return tuple(name for name in self.names if self.heal.get(name) == replica)
 
 
 # ---- notices: pushed by the lighthouse, at least once, acknowledged by the client's thread --------------
@@ -339,6 +333,7 @@ class RankRow:
     phase: str = ""
     gpu: str = ""  # "97 %, 61.0 GB" of the GPU that it uses, where that is known
     box: str = ""  # its black box; "" of a rank of another node
+    name: str = ""  # "rollout 1" in a job of several worlds
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from allranks.model.trace import Frame
+from allranks.model.trace import Frame, World
 
 Severity = Literal["root", "consequence", "warning"]
 Status = Literal["ok", "fault", "unclear"]
+
+
+#: Stated confidence, and the share of such verdicts whose ranks and cause are right: benchmarks/results/verdicts.json.
+CALIBRATION = ((0.9, 0.983), (0.8, 0.987), (0.6, 0.895), (0.4, 0.727), (0.0, 0.395))
+
+
+def share_right(confidence: float) -> float:
+    """How many of the verdicts that state this confidence are right."""
+    return next(share for least, share in CALIBRATION if confidence >= least or not least)
+
+
+def confidence_text(confidence: float) -> str:
+    """ "90% (right in 98 of 100 such verdicts)"."""
+    return f"{confidence:.0%} (right in {100 * share_right(confidence):.0f} of 100 such verdicts)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,3 +107,4 @@ class Diagnosis:
     summary: tuple[str, ...] = field(default=())
     groups: tuple[GroupSummary, ...] = ()
     hosts: tuple[tuple[int, str], ...] = ()  # (rank, host), where known
+    worlds: tuple[World, ...] = ()  # of a job of several: which ranks have which role

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # numpy, which commands that only print do not need
+    from allranks.model.trace import World
+
+_RANKS = re.compile(r"\b([Rr])anks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)")
 
 
 def rank_runs(ranks: Iterable[int]) -> list[str]:
@@ -29,6 +36,26 @@ def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:
     """ "rank 5", "ranks 0, 2", "ranks 0-7, 9", "no rank"."""
     named = set(ranks)
     return f"rank{'s' if len(named) > 1 else ''} {rank_list(named, limit)}" if named else "no rank"
+
+
+def rename(text: str, worlds: Sequence[World]) -> str:
+    """ "ranks 0, 3 wait" of two worlds of two is "trainer 0, rollout 1 wait"; unchanged in a job of one world."""
+
+    def told(match: re.Match[str]) -> str:
+        named = set()
+        for run in match[2].split(", "):
+            low, _, high = run.partition("-")
+            named |= set(range(int(low), int(high or low) + 1))
+        parts = []
+        for world in worlds:
+            inside = {rank for rank in named if world.first <= rank < world.first + world.size}
+            named -= inside
+            parts += [f"{world.role} {rank_list(n - world.first for n in inside)}"] if inside else []
+        parts += [f"a process without a black box (number {rank_list(named)})"] if named else []
+        words = ", ".join(parts)
+        return words[0].upper() + words[1:] if match[1] == "R" else words
+
+    return _RANKS.sub(told, text) if worlds else text
 
 
 def count(number: int, word: str) -> str:

@@ -14,9 +14,9 @@ from allranks.model.diagnosis import Finding
 SCHEMA = 1
 
 #: A stall becomes a hang when it is known that it will not end by itself.
-Kind = Literal["stall", "hang", "death", "partition", "request"]
+Kind = Literal["stall", "hang", "death", "partition", "request", "slow"]
 ActionKind = Literal[
-    "none", "dry_run", "collect", "evict", "restart_rank", "restart_job", "leave_node", "command"
+    "none", "dry_run", "collect", "evict", "set_aside", "restart_rank", "restart_job", "leave_node", "command"
 ]
 
 

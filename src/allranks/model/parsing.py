@@ -69,6 +69,20 @@ def hide_secrets(value: object, name: str = "") -> object:
     return without_secrets(value)
 
 
+def role_of_command(title: str) -> str:
+    """What a program calls itself: `reward` of `python serve.py reward 8000`, a plain word right after the script, else
+    `reward server` of `python -u /job/reward_server.py --port 80`; the program itself where it is not a script."""
+    if found := re.search(r"\.py ([a-z][a-z_]{2,30})(\s|$)", title):
+        return found[1]
+    words = title.split()
+    for index, word in enumerate(words):
+        if word == "-m" and index + 1 < len(words):
+            return words[index + 1].rsplit(".", 1)[-1]
+        if word.endswith(".py"):
+            return word.rsplit("/", 1)[-1][:-3].replace("_", " ")
+    return words[0].rsplit("/", 1)[-1] if words else ""
+
+
 def only_host(url: str) -> str:
     """What may be shown of an address: Slack's path is the key to its channel, and others have a password in front."""
     scheme, _, rest = url.partition("://")
@@ -95,6 +109,14 @@ def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 def from_json(data: bytes | str, kind: type[T]) -> T:
     """`msgspec.json.decode(data, type=kind)`, from any thread."""
     return json_decoder(kind).decode(data)
+
+
+def to_json(value: object) -> str:
+    """`msgspec.json.encode(value)`, from any thread."""
+    import msgspec
+
+    json_decoder(type(value))
+    return msgspec.json.encode(value).decode()
 
 
 def convert(value: object, kind: type[T], *, strict: bool = True) -> T:

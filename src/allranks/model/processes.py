@@ -87,6 +87,17 @@ class ThreadLook:
 
 
 @dataclass(frozen=True)
+class GroupCall:
+    """The newest call of a process in one of its process groups, from its black box."""
+
+    key: str  # of the group: where its members meet, and its name
+    name: str  # of the group, for people
+    op: str
+    number: int  # in the group
+    open: bool  # it has begun and not ended
+
+
+@dataclass(frozen=True)
 class Process:
     """One process of a job. `role` is for people ("rollout engine"), `number` tells those of one role apart."""
 
@@ -101,6 +112,7 @@ class Process:
     world: int | None = None
     threads: tuple[ThreadLook, ...] = ()
     links: tuple[ProcessLink, ...] = ()
+    calls: tuple[GroupCall, ...] = ()  # of a recorded process
     ticks: int = 0  # CPU time during the look, in clock ticks
     switches: int = 0  # context switches of the main thread during the look
     alive: bool = True
@@ -162,5 +174,6 @@ class ProcessFinding:
     sentence: str
     guilty: tuple[Guilty, ...] = ()
     chain: tuple[ChainLink, ...] = ()  # from the guilty one outwards
+    edges: tuple[tuple[Where, Where], ...] = ()  # which process waits for which
     reason: str = ""  # what shows it, or what would decide it
     notes: tuple[str, ...] = field(default=())

@@ -64,6 +64,7 @@ class ThreadFacts:
     mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
     switches: int = 0  # context switches since the thread began
     wait_s: float | None = None  # how long its system call may last; -1 without limit, None when not known
+    file: str = ""  # what that call waits on: "pipe:[7]", "socket:[8]"; "epoll 3": three descriptors
 
     @property
     def left_s(self) -> float | None:

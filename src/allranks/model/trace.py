@@ -93,6 +93,9 @@ class Group:
     desc: str = ""
     ranks: tuple[int, ...] = ()  # global ranks in group order; () = unknown
     backend: str = ""  # "nccl", "gloo", ...
+    #: of a group that does not meet where the rank's world does, where it meets; its `ranks` count its own members
+    store: str = ""
+    own: int = -1  # the rank's number among them
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,16 @@ class Rendezvous:
     address: str = ""  # "host:port", or the path of a file
     world_size: int = 0
     line: str = ""  # of the user's call of init_process_group, "train.py:12"
+    store: str = ""  # the address of a store that the program brings
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks of a job of several worlds that are a world of their own: numbers first … first + size - 1 of the job."""
+
+    role: str  # "rollout"
+    first: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -152,7 +165,16 @@ class TraceHeader:
     dropped: int = 0  # records overwritten by the ring
     rendezvous: Rendezvous = Rendezvous()  # as init_process_group was called; unknown before that
     launched: Rendezvous = Rendezvous()  # as its environment said when recording started
+    role: str = ""  # what its process is called: "trainer"
+    worlds: tuple[World, ...] = ()  # of a job of several worlds; `rank` is the number in the job then
     dated: bool = False  # `written_ns` is the modification time of the file, which may be a later copy
+
+    @property
+    def name(self) -> str:
+        """ "rollout 1" in a job of several worlds, else "rank 1"."""
+        number = -1 if self.rank is None else self.rank
+        found = (w for w in self.worlds if w.first <= number < w.first + w.size)
+        return next((f"{world.role} {number - world.first}" for world in found), f"rank {number}")
 
 
 @dataclass(frozen=True)

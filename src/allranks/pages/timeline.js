@@ -24,6 +24,7 @@
     offsets[r + 1] = offsets[r] + meta.counts[r];
     for (let i = offsets[r] + 1; i < offsets[r + 1]; i++) starts[i] += starts[i - 1];
   }
+  const named = (row) => meta.names[row] || `rank ${meta.ranks[row]}`;
   const rowIndex = new Map(meta.ranks.map((rank, row) => [rank, row]));
   const rowsOf = (ranks) => ranks.map((rank) => rowIndex.get(rank)).filter((row) => row !== undefined);
   const guiltyRows = new Set(fault ? rowsOf(fault.ranks) : []);
@@ -66,7 +67,7 @@
     height = Math.round(canvas.clientHeight * scale);
     canvas.width = width; canvas.height = height;
     context.font = `${12 * scale}px system-ui, "DejaVu Sans", sans-serif`;
-    left = Math.ceil(context.measureText(`▸ rank ${Math.max(0, ...meta.ranks)}`).width + 22 * scale);
+    left = Math.ceil(context.measureText("▸ " + (meta.names.length ? meta.names.reduce((a, b) => (a.length > b.length ? a : b)) : `rank ${Math.max(0, ...meta.ranks)}`)).width + 22 * scale);
     top_ = Math.round(TOP * scale);
     if (!view.height) showAll(false);
   }
@@ -174,7 +175,7 @@
       const guilty = guiltyRows.has(row);
       context.font = `${guilty ? "600 " : ""}${12 * scale}px system-ui, "DejaVu Sans", sans-serif`;
       context.fillStyle = guilty ? colors.bad : colors.soft;
-      context.fillText(`${guilty ? "▸ " : ""}rank ${meta.ranks[row]}`, 8 * scale, y, left - 14 * scale);
+      context.fillText(`${guilty ? "▸ " : ""}${named(row)}`, 8 * scale, y, left - 14 * scale);
     }
     canvas.dataset.labels = JSON.stringify(placed);
   }
@@ -257,13 +258,13 @@
   }
   function describe(found) {
     const host = meta.hosts[found.row] ? ` (${meta.hosts[found.row]})` : "";
-    if (found.call < 0) return `rank ${meta.ranks[found.row]}${host}: ${meta.counts[found.row].toLocaleString("en")} calls` + (guiltyRows.has(found.row) && missing.text ? `\nnever entered ${missing.text}` : "");
+    if (found.call < 0) return `${named(found.row)}${host}: ${meta.counts[found.row].toLocaleString("en")} calls` + (guiltyRows.has(found.row) && missing.text ? `\nnever entered ${missing.text}` : "");
     const i = found.call, [op, group, sizes] = meta.kinds[kinds[i]];
     const state = ["not finished", "finished", "failed or timed out", "ended, time unknown"][states[i]];
     const took = states[i] === DONE ? `, took ${(lengths[i] * meta.unit_ns / 1e6).toFixed(3)} ms` : "";
     const at = Number(meta.base_ns) / 1e6 + starts[i] * meta.unit_ns / 1e6;
     const time = at > 1e11 ? new Date(at).toISOString().slice(11, 23) : (starts[i] * meta.unit_ns / 1e6).toFixed(3) + " ms";
-    return `rank ${meta.ranks[found.row]}${host}\n${op} #${seqs[i]} of ${group}\n${sizes}\n${state}${took}, entered ${time}\n${(meta.stacks[stacks[i]].find((l) => !library(l)) || "")}`;
+    return `${named(found.row)}${host}\n${op} #${seqs[i]} of ${group}\n${sizes}\n${state}${took}, entered ${time}\n${(meta.stacks[stacks[i]].find((l) => !library(l)) || "")}`;
   }
   const library = (line) => /\/torch\/|site-packages|dist-packages|\/lib\/python3|^</.test(line);
   const tip = byId("tip");

@@ -1,4 +1,4 @@
-"""The hot path of the recorder in C (`_fast.c`). Optional: absent where no compiler was at hand."""
+"""The hot path of the recorder in C (`_fast.c`). Absent where no compiler was at hand: nothing is recorded then."""
 
 from collections.abc import Callable
 from mmap import mmap

@@ -1,107 +1,36 @@
 """What is known of a process group: its name, its members, its counters. Runs in the rank.
 
-A group is looked up by the identity of its Python object, once per call. Counters are `itertools.count`, so that
-two threads (the main one and autograd's) never draw the same number.
+A group is looked up by the identity of its Python object, once per call.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from allranks.model.trace import Flag
 from allranks.recording.options import TORCH_ERRORS, fast
 
-P2P, PART = int(Flag.P2P), int(Flag.COALESCED_PART)
 WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over
 
 
-class PyCounters:
-    """The numbers of one group's calls, in Python; `_fast.c` has the same."""
-
-    __slots__ = (
-        "_batch",
-        "_last_seq",
-        "_ops",
-        "_p2ps",
-        "_parts",
-        "_seqs",
-        "blocking",
-        "cpu_side",
-        "number",
-        "timeout_ms",
-    )
-
-    def __init__(self, number: int, timeout_ms: int, blocking: bool) -> None:
-        self.number = number  # id of the group in the black box
-        self.timeout_ms = timeout_ms
-        self.blocking = blocking  # wait() returns when the call is over
-        # stands for calls on CPU tensors when these have a backend of their own
-        self.cpu_side: Counters | None = None
-        self._last_seq = 0
-        self._batch = (0, 0)  # seq and p2p_seq of the open batch; 0 = not drawn yet
-        self._parts: list[int] | None = None  # numbers of the calls in the open batch
-        self._seqs, self._p2ps, self._ops = itertools.count(1), itertools.count(1), itertools.count(1)
-
-    def draw(self, p2p: bool) -> tuple[int, int, int, int]:
-        """(seq, p2p_seq, op_id, flags) of the next call. Calls of one batch share one p2p and one collective number."""
-        if self._parts is None:
-            if p2p:
-                return self._last_seq, next(self._p2ps), next(self._ops), P2P
-            self._last_seq = seq = next(self._seqs)
-            return seq, 0, next(self._ops), 0
-        seq, p2p_seq = self._batch
-        if p2p and not p2p_seq:
-            p2p_seq = next(self._p2ps)
-        elif not p2p and not seq:
-            self._last_seq = seq = next(self._seqs)
-        self._batch = (seq, p2p_seq)
-        return seq or self._last_seq, p2p_seq if p2p else 0, next(self._ops), PART | P2P if p2p else PART
-
-    @property
-    def in_batch(self) -> bool:
-        return self._parts is not None
-
-    def open_batch(self) -> None:
-        """The calls from now on are parts of one batch."""
-        self._batch, self._parts = (0, 0), []
-
-    def add_part(self, number: int) -> None:
-        """A call belongs to the open batch."""
-        if self._parts is not None:
-            self._parts.append(number)
-
-    def close_batch(self) -> tuple[int, int, int, tuple[int, ...]]:
-        """(seq, p2p_seq, op_id, numbers of its calls) of the batch."""
-        (seq, p2p_seq), parts = self._batch, tuple(self._parts or ())
-        self._batch, self._parts = (0, 0), None
-        return seq or self._last_seq, p2p_seq, next(self._ops), parts
-
-
-Counters = PyCounters  # or the same in C
+if TYPE_CHECKING:
+    from allranks.recording._fast import Counters
 
 
 class GroupState:
     __slots__ = ("backend", "counters", "first_ranks", "mixed", "name", "ranks", "ref")
 
-    def __init__(
-        self,
-        number: int,
-        name: str,
-        ranks: tuple[int, ...],
-        backend: str,
-        timeout_ms: int,
-        accelerate: bool = True,
-    ) -> None:
+    def __init__(self, number: int, name: str, ranks: tuple[int, ...], backend: str, timeout_ms: int) -> None:
         self.name = name
         self.ranks = ranks  # global ranks in group order; () = unknown
         self.first_ranks = ranks  # those before it was reconfigured
         self.backend = backend
         self.mixed = "," in backend  # "cpu:gloo,cuda:nccl": what wait() means depends on the tensor
-        self.counters = make_counters(number, timeout_ms, backend in WAITS_BLOCK, ranks, accelerate)
+        # the numbers of its calls; two threads (the main one and autograd's) never draw the same
+        make: type[Counters] = fast().Counters
+        self.counters = make(number, timeout_ms, backend in WAITS_BLOCK, ranks)
         if self.mixed:
-            self.counters.cpu_side = make_counters(number, timeout_ms, True, ranks, accelerate)
+            self.counters.cpu_side = make(number, timeout_ms, True, ranks)
         self.ref: weakref.ref[Any] | None = None
 
     def side(self, on_cpu: bool) -> Counters:
@@ -111,17 +40,6 @@ class GroupState:
     def global_rank(self, group_rank: int) -> int:
         """A group-local rank as a global one; itself when the members are unknown."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
-
-
-def make_counters(
-    number: int, timeout_ms: int, blocking: bool, ranks: tuple[int, ...], accelerate: bool
-) -> Counters:
-    """Counters in C when that was built and is wanted, else in Python."""
-    module = fast(accelerate)
-    if module is not None:
-        made: Counters = module.Counters(number, timeout_ms, blocking, ranks)
-        return made
-    return PyCounters(number, timeout_ms, blocking)
 
 
 def describe_group(

@@ -12,10 +12,12 @@ Recording is decided by one cell, so that `uninstall` is cheap and a forked chil
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +29,11 @@ from allranks.recording import torch_internals as internals
 from allranks.recording.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
 from allranks.recording.groups import GroupState, describe_group, timeout_ms
 from allranks.recording.guard import ErrorGuard
-from allranks.recording.options import fast
-from allranks.recording.row_writer import Shapes
+from allranks.recording.options import TORCH_ERRORS, fast
 from allranks.recording.setup_calls import SetupCalls
+from allranks.recording.stores import Stores
 from allranks.recording.torch_internals import NO_OPTIONS, EventMarker, layout_of
-from allranks.recording.writer import CallWriter, warn_once
+from allranks.recording.writer import CallWriter, Shapes, warn_once
 
 if TYPE_CHECKING:
     from allranks.recording.recording_group import RecordingProxies
@@ -80,6 +82,7 @@ class Hook:
         self._replaced = internals.Replaced()
         self._proxies: RecordingProxies | None = None
         self._setup: SetupCalls | None = None
+        self._stores = Stores(self.guard)
         self._lost: set[str] = set()
 
     # -- installing ---------------------------------------------------------------------------------------------
@@ -101,16 +104,14 @@ class Hook:
                 f"{kind.__name__}.wait", lambda k=kind: self._replace(k, "wait", self._fast_wait(k.wait))
             )
         self._part("capture of CUDA graphs", self._watch_cuda)
+        self._part("stores of groups", self._stores.install, self._replaced)
         self._part(internals.CPP_CALLS, self._install_proxies)
         self._setup = SetupCalls(self)
         self._part("init_process_group, new_group, destroy_process_group", self._setup.install)
 
-    def _part(self, what: str, step: Function, *args: object) -> None:
-        """One thing to wrap: where another version of torch does not let us, the rest is recorded."""
-        try:
-            step(*args)
-        except Exception as error:
-            self.lost(what, error)
+    def _part(self, what: str, step: Function, *args: object) -> Any:
+        """A step that another version of torch may not let us do: then the rest is recorded; None."""
+        return ErrorGuard(partial(self.lost, what))(step, *args)
 
     def _use_markers(self) -> None:
         self._installed.markers = self._make_markers()
@@ -185,11 +186,25 @@ class Hook:
         writer = self._installed
         members = self._members.pop(group, ())
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
-        number = writer.box.append(Item.GROUP, [name, desc, packed_ranks(ranks), backend])
-        state = GroupState(number, name, ranks, backend, timeout_ms(group), writer.accelerate)
+        met = self._met(group, name)
+        if met is not None:  # its members count themselves
+            name, ranks = name or met[1], tuple(range(int(group.size())))
+        about = [name, desc, packed_ranks(ranks), backend, *((met[0], met[2]) if met else ())]
+        number = writer.box.append(Item.GROUP, about)
+        state = GroupState(number, name, ranks, backend, timeout_ms(group))
         self.adopt(group, state)
         self._on_group(state)
         return state
+
+    def _met(self, group: dist.ProcessGroup, name: str) -> tuple[str, str, int] | None:
+        """(address, prefix, own number) of a group that does not meet where the world does. Replicas number their ranks."""
+        if os.environ.get("ALLRANKS_RANK") or name.startswith(("replicas/", "votes/")):
+            return None
+        try:
+            address, prefix = self._stores.elsewhere(group)
+            return (address, prefix, int(group.rank())) if address else None
+        except TORCH_ERRORS:  # not every backend knows its rank
+            return None
 
     def adopt(self, group: dist.ProcessGroup, state: GroupState) -> None:
         """Lets `group` be looked up as `state` for as long as the object lives."""
@@ -273,20 +288,19 @@ class Hook:
 
     def _read(self, op: str, reader: Reader, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
         """A call and its sizes. One that is not made as torch makes it keeps its place in the sequence, without sizes."""
-        try:
+
+        def read() -> tuple[Call, Shapes]:
             call = reader(args, kwargs)
             return call, self.shapes(call)
-        except Exception as error:
-            self.lost(f"sizes of some calls of {op}", error)
-            return Call(p2p=op in P2P_OPS), (0, 0, 0)
+
+        return self._part(f"sizes of some calls of {op}", read) or (Call(p2p=op in P2P_OPS), (0, 0, 0))
 
     def _fast_collective(self, original: Function, slow: Function, method: str) -> Any:
         """The same in C, for calls in the form that torch.distributed makes them; the rest takes `slow`."""
         writer = self._installed
-        module = fast(writer.accelerate)
         options, form = internals.FAST.get(method, (None, None))
         layout = NO_OPTIONS if options is None else layout_of(options)
-        if module is None or form is None or layout is None:
+        if form is None or layout is None:
             return slow
         op, reader = CALLS[method]
         stacks = writer.stacks.engine if writer.stacks is not None else None
@@ -297,7 +311,7 @@ class Hook:
                 known[key] = found
             return found
 
-        return module.Collective(
+        return fast().Collective(
             *self._shared_parts(original, slow),
             {},
             learn,
@@ -323,12 +337,9 @@ class Hook:
         )
 
     def _fast_batch(self, original: Function, slow: Function, method: str) -> Any:
-        """The start and the end of a batch, in C where that was built."""
+        """The start and the end of a batch, in C; what is unusual takes `slow`."""
         writer = self._installed
-        module = fast(writer.accelerate)
-        if module is None or method not in (internals.START_BATCH, internals.END_BATCH):
-            return slow
-        return module.Batch(
+        return fast().Batch(
             *self._shared_parts(original, slow),
             self.guard.hold(writer.sweep),
             self.guard.hold(writer.no_work),
@@ -338,27 +349,10 @@ class Hook:
         )
 
     def _fast_wait(self, original: Function) -> Any:
-        """Work.wait, in C where that was built."""
+        """Work.wait, in C."""
         writer = self._installed
-        module = fast(writer.accelerate)
-        if module is None:
-            return self._wrap_wait(original)
         failed, waited = self.guard.hold(writer.wait_failed), self.guard.hold(writer.waited)
-        return module.Wait(original, failed, waited, writer.pending, writer.ring, writer.markers)
-
-    def _wrap_wait(self, original: Function) -> Function:
-        writer = self._installed
-
-        def before(args: Args, kwargs: Kwargs) -> tuple[Any, Any, bool] | None:
-            entry = writer.pending.get(id(args[0]))
-            return None if entry is None else (args[0], entry, len(args) > 1 or bool(kwargs))
-
-        return self.guard.around(
-            original,
-            before,
-            lambda known, result: writer.waited(known[0], known[1]),
-            lambda known, error: writer.wait_failed(known[0], error, known[2]),
-        )
+        return fast().Wait(original, failed, waited, writer.pending, writer.ring, writer.markers)
 
     def _wrap_start(self, original: Function) -> Function:
         return self.guard.around(original, lambda args, kwargs: self.group(args[0]).counters.open_batch())
@@ -403,8 +397,7 @@ class Hook:
             name = f"{old.name.partition('@')[0]}@{options.uuid}"
             box.append(Item.DESTROYED, [old.counters.number, time.time_ns()])
             number = box.append(Item.GROUP, [name, "reconfigured", packed_ranks(ranks), old.backend])
-            limit = old.counters.timeout_ms
-            state = GroupState(number, name, ranks, old.backend, limit, self._installed.accelerate)
+            state = GroupState(number, name, ranks, old.backend, old.counters.timeout_ms)
             state.first_ranks = old.first_ranks
             self.adopt(group, state)
 
@@ -424,10 +417,9 @@ class Hook:
                 wrapper.direct = not writer.capturing
 
     def _make_markers(self) -> Any:
-        """Events of CUDA's driver in C; None where there is no CUDA, or the part in C was not built."""
-        assert self.writer is not None
-        module, functions = fast(self.writer.accelerate), internals.event_functions()
-        return module.Markers(self.writer.ring, *functions) if module is not None and functions else None
+        """Events of CUDA's driver in C; None where there is no CUDA."""
+        functions = internals.event_functions()
+        return fast().Markers(self._installed.ring, *functions) if functions else None
 
     def _watch_cuda(self) -> None:
         """Follows calls that leave no Work by events, and asks no event while any thread captures a CUDA graph."""

@@ -13,11 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from allranks.blackbox.layout import DEFAULT_CAPACITY, DEFAULT_HEAP_BYTES
-from allranks.errors import ConfigurationError
+from allranks.errors import ConfigurationError, NotRecording
 
 #: What asking torch may end with where a version, a backend or an unfinished group does not know the answer.
 TORCH_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 EXPECTED = 6  # VERSION in _fast.c: raised with every change of what the two sides say to each other
+BUILD = "install a wheel of allranks, or a C compiler and Python's headers and then allranks again"
 DEFAULT_STACK_DEPTH = 8
 MIN_CAPACITY = 16
 
@@ -41,7 +42,7 @@ class RecorderOptions:
     dump_on: frozenset[str] = frozenset({"timeout", "exception"})  # of timeout, exception, exit
 
     poll_s: float = 0.1  # how often the side thread looks for completed calls
-    accelerate: bool = True  # use the part written in C when it was built
+
     harvest: bool = True  # dumps also take torch's own recorder when it is on
 
     def __post_init__(self) -> None:
@@ -81,7 +82,6 @@ def from_environment(env: Mapping[str, str] | None = None, **arguments: Any) -> 
             is_true(values.get(f"{library}_FR_DUMP_DYNAMIC_FILE_NAME")) for library in ("TORCH", "TORCHCOMM")
         ),
         dump_on=_dump_on(values),
-        accelerate=values.get("ALLRANKS_PURE_PYTHON", "0") != "1",
     )
     return replace(options, **{name: value for name, value in arguments.items() if value is not None})
 
@@ -158,12 +158,12 @@ def _number(values: Mapping[str, str], *names: str, default: int) -> int:
     return default
 
 
-def fast(accelerate: bool) -> ModuleType | None:
-    """The module `_fast`; None when it is not wanted, was not built, or was built from another source."""
-    if not accelerate:
-        return None
+def fast() -> ModuleType:
+    """The part of the recorder in C; NotRecording where it was not built, or was built from another source."""
     try:
         from allranks.recording import _fast
-    except ImportError:
-        return None
-    return _fast if getattr(_fast, "VERSION", None) == EXPECTED else None
+    except ImportError as error:
+        raise NotRecording(f"its part in C cannot be loaded ({error}): {BUILD}") from error
+    if getattr(_fast, "VERSION", None) != EXPECTED:
+        raise NotRecording(f"its part in C is of another version: {BUILD}")
+    return _fast

@@ -27,7 +27,7 @@ from allranks.model.parsing import without_secrets
 from allranks.model.trace import Rendezvous
 from allranks.recording.groups import GroupState
 from allranks.recording.guard import ErrorGuard
-from allranks.recording.options import TORCH_ERRORS, RecorderOptions, fast
+from allranks.recording.options import TORCH_ERRORS, RecorderOptions
 from allranks.recording.side_thread import SideThread, describe_exit, wake_agent
 from allranks.recording.writer import CallWriter, fill_header, warn_once
 
@@ -289,13 +289,13 @@ class Recorder:
     def _fill_header(self, box: Box) -> None:
         words = without_secrets("\0".join(word[:8192] for word in sys.argv[:20])).split("\0")
         argv = [word[:200] for word in words]  # cut after hiding: half a secret is not recognised
-        self._facts = fill_header(box, self.options, versions=_versions(self.options.accelerate), argv=argv)
+        self._facts = fill_header(box, self.options, versions=_versions(), argv=argv)
 
     def _met_group(self, state: GroupState) -> None:
         """The first group tells the rank, the world and the backend when the environment did not."""
         assert self.box is not None
         if not self._facts["backend"] and state.backend:
-            versions = _versions(self.options.accelerate, state.backend)
+            versions = _versions(state.backend)
             self._facts = {**self._facts, "backend": state.backend, "versions": versions}
             self.box.append(Item.META, self._facts)
         import torch.distributed as dist
@@ -349,10 +349,9 @@ def _descriptor_fix(error: BaseException | None) -> str:
     return ""
 
 
-def _versions(accelerate: bool, backend: str = "") -> dict[str, str]:
+def _versions(backend: str = "") -> dict[str, str]:
     """Versions of the libraries that took part."""
-    engine = "C" if fast(accelerate) is not None else "Python"
-    found = {"allranks": allranks.__version__, "recorder": engine, "python": sys.version.split()[0]}
+    found = {"allranks": allranks.__version__, "python": sys.version.split()[0]}
     torch = sys.modules.get("torch")
     if torch is not None:
         found["torch"] = str(torch.__version__)

@@ -51,10 +51,9 @@ def _forward(method: str) -> Function:
         return WaitedWork(work) if silent and work is not None and self.waits_block() else work
 
     call.__name__ = method
-    return call if silent or _fast is None else _fast.Forward(method)
+    return call if silent else fast().Forward(method)
 
 
-_fast = fast(True)
 for _method in internals.TRAMPOLINE:
     if hasattr(dist.ProcessGroup, _method):
         # Their code is that of `call`, nested in `_forward`.
@@ -106,14 +105,12 @@ class RecordingProxies:
         """A recording proxy of a plain ProcessGroup; the group itself where that is impossible or not needed."""
         if type(group) is not dist.ProcessGroup or self._hook.writer is None or self._refused:
             return group
-        try:
-            # unfinished: it would have no backend
-            return self._make(group) if internals.backends(group) else group
-        except Exception as error:  # another version of torch: C++'s own calls go unrecorded
-            self._hook.lost(internals.CPP_CALLS, error)
-            return group
+        made: dist.ProcessGroup | None = self._hook._part(internals.CPP_CALLS, self._make, group)
+        return made or group
 
-    def _make(self, group: dist.ProcessGroup) -> RecordingProxyGroup:
+    def _make(self, group: dist.ProcessGroup) -> RecordingProxyGroup | None:
+        if not internals.backends(group):
+            return None  # unfinished: it would have no backend
         make: Any = RecordingProxyGroup
         # the constructor that takes a store cannot make a subclass
         proxy: RecordingProxyGroup = make(group.rank(), group.size())

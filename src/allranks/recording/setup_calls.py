@@ -20,6 +20,7 @@ from allranks.blackbox.layout import Item
 from allranks.model.trace import SETUP_CALLS, Rendezvous
 from allranks.recording.calls import Args, Kwargs
 from allranks.recording.side_thread import user_line
+from allranks.recording.stores import address_of
 from allranks.recording.torch_internals import Replaced, leave_graph
 from allranks.recording.writer import launched_at
 
@@ -112,9 +113,11 @@ def _by_environment(given: dict[str, object]) -> bool:
 
 def _meeting(given: dict[str, object]) -> Rendezvous:
     """Where init_process_group meets the others; no address where the program brings its own store."""
-    address = ""
+    address = store = ""
     if _by_environment(given):
         address = launched_at()
-    elif given.get("store") is None:
+    elif given.get("store") is not None:
+        store = address_of(given["store"])
+    else:
         address = str(given.get("init_method")).partition("://")[2].partition("?")[0]
-    return Rendezvous(address, max(0, _number(given, "world_size")), user_line(sys._getframe()))
+    return Rendezvous(address, max(0, _number(given, "world_size")), user_line(sys._getframe()), store)

@@ -134,13 +134,14 @@ class SideThread:
             self._dumped.set()
 
     def _dump(self, reason: str) -> None:
-        """A dump that must never do harm: its own errors are only told."""
-        try:
+        """A dump that must never do harm: its own errors are only told (a full disk, a half-finished interpreter)."""
+
+        def dump() -> None:
             path = self._recorder.dump_file(reason=reason)
             if self._recorder.options.harvest:
                 write_native(path, self._recorder.rank)
-        except Exception as error:  # full disk, half-finished interpreter
-            print(f"allranks: no dump on {reason}: {error}", file=sys.stderr)
+
+        ErrorGuard(lambda error: print(f"allranks: no dump on {reason}: {error}", file=sys.stderr))(dump)
 
 
 def user_line(at: TracebackType | FrameType | None) -> str:

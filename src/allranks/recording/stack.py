@@ -1,11 +1,10 @@
 """Python stacks as small numbers: walk the frames, look the walk up, describe it only when it is new.
 
-Runs in the rank on the hot path. The key of a stack is made of its code objects and instructions, so a stack seen
-before costs a lookup; names and lines are worked out once per distinct stack. User frames come first: plumbing of
+Runs in the rank on the hot path. `_fast.c` walks the frames; the key of a stack is made of its code objects and
+instructions, so a stack seen before costs a lookup; names and lines are worked out here, once per distinct stack. User frames come first: plumbing of
 torch.distributed and of allranks is left out, and of other library code only the innermost few frames are kept, so
 that eight frames reach the user's line even from inside FSDP. A call that C++ makes on a thread of its own, or a hook
 that autograd runs there, has no user frame: the frames of the main thread, which waits in backward(), follow.
-`_fast.c` holds the same walk in C.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
 from types import CodeType, FrameType
 
 from allranks.blackbox.file_writer import Box
@@ -26,7 +24,6 @@ PLUMBING, LIBRARY, USER, THREAD_START = 0, 1, 2, 3  # the last: where a thread o
 LIBRARY_FRAMES = 3  # innermost library frames kept: they say which feature made the call (as in _fast.c)
 MAX_WALK = 256  # as in _fast.c
 MAX_STACKS = 20_000  # distinct stacks remembered; further ones are recorded without a stack
-MAX_CODES = 8_192  # code objects remembered; as in _fast.c
 
 _PLUMBING_STARTS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen")
 _LIBRARY_PARTS = ("/site-packages/", "/dist-packages/")  # of the distribution, the user, any environment
@@ -42,62 +39,30 @@ _PLUMBING_ENDS = (
 class Stacks:
     """Turns stacks into ids of the black box."""
 
-    def __init__(self, box: Box, depth: int, accelerate: bool) -> None:
+    def __init__(self, box: Box, depth: int) -> None:
         self._box = box
         self._depth = depth
         self._main = threading.main_thread().ident or 0
         self._count = 0
-        module = fast(accelerate)
-        self.engine = PyEngine(depth, self._main)
-        if module is not None:
-            known = (_PLUMBING_STARTS, _PLUMBING_ENDS, library_roots(), _LIBRARY_PARTS)
-            self.engine = module.Stacks(depth, self._main, *known)
+        known = (_PLUMBING_STARTS, _PLUMBING_ENDS, library_roots(), _LIBRARY_PARTS)
+        self.engine = fast().Stacks(depth, self._main, *known)  # -1: a new stack
 
     def at(self, frame: FrameType | None) -> int:
         """The id of the stack that starts at `frame`; 0 when there is none or the table is full."""
-        found = self.engine.capture(frame)
+        found: int = self.engine.capture(frame)
         if found >= 0 or self._count >= MAX_STACKS or frame is None:
             return max(found, 0)
         self._count += 1
         frames = [
             [getattr(code := kept.f_code, "co_qualname", code.co_name), code.co_filename, kept.f_lineno or 0]
-            for kept in kept_frames(frame, self._depth, self._main, kind_of)
+            for kept in kept_frames(frame, self._depth, self._main)
         ]
         number = self._box.intern(Item.STACK, frames) if frames else 0
         self.engine.remember(frame, number)
         return number
 
 
-class PyEngine:
-    """The lookup of stacks in Python: one integer per frame is the key. `_fast.Stacks` is the same in C."""
-
-    def __init__(self, depth: int, main: int) -> None:
-        self._depth, self._main = depth, main
-        self._known: dict[tuple[int, ...], int] = {(): 0}
-        self._kinds: dict[CodeType, int] = {}
-
-    def capture(self, frame: FrameType | None, /) -> int:
-        """The id of the stack at this frame; 0 without frames of interest, -1 when it is new."""
-        return 0 if frame is None else self._known.get(self._key(frame), -1)
-
-    def remember(self, frame: FrameType, number: int, /) -> None:
-        """Gives a stack its id."""
-        self._known[self._key(frame)] = number
-
-    def _key(self, start: FrameType) -> tuple[int, ...]:
-        frames = kept_frames(start, self._depth, self._main, self._kind)
-        return tuple([id(frame.f_code) + (frame.f_lasti << 52) for frame in frames])
-
-    def _kind(self, code: CodeType) -> int:
-        kind = self._kinds.get(code)
-        if kind is None:
-            if len(self._kinds) >= MAX_CODES:
-                return PLUMBING
-            kind = self._kinds[code] = kind_of(code)  # the key keeps ids of code objects from being reused
-        return kind
-
-
-def kept_frames(start: FrameType, depth: int, main: int, kind: Callable[[CodeType], int]) -> list[FrameType]:
+def kept_frames(start: FrameType, depth: int, main: int) -> list[FrameType]:
     """The frames of a stack that are recorded, innermost first; see the top of this file."""
     kept: list[FrameType] = []
     library, users, from_python = LIBRARY_FRAMES, 0, False
@@ -108,7 +73,7 @@ def kept_frames(start: FrameType, depth: int, main: int, kind: Callable[[CodeTyp
         for _ in range(MAX_WALK):
             if frame is None or len(kept) == depth:
                 break
-            found = kind(frame.f_code)
+            found = kind_of(frame.f_code)
             if found == USER or (found == LIBRARY and library):
                 library -= found == LIBRARY
                 users += found == USER

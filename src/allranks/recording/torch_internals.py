@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp, distributed_c10d
 
 from allranks.recording.options import TORCH_ERRORS
+from allranks.recording.torch_names import C10D, PRIVATE, RECORDED
 
 Backend = c10d.Backend
 #: Functions of c10d that are handed a process group by C++'s users: the registry of names, and two of DDP's set-up.
@@ -80,19 +81,6 @@ FAST: dict[str, tuple[Any, ArgumentForm]] = {
 }
 
 CPP_CALLS = "calls made by C++ (DDP, functional collectives)"
-#: What is not recorded without some names: (where they are, the names).
-NEEDED: dict[str, tuple[str, tuple[str, ...]]] = {
-    CPP_CALLS: ("c10d", (REGISTER, UNREGISTER, RESOLVE, "Reducer")),
-    "calls made by C++ on other backends": (
-        "ProcessGroup",
-        (
-            *("_backend_id", "_device_types", "_get_backend", "_get_backend_name", "_register_backend"),
-            *("_set_group_name", "_set_group_desc"),
-        ),
-    ),
-    "which calls belong to one batch": ("ProcessGroup", (START_BATCH, END_BATCH)),
-    "members and backends of groups": ("world", ("pg_group_ranks", "pg_map", "pg_names")),
-}
 
 
 #: Before 2.7 C++ lets go of the Python half of a Work that a proxy gives it, and then waits for ever.
@@ -104,16 +92,16 @@ def version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
-def missing(needed: dict[str, tuple[str, tuple[str, ...]]] = NEEDED) -> list[str]:
+def missing(private: dict[str, tuple[str, str]] = PRIVATE) -> list[str]:
     """What this version of torch does not let us record, as sentences; [] when nothing is lost."""
-    world = getattr(distributed_c10d, "_world", None)
-    places = {"c10d": c10d, "ProcessGroup": c10d.ProcessGroup, "world": world}
-    lost = []
-    for what, (place, names) in needed.items():
-        absent = [name for name in names if not hasattr(places[place], name)]
-        if absent:
-            lost.append(f"{what} (torch has no {', '.join(absent)})")
-    return lost
+    lost: dict[str, list[str]] = {}
+    for name, (_, what) in private.items():
+        found: Any = c10d
+        for word in name.removeprefix(f"{C10D}.").split(".") if name.startswith(C10D) else ():
+            found = getattr(found, word, None)
+        if found is None and what in RECORDED:
+            lost.setdefault(what, []).append(name.rpartition(".")[2])
+    return [f"{what} (torch has no {', '.join(names)})" for what, names in lost.items()]
 
 
 class Replaced(list[tuple[object, str, object, Any]]):

@@ -11,21 +11,23 @@ CHECKED_WITH = (
     "2.15",
 )  # all of them; the recorder's also with 2.5 to 2.10, see docs/compatibility.md
 
-_C10D = "torch._C._distributed_c10d"
-_GROUP = f"{_C10D}.ProcessGroup"
+C10D = "torch._C._distributed_c10d"
+_GROUP = f"{C10D}.ProcessGroup"
 _PYTHON = "torch.distributed.distributed_c10d"
 _CPP = "calls made by C++ are not recorded"
+_BATCH = "calls of one batch are recorded as single calls"
+RECORDED = (_CPP, _BATCH)  # what the recorder says when it starts
 
 #: name -> (words of its signature that we rely on, what is lost without it)
 PRIVATE: dict[str, tuple[str, str]] = {
-    f"{_C10D}._register_process_group": ("", _CPP),
-    f"{_C10D}._unregister_process_group": ("", _CPP),
-    f"{_C10D}._unregister_all_process_groups": ("", _CPP),
-    f"{_C10D}._resolve_process_group": ("", _CPP),
-    f"{_C10D}._broadcast_coalesced": ("process_group", "DDP's broadcasts are not recorded"),
-    f"{_C10D}._verify_params_across_processes": ("process_group", "DDP's checks are not recorded"),
-    f"{_C10D}._dump_fr_trace": ("includeCollectives", "dumps come without torch's own ring"),
-    f"{_C10D}._dump_nccl_trace": ("includeCollectives", "dumps come without NCCL's ring"),
+    f"{C10D}._register_process_group": ("", _CPP),
+    f"{C10D}._unregister_process_group": ("", _CPP),
+    f"{C10D}._unregister_all_process_groups": ("", _CPP),
+    f"{C10D}._resolve_process_group": ("", _CPP),
+    f"{C10D}._broadcast_coalesced": ("process_group", "DDP's broadcasts are not recorded"),
+    f"{C10D}._verify_params_across_processes": ("process_group", "DDP's checks are not recorded"),
+    f"{C10D}._dump_fr_trace": ("includeCollectives", "dumps come without torch's own ring"),
+    f"{C10D}._dump_nccl_trace": ("includeCollectives", "dumps come without NCCL's ring"),
     f"{_GROUP}._backend_id": ("backend_type", _CPP),
     f"{_GROUP}._get_backend": ("device", _CPP),
     f"{_GROUP}._get_backend_name": ("", _CPP),
@@ -35,8 +37,8 @@ PRIVATE: dict[str, tuple[str, str]] = {
     f"{_GROUP}._set_default_backend": ("backend_type", _CPP),
     f"{_GROUP}._set_group_name": ("", _CPP),
     f"{_GROUP}._set_group_desc": ("", _CPP),
-    f"{_GROUP}._start_coalescing": ("device", "calls of one batch are recorded as single calls"),
-    f"{_GROUP}._end_coalescing": ("device", "calls of one batch are recorded as single calls"),
+    f"{_GROUP}._start_coalescing": ("device", _BATCH),
+    f"{_GROUP}._end_coalescing": ("device", _BATCH),
     f"{_PYTHON}._world": ("", "members and backends of groups are recorded as far as the group tells"),
     f"{_PYTHON}._get_default_store": ("", "Manager raises AttributeError where a replica has several ranks"),
     "torch._C._distributed_c10d.ProcessGroupGloo._Options": ("", "Manager has no gloo"),
@@ -58,10 +60,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "torch.distributed.checkpoint._nested_dict": (
         "",
         "checkpoints of torch.distributed.checkpoint cannot be read",
-    ),
-    "torch.distributed.checkpoint._dedup_save_plans": (
-        "",
-        "checkpoints raise ImportError where tensors are sharded",
     ),
     "torch.distributed.tensor._utils": ("", "checkpoints raise ImportError where tensors are sharded"),
     "torch._foreach_copy_": ("", "Manager's DDP copies buffers one by one"),

@@ -6,9 +6,11 @@ when it is known: by the program's own wait(), by a later call, or by the side t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
+import re
 import socket
 import sys
 import threading
@@ -16,17 +18,21 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from allranks.blackbox.file_writer import Box
+from allranks.blackbox.file_writer import FIELD, Box
 from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item
-from allranks.model.parsing import without_secrets
+from allranks.model.parsing import role_of_command, without_secrets
 from allranks.model.trace import Flag, State
-from allranks.recording.groups import P2P, PART, Counters, GroupState
-from allranks.recording.options import TORCH_ERRORS, RecorderOptions
-from allranks.recording.row_writer import Shapes, make_ring
+from allranks.recording.groups import GroupState
+from allranks.recording.options import TORCH_ERRORS, RecorderOptions, fast
 from allranks.recording.stack import Stacks
+
+if TYPE_CHECKING:
+    from allranks.recording._fast import Counters, Ring
+
+Shapes = tuple[int, int, int]  # (id, elements in, elements out)
 
 
 class PendingWork(Protocol):
@@ -37,8 +43,9 @@ class PendingWork(Protocol):
 
 
 #: (what tells, number of the call, counters of its group, numbers of the calls that end with it)
-Entry = tuple[PendingWork, int, Counters, tuple[int, ...]]
+Entry: TypeAlias = "tuple[PendingWork, int, Counters, tuple[int, ...]]"
 
+P2P, PART = int(Flag.P2P), int(Flag.COALESCED_PART)
 END, CAPTURED = int(Flag.COALESCED_END), int(Flag.CAPTURED)
 #: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
 SWEEP_NS, SWEEP_CALLS = 1_000_000, 4
@@ -47,16 +54,24 @@ MAX_THREADS = 1000  # named; a program that makes threads for ever must not fill
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
 
 
+def make_ring(box: Box) -> Ring:
+    """The ring of an open box. Written without locks: a signal handler may run between any two instructions and may
+    itself record. A call is known by its number: record id + 1, the `begin` of its row."""
+    fields = [FIELD[name] for name in ("next_id", "calls_started", "last_call_ns", "calls_completed")]
+    made: Ring = fast().Ring(box.memory, box.capacity, *fields)
+    return made
+
+
 class CallWriter:
     """Writes calls into an open box. One per process; used by all its threads without a lock."""
 
     def __init__(self, box: Box, options: RecorderOptions) -> None:
         self.box = box
-        self.ring = make_ring(box, options.accelerate)
+        self.ring = make_ring(box)
         self.ring.on_thread = functools.partial(_note_thread, box, set())  # no cycle through the part in C
-        self.stacks = Stacks(box, options.stack_depth, options.accelerate) if options.stack_depth else None
+        self.stacks = Stacks(box, options.stack_depth) if options.stack_depth else None
         self.pending: dict[int, Entry] = {}  # by id(work), oldest first
-        self.accelerate = options.accelerate
+
         self.label = 0
         self.capturing = 0  # CUDA graph captures in progress: no event may be queried
         # held while works and events are queried; never waited for without a limit
@@ -361,6 +376,7 @@ def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str
     box.set(**known, pid=pid, start_ticks=start_ticks(pid), start_ns=time.time_ns())
     about: dict[str, object] = {"host": socket.gethostname(), "job": options.job, "backend": ""}
     about |= {
+        "role": own_role(),
         "versions": {},
         "argv": [],
         **facts,
@@ -368,6 +384,19 @@ def fill_header(box: Box, options: RecorderOptions, **facts: object) -> dict[str
     }
     box.append(Item.META, about)
     return about
+
+
+def own_role() -> str:
+    """What this process is called: by $ALLRANKS_ROLE, its title (Ray's actors), its function (multiprocessing), or its command."""
+    if given := os.environ.get("ALLRANKS_ROLE"):
+        return given[:64]
+    with contextlib.suppress(OSError), open("/proc/self/cmdline", errors="replace") as title:
+        if found := re.match(r"\w+::(\w+)", title.read(200)):
+            return found[1]
+    module = sys.modules.get("multiprocessing.process")
+    target = getattr(module and module.current_process(), "_target", None)
+    name = str(getattr(target, "__name__", ""))
+    return name if name and not name.startswith("_") else role_of_command(" ".join(sys.argv[:20]))[:64]
 
 
 def launched_at() -> str:

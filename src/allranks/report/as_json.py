@@ -27,6 +27,7 @@ def to_object(diagnosis: Diagnosis) -> Json:
             {**vars(group), "members": list(group.members), "behind": list(group.behind)}
             for group in diagnosis.groups
         ],
+        "worlds": [vars(world) for world in diagnosis.worlds],
         "summary": list(diagnosis.summary),
     }
 

@@ -6,12 +6,13 @@ Everything from a dump is data: it travels as JSON or typed columns and is put o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from allranks import pages
-from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.model.formatting import duration, rank_list
-from allranks.model.trace import RankTrace
+from allranks.model.diagnosis import Diagnosis, Finding, confidence_text
+from allranks.model.formatting import duration, rank_list, ranks_text, rename
+from allranks.model.trace import RankTrace, World
 from allranks.pages import Row, StackCard, frame_lines, stack_card, without_stale
 from allranks.report.text import clean, headline_text
 from allranks.report.timeline import MISSING, Timeline, build_timeline, pack
@@ -28,6 +29,7 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
     line = build_timeline(traces)
     verdict = diagnosis.verdict
     stacks = [] if verdict is None else without_stale(_cards(verdict))
+    stacks = [replace(card, title=rename(card.title, diagnosis.worlds)) for card in stacks]
     advice = () if verdict is None else verdict.advice
     missing = () if verdict is None else verdict.missing_evidence
     yield pages.render(
@@ -39,7 +41,7 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
         status=STATUS[diagnosis.status],
         headline=pages.upper(clean(headline_text(diagnosis))),
         about=_about(diagnosis, traces, made_s).rows(),
-        facts=_facts(verdict),
+        facts=_facts(verdict, diagnosis.worlds),
         advice=advice,
         commands=pages.commands((*advice, *missing)),
         guilty_title=_guilty_title(verdict),
@@ -47,7 +49,7 @@ def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.
         waiting_stacks=[card for card in stacks if not card.guilty][:MAX_STACKS],
         evidence=() if verdict is None else verdict.evidence,
         missing=missing,
-        findings=[_finding(finding) for finding in diagnosis.findings[:MAX_LISTED]],
+        findings=[_finding(finding, diagnosis.worlds) for finding in diagnosis.findings[:MAX_LISTED]],
         **_groups(diagnosis),
         **_files(diagnosis),
         summary="; ".join(diagnosis.summary)
@@ -79,7 +81,7 @@ def _about(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float) -> 
     return pages.About(clean(", ".join(jobs[:4])), clean(host), taken, made_s=made_s, facts=facts)
 
 
-def _facts(verdict: Finding | None) -> list[tuple[str, str]]:
+def _facts(verdict: Finding | None, worlds: Sequence[World]) -> list[tuple[str, str]]:
     if verdict is None:
         return []
     call = f"{verdict.group}{'' if verdict.sequence is None else f' #{verdict.sequence}'}"
@@ -88,13 +90,18 @@ def _facts(verdict: Finding | None) -> list[tuple[str, str]]:
     )
     facts = [
         ("Cause", verdict.cause.replace("_", " ")),
-        ("Guilty rank" + ("s" if len(verdict.ranks) > 1 else ""), rank_list(verdict.ranks)),
+        ("Guilty rank" + ("s" if len(verdict.ranks) > 1 else ""), _names(verdict.ranks, worlds)),
         ("Ranks waiting", waiting if verdict.waiting else ""),
         ("Group and call", call),
         ("Where", verdict.where),
-        ("Confidence", f"{verdict.confidence:.0%}"),
+        ("Confidence", confidence_text(verdict.confidence)),
     ]
     return [(name, clean(value)) for name, value in facts if value]
+
+
+def _names(ranks: Sequence[int], worlds: Sequence[World]) -> str:
+    """ "0, 2"; with their roles in a job of several worlds."""
+    return rename(ranks_text(ranks), worlds) if worlds and ranks else rank_list(ranks)
 
 
 def _guilty_title(verdict: Finding | None) -> str:
@@ -111,14 +118,12 @@ def _cards(verdict: Finding) -> Iterator[StackCard]:
         yield stack_card(ranks, lines, label, guilty)
 
 
-def _finding(finding: Finding) -> Row:
+def _finding(finding: Finding, worlds: Sequence[World]) -> Row:
     name, level = SEVERITY[finding.severity]
     number = "" if finding.sequence is None else f" #{finding.sequence}"
     sure = f" ({finding.confidence:.0%})" if finding.severity == "root" else ""
-    return Row(
-        (name, clean(finding.sentence + sure), rank_list(finding.ranks), clean(f"{finding.group}{number}")),
-        level,
-    )
+    ranks = _names(finding.ranks, worlds)
+    return Row((name, clean(finding.sentence + sure), ranks, clean(f"{finding.group}{number}")), level)
 
 
 def _groups(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -155,6 +160,7 @@ def _meta(line: Timeline, verdict: Finding | None) -> dict[str, object]:
         fault |= {"missing": verdict.cause in MISSING, "group": verdict.group}
     return {
         "ranks": line.ranks,
+        "names": line.names,
         "hosts": line.hosts,
         "counts": line.counts,
         "base_ns": str(line.base_ns),

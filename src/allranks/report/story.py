@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from allranks import pages
-from allranks.model.diagnosis import Finding
+from allranks.model.diagnosis import Finding, confidence_text
 from allranks.model.formatting import duration, rank_list
 from allranks.model.incident import Action, Incident, Moment
 from allranks.model.stacks import is_user_file
@@ -94,6 +94,8 @@ def decision(action: Action | None) -> str:
 
 
 def _status(incident: Incident) -> tuple[str, str]:
+    if incident.kind == "slow":
+        return "Slow rank", "warn"
     if incident.kind == "stall":
         return ("Stalled", "warn") if incident.closed is None else ("Stall that ended", "warn")
     if incident.closed is not None:
@@ -107,7 +109,7 @@ def _facts(incident: Incident, verdict: Finding) -> list[tuple[str, str]]:
         (f"Rank{plural}" if incident.kind == "death" else f"Guilty rank{plural}", rank_list(incident.ranks)),
         ("Cause", verdict.cause.replace("_", " ")),
         ("Where", verdict.where),
-        ("Confidence", f"{verdict.confidence:.0%}" if incident.verdict is not None else ""),
+        ("Confidence", confidence_text(verdict.confidence) if incident.verdict is not None else ""),
         *_times(incident),
     ]
     return [(name, value) for name, value in facts if value]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.model.formatting import rank_list, ranks_text
+from allranks.model.formatting import rank_list, ranks_text, rename
 from allranks.model.stacks import is_user_file
 from allranks.model.trace import Frame, RankTrace, State
 
@@ -28,7 +28,10 @@ class TextOptions:
 
 def render(diagnosis: Diagnosis, options: TextOptions | None = None) -> Iterator[str]:
     """All lines of the report. The first line alone must be enough to act on."""
-    options = options or TextOptions()
+    return (rename(line, diagnosis.worlds) for line in _lines(diagnosis, options or TextOptions()))
+
+
+def _lines(diagnosis: Diagnosis, options: TextOptions) -> Iterator[str]:
     paint = partial(_paint, options.color)
     yield headline(diagnosis, options)
     unsafe = [finding for finding in diagnosis.findings if finding.cause == "unsafe_pickle"]

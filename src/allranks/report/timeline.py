@@ -30,6 +30,7 @@ class Timeline:
     """Columns over all calls, rank after rank; `counts` says how many belong to each."""
 
     ranks: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of ranks of several worlds; none otherwise
     hosts: list[str] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     base_ns: int = 0
@@ -59,6 +60,7 @@ def build_timeline(traces: Sequence[RankTrace]) -> Timeline:
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
     for trace, calls in parts:
         line.ranks.append(trace.header.rank if trace.header.rank is not None else -1)
+        line.names += [trace.header.name] if trace.header.worlds else []
         line.hosts.append(trace.header.host)
         line.counts.append(len(calls))
         for name, column in _columns(line, tables, trace, calls).items():

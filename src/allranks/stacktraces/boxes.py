@@ -11,8 +11,9 @@ import numpy as np
 
 from allranks.blackbox import files
 from allranks.blackbox.header import Header, find_header
-from allranks.blackbox.reader import read_rows
+from allranks.blackbox.reader import boxes_of_process, read_rows, read_trace
 from allranks.errors import InputError
+from allranks.model.processes import GroupCall
 from allranks.model.stacks import Mark, RankMarks
 from allranks.model.trace import CALL, State
 
@@ -103,6 +104,27 @@ def _call_marks(path: Path, head: Header) -> list[Mark]:
             if int(row[name]):
                 marks.append(Mark(int(row[name]) / 1e9, int(row["step"]), "", int(row["begin"]) - 1))
     return marks
+
+
+def group_calls(pid: int) -> tuple[GroupCall, ...]:
+    """The newest collective of a living process in each of its groups; () when it is not recorded."""
+    found = []
+    for path in boxes_of_process(pid):
+        try:
+            trace = read_trace(path)
+        except InputError:
+            continue
+        head, calls = trace.header, trace.calls[trace.calls["p2p_seq"] == 0]
+        world = head.rendezvous.address or head.rendezvous.store or head.launched.address
+        for index, group in enumerate(trace.groups):
+            rows = calls[calls["group"] == index]
+            if len(rows) and index not in trace.destroyed:
+                begun = rows[rows["state"] <= State.STARTED]
+                row = begun[0] if len(begun) else rows[-1]
+                name = group.desc if group.desc not in ("", "undefined") else group.name
+                call = (trace.names[int(row["op"])], int(row["seq"]), len(begun) > 0)
+                found.append(GroupCall(f"{group.store or world} {group.name}", name, *call))
+    return tuple(found)
 
 
 def timeout_due_s(path: Path, now_s: float) -> float | None:

@@ -63,6 +63,14 @@ class DebugOptions:
         "triggers.no_progress_seconds",
         "--no-progress",
     )
+    slow_ms: float = option(
+        0.0,
+        "collect when a pass of a recorded rank lasts longer, from one of its calls to the next; 0: never",
+        key="triggers.slow_ms",
+        flags="--slow-ms",
+        unit="ms",
+        at_least=0,
+    )
     rank_lost: bool = option(True, "collect when a rank ended while others run", key="triggers.rank_lost")
     repeats: int = option(3, "collections of one stall, each after twice the time", at_least=1)
     rounds: int = option(2, "samples of each collection: one cannot tell stuck from slow", at_least=1)

@@ -8,11 +8,12 @@ import re
 import socket
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from allranks.model.stacks import ThreadFacts
 from allranks.stacktraces.links import epoll_members
-from allranks.stacktraces.procfs import PROC, peek, read_proc
+from allranks.stacktraces.procfs import PROC, open_inodes, peek, read_proc
 from allranks.stacktraces.waits import ThreadExtra
 
 _DIRECT_TEXT = "read readv write writev recvfrom recvmsg recvmmsg sendto sendmsg connect splice sendfile"
@@ -24,9 +25,9 @@ def read_extras(
     pid: int,
     facts: Mapping[int, ThreadFacts],
     selves: Mapping[int, tuple[str, ...]],
-    locks: Mapping[int, tuple[int, ...]],
+    locks: FileLocks,
 ) -> dict[int, ThreadExtra]:
-    """What each thread waits for, by its id. `locks`: process -> those that hold the file lock it waits for."""
+    """What each thread waits for, by its id."""
     found: dict[int, ThreadExtra] = {}
     with contextlib.ExitStack() as stack:
         memory: BinaryIO | None = None
@@ -34,7 +35,7 @@ def read_extras(
             memory = stack.enter_context(open(PROC / str(pid) / "mem", "rb", buffering=0))
         shared = _shared_maps(pid) if any(one.syscall == "futex" for one in facts.values()) else []
         for tid, fact in facts.items():
-            found[tid] = _extra(pid, fact, memory, shared, selves.get(tid, ()), locks.get(pid, ()))
+            found[tid] = _extra(pid, fact, memory, shared, selves.get(tid, ()), locks)
     return found
 
 
@@ -44,7 +45,7 @@ def _extra(
     memory: BinaryIO | None,
     shared: list[tuple[int, int, str]],
     selves: tuple[str, ...],
-    holders: tuple[int, ...],
+    locks: FileLocks,
 ) -> ThreadExtra:
     name, args = fact.syscall, fact.args
     futex = args[0] if name == "futex" and args else 0
@@ -66,7 +67,8 @@ def _extra(
         else "",
         owner=fact.mutex_owner,
         child=child,
-        holders=holders if name in ("flock", "fcntl") else (),
+        holders=locks.waiting.get(pid, ()) if name in ("flock", "fcntl") else (),
+        polled=locks.of_files(pid) if name in ("nanosleep", "clock_nanosleep") else (),
         selves=selves,
         switches=fact.switches,
     )
@@ -117,19 +119,37 @@ def _descriptors(pid: int, name: str, args: tuple[int, ...], memory: BinaryIO | 
     return ()
 
 
-_LOCK_LINE = re.compile(r"^(\d+): (->)?\s*\S+\s+\S+\s+\S+\s+(-?\d+) ")
+_LOCK_LINE = re.compile(r"^(\d+): (->)?\s*\S+\s+\S+\s+(\S+)\s+(-?\d+) \w+:\w+:(\d+)")
 
 
-def file_locks() -> dict[int, tuple[int, ...]]:
-    """process -> the processes that hold the file lock it waits for."""
+@dataclass(frozen=True)
+class FileLocks:
+    """Locks on files: process -> those that hold the one it waits for; file -> those that hold it alone."""
+
+    waiting: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def of_files(self, pid: int) -> tuple[int, ...]:
+        """The other processes that hold a lock on a file that a process has open: libraries ask for it again and again."""
+        if not any(pid not in holders for holders in self.held.values()):
+            return ()
+        found = [holder for inode in open_inodes(pid) for holder in self.held.get(inode, ())]
+        return tuple(dict.fromkeys(one for one in found if one != pid))
+
+
+def file_locks() -> FileLocks:
+    """All locks on files of this machine."""
     held: dict[str, list[int]] = {}
     waiting: dict[int, str] = {}
+    files: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for line in (PROC / "locks").read_text().splitlines():
             if match := _LOCK_LINE.match(line):
-                number, arrow, pid = match.groups()
+                number, arrow, mode, pid, inode = match.groups()
                 if arrow:
                     waiting[int(pid)] = number
                 else:
                     held.setdefault(number, []).append(int(pid))
-    return {pid: tuple(held.get(number, ())) for pid, number in waiting.items()}
+                    files.setdefault(int(inode), []).extend([int(pid)] if mode == "WRITE" else [])
+    found = {pid: tuple(held.get(number, ())) for pid, number in waiting.items()}
+    return FileLocks(found, {inode: tuple(pids) for inode, pids in files.items() if pids})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,29 @@ def _opened(pids: Collection[int]) -> set[str]:
         card = {name.strip(): value.strip() for name, _, value in lines}
         devices[f"{DEVICE}{card.get('Device Minor', '')}"] = card.get("GPU UUID", "")
     return {devices[path] for pid in pids for path in open_files(pid) or () if path in devices}
+
+
+#: Bits of nvidia-smi's reasons, and what they mean for somebody who waits.
+_SLOWED = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+_CLOCKS = "--query-gpu=uuid,index,clocks.sm,clocks.max.sm,temperature.gpu,clocks_throttle_reasons.active"
+
+
+def query_clocks(pid: int) -> list[str]:
+    """Clocks of the GPUs that a process uses, and why they are low; [] without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    used = {
+        row[1] for row in query_gpus("--query-compute-apps=pid,gpu_uuid") if row[0] == str(pid)
+    } or _opened([pid])
+    return [describe_clocks(row[1:]) for row in query_gpus(_CLOCKS) if row[0] in used and len(row) == 6]
+
+
+def describe_clocks(row: Sequence[str]) -> str:
+    """ "GPU 3: 1200 of 1980 MHz, 84 °C, slowed down by heat"."""
+    index, now, most, celsius, reasons = row
+    bits = int(reasons, 16) if reasons.startswith("0x") else 0
+    why = " and ".join(dict.fromkeys(word for bit, word in _SLOWED.items() if bits & bit))
+    return f"GPU {index}: {now} of {most} MHz, {celsius} °C" + (f", slowed down by {why}" if why else "")
 
 
 def all_wait(before: Collection[GpuUse], now: Collection[GpuUse]) -> bool:

@@ -55,6 +55,10 @@ def render_html(report: StacksReport, roots: Sequence[Node], *, job: str = "", m
 
 def render_processes(look: JobLook, finding: ProcessFinding, made_s: float = 0.0) -> str:
     """The page of a job of several roles."""
+    from markupsafe import Markup
+
+    from allranks.stacktraces.drawing import draw
+
     level = {"stuck": "bad", "moving": "good", "unclear": "warn"}[finding.state]
     guilty = {(one.node, one.pid, one.line) for one in finding.guilty}
     threads = [(p, t) for p in look.processes for t in p.threads]
@@ -76,6 +80,7 @@ def render_processes(look: JobLook, finding: ProcessFinding, made_s: float = 0.0
         chain=[
             Row((one.role, ", ".join(map(str, one.pids)), one.waits_for, one.at)) for one in finding.chain
         ],
+        picture=Markup(draw(look, finding)),
         processes=[_process_row(p, p.where in accused) for p in look.processes if not p.ours],
         notes=look.notes[:200],
     )

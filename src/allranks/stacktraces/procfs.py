@@ -31,6 +31,11 @@ _WANTED_TEXT = (
 )
 _SLURM_CGROUP = re.compile(r"slurm[^\n]*?/job_(\d+)(?:/|$)", re.MULTILINE)
 _WANTED = frozenset(_WANTED_TEXT.split())
+#: System calls whose first argument is the descriptor that they wait on.
+_ON_DESCRIPTOR = frozenset(
+    {"read", "readv", "write", "writev", "recvfrom", "recvmsg", "accept", "accept4"}
+    | {"epoll_wait", "epoll_pwait", "epoll_pwait2"}
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,16 @@ def open_files(pid: int) -> set[str] | None:
     for name in names:
         with contextlib.suppress(OSError):  # closed meanwhile
             found.add(os.readlink(folder / name))
+    return found
+
+
+def open_inodes(pid: int) -> set[int]:
+    """The files that a process has open, by their numbers."""
+    folder, found = f"{PROC}/{pid}/fd", set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.add(os.stat(f"{folder}/{name}").st_ino)
     return found
 
 
@@ -228,11 +243,25 @@ def _with_memory(pid: int, threads: list[dict[str, object]]) -> list[dict[str, o
             name, args = parse_syscall(str(row["syscall"]), platform.machine())
             limit = wait_limit_s(name, args, lambda address: read_time(peek(memory, address, 16)))
             row |= {} if limit is None else {"wait_s": round(limit, 3)}
+            row |= {"file": file} if (file := _waits_on(pid, name, args)) else {}
             if address := _mutex_address(name, args):
                 owner = int.from_bytes(peek(memory, address + 8, 4), "little")
                 if owner in known:
                     row["mutex_owner"] = owner
     return threads
+
+
+def _waits_on(pid: int, name: str, args: tuple[int, ...]) -> str:
+    """The pipe or socket of a system call, or how many descriptors an event loop watches; "" for anything else."""
+    if not args or name not in _ON_DESCRIPTOR:
+        return ""
+    if name.startswith("epoll"):
+        return f"epoll {read_proc(pid, f'fdinfo/{args[0]}').count('tfd:')}"
+    try:
+        target = os.readlink(PROC / str(pid) / "fd" / str(args[0]))
+    except OSError:
+        return ""
+    return target if target.startswith(("pipe:", "socket:")) else ""
 
 
 def _mutex_address(name: str, args: tuple[int, ...]) -> int:
@@ -385,6 +414,7 @@ def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
         kernel_stack=kernel_functions(str(row.get("kstack") or "")),
         mutex_owner=owner if isinstance(owner, int) else None,
         wait_s=float(limit) if isinstance(limit := row.get("wait_s"), int | float) else None,
+        file=str(row.get("file") or "")[:64],
     )
 
 

@@ -13,6 +13,7 @@ from importlib import resources
 from itertools import pairwise
 
 from allranks.errors import ConfigurationError
+from allranks.model.parsing import role_of_command
 from allranks.model.processes import Process
 from allranks.model.stacks import is_user_file
 from allranks.model.yaml_tree import read_yaml
@@ -122,8 +123,9 @@ def _with_role(
         return replace(process, role=ray[1])
     if process.rank is not None:
         return replace(process, role="rank" if seen["function"] in ("", "_wrap") else seen["function"])
-    name = seen["function"] or _argument(process.title) or _first_function(process)
-    name = name or ("driver" if root else _program(process.title))
+    said = role_of_command(process.title)
+    plain = said if f".py {said}" in process.title else ""
+    name = seen["function"] or plain or _first_function(process) or ("driver" if root else said)
     return replace(process, role=name.replace("_", " ") or "process")
 
 
@@ -137,12 +139,6 @@ def _target(process: Process) -> str:
     return ""
 
 
-def _argument(title: str) -> str:
-    """`reward` of `python serve.py reward 8000`: a plain word right after the script."""
-    match = re.search(r"\.py ([a-z][a-z_]{2,30})(\s|$)", title)
-    return match[1] if match else ""
-
-
 def _first_function(process: Process) -> str:
     """The function that the script's main thread is in, outermost first: what the program calls itself."""
     main = next((thread for thread in process.threads if thread.main), None)
@@ -151,14 +147,3 @@ def _first_function(process: Process) -> str:
     return next(
         (name for name in names if name not in ("<module>", "main", "run", "<lambda>", "start", "launch")), ""
     )
-
-
-def _program(title: str) -> str:
-    """`reward_server` of `python -u /job/reward_server.py --port 80`; "" for a program that is not a script."""
-    words = title.split()
-    for index, word in enumerate(words):
-        if word == "-m" and index + 1 < len(words):
-            return words[index + 1].rsplit(".", 1)[-1]
-        if word.endswith(".py"):
-            return word.rsplit("/", 1)[-1][:-3].replace("_", " ")
-    return words[0].rsplit("/", 1)[-1] if words else ""

@@ -108,6 +108,68 @@ def is_poll(text: str, line: int) -> bool:
     return bool(loops) and isinstance(loops[-1], ast.While)
 
 
+#: Calls whose result says nothing of another process.
+_OWN_CALLS = frozenset(
+    {
+        "is_set",
+        "is_alive",
+        "time",
+        "monotonic",
+        "perf_counter",
+        "len",
+        "range",
+        "isinstance",
+        "int",
+        "min",
+        "max",
+    }
+)
+
+
+def retry_loop(text: str, line: int) -> int:
+    """The first line of a loop around this one that sleeps, and ends only when a call in it answers otherwise; 0: there is none.
+    A loop that runs until somebody stops the program is not one."""
+    loops = [s for s in _last_function(_around(text, line)) if isinstance(s, ast.While | ast.For)]
+    for loop in reversed(loops):
+        nodes = [*_own_nodes(loop)]
+        names = [_last_word(n.func) for n in nodes if isinstance(n, ast.Call)]
+        if "sleep" in names and any(_tests_answer(test, nodes) for test in _exits(loop, nodes)):
+            return loop.lineno
+    return 0
+
+
+def _exits(loop: ast.While | ast.For, nodes: list[ast.AST]) -> Iterator[ast.expr]:
+    """The conditions that end a loop."""
+    if isinstance(loop, ast.While):
+        yield loop.test
+    for node in nodes:
+        if isinstance(node, ast.If) and any(
+            isinstance(one, ast.Break | ast.Return)
+            for part in (*node.body, *node.orelse)
+            for one in ast.walk(part)
+        ):
+            yield node.test
+
+
+def _tests_answer(test: ast.expr, nodes: list[ast.AST]) -> bool:
+    """Whether a condition asks for what a call in the loop gave."""
+
+    def asks(tree: ast.AST) -> bool:
+        called = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
+        names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in called}
+        return bool(names - _OWN_CALLS)
+
+    given = {
+        name.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and asks(node.value)
+        for target in node.targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    return asks(test) or any(isinstance(n, ast.Name) and n.id in given for n in ast.walk(test))
+
+
 def polls_memory(text: str, line: int) -> bool:
     """Whether such a loop only compares values: what it waits for can only come through memory."""
     loops = [s for s in _last_function(_around(text, line)) if isinstance(s, ast.While)]

@@ -21,11 +21,12 @@ import msgspec
 
 from allranks.errors import InputError
 from allranks.model.parsing import from_json
-from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook
+from allranks.model.processes import GroupCall, JobLook, Process, ProcessLink, ThreadLook
 from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadStack
 from allranks.stacktraces import debuggers, source
+from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines
-from allranks.stacktraces.extras import file_locks, read_extras
+from allranks.stacktraces.extras import FileLocks, file_locks, read_extras
 from allranks.stacktraces.find import Selection, find_targets
 from allranks.stacktraces.links import read_links, read_volumes
 from allranks.stacktraces.patterns import load_patterns
@@ -298,13 +299,17 @@ class _Look:
         self,
         case: _Case,
         links: tuple[ProcessLink, ...],
-        locks: Mapping[int, tuple[int, ...]],
+        locks: FileLocks,
         children: tuple[int, ...],
     ) -> Process:
         entry = case.entry
         first, last = (case.work[0], case.work[-1]) if case.work else ((0, 0), (0, 0))
         threads = self._threads(case, links, locks, children) if case.snapshots and not case.ended else ()
         ranks = {name: entry.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+        calls = group_calls(entry.pid) if case.python and not case.ended else ()
+        open_ = next((one for one in calls if one.open), None)
+        if open_ is not None:
+            threads = tuple(_in_call(thread, open_) for thread in threads)
         return Process(
             pid=entry.pid,
             ppid=entry.ppid,
@@ -314,6 +319,7 @@ class _Look:
             world=int(ranks["WORLD_SIZE"]) if ranks["WORLD_SIZE"].isdigit() else None,
             threads=threads,
             links=links,
+            calls=calls,
             ticks=last[0] - first[0],
             switches=last[1] - first[1],
             alive=not case.ended,
@@ -327,7 +333,7 @@ class _Look:
         self,
         case: _Case,
         links: tuple[ProcessLink, ...],
-        locks: Mapping[int, tuple[int, ...]],
+        locks: FileLocks,
         children: tuple[int, ...],
     ) -> tuple[ThreadLook, ...]:
         entry = case.entry
@@ -346,6 +352,7 @@ class _Look:
             children=children,
             first=frozenset(f.tid for f in shots[0].facts) | {one.tid for one in shots[0].stacks if one.tid},
             extras=extras,
+            lockers=tuple(one for pids in locks.held.values() for one in pids if one != entry.pid),
         )
         loops = any(
             frame.file.endswith("asyncio/base_events.py") for one in shots[-1].stacks for frame in one.frames
@@ -366,6 +373,14 @@ class _Look:
             *lines,
             *(() if self.pyspy else ("py-spy was not found: only /proc was read. pip install py-spy",)),
         )
+
+
+def _in_call(thread: ThreadLook, call: GroupCall) -> ThreadLook:
+    """A thread in a collective, or in a wait for the device, with the call that its black box names."""
+    if thread.wait.kind not in ("collective", "device"):
+        return thread
+    says = f"waits in {call.op} #{call.number} of group {call.name or 'without a name'}"
+    return replace(thread, wait=replace(thread.wait, says=says, operation=call.op))
 
 
 _LOG_FOLDER = re.compile(r"--log[_-]dir=(\S+)")

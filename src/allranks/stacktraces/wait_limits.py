@@ -14,20 +14,8 @@ FOR_EVER = -1.0
 _TIMESPEC = struct.Struct("<qq")
 #: Calls that wait without a limit of their own.
 _UNLIMITED = frozenset(
-    [
-        "read",
-        "readv",
-        "recvfrom",
-        "recvmsg",
-        "accept",
-        "accept4",
-        "wait4",
-        "waitid",
-        "pause",
-        "rt_sigsuspend",
-        "flock",
-        "semop",
-    ]
+    {"read", "readv", "write", "writev", "recvfrom", "recvmsg", "accept", "accept4"}
+    | {"wait4", "waitid", "pause", "rt_sigsuspend", "flock", "semop"}
 )
 _MILLISECONDS = {"poll": 2, "epoll_wait": 3, "epoll_pwait": 3}  # the argument that holds them
 _ADDRESS = {"ppoll": 2, "pselect6": 4, "select": 4, "nanosleep": 0, "rt_sigtimedwait": 2, "epoll_pwait2": 3}

@@ -43,6 +43,7 @@ class ThreadExtra:
     owner: int | None = None  # the thread that holds the native mutex
     child: int | None = None  # the process that it waits for in wait4; 0 any
     holders: tuple[int, ...] = ()  # processes that hold the file lock it waits for
+    polled: tuple[int, ...] = ()  # it sleeps: processes that hold a lock on a file that it has open
     connects: str = ""  # the address that it connects to: "unix /path", "tcp port"
     opens: str = ""  # the path that it opens
     selves: tuple[str, ...] = ()  # address of `self` for each frame
@@ -60,6 +61,7 @@ class Surroundings:
     children: tuple[int, ...] = ()
     first: frozenset[int] = frozenset()  # threads that were there at the first look
     extras: Mapping[int, ThreadExtra] = field(default_factory=dict)
+    lockers: tuple[int, ...] = ()  # other processes that hold locks on files
 
 
 def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[ThreadLook, ...]:
@@ -123,18 +125,20 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
         wait = replace(wait, strong=False)  # a library's own thread
     holds = tuple(name for frame in frames[:40] for name in _held(frame, around.text))
     serving = next((i for i, frame in enumerate(frames) if _is(frame, _table()["serves"])), None)
+    if (again := _asks_again(thread, around)) is not None:
+        wait = WaitFor("poll", "asks again and again, and gets the same answer", operation="retry")
     return ThreadLook(
         tid=thread.tid or 0,
         name=thread.name,
         wait=wait,
         frames=frames,
         main=thread.main,
-        moved=_moved(thread, around),
+        moved=again is None and _moved(thread, around),
         busy=any(fact.state == "R" for fact in thread.facts) or (thread.ticks_moved or 0) > 5,
         holds=tuple(dict.fromkeys(holds)),
         handles=serving is not None and user_frame(frames[:serving]) is not None,
         thread_key=_thread_key(frames, extra),
-        user=user_frame(frames),
+        user=again or user_frame(frames),
     )
 
 
@@ -144,6 +148,30 @@ def _is(frame: StackFrame, patterns: Sequence[str]) -> bool:
 
 def _held(frame: StackFrame, text: ReadText) -> tuple[str, ...]:
     return source.held_locks(text(frame.file), frame.line) if is_user_file(frame.file) else ()
+
+
+def _asks_again(thread: ThreadView, around: Surroundings) -> StackFrame | None:
+    """The line of a thread that was in one and the same loop of requests and sleeps whenever we looked."""
+    if len(thread.paths) < 2 or not any(map(_sleeps, thread.paths)):
+        return None
+    loops = [
+        {
+            (f.file, f.name, start): f
+            for f in path
+            if is_user_file(f.file) and (start := source.retry_loop(around.text(f.file), f.line))
+        }
+        for path in thread.paths
+    ]
+    common = set(loops[0]).intersection(*loops[1:])
+    if not common:
+        return None
+    best = next((found for found, path in zip(loops, thread.paths, strict=True) if _sleeps(path)), loops[-1])
+    return next(frame for key, frame in best.items() if key in common)
+
+
+def _sleeps(path: Sequence[StackFrame]) -> bool:
+    """Whether the innermost line of a stack is a sleep of the user's code."""
+    return bool(path) and "sleep(" in path[0].source
 
 
 def _moved(thread: ThreadView, around: Surroundings) -> bool:
@@ -290,8 +318,11 @@ def _by_child(a: _Asked) -> WaitFor | None:
             ends=_ends(a.extra, a.around),
             pids=a.around.children,
         )
-    if a.extra.holders:
-        return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders)
+    polled = a.extra.polled if a.cause == "native_call" else ()
+    if any(_is(frame, _table()["polls_lock"]) for frame in a.thread.python[:3]):
+        polled = a.extra.polled or a.around.lockers
+    if a.extra.holders or polled:
+        return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders or polled)
     return None
 
 

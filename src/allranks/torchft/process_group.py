@@ -6,11 +6,8 @@ the ordinary groups, without a child process.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-import torch.distributed as dist
-
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.groups.group_spec import create_store_client
 from allranks.manager.groups.managed import ManagedDeviceMesh, ManagedProcessGroup, ft_init_device_mesh
 from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.torchft.coordination import not_offered
@@ -62,10 +59,3 @@ class ProcessGroupBabyNCCL(ProcessGroupNCCL):
     def num_active_work(self) -> int:
         """How many operations may still be running."""
         return len(self._works)
-
-
-def create_store_client(store_addr: str, timeout: timedelta) -> dist.Store:
-    """A client of the store at "host:port/prefix"."""
-    address, _, prefix = store_addr.partition("/")
-    host, _, port = address.rpartition(":")
-    return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=timeout))

@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+from allranks.channel.worker import carefully
 from allranks.errors import AllranksError
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import AGENT, ConnectionLost, Failover, MemberLeft, MemberLost, Presence
@@ -69,10 +71,9 @@ class NodeMonitor:
     def noticed(self, notice: object) -> None:
         """On the client's thread: quick."""
         if isinstance(notice, MemberLost) and notice.replica.startswith(AGENT):
-            at = time.time()
-            threading.Thread(
-                target=self._look_up, args=(notice, at), name="allranks-node-lost", daemon=True
-            ).start()
+            work = partial(self._look_up, notice, time.time())
+            told = (work, "the loss of %s could not be reported", notice.replica)
+            threading.Thread(target=carefully, args=told, name="allranks-node-lost", daemon=True).start()
         elif isinstance(notice, MemberLeft) and notice.replica.startswith(AGENT):
             self.on_left(notice.replica)
             host = self._host()
@@ -88,22 +89,21 @@ class NodeMonitor:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause()):
-            try:
-                self._turn(time.monotonic())
-            except AllranksError as error:
-                log.debug("this node's ranks were not reported to the lighthouse: %s", error)
-            except Exception:  # a thread's entry
-                log.exception("this node's ranks could not be reported")
+            carefully(self._turn, "this node's ranks could not be reported")
 
     def _pause(self) -> float:
         """Ranks that start come one after the other: often at first, and while the lighthouse is away."""
         young = time.monotonic() - self._changed_s < YOUNG_S
         return LOOK_S / 10 if self._away_s is not None or young else LOOK_S
 
-    def _turn(self, now_s: float) -> None:
+    def _turn(self) -> None:
+        now_s = time.monotonic()
         if self.client.connected:
             self._away_s = None
-            self._report(now_s)
+            try:
+                self._report(now_s)
+            except AllranksError as error:
+                log.debug("this node's ranks were not reported to the lighthouse: %s", error)
         elif self._away_s is not None and now_s - self._away_s >= AWAY_S:
             self._miss_lighthouse(now_s - self._away_s)
 
@@ -127,9 +127,6 @@ class NodeMonitor:
             self.on_lost(Loss(host, reason, time.time(), certain=False, told_by=successor))
 
     def _look_up(self, notice: MemberLost, at: float) -> None:
-        try:
-            node = self.client.presence(notice.replica) or Presence(notice.replica, notice.replica)
-            if not self._stop.is_set():
-                self.on_lost(Loss(node, notice.reason, at, notice.certain))
-        except Exception:  # a thread's entry
-            log.exception("the loss of %s could not be reported", notice.replica)
+        node = self.client.presence(notice.replica) or Presence(notice.replica, notice.replica)
+        if not self._stop.is_set():
+            self.on_lost(Loss(node, notice.reason, at, notice.certain))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +16,10 @@ from allranks.blackbox.header import HEADER_BYTES, is_alive, parse_header, proce
 from allranks.blackbox.phases import PhaseMark, read_phases
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
-from allranks.model.trace import Flag, RankTrace, State
+from allranks.load import LoadOptions, load_paths
+from allranks.model.trace import Flag, RankTrace, Rendezvous, State
 
+RENUMBER_S = 10.0  # how often it is asked anew which process is of which world
 PASSED = 2  # times that a place must have been passed before
 _UNCERTAIN = Flag.P2P | Flag.COALESCED_PART | Flag.COALESCED_END | Flag.CAPTURED | Flag.STATE_UNKNOWN
 _PLACE = ("op", "group", "stack", "peer")  # sizes may differ from step to step
@@ -49,6 +53,7 @@ class RankSample:
     joined: bool = False  # it has begun to make a process group
     phases: tuple[PhaseMark, ...] = ()  # what it did besides steps
     loss: float = 0.0  # that the script gave with the last step mark; 0: none
+    name: str = ""  # "rollout 1" in a job of several worlds
 
     @property
     def takes_part(self) -> bool:
@@ -71,6 +76,7 @@ def read_samples(folder: Path) -> list[RankSample]:
     One whose process lives is newer than any of a dead one, whatever their clocks said when they started.
     """
     newest: dict[int, RankSample] = {}
+    clash = False
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".box"))
     except OSError:
@@ -80,9 +86,28 @@ def read_samples(folder: Path) -> list[RankSample]:
         if sample is None:
             continue
         known = newest.get(sample.rank)
+        clash = clash or (known is not None and known.alive and sample.alive)
         if known is None or (sample.alive, sample.start_ns) > (known.alive, known.start_ns):
             newest[sample.rank] = sample
-    return [newest[rank] for rank in sorted(newest)]
+    return (
+        _of_worlds(folder, tuple(names)) if clash else [newest[rank] for rank in sorted(newest)]
+    )  # two processes that live have one number: several worlds
+
+
+def _of_worlds(folder: Path, names: tuple[str, ...]) -> list[RankSample]:
+    """The samples of a job of several worlds, with the numbers and names that ranks have in the whole job."""
+    found = []
+    for path, (rank, name) in _numbers_in_job(folder, names, int(time.time() / RENUMBER_S)).items():
+        sample = read_sample(folder / path)
+        found += [replace(sample, rank=rank, name=name)] if sample is not None else []
+    return sorted(found, key=lambda sample: sample.rank)
+
+
+@lru_cache(maxsize=4)
+def _numbers_in_job(folder: Path, names: tuple[str, ...], when: int) -> dict[str, tuple[int, str]]:
+    """File -> number and name. What a process is becomes known over time: `when` changes now and then."""
+    traces = load_paths([str(folder)], LoadOptions(allow_nothing=True)).traces
+    return {t.path: (t.header.rank, t.header.name) for t in traces if t.header.rank is not None}
 
 
 def read_sample(path: str | Path) -> RankSample | None:
@@ -152,6 +177,7 @@ class Rhythm:
     waits: frozenset[OpenCall] = frozenset()  # collectives that the rank has begun and that have not ended
     rank: int | None = None
     connects: bool = True  # whether the first call of its group makes connections: gloo has them by then
+    meets: tuple[Rendezvous, Rendezvous] | None = None  # in init_process_group: as called, and as launched
 
     @property
     def known(self) -> bool:
@@ -167,7 +193,9 @@ def read_rhythm(path: str) -> Rhythm:
         return Rhythm()
     backends = [trace.groups[number].backend for number in trace.calls["group"][-1:]]
     found = replace(measure_rhythm(trace.calls), waits=unfinished(trace), rank=trace.header.rank)
-    return replace(found, connects="gloo" not in backends)
+    inside = trace.progress.inside == "init_process_group"
+    meets = (trace.header.rendezvous, trace.header.launched) if inside else None
+    return replace(found, connects="gloo" not in backends, meets=meets)
 
 
 def unfinished(trace: RankTrace) -> frozenset[OpenCall]:
@@ -179,7 +207,13 @@ def unfinished(trace: RankTrace) -> frozenset[OpenCall]:
 
 
 def contradict(rhythms: Sequence[Rhythm]) -> bool:
-    """Whether two ranks wait in different collectives at the same place of a group: neither will ever end."""
+    """Whether ranks wait in different collectives at the same place of a group, or in init_process_group for others at
+    another port or in another number: none of these will ever end."""
+    meets = [rhythm.meets for rhythm in rhythms if rhythm.meets is not None]
+    ports = {met.address.rpartition(":")[2] for met, _ in meets if met.address}
+    sizes = {one.world_size for pair in meets for one in pair if one.world_size}
+    if len(ports) > 1 or len(sizes) > 1:
+        return True
     ops: dict[tuple[object, int], str] = {}
     waits = (wait for rhythm in rhythms for wait in rhythm.waits)
     return any(ops.setdefault((wait.group, wait.number), wait.op) != wait.op for wait in waits)

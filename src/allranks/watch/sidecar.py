@@ -35,6 +35,7 @@ from allranks.stacktraces.progress import Stillness
 from allranks.stacktraces.text import grow_tree, render_text, report_json
 from allranks.watch.samples import RankSample, read_sample
 from allranks.watch.silence import NoticeOptions, ProgressHistory
+from allranks.watch.slow_pass import SlowPasses
 
 log = logging.getLogger("allranks.stacktraces")
 
@@ -115,6 +116,8 @@ class Sidecar:
         self._history = ProgressHistory(
             NoticeOptions(floor_s=limit_s, cap_s=max(300.0, limit_s), warm_up_s=limit_s, asked=True)
         )
+        self._passes = SlowPasses(options.slow_ms)
+        self._poll_s = min(POLL_S, max(0.02, options.slow_ms / 2e3)) if options.slow_ms else POLL_S
         self._stalls = 0  # collections of the present standstill
         self._points = options.fixed_points()  # seconds after the start that are still to come
         self._seen: set[int] = set()  # ranks that ran and whose end was not reported
@@ -177,6 +180,8 @@ class Sidecar:
             return f"rank {', '.join(map(str, sorted(gone)))} ended while {len(alive)} others run"
         clock_s = self._began_s + now
         self._history.observe(clock_s, samples)
+        if self.options.slow_ms and (reason := self._slow(samples)):
+            return reason
         self._stalls = 0 if self._history.moves else self._stalls
         stall = self._history.standstill(clock_s, samples) if self.options.no_progress_s else None
         if stall is None or self._stalls >= self.options.repeats:
@@ -184,6 +189,17 @@ class Sidecar:
         self._stalls += 1
         self._history.extend_deadline(3 if self._stalls == 1 else 2)  # the next collection: a limit later
         return f"no progress for {stall.quiet_s:.0f} s"
+
+    def _slow(self, samples: Sequence[RankSample]) -> str:
+        """The reason to collect for a pass that lasts too long; "" for none."""
+        newest = [
+            replace(now, rank=s.rank, pid=s.pid, alive=s.alive)
+            for s in samples
+            if s.path and (now := read_sample(s.path)) is not None
+        ]
+        work = {s.rank: main_thread_work(s.pid)[0] for s in newest}
+        self._passes, reason = self._passes.after(time.time(), newest, work)
+        return reason
 
     # the job
 
@@ -196,10 +212,10 @@ class Sidecar:
     def _pause(self) -> None:
         """Until the next sample, or the end of the command."""
         if self._child is None:
-            time.sleep(POLL_S)
+            time.sleep(self._poll_s)
             return
         try:
-            self._child.wait(timeout=POLL_S)
+            self._child.wait(timeout=self._poll_s)
         except subprocess.TimeoutExpired:
             pass
 
@@ -293,7 +309,8 @@ class Sidecar:
         folder = self.folder / f"{stamp}-{number}-{re.sub(r'[^a-z0-9]+', '_', reason.lower())[:40]}"
         self._say(f"{reason}: collecting stacks of {sum(t.child is None for t in self._targets)} ranks")
         o = self.options
-        how = CollectOptions(o.rounds, o.interval_s, o.native, cuda_gdb=o.cuda_gdb, raw_folder=folder)
+        rounds = 1 if reason.startswith("a pass of") else o.rounds  # it may be over in a moment
+        how = CollectOptions(rounds, o.interval_s, o.native, cuda_gdb=o.cuda_gdb, raw_folder=folder)
         capture = self._with_main_threads(collect(self._targets, how))
         report = classify(capture, stillness=Stillness(still_s=self.options.no_progress_s or 10.0))
         write_report(folder, report, capture)

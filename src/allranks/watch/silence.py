@@ -367,8 +367,7 @@ class ProgressHistory:
 
     options: NoticeOptions
     _state: NoticeState = field(default_factory=NoticeState)
-    # path -> (mark, …)
-    _rhythms: dict[str, tuple[tuple[int, int, int], Rhythm]] = field(default_factory=dict)
+    _rhythms: dict[str, tuple[tuple[object, ...], Rhythm]] = field(default_factory=dict)  # path -> (mark, …)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _began_s: float | None = None
     started_in_s: float = (
@@ -384,7 +383,7 @@ class ProgressHistory:
 
     def standstill(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
         """Nobody makes progress."""
-        marks = {sample.path: sample.mark for sample in samples}
+        marks = {sample.path: (*sample.mark, sample.joined) for sample in samples}
 
         def rhythm(path: str) -> Rhythm:
             # a rank that makes no call keeps its rhythm: a hang may last for hours

@@ -1,8 +1,8 @@
 """Who writes which piece: torch.distributed.checkpoint's planners, driven once per structure of the state.
 
 DCP's planner says which chunk of each tensor this rank holds (DTensor, FSDP2, tensor parallel, ShardedTensor or
-plain), and its deduplication spreads replicated chunks over the ranks that share a store. The result is kept
-until names, shapes or placements change: saves after the first plan nothing and exchange a few bytes.
+plain); replicated chunks are spread over the ranks that share a store. The result is kept until names, shapes or
+placements change: saves after the first plan nothing and exchange a few bytes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData
 
 from allranks.checkpoint.group import RankGroup
 from allranks.checkpoint.manifest import FileLayout, Shard, lay_out, padded
@@ -111,20 +109,21 @@ Described: TypeAlias = tuple[str, list[int], list[int], int]
 
 
 def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tuple[int, ...]]]]:
-    """For each rank's [name, offsets, sizes, bytes] list: the (name, offsets) it has to write."""
-    plans = []
-    for entries in every:
-        items = []
-        for name, offsets, sizes, length in entries:
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), torch.Size([length]))
-            index = MetadataIndex(name, torch.Size(offsets))
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        plans.append(SavePlan(items))
-    return [
-        {(item.index.fqn, tuple(item.index.offset)) for item in plan.items}
-        for plan in dedup_save_plans(plans)
-    ]
+    """For each rank's [name, offsets, sizes, bytes] list: the (name, offsets) it has to write. What several ranks hold goes
+    to the one that has the least to write so far, large chunks first."""
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    lengths = {}
+    for rank, entries in enumerate(every):
+        for name, offsets, _, length in entries:
+            chunk = (name, tuple(offsets))
+            holders.setdefault(chunk, []).append(rank)
+            lengths[chunk] = length
+    loads, owned = [0] * len(every), [set[tuple[str, tuple[int, ...]]]() for _ in every]
+    for chunk in sorted(holders, key=lambda chunk: (-lengths[chunk], chunk)):
+        rank = min(holders[chunk], key=loads.__getitem__)
+        owned[rank].add(chunk)
+        loads[rank] += lengths[chunk]
+    return owned
 
 
 def make_plan(

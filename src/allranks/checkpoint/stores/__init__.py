@@ -18,15 +18,18 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from allranks.errors import AllranksError, InputError
 from allranks.model.files import write_atomically
 from allranks.model.parsing import without_secrets
+
+if TYPE_CHECKING:
+    from allranks.checkpoint.stores.file_store import FileSource, FileStore
+    from allranks.checkpoint.stores.keyed_store import BlobSource, KeyedStore
 
 Pieces = Iterable[memoryview]
 #: Of what is read at once (manifests and indexes), whatever the store claims.
@@ -49,76 +52,9 @@ class StoreSpec:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-class DataReader(Protocol):
-    """One open data file."""
-
-    bytes: int
-    wide_reads: bool  # each read is a request: fetch neighbouring shards together
-
-    def read_into(self, start: int, view: memoryview) -> None: ...
-    def read_views(self, start: int, views: Sequence[memoryview]) -> None:
-        """Fills the views, one after the other; at most 1024 of them."""
-
-    def close(self) -> None: ...
-
-
-class Store(Protocol):
-    """One place for checkpoints. Methods raise OSError (or the store's own errors) when the place fails."""
-
-    tier: str
-    spec: StoreSpec
-    attempt_in_names: bool  # file names carry the attempt, since there is no rename
-
-    def path_of(self, name: str) -> str:
-        """How the checkpoint is called towards the user."""
-
-    def write(self, attempt: Attempt, file: str, pieces: Pieces, length: int) -> None:
-        """Writes one file of an attempt; durable when it returns."""
-
-    def staged(self, attempt: Attempt, file: str) -> bytes | None:
-        """A small file of an attempt that is not committed yet; None while it is not there."""
-
-    def commit(self, attempt: Attempt, manifest: bytes) -> None:
-        """Makes the attempt the checkpoint of its name, replacing an older one of that name."""
-
-    def abandon(self, attempt: Attempt) -> None:
-        """Removes what an attempt wrote. Does nothing for what is not there."""
-
-    def leave(self, attempt: Attempt) -> None:
-        """This saver no longer works on the attempt; its files stay."""
-
-    def tidy(self) -> list[str]:
-        """Removes what dead savers left behind; returns what it removed."""
-
-    def names(self) -> list[str]:
-        """The names of all checkpoints that have a manifest, valid or not."""
-
-    def read(self, name: str, file: str) -> bytes:
-        """A small file; FileNotFoundError when it is missing."""
-
-    def open(self, name: str, file: str) -> DataReader:
-        """A data file for reading; FileNotFoundError when it is missing."""
-
-    def remove(self, name: str) -> bool:
-        """Deletes a checkpoint; False, and nothing happens, while somebody reads it."""
-
-    def quarantine(self, name: str, reason: str) -> str:
-        """Takes a bad checkpoint out of sight without deleting it; returns where it lies now."""
-
-    def quarantined(self) -> list[tuple[str, str]]:
-        """(where it lies, why) of everything in quarantine."""
-
-    def set_aside(self) -> list[str]:
-        """Takes all checkpoints, and what is in quarantine, out of sight for good without deleting anything.
-
-        Returns where they lie now.
-        """
-
-    def reading(self, name: str) -> AbstractContextManager[None]:
-        """While open, `remove` and `quarantine` leave the checkpoint alone."""
-
-    def close(self) -> None:
-        """Lets go of connections and locks; the store may be used again."""
+#: One place for checkpoints; what its methods do is written in FileStore.
+Store: TypeAlias = "FileStore | KeyedStore"
+DataReader: TypeAlias = "FileSource | BlobSource"  # one open data file
 
 
 _SCHEMES = ("file", "peer", "s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http")

@@ -38,10 +38,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.E
 
 
 class FileStore:
-    """A folder of checkpoints. See `stores.Store` for the methods."""
+    """A folder of checkpoints. Methods raise OSError when the place fails, FileNotFoundError for what is not there."""
 
     tier = "NVME"
-    attempt_in_names = False
+    attempt_in_names = False  # True: file names carry the attempt, since there is no rename
 
     def __init__(self, root: Path, spec: StoreSpec | None = None) -> None:
         self.root = root
@@ -50,9 +50,11 @@ class FileStore:
         self._mount = KnownMount(root)
 
     def path_of(self, name: str) -> str:
+        """How the checkpoint is called towards the user."""
         return str(self.root / name)
 
     def write(self, attempt: Attempt, file: str, pieces: Pieces, length: int) -> None:
+        """Writes one file of an attempt; durable when it returns."""
         folder = self._folder(attempt)
         self._mount.check()
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,12 +71,14 @@ class FileStore:
         unfinished.rename(folder / file)
 
     def staged(self, attempt: Attempt, file: str) -> bytes | None:
+        """A small file of an attempt that is not committed yet; None while it is not there."""
         try:
             return _read_small(self._folder(attempt) / file)
         except FileNotFoundError:
             return None
 
     def commit(self, attempt: Attempt, manifest: bytes) -> None:
+        """Makes the attempt the checkpoint of its name, replacing an older one of that name."""
         folder, final = self._folder(attempt), self.root / attempt.name
         _write_file(folder / MANIFEST, [memoryview(manifest)])
         for leftover in (*folder.glob("*.failed"), *folder.glob("*.part")):
@@ -92,6 +96,7 @@ class FileStore:
         _remove_tree(self._folder(attempt))
 
     def leave(self, attempt: Attempt) -> None:
+        """This saver no longer works on the attempt; its files stay."""
         fd = self._locks.pop(attempt.token, None)
         if fd is not None:
             os.close(fd)
@@ -111,6 +116,7 @@ class FileStore:
         return removed
 
     def names(self) -> list[str]:
+        """The names of all checkpoints that have a manifest, valid or not."""
         for last in (False, True):
             found = self._scan()
             try:
@@ -128,6 +134,7 @@ class FileStore:
         return FileSource(self.root / name / file)
 
     def remove(self, name: str) -> bool:
+        """Deletes a checkpoint; False, and nothing happens, while somebody reads it."""
         fd = _open_to_lock(self.root / name / MANIFEST)
         try:
             if not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -141,6 +148,7 @@ class FileStore:
         return True
 
     def quarantine(self, name: str, reason: str) -> str:
+        """Takes a bad checkpoint out of sight without deleting it; returns where it lies now."""
         folder = self.root / QUARANTINE
         folder.mkdir(exist_ok=True)
         target = folder / f"{name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.urandom(3).hex()}"
@@ -166,6 +174,7 @@ class FileStore:
         return found
 
     def set_aside(self) -> list[str]:
+        """Takes everything, quarantine too, out of sight without deleting anything; returns where it lies now."""
         self._mount.forget()
         names = [*self.names(), *([QUARANTINE] if self.quarantined() else [])]
         if not names:
@@ -179,6 +188,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
+        """While open, `remove` leaves the checkpoint alone."""
         if not (self.root / name).exists():
             self.names()  # brings it back if it was moved aside when its saver died
         fd = _open_plain(self.root / name / MANIFEST)
@@ -245,7 +255,7 @@ class FileSource:
     the CPU time for this read, and for every later one.)
     """
 
-    wide_reads = False
+    wide_reads = False  # True: each read is a request, so neighbouring shards are fetched together
 
     def __init__(self, path: Path) -> None:
         self.path = path

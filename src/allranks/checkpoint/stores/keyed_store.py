@@ -16,12 +16,16 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
 from allranks.checkpoint.stores.pointer import POINTER, check_list, decode, encode
 from allranks.errors import CheckpointValidationError
+
+if TYPE_CHECKING:
+    from allranks.checkpoint.stores.object_store import ObjectBlobs
+    from allranks.checkpoint.stores.peer_store import PeerBlobs
 
 #: What a saver writes before the manifest. Nothing else under the prefix is ever tidied away.
 _OURS = re.compile(r"([^/]+)/rank-\d{5}-([0-9a-f]{12})\.(?:safetensors|json|failed)")
@@ -34,28 +38,13 @@ READING_LIMIT_S = 3600.0
 LEFT_BEHIND_S = 24 * 3600.0
 
 
-class BlobStore(Protocol):
-    """Bytes by key, as object stores have them. Keys are relative to the store's address."""
-
-    def put(self, key: str, pieces: Pieces, length: int) -> None: ...
-    def put_if(self, key: str, data: bytes, expected: str | None) -> None:
-        """Puts if the key's version is still `expected` (None: if there is none); FileExistsError otherwise."""
-
-    def get(self, key: str) -> tuple[bytes, str]:
-        """(bytes, version); FileNotFoundError."""
-
-    def get_range(self, key: str, start: int, view: memoryview) -> None: ...
-    def size(self, key: str) -> int: ...
-    def keys(self, prefix: str) -> list[tuple[str, float]]:
-        """(key, time of last change) of every key that starts with `prefix`."""
-
-    def delete(self, keys: list[str]) -> None: ...
-    def close(self) -> None: ...
+#: Bytes by key, as object stores have them; keys are relative to the store's address.
+BlobStore: TypeAlias = "ObjectBlobs | PeerBlobs"
 
 
 @dataclass(eq=False, repr=False)
 class KeyedStore:
-    """See `stores.Store` for the methods."""
+    """See `FileStore` for the methods."""
 
     blobs: BlobStore
     spec: StoreSpec

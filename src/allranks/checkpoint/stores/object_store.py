@@ -184,15 +184,13 @@ class ObjectBlobs:
 
 def _connect(spec: StoreSpec) -> Any:
     """The obstore object of a URL. Options win over the AWS_* environment, that over ~/.aws/credentials."""
-    options = dict(spec.options)
     try:
-        return _from_url(spec, options)
-    except BaseException as error:
-        if not _is_of_obstore(error):
-            raise
+        with _as_os_errors():
+            return _from_url(spec, dict(spec.options))
+    except OSError as error:
         given = ", ".join(spec.options)  # their values may be secrets
         raise ConfigurationError(
-            f"the object store {spec.url} cannot be opened with s3_options ({given}): {_short(str(error))}",
+            f"the object store {spec.url} cannot be opened with s3_options ({given}): {error.strerror}",
             hint="timeout_s, max_retries, and what obstore takes: endpoint, region, access_key_id, secret_access_key …",
         ) from error
 
@@ -257,14 +255,9 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _is_of_obstore(error):
-            raise
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # Ctrl-C and the like; a panic in obstore is no Exception
         raise _os_error(error) from error
-
-
-def _is_of_obstore(error: BaseException) -> bool:
-    """Not Ctrl-C and the like; a panic in obstore is no Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _os_error(error: BaseException) -> OSError:

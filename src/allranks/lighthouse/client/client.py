@@ -18,6 +18,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from allranks import errors
@@ -76,13 +77,15 @@ class Client(Actions):
         self._thread = threading.Thread(target=self._run, name="allranks-lighthouse", daemon=True)
         _alive.add(self)
         self._thread.start()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._abandon)
             self._first.result(timeout_s)
-        except BaseException:
-            self._left = True
-            self.close()
-            raise
+            undo.pop_all()
         return self
+
+    def _abandon(self) -> None:
+        self._left = True
+        self.close()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Leaves (if that was not done yet) and ends the thread. May be called twice."""

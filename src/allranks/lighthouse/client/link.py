@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from allranks.channel import frames
 from allranks.channel.keys import Keyring, is_proof, prove
@@ -32,7 +31,7 @@ from allranks.model.cluster import ConnectionLost, Probe
 log = logging.getLogger("allranks.lighthouse")
 
 FATAL = frozenset({"token", "version", "superseded", "taken", "garbage"})
-ResolvedAddress = tuple[socket.AddressFamily, Any]
+ResolvedAddress = tuple[socket.AddressFamily, tuple[object, ...]]
 _MAX_GREETING = 1 << 20  # of a server that has not proved yet that it knows our token
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
 CONNECT_TIMEOUT_S = 3.0
@@ -60,7 +59,9 @@ class HeldSockets:
         """Ends the connections of one quorum. The descriptors stay held until released."""
         self.aborted_up_to = max(self.aborted_up_to, number)
         for fd in self.by_number.get(number, []):
-            _shutdown(fd)
+            sock = socket.socket(fileno=fd)
+            frames.cut(sock)
+            sock.detach()
 
     def release(self, number: int) -> None:
         """Closes our duplicates of one quorum; the connections live on in the rank."""
@@ -73,13 +74,6 @@ class HeldSockets:
             if shut:
                 self.shut(number)
             self.release(number)
-
-
-def _shutdown(fd: int) -> None:
-    sock = socket.socket(fileno=fd)
-    with suppress(OSError):  # the other side was faster
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.detach()
 
 
 class Link:
@@ -250,7 +244,7 @@ class Link:
         context = ssl.create_default_context(cafile=options.ca or None)
         if options.certificate:
             context.load_cert_chain(options.certificate, options.key or None)
-        name = options.server_name or frames.split_address(self.address)[0]
+        name = frames.split_address(self.address)[0]
         return context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
 
     # ---- what comes -------------------------------------------------------------------------------------
@@ -370,7 +364,7 @@ class Link:
         else:
             self._put(messages.EMPTY_BEAT if beat == self._sent_beat else messages.encode(beat))
             self._sent_beat = beat
-        self._beating = self._reactor.later(self.options.heartbeat_s or self._welcome.beat_s, self._send_beat)
+        self._beating = self._reactor.later(self._welcome.beat_s, self._send_beat)
 
     def _reported(self) -> messages.Beat:
         return messages.Beat(self._report.step, self._report.progress, 0.0, self._report.health)

@@ -22,13 +22,11 @@ class ClientOptions:
     role: str = "replica"  # or "observer"
     rank: int = 0
     connections: int = 1
-    heartbeat_s: float = 0.0  # 0: as the lighthouse says
     beacon: bool = False
     black_box: str = ""
     ca: str = ""  # PEM files; `ca` switches TLS on. $ALLRANKS_CA
     certificate: str = ""  # mTLS
     key: str = ""
-    server_name: str = ""  # expected in the certificate; "": the host of the address
 
     def __post_init__(self) -> None:
         if self.role not in ("replica", "observer"):

@@ -1,4 +1,4 @@
-"""AbandonableCall and ending raw gloo backends: one gloo device per process, groups over it, their sockets known.
+"""Making and ending raw gloo backends: one gloo device per process, groups over it, their sockets known.
 
 Runs in a rank. The device (and with it the listening port) is kept for the life of the process, so every
 connected socket of every group can be told by its ports, also while a group is still being made.
@@ -6,15 +6,15 @@ connected socket of every group can be told by its ports, also while a group is 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from allranks.channel.frames import loopback
+from allranks.channel.frames import loopback, own_address
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.sockets import SocketSet, abort_connecting, inodes, listening_ports
 
@@ -55,24 +55,25 @@ class GlooMesh:
             self._connecting = meeting
         ports = [port], meeting.remote_ports
         before = inodes(*ports)  # of groups that were abandoned while they were made
-        try:
+        sockets = SocketSet()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._connected, meeting, None)
             backend = dist.ProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
             backend._set_default_timeout(timedelta(seconds=timeout_s))
-            sockets = SocketSet()
             sockets.take(*ports, before)
-        except BaseException:
-            with self._lock:
-                if self._connecting is meeting:
-                    self._connecting = None
-            raise
+            undo.pop_all()
+        if not self._connected(meeting, sockets):
+            sockets.abort()
+            sockets.close()
+        return backend
+
+    def _connected(self, meeting: GroupSpec, sockets: SocketSet | None) -> bool:
+        """It is made, or could not be; whether it is still wanted."""
         with self._lock:
             wanted = self._connecting is meeting
             if wanted:
                 self._connecting, self._sockets = None, sockets
-        if not wanted:
-            sockets.abort()
-            sockets.close()
-        return backend
+        return wanted
 
     def descriptors(self) -> list[int]:
         """Duplicates of the current group's sockets, still owned by us."""
@@ -107,15 +108,6 @@ def own_host(towards: str = "") -> str:
 
     Not what our name resolves to: that is often a loopback address, or the wrong network. `ALLRANKS_HOST` wins.
     """
-    chosen = os.environ.get("ALLRANKS_HOST", "")
-    if chosen:
-        return chosen
-    host = towards.rpartition(":")[0].strip("[]") or "127.0.0.1"
-    try:
-        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing; the kernel picks the interface
-            found: str = probe.getsockname()[0]
-            return found
-    except OSError:
-        return loopback()
+    with contextlib.suppress(OSError, ValueError):
+        return os.environ.get("ALLRANKS_HOST") or own_address(towards or f"{loopback()}:9")
+    return loopback()

@@ -19,7 +19,13 @@ import torch.distributed as dist
 from allranks import recording as record
 from allranks.errors import GroupAborted
 from allranks.manager.groups.gloo import GlooMesh
-from allranks.manager.groups.group_spec import GroupSpec, RegisteredGroup, Seconds, seconds
+from allranks.manager.groups.group_spec import (
+    GroupSpec,
+    RegisteredGroup,
+    Seconds,
+    create_store_client,
+    seconds,
+)
 from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.teardown import destroy_later, ended, finish
 
@@ -55,11 +61,9 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         global_ranks: Sequence[int] | None = None,
     ) -> None:
         """torchft's spelling: `store_addr` is "host:port/prefix"; the rest tells who we are in the new group."""
-        address, _, prefix = store_addr.partition("/")
-        host, _, port = address.rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        store = create_store_client(store_addr, timedelta(seconds=self.timeout_s))
         self.choose_device()
-        self.meet(GroupSpec(dist.PrefixStore(prefix, store), rank, world_size, quorum_id or 0))
+        self.meet(GroupSpec(store, rank, world_size, quorum_id or 0))
 
     def meet(self, meeting: GroupSpec, made: object = None) -> None:
         """Takes the old backend down and makes a new one with these members; raises when they do not come.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from allranks.channel.frames import split_address
 from allranks.errors import ConfigurationError
 
 Seconds: TypeAlias = "float | timedelta"
@@ -32,6 +33,12 @@ class GroupSpec:
     name: str = ""  # of the group, as black boxes and verdicts say it
     global_ranks: tuple[int, ...] = ()  # of the members in group order; () = not known
     limit_s: float = 0.0  # of waiting for the others; 0 = that of the group's operations
+
+
+def create_store_client(store_addr: str, timeout: timedelta) -> dist.Store:
+    """A client of the store at "host:port/prefix"."""
+    address, _, prefix = store_addr.partition("/")
+    return dist.PrefixStore(prefix, dist.TCPStore(*split_address(address), is_master=False, timeout=timeout))
 
 
 class RegisteredGroup:

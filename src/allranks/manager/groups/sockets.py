@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from allranks.channel.frames import cut
+
 _live: weakref.WeakSet[SocketSet] = weakref.WeakSet()
 _fork_watched = False
 
@@ -97,7 +99,7 @@ class SocketSet:
 
     def _shut(self) -> None:
         for held in self._held:
-            _shut_down(held)
+            cut(held)
 
 
 def find_connected(
@@ -126,7 +128,7 @@ def abort_connecting(local_ports: Collection[int], remote_ports: Collection[int]
     """Shuts sockets down while their group is still being made."""
     for _, held in find_connected(local_ports, remote_ports):
         with held:
-            _shut_down(held)
+            cut(held)
 
 
 def listening_ports() -> set[int]:
@@ -148,11 +150,6 @@ def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
         held = _duplicate(int(name))
         if held is not None:
             yield int(name), held
-
-
-def _shut_down(held: socket.socket) -> None:
-    with suppress(OSError):  # the peer was faster
-        held.shutdown(socket.SHUT_RDWR)
 
 
 def _duplicate(fd: int) -> socket.socket | None:

@@ -8,7 +8,6 @@ source that dies puts its stripe back for the others. `begin` may be called agai
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import socket
 import threading
@@ -19,7 +18,16 @@ from typing import Any
 
 import torch
 
-from allranks.channel.frames import JsonObject, is_intact, read_into, receive_json, send_json, tune_for_bulk
+from allranks.channel.frames import (
+    JsonObject,
+    cut,
+    is_intact,
+    read_into,
+    receive_json,
+    send_json,
+    split_address,
+    tune_for_bulk,
+)
 from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.checkpoint.checksum import new_hasher
 from allranks.errors import AllranksError, HealingFailed
@@ -140,8 +148,7 @@ class Fetch:
         with self._lock:
             self._lock.notify_all()
             for sock in self._sockets:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                cut(sock)
 
     def state(self) -> Any:
         """The fetched state. Only after `complete`."""
@@ -212,11 +219,10 @@ class Fetch:
         return sock
 
     def _connect(self, sock: socket.socket, source: HealSource) -> None:
-        host, _, port = source.address.rpartition(":")
         if self._cancelled.is_set():
             raise ChannelError("called off")
         tune_for_bulk(sock, min(self.timeout_s, _CONNECT_S))
-        sock.connect((host, int(port)))
+        sock.connect(split_address(source.address))
         sock.settimeout(self.timeout_s)
 
     def _agree_on_layout(self, sock: socket.socket) -> None:
@@ -294,19 +300,15 @@ def _connections(sources: Sequence[HealSource]) -> Sequence[HealSource]:
     return [sources[turn % len(sources)] for turn in range(max(_CONNECTIONS, len(sources)))]
 
 
-def report_fetched(
-    source: HealSource, order: tuple[int, int], healer: int, limit_s: float, wanted: Callable[[], bool]
-) -> None:
-    """Tells a source that replica `healer` of quorum `order` needs nothing more from it; tries again as long as `wanted`."""
-    host, _, port = source.address.rpartition(":")
-    deadline = time.monotonic() + limit_s
+def report_fetched(source: HealSource, healer: int, limit_s: float, wanted: Callable[[], bool]) -> None:
+    """Tells a source that replica `healer` of its key's quorum needs nothing more from it; tries again as long as `wanted`."""
+    address, deadline = split_address(source.address), time.monotonic() + limit_s
     while wanted() and time.monotonic() < deadline:
         try:
-            with socket.create_connection((host, int(port)), timeout=min(limit_s, _CONNECT_S)) as sock:
+            with socket.create_connection(address, timeout=min(limit_s, _CONNECT_S)) as sock:
                 tune_for_bulk(sock, min(limit_s, _CONNECT_S))
                 greet_as_client(sock, source.credential, source.address)
-                said = {"want": "fetched", "quorum": list(order), "healer": healer}
-                send_json(sock, said)  # the quorum for sources of 0.3.0; others take that of our key
+                send_json(sock, {"want": "fetched", "healer": healer})
                 receive_json(sock)
                 return
         except (OSError, ValueError):

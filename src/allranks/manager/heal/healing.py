@@ -119,7 +119,7 @@ class Healing:
         """Our state is here: we and those who gave it may launch collectives again. Touches no device."""
         order, index, limit_s = generation.quorum.order, generation.index, self.options.timeout_s
         for source in self._sources(generation):
-            args = (source, order, index, limit_s, lambda: generation.usable)
+            args = (source, index, limit_s, lambda: generation.usable)
             start_thread("allranks-heal-report", report_fetched, *args)
         self.training.transferred(order, index)
 

@@ -12,9 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from allranks.channel.frames import listen, receive_json, send_checksum, send_from, send_json, tune_for_bulk
+from allranks.channel.frames import (
+    JsonObject,
+    listen,
+    receive_json,
+    send_checksum,
+    send_from,
+    send_json,
+    tune_for_bulk,
+)
 from allranks.channel.keys import ChannelError, Keyring
 from allranks.channel.server import MemberServer
 from allranks.checkpoint.checksum import best_algorithm, new_hasher
@@ -83,7 +90,7 @@ class HealServer:
                 sent = staging.moved_bytes / 1e6
                 log.debug("sent %.1f MB of the state in %.0f ms, %.0f of them copying", sent, took, copying)
 
-    def _hand_over(self, connection: socket.socket, request: dict[str, Any], purpose: str) -> None:
+    def _hand_over(self, connection: socket.socket, request: JsonObject, purpose: str) -> None:
         """A voter calls: its connection is not ours any more."""
         name, place = str(request["name"]), int(request["place"])
         if self.on_ballot is None or purpose != f"quorum {name}":
@@ -92,7 +99,7 @@ class HealServer:
         self.on_ballot(name, place, socket.socket(fileno=connection.detach()))
 
     def _answer(
-        self, connection: socket.socket, request: dict[str, Any], quorum: tuple[int, int], staging: Staging
+        self, connection: socket.socket, request: JsonObject, quorum: tuple[int, int], staging: Staging
     ) -> None:
         if request["want"] == "fetched":
             if self.on_fetched is not None:

@@ -1,0 +1,118 @@
+"""A rank that became slow: what shows why, and what the policy does about it. In the agent, on a thread of its own.
+
+The ledger notices it (ledger/slow.py). Evidence: the lines that the rank was at, clocks of its GPU, pauses by garbage
+collection. Taking them costs the rank a few short looks from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from allranks.blackbox.phases import GC, PhaseMark
+from allranks.incidents.folder import IncidentFolder
+from allranks.incidents.pipeline import IncidentPipeline
+from allranks.incidents.policy import HangFacts, PolicyState, decide_slow
+from allranks.model.files import write_atomically
+from allranks.model.formatting import count, duration
+from allranks.model.incident import Action, Incident, Moment
+from allranks.model.stacks import StackFrame
+from allranks.stacktraces import CollectOptions, Selection, collect, find_targets
+from allranks.stacktraces.gpus import query_clocks
+from allranks.stacktraces.views import place, where
+from allranks.watch.samples import RankSample, read_samples
+
+log = logging.getLogger("allranks.agent")
+
+SAMPLES, PROFILE = 5, 40  # looks at the stack: for a report, for a profile
+PAUSE_S = 0.2  # between two of them
+LATELY_S = 300.0
+
+
+@dataclass
+class SlowRanks:
+    """Opens an incident for each rank that is reported as slow."""
+
+    pipeline: IncidentPipeline
+    act: Callable[[Action, Incident], str] | None = None
+    policy: PolicyState = field(default_factory=PolicyState)
+
+    def note(self, rank: int, began: float, sentence: str) -> None:
+        """From the watch's thread: quick."""
+        noticed = time.time()
+        self.pipeline.start(lambda: self._examine(rank, began, noticed, sentence), "allranks-slow")
+
+    def _examine(self, rank: int, began: float, noticed: float, sentence: str) -> None:
+        options = self.pipeline.options
+        samples = read_samples(options.folder)
+        own = next((sample for sample in samples if sample.rank == rank and sample.alive), None)
+        if own is None:
+            return
+        opened = self.pipeline.open("slow", sentence, samples, ranks=(rank,))
+        opened.update(Moment("became slow", began), Moment("noticed", noticed, sentence))
+        looks = PROFILE if options.policy.on_slow == "profile" else SAMPLES
+        lines = [*self._sample_stacks(own, opened, looks), *query_clocks(own.pid)]
+        lines += describe_pauses(own.phases, time.time())
+        opened.update(Moment("evidence", time.time(), "; ".join(lines) or "nothing could be read"))
+        members = tuple(sorted({options.replica_of(s.rank) for s in samples if s.alive}))
+        case = HangFacts(
+            options.mode, "slow", (rank,), 1.0, options.ranks_per_replica, options.replicas, members
+        )
+        now = time.monotonic()
+        self._answer(opened, decide_slow(now, case, self.policy, options.policy, options.may_leave), now)
+        self.pipeline.publisher.publish(opened)
+
+    def _answer(self, opened: IncidentFolder, action: Action, now_s: float) -> None:
+        if action.kind in ("evict", "set_aside", "leave_node") and self.act is not None:
+            self.policy = self.policy.after(now_s, action.replica, self.pipeline.options.policy.window_s)
+            result = self.act(action, opened.current)
+            action = replace(action, done=True, result=result)
+            opened.update(Moment("action", time.time(), f"{action.kind.replace('_', ' ')}: {result}"))
+            log.warning("%s: %s", opened.current.id, result)
+        opened.update(action=action, closed=time.time())
+
+    def _sample_stacks(self, own: RankSample, opened: IncidentFolder, looks: int) -> list[str]:
+        """Where the rank was, most often first; all stacks go into the incident's folder."""
+        chosen = Selection(pids=(own.pid,), box_folders=(self.pipeline.options.folder,))
+        options = CollectOptions(rounds=1, native="never")
+        stacks: list[tuple[StackFrame, ...]] = []
+        for _ in range(looks):
+            try:
+                found = collect(find_targets(chosen), options)
+            except (OSError, ValueError) as error:
+                log.info("%s: stacks could not be read: %s", opened.current.id, error)
+                break
+            stacks += [
+                stack.frames
+                for process in found.processes
+                if process.pid == own.pid
+                for shot in process.snapshots[:1]
+                for stack in shot.stacks
+                if stack.tid == own.pid
+            ]
+            time.sleep(PAUSE_S)  # so that the looks are of different moments
+        write_stacks(opened.path / "slow_stacks.txt", stacks)
+        return describe_places(stacks)
+
+
+def write_stacks(path: Path, stacks: Sequence[Sequence[StackFrame]]) -> None:
+    """One line for each stack with how often it was seen, outermost first: what flame graph tools read."""
+    lines = Counter(";".join(place(frame) for frame in reversed(frames)) for frames in stacks)
+    write_atomically(path, "".join(f"{line} {number}\n" for line, number in lines.most_common()))
+
+
+def describe_places(stacks: Sequence[Sequence[StackFrame]]) -> list[str]:
+    """ "in 4 of 5 looks at data.py:31 in load_batch"."""
+    places = Counter(line for frames in stacks if (line := where(frames)))
+    return [f"in {number} of {len(stacks)} looks at {line}" for line, number in places.most_common(2)]
+
+
+def describe_pauses(phases: Sequence[PhaseMark], now: float) -> list[str]:
+    """Garbage collection of the last minutes."""
+    recent = [m for m in phases if m.name == GC and m.end_ns and m.end_ns / 1e9 > now - LATELY_S]
+    took = sum(mark.end_ns - mark.begin_ns for mark in recent) / 1e9
+    return [f"garbage collection: {count(len(recent), 'long pause')}, {duration(took)}"] if recent else []

@@ -1,0 +1,159 @@
+"""Several worlds in one folder of black boxes: trainers and rollout engines that were recorded together. Pure.
+
+World rank 0 of two worlds is two processes. Each process gets a number of the job; groups that were made by hand across worlds
+are joined by the store at which their members meet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from allranks.model.trace import Group, Raw, World
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A readable file with its rank settled. `attempt` is None when neither header nor path tells; rank -1: it has none."""
+
+    path: str
+    rank: int
+    attempt: int | None
+    raw: Raw
+
+
+def split_worlds(files: Sequence[TraceFile]) -> list[list[TraceFile]]:
+    """The files of each world. All are one where no rank number is used twice at a time; dumps know no world."""
+    boxes = [f for f in files if f.raw.kind.startswith("black box")]
+    if not boxes or any(g.name.startswith("replicas/") for f in boxes for g in f.raw.groups):
+        return [[*files]]
+    by_key: dict[str, list[TraceFile]] = defaultdict(list)
+    for file in boxes:
+        by_key[_key(file)].append(file)
+    worlds: list[list[TraceFile]] = []
+    for group in sorted(by_key.values(), key=_begin):
+        known = next((world for world in worlds if not _apart(world, group)), None)
+        if known is None:
+            worlds.append([*group])
+        else:
+            known += group
+    worlds[0] += [f for f in files if f not in boxes]
+    return [_numbered(world) for world in worlds]
+
+
+def _key(file: TraceFile) -> str:
+    """Where a process meets the others of its world. A process that only made groups by hand has its role alone."""
+    head, met = file.raw.header, file.raw.header.rendezvous
+    alone = file.rank < 0 or (not met.world_size and any(g.store for g in file.raw.groups))
+    return f"role {head.role}" if alone else met.address or met.store or head.launched.address
+
+
+def _begin(files: Sequence[TraceFile]) -> tuple[int, str]:
+    return min(f.raw.header.start_ns for f in files), files[0].path
+
+
+def _apart(one: Sequence[TraceFile], other: Sequence[TraceFile]) -> bool:
+    """Whether both are worlds of their own: they share rank numbers, and one is not simply a restart of the other."""
+    shared = {f.rank for f in one} & {f.rank for f in other}
+    if {f.raw.header.job for f in one} != {f.raw.header.job for f in other}:
+        return False
+    if -1 in {f.rank for f in (*one, *other)}:
+        return _role(one) != _role(other) or any(f.rank >= 0 for f in (*one, *other))
+    if not shared:
+        return False
+    if _role(one) != _role(other):
+        return True
+    return max(f.raw.last_event_ns() for f in one) > min(f.raw.header.start_ns for f in other)
+
+
+def _role(files: Sequence[TraceFile]) -> str:
+    return Counter(f.raw.header.role for f in files).most_common(1)[0][0]
+
+
+def _numbered(files: list[TraceFile]) -> list[TraceFile]:
+    """Processes without a rank are counted by their place in a group, else by their start."""
+
+    def place(file: TraceFile) -> tuple[int, int, str]:
+        own = [g.own for g in file.raw.groups if g.store]
+        return min(own, default=1 << 30), file.raw.header.start_ns, file.path
+
+    if all(f.rank >= 0 for f in files):
+        return files
+    return [replace(f, rank=number) for number, f in enumerate(sorted(files, key=place))]
+
+
+def number_worlds(worlds: Sequence[Sequence[TraceFile]], intern: Callable[[Group], Group]) -> list[TraceFile]:
+    """The files with the numbers that their ranks have in the whole job; groups, peers and roots, too."""
+    found: list[World] = []
+    roles = Counter(_role(files) for files in worlds if files)
+    for files in worlds if len(worlds) > 1 else ():
+        first = found[-1].first + found[-1].size if found else 0
+        size = max(max(f.raw.header.world_size or 0, f.rank + 1) for f in files)
+        role = (_role(files) or "rank").replace("_", " ")
+        same = sum(world.role.startswith(role) for world in found) + 1
+        found.append(World(role if roles[_role(files)] == 1 else f"{role} (world {same})", first, size))
+    offsets = [world.first for world in found] or [0]
+    total = found[-1].first + found[-1].size if found else 0
+    placed = [(f, offset) for files, offset in zip(worlds, offsets, strict=True) for f in files]
+    members = _members_by_store(placed, total)
+    chosen = []
+    for file, offset in placed:
+        number = file.rank + offset
+        raw = file.raw
+        size = total or raw.header.world_size
+        raw.header = replace(raw.header, rank=number, world_size=size, worlds=tuple(found))
+        _move(raw, offset, members, intern)
+        chosen.append(replace(file, rank=number))
+    return chosen
+
+
+_Store = tuple[str, str, int]  # address, name and size of a group
+
+
+def _members_by_store(placed: Sequence[tuple[TraceFile, int]], total: int) -> dict[_Store, tuple[int, ...]]:
+    """The members of each group that spans worlds, by their numbers in the job. One that has no black box is counted behind all
+    others; a place that two processes claim says nothing."""
+    claims: dict[_Store, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for file, offset in placed:
+        for group in file.raw.groups:
+            if group.store and group.own >= 0:
+                claims[_store_of(group)][group.own].add(file.rank + offset)
+    unused = max([total, *(f.rank + offset + 1 for f, offset in placed)])
+    found = {}
+    for store, places in claims.items():
+        if store[2] <= 0 or any(len(one) > 1 for one in places.values()):
+            continue
+        lacking = iter(range(unused, unused + store[2]))
+        found[store] = tuple(
+            min(places[place]) if place in places else next(lacking) for place in range(store[2])
+        )
+    return found
+
+
+def _store_of(group: Group) -> _Store:
+    return group.store, group.name, len(group.ranks)
+
+
+def _move(
+    raw: Raw, offset: int, members: dict[_Store, tuple[int, ...]], intern: Callable[[Group], Group]
+) -> None:
+    """Changes the groups of a file, and the ranks that its calls name, to numbers of the job."""
+    groups = list(raw.groups)
+    for index, group in enumerate(groups):
+        listed = members.get(_store_of(group)) if group.store else None
+        if listed is None and not offset:
+            continue
+        ranks = listed or tuple(rank + offset for rank in group.ranks)
+        groups[index] = intern(replace(group, ranks=ranks))
+        for column in ("peer", "root"):
+            rows = (raw.calls["group"] == index) & (raw.calls[column] >= 0)
+            if rows.any():
+                old = raw.calls[column][rows]
+                table = np.array(listed or [], np.int32)
+                raw.calls[column][rows] = (
+                    table[np.minimum(old, len(table) - 1)] if listed is not None else old + offset
+                )
+    raw.groups = tuple(groups)
