@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from allranks.lighthouse.options import Options
+from lighthouse.processes import Proxy
 
-from ..lighthouse.processes import Proxy
 from .cluster import LIMIT_S, Cluster, Job, LighthouseProcess
 
 JOB = Job(until_told=True, timed=True, pause_s=0.02)

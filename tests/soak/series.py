@@ -27,12 +27,14 @@ from typing import IO, Any
 
 from allranks.launch.rank_entry import die_with_parent
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as pytest does
+
 #: name -> function of a seed, which raises when something is wrong and returns what is worth noting
 SERIES = {
-    "owners": "tests.manager.test_owners:play",
-    "partitions": "tests.manager.test_partitions:play",
-    "sequences": "tests.manager.test_lost_holders:play",
-    "model": "tests.lighthouse.test_model:play_many",
+    "owners": "manager.test_owners:play",
+    "partitions": "manager.test_partitions:play",
+    "sequences": "manager.test_lost_holders:play",
+    "model": "lighthouse.test_model:play_many",
 }
 CASE_S = 300.0  # of one case
 END_S = 10.0  # of its end when the time is over
