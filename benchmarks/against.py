@@ -62,7 +62,7 @@ def one_round(tree: Path, script: str) -> dict[str, float]:
     """The numbers of one tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "ALLRANKS_TOKEN": "of-this-benchmark-alone"}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tree, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script], cwd=tree, env=environment, capture_output=True, text=True, timeout=600
     )
     if done.returncode:
         raise SystemExit(f"{tree}: {done.stderr[-2000:]}")
