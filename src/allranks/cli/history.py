@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from dataclasses import asdict
 
 from allranks.cli.goodput import read_accounts, seconds_of
+from allranks.cli.terminal import answer
 from allranks.errors import InputError
 
 
@@ -62,16 +62,13 @@ def main(args: argparse.Namespace) -> int:
     if args.slurm_exclude:
         print(",".join(one.node for one in bad))
         return 0
-    if args.json:
-        print(
-            json.dumps({"bad_nodes": [asdict(one) for one in bad], "events": [asdict(one) for one in events]})
-        )
-        return 1 if bad else 0
-    for one in bad:
-        print(f"{one.node} is bad ({one.confidence:.0%} sure): {one.reason}.")
-    if not bad:
-        print(f"No node has failed again and again (of {len(events)} incidents on record).")
+    facts = {"bad_nodes": [asdict(one) for one in bad], "events": [asdict(one) for one in events]}
+    lines = [f"{one.node} is bad ({one.confidence:.0%} sure): {one.reason}." for one in bad]
+    lines = lines or [f"No node has failed again and again (of {len(events)} incidents on record)."]
     for event in events[-50:]:
         at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(event.at))
-        print(f"  {at}  {event.node}  {event.job}  {event.cause.replace('_', ' ')}  {event.text[:100]}")
+        lines.append(
+            f"  {at}  {event.node}  {event.job}  {event.cause.replace('_', ' ')}  {event.text[:100]}"
+        )
+    answer(args.json, facts, lines)
     return 1 if bad else 0

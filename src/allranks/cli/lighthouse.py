@@ -90,7 +90,12 @@ def main(args: argparse.Namespace) -> int:
             f"{action} needs a job and one replica",
             hint=f"For example: allranks lighthouse {action} my-job replica-3. `allranks lighthouse status my-job` lists the replicas.",
         )
-    address, token_file = _find_lighthouse(args.address, options.token_file)
+    from allranks.incidents.job_overview import TOKEN_FILE, lighthouse_of, read_job_token
+
+    address, folder = lighthouse_of(args.address)
+    token_file = options.token_file
+    if not token_file and folder is not None and read_job_token(folder):
+        token_file = str(folder / TOKEN_FILE)
     return _act(action, options, read_flags(ServerOptions, args), address, token_file, args.replica)
 
 
@@ -151,22 +156,6 @@ def _change(client: Client, action: str, replicas: list[str], reason: str) -> tu
     else:
         client.readmit(name)
     return {"replica": name, "done": action}, f"{name} {'evicted' if action == 'evict' else 'readmitted'}"
-
-
-def _find_lighthouse(given: str | None, token_file: str) -> tuple[str, str]:
-    """Address and token file of a job on this node, where a name (or nothing) is given instead of an address."""
-    host, colon, port = (given or "").rpartition(":")
-    if given and colon and host and port.isdigit():
-        return given, token_file
-    from allranks.incidents.job_overview import TOKEN_FILE, find_job, read_job, read_job_token
-
-    folder = find_job(given)
-    address = str(read_job(folder).get("lighthouse") or "")
-    if not address:
-        raise InputError(f"job {folder.name} has no lighthouse", hint="Give its address: HOST:PORT.")
-    if not token_file and read_job_token(folder):
-        token_file = str(folder / TOKEN_FILE)
-    return address.split(",")[0], token_file
 
 
 def default_token_file(address: str) -> Path:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
 
+from allranks.cli.terminal import answer
 from allranks.errors import InputError
 
 ANSWER_S = 5.0  # a lighthouse that takes longer to accept a connection is taken for gone
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """0 opened or printed, 2 no such job or it has no lighthouse."""
     url = _url(args.job)
-    print(json.dumps({"url": url}) if args.json else url, flush=True)
+    answer(args.json, {"url": url}, url)
     if args.no_browser or args.json:
         return 0
     import webbrowser
@@ -39,24 +39,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _url(job: str | None) -> str:
-    host, _, port = (job or "").rpartition(":")
-    if host and port.isdigit():
-        return f"http://{host}:{port}/"
-    from allranks.incidents.job_overview import find_job, read_job
+    from allranks.incidents.job_overview import lighthouse_of
 
-    folder = find_job(job)
-    address = str(read_job(folder).get("lighthouse") or "").split(",")[0]
-    if not address:
-        raise InputError(
-            f"job {folder.name} has no lighthouse, which would serve its page",
-            hint="`allranks run` starts one unless --no-lighthouse is given; `allranks top` shows the job in the terminal.",
-        )
-    host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"the lighthouse of job {folder.name} at {address} does not answer ({error}); the job has probably ended",
-            hint=f"`allranks status {folder.name}` shows what its black boxes hold.",
-        ) from error
+    address, folder = lighthouse_of(job)
+    if folder is not None:
+        host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"the lighthouse of job {folder.name} at {address} does not answer ({error}); the job has probably ended",
+                hint=f"`allranks status {folder.name}` shows what its black boxes hold.",
+            ) from error
     return address if "://" in address else f"http://{address}/"

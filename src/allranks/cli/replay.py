@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.cli.parser import add_flags, read_flags
-from allranks.cli.terminal import at_work, check_target, write_whole
+from allranks.cli.terminal import answer, at_work, check_target, write_whole
 from allranks.errors import InputError, require
 from allranks.model.options import check_options, option
 
@@ -61,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     write_whole(options.output, [write_script(plan, Path(options.output).name)])
     facts: dict[str, object] = {"schema": 1, "file": options.output, "ranks": list(plan.ranks), "same": None}
     if not options.run:
-        _say(options, facts, _about(plan, options.output))
+        answer(options.json, facts, _about(plan, options.output))
         return 0
     from allranks.drill.replay import run_replay
 
@@ -69,12 +68,8 @@ def main(args: argparse.Namespace) -> int:
         result = run_replay(plan, Path(options.output).resolve())
     facts |= {"same": result.same, "cause": result.cause, "named": list(result.ranks)}
     told = "the replay hangs in the same way" if result.same else "the replay ends otherwise"
-    _say(options, facts, f"{told}: {result.sentence}")
+    answer(options.json, facts, f"{told}: {result.sentence}")
     return 0 if result.same else 1
-
-
-def _say(options: ReplayFlags, facts: dict[str, object], text: str) -> None:
-    print(json.dumps(facts) if options.json else text)
 
 
 def _about(plan: ReplayPlan, name: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.cli.terminal import answer
 from allranks.errors import InputError
 from allranks.model.formatting import count
 
@@ -39,16 +39,11 @@ def main(args: argparse.Namespace) -> int:
             f"too few steps or collectives in common to compare, in the dumps of {count(len(traces), 'rank')}",
             hint="Give the black boxes or dumps of all ranks, of a time in which the job trained.",
         )
-    if args.json:
-        print(json.dumps({"sentence": found.sentence, **asdict(found)}))
-    else:
-        print(found.sentence)
-        for one in found.what_ifs[1:5]:
-            print(f"  without {one.who}: {one.gain:.0%} faster steps")
-        for line in found.evidence:
-            print(f"  {line}")
-        error = abs(found.replayed_s / max(found.step_s, 1e-9) - 1)
-        print(f"From {found.steps} steps of {found.ranks} ranks; the replay itself is off by {error:.1%}.")
+    error = abs(found.replayed_s / max(found.step_s, 1e-9) - 1)
+    lines = [f"  without {one.who}: {one.gain:.0%} faster steps" for one in found.what_ifs[1:5]]
+    lines += [f"  {line}" for line in found.evidence]
+    last = f"From {found.steps} steps of {found.ranks} ranks; the replay itself is off by {error:.1%}."
+    answer(args.json, {"sentence": found.sentence, **asdict(found)}, [found.sentence, *lines, last])
     return 1 if found.what_ifs else 0
 
 

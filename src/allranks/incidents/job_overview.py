@@ -80,6 +80,19 @@ def find_job(name: str | None) -> Path:
     raise InputError(f"no job {name!r} on this node", hint=_meant(name))
 
 
+def lighthouse_of(given: str | None) -> tuple[str, Path | None]:
+    """(address, folder of the job) by HOST:PORT, or by a job on this node as `find_job` finds it."""
+    host, _, port = (given or "").rpartition(":")
+    if given and host and port.isdigit():
+        return given, None
+    folder = find_job(given)
+    address = str(read_job(folder).get("lighthouse") or "").split(",")[0]
+    if not address:
+        hint = "`allranks run` starts one unless --no-lighthouse is given. Of one elsewhere give HOST:PORT."
+        raise InputError(f"job {folder.name} has no lighthouse", hint=hint)
+    return address, folder
+
+
 def _newest_running(folders: list[Path]) -> Path:
     if not folders:
         raise InputError("no recorded job on this node", hint=_meant(None))
