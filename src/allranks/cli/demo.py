@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
     with ended_by_signals():
         result = run_demo(DemoOptions(folder), say)
-    say("title", "4. What was proved")
+    say("title", "3. What was proved")
     for good, text in _proved(result):
         say("good" if good else "bad", text)
     say("text", f"the story of the hang: {result.story}")
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     held = "everything held" if result.good else "SOMETHING FELL SHORT"
     say("title", f"{held}, {time.monotonic() - begin:.0f} s")
     if args.json:
-        names = ("good", "identical", "loss_difference", "resharded", "story")
+        names = ("good", "identical", "loss_difference", "story")
         facts = {name: getattr(result, name) for name in names}
         print(json.dumps({"schema": 1, **facts, "drill": result.drill.to_dict()}))
     return 0 if result.good else 1
