@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from allranks.model.formatting import duration
 
-#: A process that works burns or switches this much; one that waits wakes up now and then (polls with a timeout).
-SAMPLE_S, SWITCHES_PER_S, TICKS_PER_S = 2.0, 5.0, 3.0
+SAMPLE_S = 2.0
 #: Counters of engines (vLLM, sglang) that grow while they serve, and gauges of what they have to do.
 _SERVED = re.compile(
     r"^(?:vllm|sglang):(?:prompt_tokens|generation_tokens|request_success|num_requests|num_aborted_requests)(?:_total)?"
@@ -27,6 +26,11 @@ _WAITING = re.compile(
 PHASES_KEPT = 32  # durations of each role and phase
 PHASES_KNOWN = 3  # earlier ones that make a usual length
 LONG = 4.0  # times the usual length
+
+
+def has_worked(passed_s: float, ticks: int, switches: int) -> bool:
+    """Whether a thread burns or switches as one that works; one that waits wakes up now and then (polls with a timeout)."""
+    return switches >= 5.0 * passed_s or ticks >= 3.0 * passed_s
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,8 @@ class RoleWork:
         if self.at_s >= 0 and passed < SAMPLE_S:
             return self
         ticks, switches = work
-        worked = self.at_s >= 0 and (
-            switches - self.switches >= SWITCHES_PER_S * passed
-            or ticks - self.ticks >= TICKS_PER_S * passed
-            or log_bytes > self.log_bytes
-        )
+        busy = has_worked(passed, ticks - self.ticks, switches - self.switches)
+        worked = self.at_s >= 0 and (busy or log_bytes > self.log_bytes)
         return replace(
             self, moves=self.moves + worked, at_s=now_s, ticks=ticks, switches=switches, log_bytes=log_bytes
         )

@@ -33,6 +33,7 @@ from allranks.stacktraces.html import render_html
 from allranks.stacktraces.procfs import descendants, main_thread_work, scan
 from allranks.stacktraces.progress import Stillness
 from allranks.stacktraces.text import grow_tree, render_text, report_json
+from allranks.watch.role_progress import SAMPLE_S, has_worked
 from allranks.watch.samples import RankSample, read_sample
 from allranks.watch.silence import NoticeOptions, ProgressHistory
 from allranks.watch.slow_pass import SlowPasses
@@ -50,10 +51,6 @@ _NO_ANSWER = (
 RESCAN_S = 5.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 ON_DEMAND = signal.SIGQUIT
-
-
-#: A main thread that works switches or burns this much; one that waits wakes up now and then (polls with a timeout).
-SAMPLE_S, SWITCHES_PER_S, TICKS_PER_S = 2.0, 5.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ class MainThreadWork:
             passed = now_s - since
             if passed < SAMPLE_S:
                 continue
-            switched = switches - old_switches >= SWITCHES_PER_S * passed
-            if switched or ticks - old_ticks >= TICKS_PER_S * passed:
+            if has_worked(passed, ticks - old_ticks, switches - old_switches):
                 worked.add(rank)
             before[rank] = (now_s, ticks, switches)
         if work and worked >= work.keys():
