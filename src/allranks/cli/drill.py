@@ -6,10 +6,13 @@ import argparse
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from allranks.cli.parser import add_flags, read_flags
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
+from allranks.model.options import check_options, option
 
 EPILOG = """\
 plan.yaml:
@@ -26,6 +29,22 @@ kinds of fault:
 """
 
 
+@dataclass(frozen=True)
+class DrillFlags:
+    ranks: int | None = option(
+        None, 'ranks of the job, for "random" (default: read from the command)', at_least=1
+    )
+    folder: Path | None = option(
+        None, "where the drill keeps its evidence (default: a temporary folder that is kept)", metavar="DIR"
+    )
+    timeout: float = option(600.0, "end the job after this long", unit="s", above=0)
+    quiet: bool = option(False, "the job's output only to DIR/output.log")
+    json: bool = option(False, "print one JSON object; implies --quiet")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     from allranks.drill.self_faults import FAULTS
@@ -34,27 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = [textwrap.fill(line, 80, subsequent_indent=" " * 14) for line in lines]
     parser.epilog = "\n".join([EPILOG.rstrip(), *kinds]) + "\n"
     add("--plan", type=Path, required=True, metavar="FILE", help="the faults, in YAML or JSON")
-    add(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help='ranks of the job, for "random" (default: read from the command)',
-    )
-    add(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="where the drill keeps its evidence (default: a temporary folder that is kept)",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="end the job after this long (default: %(default)g)",
-    )
-    add("--quiet", action="store_true", help="the job's output only to DIR/output.log")
-    add("--json", action="store_true", help="print one JSON object; implies --quiet")
+    add_flags(parser, DrillFlags)
     add("job", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="the job to run")
 
 
@@ -68,11 +67,12 @@ def main(args: argparse.Namespace) -> int:
         raise InputError(
             "no command was given", hint="allranks drill --plan FILE -- allranks run --replicas 2 train.py"
         )
+    flags = read_flags(DrillFlags, args)
     ranks, per_replica = find_size(command)
-    plan = read_plan(args.plan, ranks=args.ranks or ranks, ranks_per_replica=per_replica)
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="allranks-drill-"))
-    result = run_drill(plan, command, folder, timeout_s=args.timeout, quiet=args.quiet or args.json)
-    answer(args.json, result.to_dict(), render(result.to_dict()))
+    plan = read_plan(args.plan, ranks=flags.ranks or ranks, ranks_per_replica=per_replica)
+    folder = flags.folder or Path(tempfile.mkdtemp(prefix="allranks-drill-"))
+    result = run_drill(plan, command, folder, timeout_s=flags.timeout, quiet=flags.quiet or flags.json)
+    answer(flags.json, result.to_dict(), render(result.to_dict()))
     good = all(f.fired and f.verdict_right is not False for f in result.faults)
     calm = not result.false_evictions and not result.false_alarms
     return 0 if good and calm and result.exit_code == 0 else 1

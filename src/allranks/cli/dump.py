@@ -4,12 +4,15 @@ wrote."""
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from allranks.api.debug_server import is_address
+from allranks.cli.parser import add_flags
 from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
 from allranks.model.formatting import ranks_text
+from allranks.model.options import option
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
@@ -20,44 +23,46 @@ if TYPE_CHECKING:
 ENDINGS = {".json": "json", ".pickle": "pickle", ".pkl": "pickle"}
 
 
+@dataclass(frozen=True)
+class DumpFlags:
+    """Which boxes, and what becomes of them. All of them are off or empty unless given."""
+
+    job: str = option("", "of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)", metavar="ID")
+    pid: tuple[int, ...] = option((), "only this process; repeatable", metavar="P")
+    rank: tuple[int, ...] = option((), "only this rank; repeatable", metavar="R")
+    format: str | None = option(
+        None,
+        "a copy of the black box (of a job), or PyTorch's dump formats (default: by the ending of -o, else box for jobs and pickle for files)",
+        choices=("box", "pickle", "json"),
+    )
+    active: bool = option(False, "pickle and json: only calls that are not finished")
+    all_attempts: bool = option(False, "also ranks of earlier attempts")
+    output: str = option(
+        "",
+        "folder to write to, or a file for one rank (default: allranks-dump-JOB)",
+        flags="-o --output",
+        metavar="DIR",
+    )
+    force: bool = option(False, "overwrite existing files")
+    list: bool = option(False, "only show what there is")
+    native: str = option(
+        "",
+        "also ask the ranks for torch's own NCCL dump through TORCH_NCCL_DEBUG_INFO_PIPE_FILE=STEM",
+        metavar="STEM",
+    )
+    all_nodes: bool = option(False, "every node of a job under `allranks run`, through its agents")
+    json: bool = option(False, "one JSON object on stdout")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "paths",
         nargs="*",
         metavar="JOB",
         help="name of a job, black boxes, dumps, archives or folders of them, or the address of torch's debug server, "
         "http://HOST:25999 (default: the job that runs on this machine)",
     )
-    add("--job", metavar="ID", help="of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)")
-    add("--pid", type=int, action="append", metavar="P", help="only this process; repeatable")
-    add("--rank", type=int, action="append", metavar="R", help="only this rank; repeatable")
-    add(
-        "--format",
-        choices=("box", "pickle", "json"),
-        help="a copy of the black box (of a job), or PyTorch's dump formats (default: by the ending of -o, else box for jobs and pickle for files)",
-    )
-    add("--active", action="store_true", help="pickle and json: only calls that are not finished")
-    add("--all-attempts", action="store_true", help="also ranks of earlier attempts")
-    add(
-        "-o",
-        "--output",
-        metavar="DIR",
-        help="folder to write to, or a file for one rank (default: allranks-dump-JOB)",
-    )
-    add("--force", action="store_true", help="overwrite existing files")
-    add("--list", action="store_true", help="only show what there is")
-    add(
-        "--native",
-        metavar="STEM",
-        help="also ask the ranks for torch's own NCCL dump through TORCH_NCCL_DEBUG_INFO_PIPE_FILE=STEM",
-    )
-    add(
-        "--all-nodes",
-        action="store_true",
-        help="every node of a job under `allranks run`, through its agents",
-    )
-    add("--json", action="store_true", help="one JSON object on stdout")
+    add_flags(parser, DumpFlags)
 
 
 def main(args: argparse.Namespace) -> int:

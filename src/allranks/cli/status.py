@@ -11,10 +11,13 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from allranks.cli.parser import add_flags, read_flags
 from allranks.cli.terminal import use_color
 from allranks.model.cluster import JobView, RankRow
 from allranks.model.formatting import count, duration, rank_list, ranks_text
+from allranks.model.options import option
 from allranks.model.parsing import printable
 
 UNLIMITED = 10_000
@@ -23,37 +26,26 @@ MANY_RANKS, MANY_LINES = 64, 16  # more ranks are summed up, in so many lines
 WIDE = 80  # a narrower screen has fewer columns
 
 
+@dataclass(frozen=True)
+class StatusFlags:
+    json: bool = option(False, "print one JSON object (with --watch: one per line)")
+    watch: bool = option(False, "update until the job ends (`allranks top`)", flags="--watch -w")
+    interval: float = option(1.0, "time between two updates", unit="s", above=0)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "job",
-        nargs="?",
-        metavar="JOB",
-        help="name of a job, or folder of its black boxes (default: the newest one that runs here)",
-    )
-    add("--json", action="store_true", help="print one JSON object (with --watch: one per line)")
-    add(
-        "--watch",
-        "-w",
-        action="store_true",
-        help="update until the job ends (`allranks top`)",
-    )
-    add(
-        "--interval",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="time between two updates (default: %(default)g)",
-    )
+    text = "name of a job, or folder of its black boxes (default: the newest one that runs here)"
+    parser.add_argument("job", nargs="?", metavar="JOB", help=text)
+    add_flags(parser, StatusFlags)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 ranks run, 1 none runs any more, 2 no such job."""
     from allranks.incidents.job_overview import Overview, find_job
 
-    overview = Overview(find_job(args.job))
-    live, interval_s = args.watch or args.command == "top", max(0.1, args.interval)
-    screen = live and not args.json and sys.stdout.isatty()
+    overview, flags = Overview(find_job(args.job)), read_flags(StatusFlags, args)
+    live, interval_s = flags.watch or args.command == "top", max(0.1, flags.interval)
+    screen = live and not flags.json and sys.stdout.isatty()
     if screen and sys.stdin.isatty() and importlib.util.find_spec("textual") is not None:
         from allranks.cli.top import run
 
@@ -61,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     while True:
         view, size = overview.look(), shutil.get_terminal_size()
         room = {"height": size.lines - 1, "width": size.columns} if screen and view.running else {}
-        lines = [json.dumps(view.to_dict())] if args.json else render(view, colour=use_color(), **room)
+        lines = [json.dumps(view.to_dict())] if flags.json else render(view, colour=use_color(), **room)
         print(CLEAR * screen + "\n".join(lines), flush=True)
         if not live or not view.running:
             return 0 if view.running else 1
