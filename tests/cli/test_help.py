@@ -9,9 +9,11 @@ import os
 import pty
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from tests.box_files import box_bytes
 
 from allranks.cli import COMMANDS, main, make_parser
 from allranks.cli.catalog import EXAMPLES, GROUPS
-from allranks.cli.status import render
+from allranks.cli.status import CLEAR, render
 from allranks.cli.terminal import use_color
 from allranks.model.cluster import JobView, RankRow
 from pages.gallery import make_traces
@@ -209,28 +211,24 @@ WITHOUT_TEXTUAL = (
 )
 
 
-def test_q_ends_the_live_screen_and_the_terminal_is_as_before(tmp_path: Path) -> None:
-    """In a real terminal, where textual is not installed: the other screen is entered and left."""
+def test_without_textual_the_table_is_drawn_again_and_again(tmp_path: Path) -> None:
+    """In a real terminal, until Ctrl-C."""
     trace = make_traces(1, 5)[0]
-    from dataclasses import replace
-
     mine = replace(trace, header=replace(trace.header, pid=os.getpid()))
     (tmp_path / f"job.a0.r0.p{os.getpid()}.box").write_bytes(box_bytes(mine))
     ours, theirs = pty.openpty()
     program = subprocess.Popen(
-        [sys.executable, "-c", WITHOUT_TEXTUAL, "top", str(tmp_path), "--interval", "60"],
+        [sys.executable, "-c", WITHOUT_TEXTUAL, "top", str(tmp_path), "--interval", "0.1"],
         stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
     seen = b""
-    while b"q quit" not in seen:
-        seen += os.read(ours, 4096)
-    os.write(ours, b"q")
     try:
-        while chunk := os.read(ours, 4096):
-            seen += chunk
-    except OSError:
-        pass  # the terminal is gone with the program
-    os.close(ours)
-    assert program.wait(30) == 0
-    assert seen.index(b"\x1b[?1049h") < seen.index(b"q quit") < seen.index(b"\x1b[?1049l")
+        while seen.count(CLEAR.encode()) < 3:
+            seen += os.read(ours, 4096)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(60) == 130
+    finally:
+        program.kill()
+        os.close(ours)
+    assert b"1 of 1 rank runs" in seen
