@@ -97,7 +97,7 @@ def test_the_incident_that_follows_tells_of_the_difference(
     with caplog.at_level(logging.WARNING):
         pipeline.note_divergence(finding)
     assert "with 3, where ranks 0, 1 had 4; nobody waits yet" in caplog.text
-    pipeline.create("hang", "silent", [])
+    pipeline.open("hang", "silent", [])
     (story,) = read_incidents(tmp_path / "incidents")
     assert [moment["text"] for moment in story["timeline"] if moment["name"] == "calls differ"] == [
         finding.sentence

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "files", nargs="*", metavar="FILE", help=".jsonl, .txt (also .gz, .zst) or .parquet; patterns allowed"
     )
+    build.add_argument("--data-files", nargs="+", default=[], metavar="FILE", help="the same as FILE")
     build.add_argument("-o", "--output", required=True, metavar="INDEX", help="the index to write")
     build.add_argument(
         "--tokenizer", default="bytes", help="a tokenizer.json, a Hugging Face name, or bytes (default)"
@@ -77,7 +78,7 @@ def _build(args: argparse.Namespace) -> int:
     from allranks.elastic.index import BuildRequest, build_index
 
     text = (args.tokenizer, args.text_key, args.append_eos, args.eos_id, args.skip_bad)
-    files = _expanded(args.files)
+    files = _expanded([*args.files, *args.data_files])
     request = BuildRequest(files, args.output, *text, args.force)
     bar = ProgressBar()
 
