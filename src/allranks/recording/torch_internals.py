@@ -270,14 +270,6 @@ def cuda_graph() -> Any:
     return graph if graph is not None and "capture_begin" in vars(graph) else None
 
 
-def current_stream_key() -> tuple[int, int, int] | None:
-    """What identifies the current stream, its device in the middle; None while it is captured."""
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return None
-    key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
-    return key
-
-
 def event_functions() -> tuple[Any, ...] | None:
     """What `_fast.Markers` needs: torch's answers to "is CUDA in use, which device, which stream", and the addresses of
     four functions of CUDA's driver. None without CUDA."""
@@ -432,45 +424,3 @@ def _value_bytes(sample: Any, memory: int) -> bytes:
 def _places(data: bytes, bits: bytes) -> Iterable[int]:
     step = len(bits)
     return (at for at in range(0, len(data) - step + 1, step) if data[at : at + step] == bits)
-
-
-class EventMarker:
-    """A CUDA event behind what is queued on the current stream. Events and streams are reused: both are dear."""
-
-    __slots__ = ("_device", "_event")
-    _free: dict[
-        int, list[torch.cuda.Event]
-    ] = {}  # events by device: one cannot be recorded on another's stream
-    _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-    _ready = False  # CUDA is in use in this process; it stays so
-
-    def __init__(self, event: torch.cuda.Event, device: int) -> None:
-        self._event = event
-        self._device = device
-
-    @classmethod
-    def make(cls) -> EventMarker | None:
-        """A marker on the current stream; None when there is no device, or while a graph is captured."""
-        if not cls._ready:
-            if not torch.cuda.is_initialized():
-                return None
-            cls._ready = True
-        key = current_stream_key()
-        if key is None:
-            return None
-        stream = cls._streams.get(key)
-        if stream is None:
-            stream = cls._streams[key] = torch.cuda.current_stream()
-        free = cls._free.setdefault(key[1], [])
-        event = free.pop() if free else torch.cuda.Event()
-        event.record(stream)
-        return cls(event, key[1])
-
-    def is_completed(self) -> bool:
-        """Whether the device has come past it; asked no more after the first yes."""
-        if not self._event.query():
-            return False
-        free = self._free[self._device]
-        if len(free) < 256:
-            free.append(self._event)
-        return True
