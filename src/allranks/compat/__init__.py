@@ -43,7 +43,7 @@ NAMES: dict[str, dict[str, str]] = {
     "data": {
         "elastic.data": "DatasetState ResumableDataset",
         "elastic.index": "TokenIndexFile",
-        "compat.shapes": "IndexBuilder=HarnessIndexBuilder",
+        "compat.shapes": "IndexBuilder",
     },
     "errors": {
         "errors": "ElasticTrainingError=AllranksError CheckpointError CheckpointLoadError CheckpointSaveError "
