@@ -39,19 +39,8 @@ if TYPE_CHECKING:
     from allranks.recording.recording_group import RecordingProxies
 
 #: Modules whose code runs under a collective.
-_NAMES = [
-    "hook",
-    "guard",
-    "setup_calls",
-    "recording_group",
-    "writer",
-    "row_writer",
-    "stack",
-    "calls",
-    "groups",
-    "torch_internals",
-]
-OURS = (*(f"{__package__}.{name}" for name in _NAMES), "allranks.blackbox.file_writer")
+_NAMES = "hook guard setup_calls stores recording_group writer stack calls groups torch_internals"
+OURS = (*(f"{__package__}.{name}" for name in _NAMES.split()), "allranks.blackbox.file_writer")
 P2P_OPS = frozenset({"send", "recv"})
 BATCH = "coalesced"  # what the row of a whole batch is called
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call

@@ -137,6 +137,13 @@ def group_backend(group: c10d.ProcessGroup) -> str:
     return str(config[0]) if config and config[0] != "undefined" else ""
 
 
+def group_store(group: c10d.ProcessGroup) -> Torch:
+    """Where its members meet; KeyError for a group that torch does not know."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return _of_world("pg_map")[group][1]
+
+
 def named_groups() -> list[tuple[str, c10d.ProcessGroup]]:
     """Groups that exist already, by name."""
     return [(name, group) for group, name in _of_world("pg_names").items()]
