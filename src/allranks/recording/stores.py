@@ -14,7 +14,7 @@ from allranks.recording.auto import CLASSES
 from allranks.recording.calls import Args, Kwargs
 from allranks.recording.guard import ErrorGuard
 from allranks.recording.options import TORCH_ERRORS
-from allranks.recording.torch_internals import Replaced, c10d, group_store
+from allranks.recording.torch_internals import Replaced, group_store
 
 
 class Stores:
@@ -28,7 +28,7 @@ class Stores:
     def install(self, replaced: Replaced) -> None:
         """Looks at what the classes of groups, and PrefixStore, are made with."""
         for name in (*CLASSES, "PrefixStore"):
-            kind = getattr(c10d, name, None)
+            kind = getattr(dist, name, None)
             original = vars(kind).get("__init__") if kind is not None else None
             if original is not None:
                 note = self._note_prefix if name == "PrefixStore" else self._note_group
