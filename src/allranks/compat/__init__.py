@@ -90,7 +90,8 @@ class _Finder(MetaPathFinder, Loader):
             return None
         program = (
             "import runpy, sys\n"
-            "sys.argv[:1] = ['allranks', 'index', 'build']\n"
+            "words = [word for word in sys.argv[1:] if word != '--data-files']\n"
+            "sys.argv = ['allranks', 'index', 'build', *words]\n"
             "runpy.run_module('allranks', run_name='__main__')"
         )
         return compile(program, fullname, "exec")
