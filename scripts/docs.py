@@ -165,10 +165,26 @@ def _bounds(part: dict[str, Any]) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
+def markdown_table(options: type) -> list[str]:
+    """The options as lines of a table for docs."""
+    import enum
+
+    from allranks.model.options import default_of, meanings
+
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for one, meaning in meanings(options):
+        default = default_of(one)
+        shown = default.value if isinstance(default, enum.Enum) else default
+        unit = f" {meaning.unit}" if meaning.unit and isinstance(shown, (int, float)) and shown else ""
+        choices = f" ({', '.join(f'`{one}`' for one in meaning.choices)})" if meaning.choices else ""
+        value = "" if shown in (None, "", (), {}) else f"`{shown}`{unit}"
+        lines.append(f"| `{one.name}` | {value} | {meaning.help}{choices} |")
+    return lines
+
+
 def options_of_parts() -> Iterator[str]:
     """The options classes of the parts, and the sections of the job file that are made from them."""
     from allranks.lighthouse.options import Options, ServerOptions
-    from allranks.model.options import markdown_table
 
     yield from ("", "## Options", "")
     yield "Frozen dataclasses; bounds and relations are checked when one is made. These have their fields in the job file:"

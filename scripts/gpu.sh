@@ -16,6 +16,6 @@ INCLUDE=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"]
 BUILT="src/allranks/recording/_fast$SUFFIX"
 if [ ! -e "$BUILT" ] || [ src/allranks/recording/_fast.c -nt "$BUILT" ]; then
     cc -O2 -fPIC -shared -I"$INCLUDE" src/allranks/recording/_fast.c -o "$BUILT.new" 2>/dev/null && mv "$BUILT.new" "$BUILT" \
-        || echo "no compiler: recording in pure Python"
+        || echo "no compiler: nothing is recorded"
 fi
 exec "$PYTHON" scripts/gpu.py "$@"

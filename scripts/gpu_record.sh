@@ -14,6 +14,6 @@ INCLUDE=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"]
 BUILT="src/allranks/recording/_fast$SUFFIX"
 if [ ! -e "$BUILT" ] || [ src/allranks/recording/_fast.c -nt "$BUILT" ]; then
     cc -O2 -fPIC -shared -I"$INCLUDE" src/allranks/recording/_fast.c -o "$BUILT.new" 2>"$OUT/cc.txt" \
-        && mv "$BUILT.new" "$BUILT" && echo "built the part in C" || echo "no compiler: recording in pure Python"
+        && mv "$BUILT.new" "$BUILT" && echo "built the part in C" || echo "no compiler: nothing is recorded"
 fi
 exec timeout 170 "$PYTHON" scripts/gpu_record.py

@@ -57,7 +57,8 @@ def test_every_documented_import_works_after_install() -> None:
 def test_the_index_builder_is_a_program(tmp_path: Path) -> None:
     """As in elastic_harness: `python -m …data.index_builder` builds an index."""
     (tmp_path / "text.jsonl").write_text('{"text": "a b"}\n')
-    command = [sys.executable, "-m", "allranks.compat.data.index_builder", "text.jsonl", "-o", "out.index"]
+    words = ["--data-files", "text.jsonl", "--output", "out.index"]
+    command = [sys.executable, "-m", "allranks.compat.data.index_builder", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.index").is_file()

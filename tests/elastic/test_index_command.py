@@ -14,14 +14,11 @@ from allranks.cli import main
 from .corpus import build_command, small_index, texts, tokens_of, write_jsonl
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["one.jsonl two.jsonl -o i.bin", "*.jsonl -o i.bin", "--data-files one.jsonl two.jsonl --output i.bin"],
-)
+@pytest.mark.parametrize("words", ["one.jsonl two.jsonl -o i.bin", "*.jsonl -o i.bin"])
 def test_all_documented_command_lines_work(
     tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Files, a pattern, and elastic_harness's spelling."""
+    """Files, and a pattern."""
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "one.jsonl", ["ab"])
     write_jsonl(tmp_path / "two.jsonl", ["cd"])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from allranks.cli import main
-from allranks.elastic.index import BuildRequest, IndexBuilder, TokenIndexFile, build_index
+from allranks.compat.shapes import IndexBuilder
+from allranks.elastic.index import BuildRequest, TokenIndexFile, build_index
 from allranks.errors import DataLoadingError, InputError
 
 from .corpus import plain_loop, texts, tokens_of, write_jsonl

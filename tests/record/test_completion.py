@@ -230,34 +230,6 @@ def test_a_capture_begins_only_after_a_question_that_is_under_way(tmp_path: Path
     assert order == ["asked", "captured"]  # and the second work was not asked at all
 
 
-def test_a_work_that_was_waited_for_is_let_go_before_the_device_is_done(tmp_path: Path) -> None:
-    """It would keep its tensors in the device's memory; a marker on the stream that waits takes its place."""
-    writer = make_writer(tmp_path)
-    group = GroupState(1, "g", (0,), "nccl", 0)
-    work, marker = LateWork(), LateWork()
-    writer.mark_device = lambda: marker
-    writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
-    writer.waited(work, writer.pending[id(work)])
-    assert [entry[0] for entry in writer.pending.values()] == [marker]
-    assert states(read_trace(writer.box.path)) == [State.SCHEDULED]
-    marker.over = True
-    writer.sweep(everything=True)
-    assert states(read_trace(writer.box.path)) == [State.COMPLETED]
-
-
-def test_a_call_without_a_work_is_followed_by_a_marker_on_the_device(tmp_path: Path) -> None:
-    """NCCL gives no Work for a call that the program does not want to wait for by itself."""
-    writer = make_writer(tmp_path)
-    group = GroupState(1, "g", (0,), "nccl", 0)
-    marker = LateWork()
-    writer.mark_device = lambda: marker
-    writer.returned(None, writer.begin(group, 1, (0, 0, 0)), group)
-    assert states(read_trace(writer.box.path)) == [State.SCHEDULED]
-    marker.over = True
-    writer.sweep(everything=True)
-    assert states(read_trace(writer.box.path)) == [State.COMPLETED]
-
-
 def test_in_a_group_with_two_backends_the_tensor_decides_what_wait_means(tmp_path: Path) -> None:
     """Calls on CPU tensors of "cpu:gloo,cuda:nccl" end with wait(); the others when the device says so."""
     writer = make_writer(tmp_path)

@@ -65,7 +65,7 @@ def driver() -> _Driver:
 
 def _marking(tmp_path: Path, driver: _Driver) -> tuple[CallWriter, GroupState]:
     module = pytest.importorskip("allranks.recording._fast", reason="the part in C was not built")
-    writer = make_writer(tmp_path, "c")
+    writer = make_writer(tmp_path)
     writer.markers = module.Markers(writer.ring, *driver.parts)
     return writer, GroupState(1, "g", (0, 1), "nccl", 0)
 

@@ -43,7 +43,7 @@ NAMES: dict[str, dict[str, str]] = {
     "data": {
         "elastic.data": "DatasetState ResumableDataset",
         "elastic.index": "TokenIndexFile",
-        "compat.shapes": "IndexBuilder=HarnessIndexBuilder",
+        "compat.shapes": "IndexBuilder",
     },
     "errors": {
         "errors": "ElasticTrainingError=AllranksError CheckpointError CheckpointLoadError CheckpointSaveError "
@@ -90,7 +90,8 @@ class _Finder(MetaPathFinder, Loader):
             return None
         program = (
             "import runpy, sys\n"
-            "sys.argv[:1] = ['allranks', 'index', 'build']\n"
+            "words = [word for word in sys.argv[1:] if word != '--data-files']\n"
+            "sys.argv = ['allranks', 'index', 'build', *words]\n"
             "runpy.run_module('allranks', run_name='__main__')"
         )
         return compile(program, fullname, "exec")

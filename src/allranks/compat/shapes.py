@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.checkpoint.stores.backends import MemorySnapshotBackend
-from allranks.elastic.index import IndexBuilder
+from allranks.elastic.index import BuildRequest, build_index
+from allranks.elastic.index.documents import HasEncode
 from allranks.elastic.index.file import IndexHeader
 
 
@@ -33,17 +34,20 @@ class S3Config:
     retry_mode: str = "adaptive"
 
 
-class HarnessIndexBuilder(IndexBuilder):
-    """Ours, and beside the index the JSON file {files, total_tokens} that the old one wrote."""
+class IndexBuilder:
+    """`build_index` as an object, and beside the index the JSON file {files, total_tokens} that the old one wrote."""
+
+    def __init__(self, tokenizer: HasEncode, entry_interval: int = 10_000, text_key: str = "text") -> None:
+        self.tokenizer = tokenizer
+        self.text_key = text_key
+        self.entry_interval = entry_interval  # kept for callers; every document is indexed here
 
     def build(self, files: Sequence[str | Path], output: str | Path) -> IndexHeader:
-        header = super().build(files, output)
+        names = tuple(str(file) for file in files)
+        request = BuildRequest(names, str(output), text_key=self.text_key, force=True)
+        header = build_index(request, tokenizer=self.tokenizer).header
         beside = Path(output).with_suffix(".json")
         if not beside.exists() or beside.read_bytes()[:11] == b'{"allranks"':  # never over a user's data
-            facts = {
-                "allranks": 1,
-                "files": [str(file) for file in files],
-                "total_tokens": header.total_tokens,
-            }
+            facts = {"allranks": 1, "files": list(names), "total_tokens": header.total_tokens}
             beside.write_text(json.dumps(facts))
         return header

@@ -14,7 +14,7 @@ _MODULES = {
     "config": "JobConfig ValidationResult load_config validate_config validate_elastic_config "
     "validate_s3_access",
     "data": "DatasetState ElasticDataLoader ResumableDataset",
-    "index": "BuildRequest IndexBuilder TokenIndexFile build_index",
+    "index": "BuildRequest TokenIndexFile build_index",
     "scaling": "ElasticScalingManager GradAccumulationConfig GradientAccumulationManager LRScalingManager "
     "RoundingMode ScalingConfig ScalingRule WarmupScheduler batch_plan create_lr_scheduler_with_warmup",
     "topology": "ElasticJob Limits TopologyEvent decide",

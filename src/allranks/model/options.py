@@ -99,16 +99,3 @@ def missed(value: Any, meaning: Meaning) -> str:
     if meaning.at_most is not None and not value <= meaning.at_most:
         return f"be at most {meaning.at_most:g}"
     return ""
-
-
-def markdown_table(options: type) -> list[str]:
-    """The options as lines of a table for docs."""
-    lines = ["| option | default | meaning |", "|---|---|---|"]
-    for one, meaning in meanings(options):
-        default = default_of(one)
-        shown = default.value if isinstance(default, enum.Enum) else default
-        unit = f" {meaning.unit}" if meaning.unit and isinstance(shown, (int, float)) and shown else ""
-        choices = f" ({', '.join(f'`{one}`' for one in meaning.choices)})" if meaning.choices else ""
-        value = "" if shown in (None, "", (), {}) else f"`{shown}`{unit}"
-        lines.append(f"| `{one.name}` | {value} | {meaning.help}{choices} |")
-    return lines

@@ -6,7 +6,7 @@ A group is looked up by the identity of its Python object, once per call.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allranks.recording.options import TORCH_ERRORS, fast
 
@@ -14,6 +14,8 @@ WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() return
 
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from allranks.recording._fast import Counters
 
 
@@ -31,7 +33,7 @@ class GroupState:
         self.counters = make(number, timeout_ms, backend in WAITS_BLOCK, ranks)
         if self.mixed:
             self.counters.cpu_side = make(number, timeout_ms, True, ranks)
-        self.ref: weakref.ref[Any] | None = None
+        self.ref: weakref.ref[dist.ProcessGroup] | None = None
 
     def side(self, on_cpu: bool) -> Counters:
         """The counters of calls on CPU tensors, or of the others; the same where one backend serves all."""
@@ -43,7 +45,7 @@ class GroupState:
 
 
 def describe_group(
-    group: Any, world_size: int, members: tuple[int, ...] = ()
+    group: dist.ProcessGroup, world_size: int, members: tuple[int, ...] = ()
 ) -> tuple[str, str, tuple[int, ...], str]:
     """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as it tells.
 
@@ -54,14 +56,14 @@ def describe_group(
     return name, desc, _ranks(group, world_size, members), _backend(group)
 
 
-def _text(group: Any, attribute: str) -> str:
+def _text(group: dist.ProcessGroup, attribute: str) -> str:
     try:
         return str(getattr(group, attribute, "") or "")
     except TORCH_ERRORS:  # a property of an unfinished C++ group may raise anything
         return ""
 
 
-def _ranks(group: Any, world_size: int, members: tuple[int, ...]) -> tuple[int, ...]:
+def _ranks(group: dist.ProcessGroup, world_size: int, members: tuple[int, ...]) -> tuple[int, ...]:
     import torch.distributed as dist
 
     from allranks.recording.torch_internals import group_ranks
@@ -78,7 +80,7 @@ def _ranks(group: Any, world_size: int, members: tuple[int, ...]) -> tuple[int, 
     return tuple(range(size)) if size == world_size or world_size < 0 else ()
 
 
-def _backend(group: Any) -> str:
+def _backend(group: dist.ProcessGroup) -> str:
     """ "nccl", "gloo", …; "cpu:gloo,cuda:nccl" for a group that has several."""
     try:
         from allranks.recording.torch_internals import backends, group_backend
@@ -93,7 +95,7 @@ def _backend(group: Any) -> str:
         return ""
 
 
-def timeout_ms(group: Any) -> int:
+def timeout_ms(group: dist.ProcessGroup) -> int:
     """The group's own timeout in milliseconds; 0 when it does not tell."""
     from allranks.recording.torch_internals import group_timeout
 

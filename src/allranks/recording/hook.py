@@ -32,26 +32,15 @@ from allranks.recording.guard import ErrorGuard
 from allranks.recording.options import TORCH_ERRORS, fast
 from allranks.recording.setup_calls import SetupCalls
 from allranks.recording.stores import Stores
-from allranks.recording.torch_internals import NO_OPTIONS, EventMarker, layout_of
+from allranks.recording.torch_internals import NO_OPTIONS, layout_of
 from allranks.recording.writer import CallWriter, Shapes, warn_once
 
 if TYPE_CHECKING:
     from allranks.recording.recording_group import RecordingProxies
 
 #: Modules whose code runs under a collective.
-_NAMES = [
-    "hook",
-    "guard",
-    "setup_calls",
-    "recording_group",
-    "writer",
-    "row_writer",
-    "stack",
-    "calls",
-    "groups",
-    "torch_internals",
-]
-OURS = (*(f"{__package__}.{name}" for name in _NAMES), "allranks.blackbox.file_writer")
+_NAMES = "hook guard setup_calls stores recording_group writer stack calls groups torch_internals"
+OURS = (*(f"{__package__}.{name}" for name in _NAMES.split()), "allranks.blackbox.file_writer")
 P2P_OPS = frozenset({"send", "recv"})
 BATCH = "coalesced"  # what the row of a whole batch is called
 MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
@@ -422,11 +411,10 @@ class Hook:
         return fast().Markers(self._installed.ring, *functions) if functions else None
 
     def _watch_cuda(self) -> None:
-        """Follows calls that leave no Work by events, and asks no event while any thread captures a CUDA graph."""
+        """Asks no event while any thread captures a CUDA graph."""
         graph = internals.cuda_graph()
         if graph is None:
             return
-        writer = self._installed
 
         def counted(original: Function, change: int) -> Function:
             def method(self: object, *args: object, **kwargs: object) -> object:
@@ -441,7 +429,7 @@ class Hook:
             return method
 
         hook = self
-        writer.mark_device = EventMarker.make
+
         self._replace(graph, "capture_begin", counted(graph.capture_begin, +1))
         self._replace(graph, "capture_end", counted(graph.capture_end, -1))
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -24,6 +24,7 @@ from allranks.recording.options import TORCH_ERRORS
 from allranks.recording.torch_names import C10D, PRIVATE, RECORDED
 
 Backend = c10d.Backend
+Torch: TypeAlias = Any  # something of torch that has no type of its own, or another one in each version
 #: Functions of c10d that are handed a process group by C++'s users: the registry of names, and two of DDP's set-up.
 REGISTER, UNREGISTER = "_register_process_group", "_unregister_process_group"
 UNREGISTER_ALL, RESOLVE = "_unregister_all_process_groups", "_resolve_process_group"
@@ -56,7 +57,7 @@ class ArgumentForm(NamedTuple):
 _IN_PLACE, _MOVED = ArgumentForm(3, out=1, options=2), ArgumentForm(4, out=1, into=2, options=3)
 _SPLIT = ArgumentForm(6, out=1, into=2, out_splits=3, in_splits=4, options=5)
 #: Methods that `_fast.c` can read in the form in which torch.distributed calls them: class of their options, arguments.
-FAST: dict[str, tuple[Any, ArgumentForm]] = {
+FAST: dict[str, tuple[Torch, ArgumentForm]] = {
     "allreduce": (c10d.AllreduceOptions, _IN_PLACE),
     "broadcast": (c10d.BroadcastOptions, _IN_PLACE),
     "reduce": (c10d.ReduceOptions, _IN_PLACE),
@@ -96,7 +97,7 @@ def missing(private: dict[str, tuple[str, str]] = PRIVATE) -> list[str]:
     """What this version of torch does not let us record, as sentences; [] when nothing is lost."""
     lost: dict[str, list[str]] = {}
     for name, (_, what) in private.items():
-        found: Any = c10d
+        found: Torch = c10d
         for word in name.removeprefix(f"{C10D}.").split(".") if name.startswith(C10D) else ():
             found = getattr(found, word, None)
         if found is None and what in RECORDED:
@@ -104,7 +105,7 @@ def missing(private: dict[str, tuple[str, str]] = PRIVATE) -> list[str]:
     return [f"{what} (torch has no {', '.join(names)})" for what, names in lost.items()]
 
 
-class Replaced(list[tuple[object, str, object, Any]]):
+class Replaced(list[tuple[object, str, object, Torch]]):
     """What we have put in the place of something: (owner, name, ours, the original)."""
 
     def put(self, owner: object, name: str, ours: object, original: object) -> None:
@@ -136,17 +137,24 @@ def group_backend(group: c10d.ProcessGroup) -> str:
     return str(config[0]) if config and config[0] != "undefined" else ""
 
 
+def group_store(group: c10d.ProcessGroup) -> Torch:
+    """Where its members meet; KeyError for a group that torch does not know."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return _of_world("pg_map")[group][1]
+
+
 def named_groups() -> list[tuple[str, c10d.ProcessGroup]]:
     """Groups that exist already, by name."""
     return [(name, group) for group, name in _of_world("pg_names").items()]
 
 
-def _of_world(table: str) -> dict[Any, Any]:
-    found: dict[Any, Any] = getattr(getattr(distributed_c10d, "_world", None), table, {})
+def _of_world(table: str) -> dict[Torch, Torch]:
+    found: dict[Torch, Torch] = getattr(getattr(distributed_c10d, "_world", None), table, {})
     return found
 
 
-def backends(group: c10d.ProcessGroup) -> list[tuple[Any, Any]]:
+def backends(group: c10d.ProcessGroup) -> list[tuple[Torch, Torch]]:
     """(device, backend) of a group; [] while it is unfinished."""
     return [(device, group._get_backend(device)) for device in getattr(group, "_device_types", [])]
 
@@ -186,7 +194,7 @@ def check_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
         raise LookupError(f"a proxy of {group.group_name} has other hooks")
 
 
-def _type_in(group: c10d.ProcessGroup, device: Any, backend: Any, default: Any) -> Any:
+def _type_in(group: c10d.ProcessGroup, device: Torch, backend: Torch, default: Torch) -> Torch:
     """The type under which a group keeps a backend. Its name does not say: "nccl" may be a custom type, and the backend
     of a custom type may be called "gloo"."""
     likely = [default, _backend_type(str(backend.name()))]
@@ -206,18 +214,18 @@ def _bind_device(group: c10d.ProcessGroup, other: c10d.ProcessGroup) -> None:
         other.bound_device_id = group.bound_device_id
 
 
-def _backend_type(name: str) -> Any:
+def _backend_type(name: str) -> Torch:
     kinds = c10d.ProcessGroup.BackendType
     return getattr(kinds, name.upper(), kinds.CUSTOM)
 
 
-def work_classes() -> list[Any]:
+def work_classes() -> list[Torch]:
     """Classes of Work that have a wait() of their own."""
     kinds = [kind for kind in vars(c10d).values() if isinstance(kind, type) and issubclass(kind, c10d.Work)]
     return [kind for kind in kinds if "wait" in vars(kind)]
 
 
-def homes_of(function: str) -> tuple[Any, list[Any]]:
+def homes_of(function: str) -> tuple[Torch, list[Torch]]:
     """A function of c10d and the modules of torch that have taken it by name; (None, []) when there is none."""
     original = getattr(c10d, function, None)
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("torch.distributed") and m]
@@ -226,7 +234,7 @@ def homes_of(function: str) -> tuple[Any, list[Any]]:
     ]
 
 
-def own_rings() -> dict[str, Callable[..., Any]]:
+def own_rings() -> dict[str, Callable[..., Torch]]:
     """torch's own recorders: "nccl" (CUDA builds), "fr" of gloo, and "fr-NAME" of each other backend (torch 2.15)."""
     found = {"nccl": c10d._dump_nccl_trace} if hasattr(c10d, "_dump_nccl_trace") else {}
     dump = getattr(c10d, "_dump_fr_trace", None)
@@ -247,7 +255,7 @@ def _ring_names() -> list[str]:
     return sorted(names - {"gloo", "undefined"})
 
 
-def members_by_handles(handles: Any, first: tuple[int, ...]) -> tuple[int, ...]:
+def members_by_handles(handles: Torch, first: tuple[int, ...]) -> tuple[int, ...]:
     """Global ranks of a group that is reconfigured with these handles, in its new order; () unknown. `first` are those
     that it was made with. gloo's handle is gloo:RANK:UUID:FIRST RANK:…, and only a list says the order."""
     if not isinstance(handles, list):
@@ -264,21 +272,13 @@ def members_by_handles(handles: Any, first: tuple[int, ...]) -> tuple[int, ...]:
 # -- CUDA -------------------------------------------------------------------------------------------------------
 
 
-def cuda_graph() -> Any:
+def cuda_graph() -> Torch:
     """The class whose methods begin and end the capture of a CUDA graph; None without CUDA."""
     graph = getattr(torch._C, "_CUDAGraph", None)
     return graph if graph is not None and "capture_begin" in vars(graph) else None
 
 
-def current_stream_key() -> tuple[int, int, int] | None:
-    """What identifies the current stream, its device in the middle; None while it is captured."""
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return None
-    key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
-    return key
-
-
-def event_functions() -> tuple[Any, ...] | None:
+def event_functions() -> tuple[Torch, ...] | None:
     """What `_fast.Markers` needs: torch's answers to "is CUDA in use, which device, which stream", and the addresses of
     four functions of CUDA's driver. None without CUDA."""
     names = ("_cuda_getDevice", "_cuda_getCurrentRawStream")
@@ -302,7 +302,7 @@ def event_functions() -> tuple[Any, ...] | None:
 # through torch's C interface, which costs nothing later and does not import the compiler.
 
 
-def leave_graph(function: Any) -> None:
+def leave_graph(function: Torch) -> None:
     """Code that is compiled leaves the graph at this function, as it did at the one that it wraps."""
     function._torchdynamo_disable = True
 
@@ -316,12 +316,12 @@ def hide_from_compiler(*modules: ModuleType) -> None:
                 skip(code)
 
 
-def _skipper() -> Any:
+def _skipper() -> Torch:
     try:
         from torch._C._dynamo import eval_frame
     except ImportError:
         return None
-    c: Any = eval_frame
+    c: Torch = eval_frame
     if hasattr(c, "set_code_exec_strategy"):
         skip = c._FrameExecStrategy(c._FrameAction.SKIP, c._FrameAction.SKIP)  # this frame and those below
         return lambda code: c.set_code_exec_strategy(code, skip)
@@ -367,12 +367,12 @@ BYTES = 64  # of the C++ value that are looked at; our fields are at its front
 NOWHERE = -1  # as in _fast.c
 
 #: (type, address of the value, then reduce operator, root, timeout in ms in the value); as Collective takes it.
-Layout = tuple[Any, int, int, int, int]
+Layout = tuple[Torch, int, int, int, int]
 NO_OPTIONS: Layout = (type(None), 0, NOWHERE, NOWHERE, NOWHERE)  # of a method that takes none
 
 
 @functools.cache
-def layout_of(options: Any) -> Layout | None:
+def layout_of(options: Torch) -> Layout | None:
     """The places of the fields of this options class; None when one of them cannot be found."""
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -390,7 +390,7 @@ def layout_of(options: Any) -> Layout | None:
         os.close(memory)
 
 
-def _layout(options: Any, memory: int) -> Layout | None:
+def _layout(options: Torch, memory: int) -> Layout | None:
     operators = [getattr(ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "BXOR", "PRODUCT")]
     waits = [12_345, 67, 9_876_543]
     places = [
@@ -410,7 +410,7 @@ def _layout(options: Any, memory: int) -> Layout | None:
     return (options, VALUE_AT, *places) if found and wanted[2] else None
 
 
-def _find(options: Any, memory: int, field: str, samples: Iterable[tuple[Any, bytes]]) -> int:
+def _find(options: Torch, memory: int, field: str, samples: Iterable[tuple[Torch, bytes]]) -> int:
     """The one place where these bytes appear when the field has these values; NOWHERE when there is no such place."""
     if not hasattr(options(), field):
         return NOWHERE
@@ -424,7 +424,7 @@ def _find(options: Any, memory: int, field: str, samples: Iterable[tuple[Any, by
     return places.pop() if places is not None and len(places) == 1 else NOWHERE
 
 
-def _value_bytes(sample: Any, memory: int) -> bytes:
+def _value_bytes(sample: Torch, memory: int) -> bytes:
     (address,) = struct.unpack("Q", os.pread(memory, 8, id(sample) + VALUE_AT))
     return os.pread(memory, BYTES, address)
 
@@ -432,45 +432,3 @@ def _value_bytes(sample: Any, memory: int) -> bytes:
 def _places(data: bytes, bits: bytes) -> Iterable[int]:
     step = len(bits)
     return (at for at in range(0, len(data) - step + 1, step) if data[at : at + step] == bits)
-
-
-class EventMarker:
-    """A CUDA event behind what is queued on the current stream. Events and streams are reused: both are dear."""
-
-    __slots__ = ("_device", "_event")
-    _free: dict[
-        int, list[torch.cuda.Event]
-    ] = {}  # events by device: one cannot be recorded on another's stream
-    _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-    _ready = False  # CUDA is in use in this process; it stays so
-
-    def __init__(self, event: torch.cuda.Event, device: int) -> None:
-        self._event = event
-        self._device = device
-
-    @classmethod
-    def make(cls) -> EventMarker | None:
-        """A marker on the current stream; None when there is no device, or while a graph is captured."""
-        if not cls._ready:
-            if not torch.cuda.is_initialized():
-                return None
-            cls._ready = True
-        key = current_stream_key()
-        if key is None:
-            return None
-        stream = cls._streams.get(key)
-        if stream is None:
-            stream = cls._streams[key] = torch.cuda.current_stream()
-        free = cls._free.setdefault(key[1], [])
-        event = free.pop() if free else torch.cuda.Event()
-        event.record(stream)
-        return cls(event, key[1])
-
-    def is_completed(self) -> bool:
-        """Whether the device has come past it; asked no more after the first yes."""
-        if not self._event.query():
-            return False
-        free = self._free[self._device]
-        if len(free) < 256:
-            free.append(self._event)
-        return True

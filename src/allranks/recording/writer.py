@@ -81,9 +81,7 @@ class CallWriter:
         self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
         # Work.wait as it was before it was wrapped
         self.original_wait: Callable[[PendingWork], object] | None = None
-        # a marker behind all that is queued on the device
-        self.mark_device: Callable[[], PendingWork | None] | None = None
-        self.markers: Any = None  # the same in C, which keeps them too
+        self.markers: Any = None  # events behind all that is queued on the device; made and kept in C
 
     def begin(
         self,
@@ -176,17 +174,8 @@ class CallWriter:
         """The library returned no Work: the call is over, or it is queued on the device and a marker follows it."""
         if counters.in_batch or (self.capturing and not counters.blocking):
             return
-        if counters.blocking or not self._mark(number, counters, parts):
+        if counters.blocking or self.markers is None or not self.markers.mark(number, parts):
             self.finish(number, parts)
-
-    def _mark(self, number: int, counters: Counters, parts: tuple[int, ...]) -> bool:
-        """Lets a marker on the device follow a call; False when there is no device."""
-        if self.markers is not None and self.markers.mark(number, parts):
-            return True
-        marker = self.mark_device() if self.mark_device is not None else None
-        if marker is not None:
-            self._keep(marker, number, counters, parts)
-        return marker is not None
 
     def waited(self, work: PendingWork, entry: Entry) -> None:
         """The program's wait() has returned: the call is over, or the device has yet to come past this point.
@@ -200,7 +189,7 @@ class CallWriter:
             return
         if counters.blocking:
             self.finish(number, parts)
-        elif not self._mark(number, counters, parts):
+        elif self.markers is None or not self.markers.mark(number, parts):
             if work.is_completed():
                 self.finish(number, parts)
             else:

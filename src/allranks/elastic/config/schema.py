@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from allranks.checkpoint.config import CheckpointConfig
 from allranks.elastic.scaling import ScalingConfig
@@ -21,6 +21,9 @@ from allranks.lighthouse.options import Options
 from allranks.model.options import Meaning, default_of, key_of, meanings, option
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.watch.silence import NoticeOptions
+
+Kind: TypeAlias = Any  # int, str, list[str] … or the class of a section: a type as a value
+Value: TypeAlias = Any  # of a key: what the type of its option says
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Training:
     gradient_clipping: GradientClipping = option(GradientClipping, "")
     own: Mapping[str, object] = field(default_factory=dict)  # keys of the user's
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value:
         own = self.__dict__.get("own", {})
         if name not in own:
             raise AttributeError(name)
@@ -68,7 +71,7 @@ class Data:
 
 def _of(
     options: type, only: Collection[str] = (), left_out: Collection[str] = (), unset: bool = False
-) -> Any:
+) -> Kind:
     """A section with the options of a class as its keys; `unset`: None where the file is silent."""
     kinds, found = get_type_hints(options), []
     for one, _ in meanings(options):
@@ -83,21 +86,21 @@ def _of(
             else value
         )
         default = {"default_factory": value.copy} if isinstance(value, (list, dict)) else {"default": value}
-        made: Any = field(metadata=one.metadata, **default)
+        made: Value = field(metadata=one.metadata, **default)
         found.append((key_of(one).rpartition(".")[2], kinds[one.name], made))
     return make_dataclass(options.__name__, found, frozen=True)
 
 
-_CHECKPOINT: Any = _of(CheckpointConfig, (), ("peers", "peer_token", "node_rank"))
-_ELASTIC: Any = _of(ElasticTrainingConfig)
-_SCALING: Any = _of(ScalingConfig)
-_NOTICE: Any = _of(NoticeOptions)
-_RECOVERY: Any = _of(PolicyOptions)
+_CHECKPOINT: Kind = _of(CheckpointConfig, (), ("peers", "peer_token", "node_rank"))
+_ELASTIC: Kind = _of(ElasticTrainingConfig)
+_SCALING: Kind = _of(ScalingConfig)
+_NOTICE: Kind = _of(NoticeOptions)
+_RECOVERY: Kind = _of(PolicyOptions)
 _TRIGGERS = tuple(one.name for one, _ in meanings(DebugOptions) if key_of(one).startswith("triggers."))
-_WHEN: Any = _of(DebugOptions, _TRIGGERS, unset=True)
-_DEBUG: Any = _of(DebugOptions, (), _TRIGGERS, unset=True)
+_WHEN: Kind = _of(DebugOptions, _TRIGGERS, unset=True)
+_DEBUG: Kind = _of(DebugOptions, (), _TRIGGERS, unset=True)
 _OF_LIGHTHOUSE = ("min_replicas", "join_timeout_s", "quorum_tick_s", "heartbeat_s", "heartbeat_timeout_s")
-_LIGHTHOUSE: Any = _of(Options, _OF_LIGHTHOUSE)
+_LIGHTHOUSE: Kind = _of(Options, _OF_LIGHTHOUSE)
 
 
 @dataclass(frozen=True)
@@ -187,12 +190,12 @@ class JobConfig:
     lighthouse: LighthouseSection = field(default_factory=LighthouseSection)
     written: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Value]:
         """The whole file, defaults filled in."""
         return {name: _as_dict(value) for name, value in vars(self).items() if name != "written"}
 
 
-def _as_dict(value: Any) -> Any:
+def _as_dict(value: Value) -> Value:
     if not is_dataclass(value):
         return value
     inside = dict(vars(value))
@@ -200,7 +203,7 @@ def _as_dict(value: Any) -> Any:
 
 
 #: Section -> its class; `model` is free-form.
-SECTIONS: dict[str, Any] = {
+SECTIONS: dict[str, Kind] = {
     one.name: one.default_factory for one in fields(JobConfig) if one.default_factory not in (MISSING, dict)
 }
 
@@ -212,7 +215,7 @@ class Key:
 
     kind: Any
     words: tuple[str, ...]
-    default: Any
+    default: Value
     meaning: Meaning
 
     @property
@@ -230,7 +233,7 @@ def keys_of(section: type) -> dict[str, Key]:
     }
 
 
-def _kind(hint: Any, meaning: Meaning) -> tuple[Any, tuple[str, ...]]:
+def _kind(hint: Any, meaning: Meaning) -> tuple[Kind, tuple[str, ...]]:
     """What a YAML file can say where a program may give more."""
     union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in union if kind is not NoneType]
@@ -269,7 +272,7 @@ def json_schema() -> dict[str, object]:
     }
 
 
-def _schema_of(section: Any) -> dict[str, object]:
+def _schema_of(section: Kind) -> dict[str, object]:
     text = (section.__doc__ or "").strip()
     return {
         **({} if text.startswith(f"{section.__name__}(") else {"description": text}),

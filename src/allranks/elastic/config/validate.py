@@ -11,19 +11,28 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import NamedTuple, get_args, get_origin
 
 import msgspec
 
 from allranks.checkpoint.config import folder_problem
-from allranks.elastic.config.schema import ALIASES, FOREIGN, SECTIONS, JobConfig, Key, Training, keys_of
+from allranks.elastic.config.schema import (
+    ALIASES,
+    FOREIGN,
+    SECTIONS,
+    JobConfig,
+    Key,
+    Training,
+    Value,
+    keys_of,
+)
 from allranks.model.options import missed
 from allranks.model.parsing import hide_secrets
 from allranks.model.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
 from allranks.stacktraces.debug_config import bad_patterns
 
 MAX_PROBLEMS = 100  # that are shown
-Get = Callable[[str], Any]  # dotted path -> value, default included; None: absent or invalid
+Get = Callable[[str], Value]  # dotted path -> value, default included; None: absent or invalid
 
 
 class Breach(NamedTuple):
@@ -151,7 +160,7 @@ class ConfigCheck:
     tree: Tree
     errors: list[ConfigProblem] = field(default_factory=list)
     warnings: list[ConfigProblem] = field(default_factory=list)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    values: dict[str, dict[str, Value]] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
 
     def run(self) -> ValidationResult:
@@ -197,7 +206,7 @@ class ConfigCheck:
         self.written |= {f"{name}.{key}" for key in keys}
         self.values[name] = keys if name == "model" else self._keys(SECTIONS[name], keys, (name,))
 
-    def _keys(self, kind: Any, given: Mapping[Any, object], path: KeyPath) -> dict[str, Any]:
+    def _keys(self, kind: Value, given: Mapping[Value, object], path: KeyPath) -> dict[str, Value]:
         """The values of a section; what is wrong with them becomes problems."""
         known, own = keys_of(kind), {}
         for key, value in given.items():
@@ -209,12 +218,12 @@ class ConfigCheck:
                 self._warn((*path, key), f"'{key}' is kept for your script; allranks does not read it")
             else:
                 self._error((*path, key), f"Unknown key '{key}' in section '{dotted(path)}'.{near}")
-        found: dict[str, Any] = {"own": own} if kind is Training else {}
+        found: dict[str, Value] = {"own": own} if kind is Training else {}
         for name, key in known.items():
             found[name] = self._value(name, key, given, (*path, name))
         return found
 
-    def _value(self, name: str, key: Key, given: Mapping[Any, object], path: KeyPath) -> Any:
+    def _value(self, name: str, key: Key, given: Mapping[Value, object], path: KeyPath) -> Value:
         if key.section:
             inner = given.get(name, {})
             if isinstance(inner, Mapping):
@@ -229,9 +238,9 @@ class ConfigCheck:
             self._error((*path, *wrong.inner), str(wrong))
             return None
 
-    def _get(self, where: str) -> Any:
+    def _get(self, where: str) -> Value:
         """A value for relations; with a trailing "?" what was written, however wrong."""
-        value: Any = self.tree.values if where.endswith("?") else self.values
+        value: Value = self.tree.values if where.endswith("?") else self.values
         for part in where.rstrip("?").split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
@@ -250,7 +259,7 @@ def _shortened(problems: list[ConfigProblem]) -> list[str]:
     return [*ordered[:MAX_PROBLEMS], *([ConfigProblem(f"and {more} more")] if more > 0 else [])]
 
 
-def _filled(kind: Any, values: Mapping[str, Any]) -> Any:
+def _filled(kind: Value, values: Mapping[str, Value]) -> Value:
     """A section out of its values."""
     inner = {name: _filled(key.kind, values[name]) for name, key in keys_of(kind).items() if key.section}
     return kind(**{**values, **inner})
@@ -278,7 +287,7 @@ _ADDRESSES = {
 _ONE_OR_MORE = ("files", "webhooks")
 
 
-def _converted(name: str, key: Key, value: object) -> Any:
+def _converted(name: str, key: Key, value: object) -> Value:
     """A value as its key wants it: "4" may be 4, but nothing is guessed. Raises Wrong."""
     title = key.meaning.title or name
     if value is None:
@@ -295,20 +304,20 @@ def _converted(name: str, key: Key, value: object) -> Any:
     return _scalar(name, title, key, key.kind, value)
 
 
-def _table(name: str, key: Key, value: object) -> dict[str, Any]:
+def _table(name: str, key: Key, value: object) -> dict[str, Value]:
     if not isinstance(value, Mapping):
         raise Wrong(_not_a_mapping(f"'{key.meaning.title or name}'", value))
     return {str(at): _inside(name, str(at), key, str(at), item) for at, item in value.items()}
 
 
-def _inside(name: str, title: str, key: Key, at: str | int, value: object) -> Any:
+def _inside(name: str, title: str, key: Key, at: str | int, value: object) -> Value:
     try:
         return _scalar(name, title, key, get_args(key.kind)[-1], value)
     except Wrong as wrong:
         raise Wrong(str(wrong), (at,)) from wrong
 
 
-def _scalar(name: str, title: str, key: Key, kind: Any, value: object) -> Any:
+def _scalar(name: str, title: str, key: Key, kind: Value, value: object) -> Value:
     """One bool, number or text."""
     if key.words:
         word = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else value
@@ -331,7 +340,7 @@ def _scalar(name: str, title: str, key: Key, kind: Any, value: object) -> Any:
     return found
 
 
-def _typed(kind: Any, value: Any) -> Any:
+def _typed(kind: Value, value: Value) -> Value:
     """The value as this kind; None if it is not one."""
     if kind is str:
         return value if isinstance(value, str) else None

@@ -8,7 +8,7 @@ index.total_tokens, index.tokens[:10], index.find_position(12345)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,7 +28,7 @@ from allranks.elastic.index.file import IndexHeader, IndexWriter, TokenIndexFile
 from allranks.errors import AllranksError, DataLoadingError, InputError
 from allranks.model.files import replacing
 
-__all__ = ["BuildProgress", "BuildRequest", "IndexBuilder", "IndexHeader", "TokenIndexFile", "build_index"]
+__all__ = ["BuildProgress", "BuildRequest", "IndexHeader", "TokenIndexFile", "build_index"]
 
 #: Documents that are tokenized together: at most so many, and of so many characters.
 _BATCH, _BATCH_CHARACTERS = 256, 1 << 20
@@ -162,18 +162,3 @@ def _there_already(output: Path, facts: dict[str, object], size: int) -> BuildRe
         raise InputError(f"{output} exists and was built from something else; overwrite it with --force")
     done = BuildProgress(size, size, header.total_tokens, header.num_documents, 0, 0.0)
     return BuildResult(str(output), header, done, fresh=False)
-
-
-class IndexBuilder:
-    """The builder as an object, for tokenizers that are objects: `IndexBuilder(tok).build(files, path)`."""
-
-    def __init__(self, tokenizer: HasEncode, entry_interval: int = 10_000, text_key: str = "text") -> None:
-        self.tokenizer = tokenizer
-        self.text_key = text_key
-        self.entry_interval = entry_interval  # kept for callers; every document is indexed here
-
-    def build(self, files: Sequence[str | Path], output: str | Path) -> IndexHeader:
-        """Builds in this process and returns the header."""
-        names = tuple(str(file) for file in files)
-        request = BuildRequest(names, str(output), text_key=self.text_key, force=True)
-        return build_index(request, tokenizer=self.tokenizer).header
