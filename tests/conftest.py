@@ -130,9 +130,9 @@ def _template(keep_child: set[int]) -> Iterator[None]:
     forks.stop_template(process)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def forks(_template: None) -> Iterator[None]:
-    """Python programs that the tests of this file start are forks of one that has torch loaded: see forks.py."""
+    """Python programs that the test starts are forks of one that has torch loaded: see forks.py."""
     import forks
 
     forks.patch(True)

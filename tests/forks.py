@@ -1,7 +1,7 @@
 """Python programs that tests start, as forks of a process that has torch loaded: milliseconds instead of CPU seconds.
 
-A test file asks for it with `pytestmark = pytest.mark.usefixtures("forks")`, which changes `subprocess.Popen` while its
-tests run. These command lines are then forked from a template, a process that has imported torch and has done nothing
+A test file or a test asks for it with `pytest.mark.usefixtures("forks")`, which changes `subprocess.Popen` while a test
+runs. These command lines are then forked from a template, a process that has imported torch and has done nothing
 else; every other one runs as always:
 
     python [-u] SCRIPT …        python [-u] -m MODULE …        python [-u] -c CODE …        allranks …        torchrun …
