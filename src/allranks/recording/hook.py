@@ -45,7 +45,6 @@ _NAMES = [
     "setup_calls",
     "recording_group",
     "writer",
-    "row_writer",
     "stack",
     "calls",
     "groups",

@@ -9,13 +9,12 @@ import weakref
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from allranks.recording.auto import CLASSES
 from allranks.recording.calls import Args, Kwargs
 from allranks.recording.guard import ErrorGuard
 from allranks.recording.options import TORCH_ERRORS
-from allranks.recording.torch_internals import Replaced
+from allranks.recording.torch_internals import Replaced, group_store, named_class
 
 
 class Stores:
@@ -29,7 +28,7 @@ class Stores:
     def install(self, replaced: Replaced) -> None:
         """Looks at what the classes of groups, and PrefixStore, are made with."""
         for name in (*CLASSES, "PrefixStore"):
-            kind = getattr(c10d, name, None)
+            kind = named_class(name)
             original = vars(kind).get("__init__") if kind is not None else None
             if original is not None:
                 note = self._note_prefix if name == "PrefixStore" else self._note_group
@@ -52,7 +51,7 @@ class Stores:
             if store is None and hasattr(group, "get_group_store"):
                 store = group.get_group_store()
             elif store is None:
-                store = c10d._world.pg_map[group][1]
+                store = group_store(group)
         except TORCH_ERRORS:  # a group that torch does not know, or that is not finished
             return "", ""
         return address_of(store), self._prefixes.get(store, "")

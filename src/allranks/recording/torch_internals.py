@@ -136,6 +136,16 @@ def group_backend(group: c10d.ProcessGroup) -> str:
     return str(config[0]) if config and config[0] != "undefined" else ""
 
 
+def group_store(group: c10d.ProcessGroup) -> Any:
+    """The store that a group was made with; LookupError when torch does not know the group."""
+    return _of_world("pg_map")[group][1]
+
+
+def named_class(name: str) -> Any:
+    """A class of groups or stores; None where this build of torch lacks it."""
+    return getattr(distributed_c10d, name, None)
+
+
 def named_groups() -> list[tuple[str, c10d.ProcessGroup]]:
     """Groups that exist already, by name."""
     return [(name, group) for group, name in _of_world("pg_names").items()]
