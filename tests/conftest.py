@@ -29,13 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
 #: Files that take longest, then folders whose tests start jobs: workers take them first, so that none is left to one
 #: worker at the end.
 _LONGEST = """
-    checkpoint/test_outages diagnose/test_gallery loop/test_run loop/test_loop elastic_runs/test_restart
-    elastic_runs/test_fresh integrations/test_torchtitan diagnose/test_properties diagnose/test_recorded
-    record/test_odd_machines stacks/test_other_jobs cli/test_help checkpoint/test_ranks
-    record/test_survives record/test_dump stacks/test_live_ranks incidents/test_node_losses launch/test_spares
-    manager/test_departures manager/test_failures elastic_runs/test_refusals loop/test_strangers elastic/test_config
-    elastic/test_compat lighthouse/test_faults integrations/test_kubernetes launch/test_etcd_rendezvous
-    manager/test_healing diagnose/test_command
+    checkpoint/test_outages loop/test_run elastic_runs/test_resize diagnose/test_gallery loop/test_secrets loop/test_loop
+    checkpoint/test_crash loop/test_state_loss elastic_runs/test_restart integrations/test_torchtitan diagnose/test_properties
+    diagnose/test_recorded record/test_odd_machines checkpoint/test_ranks stacks/test_other_jobs goodput/test_real_jobs
+    elastic_runs/test_config_file record/test_survives record/test_dump stacks/test_live_ranks incidents/test_node_losses
+    launch/test_spares manager/test_departures manager/test_failures elastic_runs/test_refusals loop/test_strangers
+    elastic/test_config elastic/test_compat lighthouse/test_faults launch/test_etcd_rendezvous manager/test_healing
+    loop/test_odd_starts cli/test_help diagnose/test_command
 """
 LONGEST = _LONGEST.split()
 LONG = {
@@ -130,9 +130,9 @@ def _template(keep_child: set[int]) -> Iterator[None]:
     forks.stop_template(process)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def forks(_template: None) -> Iterator[None]:
-    """Python programs that the tests of this file start are forks of one that has torch loaded: see forks.py."""
+    """Python programs that the test starts are forks of one that has torch loaded: see forks.py."""
     import forks
 
     forks.patch(True)

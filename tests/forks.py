@@ -1,7 +1,7 @@
 """Python programs that tests start, as forks of a process that has torch loaded: milliseconds instead of CPU seconds.
 
-A test file asks for it with `pytestmark = pytest.mark.usefixtures("forks")`, which changes `subprocess.Popen` while its
-tests run. These command lines are then forked from a template, a process that has imported torch and has done nothing
+A test file or a test asks for it with `pytest.mark.usefixtures("forks")`, which changes `subprocess.Popen` while a test
+runs. These command lines are then forked from a template, a process that has imported torch and has done nothing
 else; every other one runs as always:
 
     python [-u] SCRIPT …        python [-u] -m MODULE …        python [-u] -c CODE …        allranks …        torchrun …
@@ -264,6 +264,8 @@ def _run(order: dict[str, Any]) -> None:
     sys.argv = [what, *rest]
     if what == "-m":
         sys.argv = ["-m", *rest[1:]]
+        if not hasattr(sys.modules.get(rest[0]), "__path__"):
+            sys.modules.pop(rest[0], None)  # the template has it, a new interpreter has not
         runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
     elif what == "-c":
         sys.argv = ["-c", *rest[1:]]
@@ -323,6 +325,10 @@ if __name__ == "__main__":
     _at_start.update(_read_at_start(os.environ))
     for name in IMPORTS:
         importlib.import_module(name)
+    # torchrun asks for the name of the calling function at every step of a rendezvous, through `inspect`, which looks at
+    # every module there is: a program that has loaded this many would spend its time there.
+    rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
     if len(os.listdir("/proc/self/task")) > 1:
         raise SystemExit("threads after the imports: forks would not be whole")
     gc.collect()

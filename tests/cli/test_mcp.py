@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import sys
+from typing import Any
 
 import pytest
 
-pytest.importorskip("mcp.server", reason="mcp is not installed")
-
-from mcp.client import Client
-from mcp.client.stdio import StdioServerParameters
-
 import allranks
+
+# not imported here: that takes seconds, in every worker
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="mcp is not installed")
 
 READING = {"jobs", "status", "diagnose", "stacks", "explain", "incidents", "goodput"}
 
 
+def _client(*flags: str) -> Any:
+    from mcp.client import Client
+    from mcp.client.stdio import StdioServerParameters
+
+    return Client(StdioServerParameters(command=sys.executable, args=["-m", "allranks", "mcp", *flags]))
+
+
 async def _tools(*flags: str) -> dict[str, bool | None]:
-    server = StdioServerParameters(command=sys.executable, args=["-m", "allranks", "mcp", *flags])
-    async with Client(server) as client:
+    async with _client(*flags) as client:
         found = await client.list_tools()
         return {t.name: t.annotations.read_only_hint if t.annotations else None for t in found.tools}
 
 
 async def _ask(tool: str, arguments: dict[str, object]) -> dict[str, object]:
-    server = StdioServerParameters(command=sys.executable, args=["-m", "allranks", "mcp"])
-    async with Client(server) as client:
+    async with _client() as client:
         answer = await client.call_tool(tool, arguments)
         assert answer.structured_content is not None
         return dict(answer.structured_content)

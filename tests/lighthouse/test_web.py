@@ -250,22 +250,23 @@ def test_a_whole_job_is_restarted_by_its_agents(lighthouse: Lighthouse) -> None:
         agent.close()
 
 
-def test_the_page_hears_of_a_suspicion_at_once(lighthouse: Lighthouse) -> None:
+@pytest.fixture
+def slow_heartbeats() -> Iterator[Lighthouse]:
+    """A lighthouse to which members send a heartbeat every 25 s."""
+    options = Options(heartbeat_timeout_s=60.0, heartbeat_s=25.0)
+    with Lighthouse(options, ServerOptions(token=TOKEN), http=http_protocol()) as running:
+        yield running
+
+
+def test_the_page_hears_of_a_suspicion_at_once(slow_heartbeats: Lighthouse) -> None:
     """Not with the next heartbeat, and not with the next refresh."""
+    address = slow_heartbeats.address
     agent = Client(
-        ClientOptions(
-            (lighthouse.address,),
-            TOKEN,
-            role="observer",
-            replica="agent-n1",
-            node="n1",
-            beacon=False,
-            heartbeat_s=25.0,
-        )
+        ClientOptions((address,), TOKEN, role="observer", replica="agent-n1", node="n1", beacon=False)
     ).start(30)
     agent.report(5, 5)
     try:
-        with urllib.request.urlopen(f"http://{lighthouse.address}/api/events", timeout=20) as stream:
+        with urllib.request.urlopen(f"http://{address}/api/events", timeout=20) as stream:
             assert json.loads(stream.readline().removeprefix(b"data: "))["line"]["state"] != "looking"
             agent.report(5, 5, "stalled: rank 0 waits for rank 1")
             for line in stream:

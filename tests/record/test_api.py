@@ -44,6 +44,7 @@ def _env() -> dict[str, str]:
     }
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("local_rank", [(), ("--local_rank=0",)], ids=["torchrun", "deepspeed"])
 def test_the_wrapper_records_a_script_that_knows_nothing_of_us(
     local_rank: tuple[str, ...], folder: Path, tmp_path: Path
@@ -70,6 +71,7 @@ def test_the_wrapper_without_a_script_says_how_to_use_it() -> None:
     assert done.stderr.startswith("usage: python -m allranks.recording")
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("module", ["allranks.recording", "allranks.launch.rank_entry"])
 def test_a_script_that_raises_shows_its_own_frames_only(module: str, folder: Path, tmp_path: Path) -> None:
     """Ten frames of runpy and of this package stood before its line. Of one that cannot be compiled: its line."""

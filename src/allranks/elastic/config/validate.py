@@ -27,7 +27,7 @@ from allranks.elastic.config.schema import (
     keys_of,
 )
 from allranks.model.options import missed
-from allranks.model.parsing import hide_secrets
+from allranks.model.parsing import convert, hide_secrets
 from allranks.model.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space
 from allranks.stacktraces.debug_config import bad_patterns
 
@@ -349,7 +349,7 @@ def _typed(kind: Value, value: Value) -> Value:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        return msgspec.convert(value, kind, strict=False)
+        return convert(value, kind, strict=False)
     except (msgspec.ValidationError, OverflowError):
         return None
 
