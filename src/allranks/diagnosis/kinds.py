@@ -76,7 +76,6 @@ CAUSES = {
     "damaged_file": CauseInfo("a file could not be read to its end", "a whole file", "the file is whole"),
     "unsafe_pickle": CauseInfo("a file would run code when unpickled", "", "the file comes from torch"),
     "missing_dump": CauseInfo("there is no file of a rank", "the file", "the file is there"),
-    "timeout_too_short": CauseInfo("a timeout leaves no room", "times of calls", "the timeout is longer"),
     "skew": CauseInfo("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
     "pause": CauseInfo("ranks pause, or paused", "the mark of the pause, or later progress", "the ranks never move again"),
     "folded": CauseInfo("more of the same", "", ""),
@@ -333,9 +332,6 @@ KINDS = {
         "({round} of a round)",
         "lateness per rank: {table}", "what rank {rank} does meanwhile: run `allranks stacks` twice on its node",
         "compare the node of rank {rank} with the others: data loading, clocks, temperature, other jobs"),
-    "timeout_too_short": Kind("timeout_too_short", 0.8,
-        "the timeout of {limit} leaves no room: a call on rank {rank} that did finish took {took}[, and {struck} calls timed out]",
-        "", "", "init_process_group(timeout=timedelta(seconds={better}))"),
 }
 
 #: Parts of sentences, and why a rank is the odd one.

@@ -134,6 +134,8 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
         return StallOutcome("stalled", "no step was done, but calls of it are being completed")
     if len(looks) < 2:
         return StallOutcome("stalled", "one look cannot tell a pause from a hang")
+    if all(map(_all_wake, looks[-2:])):
+        return StallOutcome("stalled", "no rank is in a collective, and every rank wakes now and then")
     if reason := _certain(looks, limits):
         return StallOutcome("hung", reason, certain=True)
     silent = f"no progress for {duration(last.quiet_s)}"
@@ -150,6 +152,16 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
     known = f"3 times the longest pause so far ({duration(limits.longest_s)})" if _by_history(limits) else ""
     why = known or f"the {duration(limits.hung_s)} that a pause may take"
     return StallOutcome("hung", f"{silent}, more than {why}: {_describe(guilty, last)}")
+
+
+def _all_wake(look: Look) -> bool:
+    """Whether no rank waits in a collective and none sleeps through a look: a job that works by messages of another kind."""
+    states = look.report.ranks if look.report is not None else {}
+    apart = all(state.cause not in ("collective_wait", "cuda_wait") for state in states.values())
+    mains = [
+        activity.threads[0] for rank in states if (activity := look.activity.get(rank)) and activity.threads
+    ]
+    return apart and 1 < len(mains) == len(states) and not any(main.still for main in mains)
 
 
 def _by_history(limits: StallLimits) -> bool:
@@ -209,7 +221,8 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
         return f"the others wait for a process that has ended: {found.sentence}"
     if found is not None and found.ranks and states and not idle and found.cause != "none_finished":
         return f"every rank waits for another: {found.sentence}"
-    if not (last.behind or any(state.cause in WAITS for state in states)):
+    alone = bool(last.absent) and len(states) == 1  # all others have left: it keeps the job from its end
+    if not (last.behind or alone or any(state.cause in WAITS for state in states)):
         return ""  # nobody waits for another rank
     return next(filter(None, (_never_wakes(state, looks, limits) for state in find_guilty(last))), "")
 
