@@ -176,6 +176,8 @@ def test_ranks_that_make_no_calls_but_all_wake_are_not_hung() -> None:
     assert judge_stall(one_sleeps, LIMITS).state == "hung"
     waits_for_it = [replace(one, activity={0: awake, 1: awake}) for one in looks("sleep", quiet_s=400)]
     assert judge_stall(waits_for_it, LIMITS).state == "hung"
+    absent = [replace(one, finding=replace(LATE, kind="never_called", confidence=0.5)) for one in both]
+    assert judge_stall(absent, LIMITS).state == "hung"
 
 
 def test_the_last_rank_whose_thread_sleeps_for_an_hour_is_hung() -> None:
@@ -223,6 +225,7 @@ def test_a_rank_that_only_serves_compiled_code_does_not_compile() -> None:
 
 def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
     assert limits_of(10.0, 300.0, 0.0) == StallLimits(90.0, 300.0, 0.0)
+    assert limits_of(10.0, 300.0, 3.0).hung_s == 93.0  # a step of 3 s with a pause of 90 s in it
     assert limits_of(10.0, 300.0, 50.0).hung_s == 150.0
     assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
 

@@ -134,10 +134,10 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
         return StallOutcome("stalled", "no step was done, but calls of it are being completed")
     if len(looks) < 2:
         return StallOutcome("stalled", "one look cannot tell a pause from a hang")
-    if all(map(_all_wake, looks[-2:])):
-        return StallOutcome("stalled", "no rank is in a collective, and every rank wakes now and then")
     if reason := _certain(looks, limits):
         return StallOutcome("hung", reason, certain=True)
+    if all(map(_all_wake, looks[-2:])):
+        return StallOutcome("stalled", "no rank is in a collective, and every rank wakes now and then")
     silent = f"no progress for {duration(last.quiet_s)}"
     if last.quiet_s >= limits.cap_s:
         return StallOutcome(
@@ -155,9 +155,10 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
 
 
 def _all_wake(look: Look) -> bool:
-    """Whether no rank waits in a collective and none sleeps through a look: a job that works by messages of another kind."""
+    """Whether no rank waits in a recorded call and none sleeps through a look: a job that works by messages of another kind."""
     states = look.report.ranks if look.report is not None else {}
-    apart = all(state.cause not in ("collective_wait", "cuda_wait") for state in states.values())
+    recorded = look.finding is not None and look.finding.kind != ""
+    apart = not recorded and all(s.cause not in ("collective_wait", "cuda_wait") for s in states.values())
     mains = [
         activity.threads[0] for rank in states if (activity := look.activity.get(rank)) and activity.threads
     ]
@@ -172,8 +173,8 @@ HISTORY_FACTOR, FLOOR_FACTOR = 3.0, 9.0  # times the longest pause; times the sh
 
 
 def limits_of(floor_s: float, cap_s: float, longest_s: float) -> StallLimits:
-    """By what this job has shown so far."""
-    hung_s = max(FLOOR_FACTOR * floor_s, HISTORY_FACTOR * longest_s)
+    """By what this job has shown so far. A pause comes on top of what the job does between two signs of progress."""
+    hung_s = max(FLOOR_FACTOR * floor_s + longest_s, HISTORY_FACTOR * longest_s)
     return StallLimits(min(cap_s, hung_s), cap_s, longest_s)
 
 
