@@ -64,13 +64,13 @@ def retry() -> None:
         try:
             socket.create_connection(("127.0.0.1", 9), timeout=2)
         except OSError:
-            time.sleep(min(2.0**attempt, 10.0))
+            time.sleep(max(0.1, min(2.0**attempt, 10.0, END - time.monotonic())))
 
 
 def collect() -> None:
     """Collects garbage; or a finalizer wants the lock that is held while garbage is collected."""
     if SECONDS:
-        junk = [[] for _ in range(1_000_000)]
+        junk = [[] for _ in range(200_000)]
         for one in junk:
             one.append(junk)
         for _ in until_the_end():

@@ -2,8 +2,8 @@
 
     python benchmarks/verdicts.py [--quick] [--json] [--recorded FOLDER]
 
-Kinds: every script of examples/hangs as a real gloo job (their black boxes are kept in FOLDER and used again), and jobs of
-many groups with a planted fault (tests/diagnose/histories.py). Variants of each: ranks renumbered, files in another order,
+Kinds: every script of examples/hangs as a real gloo job, and jobs of many groups with a planted fault (tests/diagnose/histories.py).
+The black boxes of the scripts are those of tests/diagnose/recorded; with --recorded the scripts run, and FOLDER keeps what they leave. Variants of each: ranks renumbered, files in another order,
 short rings, other clocks, times unknown, what torch's recorder keeps, no stacks, no step marks, files of guilty or innocent
 ranks missing. A verdict is right when it names the
 guilty ranks and a cause of the truth; where the file of a guilty rank is missing, the ranks count. A healthy job is right when
@@ -59,6 +59,22 @@ class Case:
     any_cause: bool = False
 
 
+def archived(quick: bool) -> Iterator[Case]:
+    """The scripts of the gallery, as the tests have them."""
+    sys.path.insert(0, str(ROOT))
+    tests = importlib.import_module("tests.diagnose.test_recorded")
+    for name in tests.NAMES:
+        if not quick or name in QUICK:
+            facts, traces = tests._read(name)
+            yield _of_boxes(name, tests.TRUTH[name], list(traces), facts)
+
+
+def _of_boxes(name: str, case: Any, traces: list[RankTrace], facts: dict[str, Any]) -> Case:
+    seen = tuple(RankNow(rank, "gone", "", "its process is gone") for rank in facts["gone"])
+    later = facts["now_ns"] + LATER_NS if facts["now_ns"] else 0  # nothing moves any more
+    return Case(name, traces, case.causes, case.ranks, later, not later, seen)
+
+
 def recorded(folder: Path, quick: bool) -> Iterator[Case]:
     """The scripts of the gallery, run once."""
     sys.path.insert(0, str(ROOT / "examples" / "hangs"))
@@ -77,11 +93,7 @@ def recorded(folder: Path, quick: bool) -> Iterator[Case]:
             note.write_text(
                 json.dumps({"now_ns": outcome.now_ns, "gone": [now.rank for now in outcome.seen]})
             )
-        facts = json.loads(note.read_text())
-        seen = tuple(RankNow(rank, "gone", "", "its process is gone") for rank in facts["gone"])
-        traces = load_paths([str(boxes)]).traces
-        later = facts["now_ns"] + LATER_NS if facts["now_ns"] else 0  # nothing moves any more
-        yield Case(name, traces, case.causes, case.ranks, later, not later, seen)
+        yield _of_boxes(name, case, load_paths([str(boxes)]).traces, json.loads(note.read_text()))
 
 
 def generated(quick: bool) -> Iterator[Case]:
@@ -220,13 +232,15 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="ten recorded kinds and fewer generated jobs")
     parser.add_argument("--json", action="store_true", help="one object as the last line")
-    parser.add_argument("--recorded", type=Path, metavar="FOLDER", help="keep and reuse the black boxes here")
+    parser.add_argument(
+        "--recorded", type=Path, metavar="FOLDER", help="run the scripts, and keep their black boxes here"
+    )
     parser.add_argument("--wrong", action="store_true", help="also list every wrong verdict")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="allranks-verdicts-") as temporary:
-        folder = args.recorded or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        cases = [*recorded(folder, args.quick), *generated(args.quick)]
+    if args.recorded:
+        args.recorded.mkdir(parents=True, exist_ok=True)
+    scripts = recorded(args.recorded, args.quick) if args.recorded else archived(args.quick)
+    cases = [*scripts, *generated(args.quick)]
     held: dict[str, list[tuple[float, bool]]] = defaultdict(list)
     rng = random.Random(7)
     for case in cases:

@@ -166,6 +166,34 @@ def test_a_hang_that_follows_from_what_was_seen_is_certain_at_the_second_look(ki
     assert (found.state, found.certain) == ("hung", True) and reason in found.reason
 
 
+def test_ranks_that_make_no_calls_but_all_wake_are_not_hung() -> None:
+    """Remote calls are not recorded: a healthy job of them has no progress that could be seen. One that sleeps makes it a hang."""
+    awake = Activity(5, (ThreadWait(-1.0, False, still=False),))
+    seen = looks("sleep", other="p2p_wait", quiet_s=400)
+    both = [replace(one, activity={0: awake, 1: awake}) for one in seen]
+    assert judge_stall(both, LIMITS).state == "stalled"
+    one_sleeps = [replace(one, activity={0: Activity(5, (OUTSIDE,)), 1: awake}) for one in seen]
+    assert judge_stall(one_sleeps, LIMITS).state == "hung"
+    waits_for_it = [replace(one, activity={0: awake, 1: awake}) for one in looks("sleep", quiet_s=400)]
+    assert judge_stall(waits_for_it, LIMITS).state == "hung"
+    absent = [replace(one, finding=replace(LATE, kind="never_called", confidence=0.5)) for one in both]
+    assert judge_stall(absent, LIMITS).state == "hung"
+
+
+def test_the_last_rank_whose_thread_sleeps_for_an_hour_is_hung() -> None:
+    """The others have left; a thread that is not a daemon keeps the program from its end. While others work, nobody waits."""
+    seen = looks(
+        "shutdown_join", Activity(5, (INSIDE, ThreadWait(3600.0, False))), other="sleep", finding=None
+    )
+    assert judge_stall(seen, LIMITS).state == "stalled"
+    last = [
+        replace(one, absent=(0,), report=replace(one.report, ranks={1: one.report.ranks[1]}))
+        for one in seen
+        if one.report is not None
+    ]
+    assert judge_stall(last, LIMITS).certain
+
+
 def test_a_rank_that_used_cpu_time_between_two_looks_may_move() -> None:
     seen = looks("lock_deadlock", Activity(5, (INSIDE,)))
     seen[-1] = replace(seen[-1], activity={1: Activity(50, (INSIDE,))})
@@ -197,6 +225,7 @@ def test_a_rank_that_only_serves_compiled_code_does_not_compile() -> None:
 
 def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
     assert limits_of(10.0, 300.0, 0.0) == StallLimits(90.0, 300.0, 0.0)
+    assert limits_of(10.0, 300.0, 3.0).hung_s == 93.0  # a step of 3 s with a pause of 90 s in it
     assert limits_of(10.0, 300.0, 50.0).hung_s == 150.0
     assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
 

@@ -465,3 +465,28 @@ def test_a_lock_is_called_a_deadlock_only_where_no_thread_could_release_it(holde
     assert "the other holds" not in state.evidence
     assert ("held perhaps by uploader at t.py:7" in state.evidence) == holder, state.evidence
     assert ("no other thread can release" in state.evidence) != holder
+
+
+def test_a_remote_call_that_does_not_return_is_what_its_rank_does() -> None:
+    """The main thread of the callee waits in rpc.shutdown, the caller for its answer."""
+    api, run = (
+        "/x/site-packages/torch/distributed/rpc/api.py",
+        "/x/site-packages/torch/distributed/rpc/internal.py",
+    )
+    caller = (StackFrame("rpc_sync", api, 804), StackFrame("main", "/home/user/t.py", 12))
+    waits = (StackFrame("_wait_all_workers", api, 170), StackFrame("shutdown", api, 360))
+    serves = (StackFrame("work", "/home/user/t.py", 7), StackFrame("_run_function", run, 214))
+    futex = ThreadFacts(5, state="S", syscall="futex")
+    sleeps = ThreadFacts(7, state="S", syscall="clock_nanosleep")
+    threads = {
+        0: ((ThreadStack(5, "MainThread", caller),), (futex,)),
+        1: ((ThreadStack(5, "MainThread", waits), ThreadStack(7, "pt_rpc", serves)), (futex, sleeps)),
+    }
+    processes = tuple(
+        ProcessCapture(rank, None, 5, snapshots=tuple(Snapshot(n, None, *found) for n in (1, 2)))
+        for rank, found in threads.items()
+    )
+    report = classify(Capture(processes))
+    assert report.culprits == (1,)
+    assert (report.ranks[1].cause, report.ranks[1].where) == ("sleep", "t.py:7 in work")
+    assert report.ranks[1].evidence.startswith("a call of another rank")

@@ -280,7 +280,8 @@ def _left_out(
     missed = [context.blocked[index] for index, found in skipped.items() if guilty[0] in found]
     call = min(missed, key=context.age)
     added = _added(context, call, guilty[0]) if len(guilty) == 1 else None
-    return added or lacking(context, "went_on_without", call, skipped[call.index])
+    sure = 0.9 if context.place(call) else 0.75  # without lines a call that was added looks like one left out
+    return added or lacking(context, "went_on_without", call, skipped[call.index], sure)
 
 
 def _added(context: Context, call: Blocked, rank: int) -> Finding | None:

@@ -76,7 +76,6 @@ CAUSES = {
     "damaged_file": CauseInfo("a file could not be read to its end", "a whole file", "the file is whole"),
     "unsafe_pickle": CauseInfo("a file would run code when unpickled", "", "the file comes from torch"),
     "missing_dump": CauseInfo("there is no file of a rank", "the file", "the file is there"),
-    "timeout_too_short": CauseInfo("a timeout leaves no room", "times of calls", "the timeout is longer"),
     "skew": CauseInfo("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
     "pause": CauseInfo("ranks pause, or paused", "the mark of the pause, or later progress", "the ranks never move again"),
     "folded": CauseInfo("more of the same", "", ""),
@@ -312,9 +311,6 @@ KINDS = {
     "no_progress": Kind("no_progress", 0.35,
         "no rank is in a collective, and none has made a call for {idle} ({reason}): all of them compute, or they wait for something "
         "else, such as a store, a file or a lock", "", "where the ranks are: run `allranks stacks` on every node"),
-    "doubtful": Kind("missing_rank", 0.35,
-        "{ranks} is not seen in {call}, in which {entered_by} stand; NCCL marks coalesced calls completed too early: either it never "
-        "entered, or its dump is older than the others", "", _SECOND),
     # ---- consequences and warnings
     "follows": Kind("", 0.0, "{waits} in [{op} of {number} {kind} groups|{call}][ for {lacks}]"),
     "folded": Kind("folded", 0.0, "{number} more blocked calls follow from the above"),
@@ -333,9 +329,6 @@ KINDS = {
         "({round} of a round)",
         "lateness per rank: {table}", "what rank {rank} does meanwhile: run `allranks stacks` twice on its node",
         "compare the node of rank {rank} with the others: data loading, clocks, temperature, other jobs"),
-    "timeout_too_short": Kind("timeout_too_short", 0.8,
-        "the timeout of {limit} leaves no room: a call on rank {rank} that did finish took {took}[, and {struck} calls timed out]",
-        "", "", "init_process_group(timeout=timedelta(seconds={better}))"),
 }
 
 #: Parts of sentences, and why a rank is the odd one.

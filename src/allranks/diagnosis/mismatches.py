@@ -22,6 +22,8 @@ from allranks.model.diagnosis import Finding
 MIN_ROUNDS = 3
 #: As sure as this at most where the files of other ranks might tell otherwise.
 TURNABLE = 0.6
+#: And where calls before may be lost.
+LOST = 0.75
 _ASPECTS = {
     "type_mismatch": "operations",
     "size_mismatch": "sizes",
@@ -52,6 +54,8 @@ class _Story:
         absent = len(group.members) - len(group.lanes)
         turned = absent and len(others) - len(guilty) < absent
         sure = min(TURNABLE, found.confidence) if turned else found.confidence
+        if found.kind == "swapped" and context.forgetful(group.lanes):
+            sure = min(LOST, sure)  # behind a call that was skipped or added a short ring may look swapped
         facts = {"at": at, "rank": str(found.rank), "either": found.either, "reason": found.reason}
         facts |= {"others": ranks_text(others) if others else "", "called": self._called(others)}
         facts |= {"seq": str(found.seq), "label": group.label, "sides": self._sides(), **self._since()}
@@ -151,7 +155,7 @@ def explain_mismatch(context: Context, mismatch: Mismatch) -> Finding:
     if elsewhere and kind == "other_operation":
         facts |= _rounds(context, group, culprit, rows, elsewhere)
     # Calls of two lines are the consequence of an earlier one, which a short ring has lost.
-    sure = min(0.75, culprit.confidence) if elsewhere and context.forgetful(rows) else culprit.confidence
+    sure = min(LOST, culprit.confidence) if elsewhere and context.forgetful(rows) else culprit.confidence
     absent = [rank for rank in group.members if rank not in group.lanes]
     facts |= {"at": at, "label": group.label, "sides": _evidence(mismatch, culprit, at, elsewhere)}
     facts |= {"certain": culprit.confidence > 0.5 and not elsewhere, "lines_of_all": _lines(context, rows)}

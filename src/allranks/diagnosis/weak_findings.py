@@ -1,5 +1,5 @@
 """Nothing hangs and nothing misfits: what may be wrong all the same, from the surest to the mildest; and warnings, which are
-nobody's fault: damaged and missing files, a slow rank, a tight timeout, pauses. Pure.
+nobody's fault: damaged and missing files, a slow rank, pauses. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from allranks.diagnosis.absent import UNREAD, explain_ranks, lacking
 from allranks.diagnosis.align import is_box, is_hook
 from allranks.diagnosis.alignment import find_shift
 from allranks.diagnosis.context import Context, in_words
-from allranks.diagnosis.false_completions import Doubt
 from allranks.diagnosis.graph import wait_graph
 from allranks.diagnosis.job import GroupView, Job, Lane, Now
 from allranks.diagnosis.mismatches import left_program
@@ -24,7 +23,6 @@ from allranks.diagnosis.p2p import newest_ns
 from allranks.diagnosis.phrasing import is_secondary, line_in, one_line, place, ranks_text, seconds
 from allranks.diagnosis.waits import Blocked, is_hung, is_paused
 from allranks.model.diagnosis import Finding
-from allranks.model.trace import State
 
 #: Errors of torch that name the rank they are about.
 _ACCUSED = re.compile(r"[Rr]ank (\d+) (?:has inconsistent|failed to pass)")
@@ -32,19 +30,15 @@ _ACCUSED = re.compile(r"[Rr]ank (\d+) (?:has inconsistent|failed to pass)")
 MIN_IDLE_S = 10.0
 
 
-def quiet_roots(context: Context, doubts: list[Doubt], allow_incomplete_ranks: bool) -> list[Finding]:
+def quiet_roots(context: Context, allow_incomplete_ranks: bool) -> list[Finding]:
     """Nothing hangs and nothing misfits: a silent extra call, or a rank that is gone?"""
     for group in context.job.groups:
         shift = find_shift(context.job, group)
         if shift is not None and shift.agreeing >= 2:
             return [left_program(context, group, shift)]
     found = ended_badly(context) or (None if allow_incomplete_ranks else _gone_unnoticed(context))
-    if found is not None:
-        return [found]
-    if doubts:
-        return [_doubtful(context, doubt) for doubt in doubts]
-    silent = _no_progress(context)
-    return [silent] if silent is not None else []
+    found = found or _no_progress(context)
+    return [found] if found is not None else []
 
 
 def ended_badly(context: Context, primary: bool = False) -> Finding | None:
@@ -115,23 +109,6 @@ def _no_progress(context: Context) -> Finding | None:
     return replace(found, waited_s=idle)
 
 
-def _doubtful(context: Context, doubt: Doubt) -> Finding:
-    """A coalesced call said to be over that a rank never entered: it hangs there, or that dump is older."""
-    blocked = Blocked(0, doubt.group, doubt.seq, doubt.rows, missing=doubt.late)
-    alone = _of_one_call(context, blocked)
-    finding = explain_ranks(alone, blocked, doubt.late)
-    doubtful = alone.root("doubtful", doubt.late, blocked)
-    return replace(
-        finding,
-        cause=doubtful.cause,
-        ranks=doubt.late,
-        sentence=doubtful.sentence,
-        confidence=doubtful.confidence,
-        waited_s=None,
-        missing_evidence=(*doubtful.missing_evidence, *finding.missing_evidence),
-    )
-
-
 def _of_one_call(context: Context, blocked: Blocked) -> Context:
     """The same job with this call alone blocked."""
     graph = wait_graph(context.job, [blocked])
@@ -171,10 +148,7 @@ def _left_no_dump(context: Context, blocked: Blocked, told: bool) -> Finding:
     return replace(finding, where="", waiting=(), waited_s=None)
 
 
-WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS, EXAMINED_RANKS = 256, 10, 16, 128
-_TIMED_OUT, _COMPLETED = int(State.TIMED_OUT), int(State.COMPLETED)
-#: A timeout is tight when a call that finished took more than this share of it.
-TIGHT = 0.5
+WINDOW, MIN_COLLECTIVES, EXAMINED_GROUPS = 256, 10, 16
 MIN_LATE_S, LATE_SHARE, LAST_SHARE = 0.005, 0.25, 0.7
 
 
@@ -193,7 +167,7 @@ def find_warnings(
     young = [b for b in every if b.missing and not is_hung(context.job, b, context.patience)]
     skew = _skew(context, young) if young and not roots else None
     pause = _pause(context) if context.blocked else None
-    return found + [one for one in (slow, find_tight_timeout(context), skew, pause) if one is not None]
+    return found + [one for one in (slow, skew, pause) if one is not None]
 
 
 def _skew(context: Context, young: list[Blocked]) -> Finding:
@@ -300,34 +274,3 @@ def _period(job: Job, lane: Lane, low: int, high: int) -> float:
 def _table(lanes: list[Lane], typical: np.ndarray) -> str:
     order = np.argsort(-typical)[:6]
     return ", ".join(f"rank {lanes[i].rank} {seconds(max(0.0, float(typical[i])))}" for i in order.tolist())
-
-
-def find_tight_timeout(context: Context) -> Finding | None:
-    """A timeout that calls which did finish came close to, or that struck."""
-    longest, limit, rank = TIGHT, 0.0, -1
-    struck = 0
-    for view in list(context.job.ranks.values())[:EXAMINED_RANKS]:
-        calls = view.trace.calls
-        states = calls["state"]
-        struck += int(np.count_nonzero(states == _TIMED_OUT))
-        took = calls["completed_ns"] - calls["created_ns"]
-        shortest = int(calls["timeout_ms"].min()) if len(calls) else 0
-        if shortest > 0 and int(took.max()) <= longest * shortest * 1e6:
-            continue  # nothing here can come closer to its timeout
-        done = (states == _COMPLETED) & (took > 0) & (calls["timeout_ms"] > 0)
-        if done.any():
-            share = took[done] / (calls["timeout_ms"][done] * 1e6)
-            at = int(np.argmax(share))
-            if float(share[at]) > longest:
-                longest, rank = float(share[at]), view.rank
-                limit = float(calls["timeout_ms"][done][at]) / 1e3
-    if rank < 0:
-        return None
-    better = max(60, int(longest * limit * 4))
-    facts = {
-        "limit": seconds(limit),
-        "rank": str(rank),
-        "took": seconds(longest * limit),
-        "struck": struck or "",
-    }
-    return context.warning("timeout_too_short", better=better, **facts)

@@ -136,6 +136,8 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
         return StallOutcome("stalled", "one look cannot tell a pause from a hang")
     if reason := _certain(looks, limits):
         return StallOutcome("hung", reason, certain=True)
+    if all(map(_all_wake, looks[-2:])):
+        return StallOutcome("stalled", "no rank is in a collective, and every rank wakes now and then")
     silent = f"no progress for {duration(last.quiet_s)}"
     if last.quiet_s >= limits.cap_s:
         return StallOutcome(
@@ -152,6 +154,17 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
     return StallOutcome("hung", f"{silent}, more than {why}: {_describe(guilty, last)}")
 
 
+def _all_wake(look: Look) -> bool:
+    """Whether no rank waits in a recorded call and none sleeps through a look: a job that works by messages of another kind."""
+    states = look.report.ranks if look.report is not None else {}
+    recorded = look.finding is not None and look.finding.kind != ""
+    apart = not recorded and all(s.cause not in ("collective_wait", "cuda_wait") for s in states.values())
+    mains = [
+        activity.threads[0] for rank in states if (activity := look.activity.get(rank)) and activity.threads
+    ]
+    return apart and 1 < len(mains) == len(states) and not any(main.still for main in mains)
+
+
 def _by_history(limits: StallLimits) -> bool:
     return limits.longest_s * HISTORY_FACTOR >= limits.hung_s
 
@@ -160,8 +173,8 @@ HISTORY_FACTOR, FLOOR_FACTOR = 3.0, 9.0  # times the longest pause; times the sh
 
 
 def limits_of(floor_s: float, cap_s: float, longest_s: float) -> StallLimits:
-    """By what this job has shown so far."""
-    hung_s = max(FLOOR_FACTOR * floor_s, HISTORY_FACTOR * longest_s)
+    """By what this job has shown so far. A pause comes on top of what the job does between two signs of progress."""
+    hung_s = max(FLOOR_FACTOR * floor_s + longest_s, HISTORY_FACTOR * longest_s)
     return StallLimits(min(cap_s, hung_s), cap_s, longest_s)
 
 
@@ -209,7 +222,8 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
         return f"the others wait for a process that has ended: {found.sentence}"
     if found is not None and found.ranks and states and not idle and found.cause != "none_finished":
         return f"every rank waits for another: {found.sentence}"
-    if not (last.behind or any(state.cause in WAITS for state in states)):
+    alone = bool(last.absent) and len(states) == 1  # all others have left: it keeps the job from its end
+    if not (last.behind or alone or any(state.cause in WAITS for state in states)):
         return ""  # nobody waits for another rank
     return next(filter(None, (_never_wakes(state, looks, limits) for state in find_guilty(last))), "")
 

@@ -20,6 +20,7 @@ from allranks.stacktraces.views import (
 )
 
 _SHAPES = ("lock_wait", "thread_wait", "background")
+_RPC_API, _RPC_CALL = "torch/distributed/rpc/api.py", "torch/distributed/rpc/internal.py"
 #: Waits that are telling even in a thread without a line of the user's own.
 _STRONG = WAITS | {"checkpoint_io", "dataloader_wait", "file_lock_wait"}
 
@@ -72,7 +73,7 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern
         return _at_exit(view, main, first, patterns)
     if first.pattern.cause == "background":
         return _cause(first, main, view, "queue_wait")
-    return _behind_backward(view, main, patterns) or _cause(first, main, view)
+    return _behind_main(view, main, patterns) or _cause(first, main, view)
 
 
 def _at_exit(
@@ -90,19 +91,28 @@ def _at_exit(
     return replace(found, where=where(thread.python), evidence=says, thread=thread.name, stack=thread.python)
 
 
-def _behind_backward(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause | None:
-    """The gradients of a GPU come in a thread that Python has not started: what its hooks do is what backward waits for."""
-    if not main.python or main.python[0].name != "_engine_run_backward":
+def _behind_main(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause | None:
+    """What others of the rank's threads do for the main one: hooks of a backward, as the gradients of a GPU come in a thread that
+    Python has not started; or for other ranks: their remote calls, while the main one waits for the end of all."""
+    top, others = (
+        main.python[0].name if main.python else "",
+        [t for t in view.threads if not t.main and t.python],
+    )
+    if top == "_engine_run_backward":
+        what, chosen = (
+            "a hook of its backward",
+            [t for t in others if not t.python[-1].name.endswith("_bootstrap")],
+        )
+    elif any(frame.file.endswith(_RPC_API) for frame in main.python):
+        what, chosen = "a call of another rank", [t for t in others if t.python[-1].file.endswith(_RPC_CALL)]
+    else:
         return None
-    hooks = [
-        t for t in view.threads if not t.main and t.python and not t.python[-1].name.endswith("_bootstrap")
-    ]
-    told = _told(view, hooks, patterns)
+    told = _told(view, chosen, [one for one in patterns if one.cause != "background"])
     if not told:
         return None
     thread, match = max(told, key=lambda pair: _weight(pair[1]))
     cause = _cause(match, thread, view)
-    return replace(cause, evidence=f"a hook of its backward {cause.evidence}", thread=thread.name)
+    return replace(cause, evidence=f"{what} {cause.evidence}", thread=thread.name)
 
 
 def _told(
