@@ -103,7 +103,7 @@ class _Finder:
         if wait.ends:
             return self._shared(number, unit)
         if wait.key == "future":
-            pool = [n for n in near if _is_task(self.units[n].thread)]
+            pool = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
             return pool or ([] if _is_task(unit.thread) else self._beside(number, unit))
         if not wait.setters:
             return [] if wait.lock else self._beside(number, unit)

@@ -106,6 +106,11 @@ def number_worlds(worlds: Sequence[Sequence[TraceFile]], intern: Callable[[Group
         size = total or raw.header.world_size
         raw.header = replace(raw.header, rank=number, world_size=size, worlds=tuple(found))
         _move(raw, offset, members, intern)
+        role = raw.header.name.rpartition(" ")[0]
+        raw.groups = tuple(
+            intern(replace(g, desc=f"{g.desc} of {role}")) if found and g.desc == "default_pg" else g
+            for g in raw.groups
+        )
         chosen.append(replace(file, rank=number))
     return chosen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from allranks.model.processes import JobLook, Process, ProcessFinding, Where
+from allranks.model.processes import JobLook, ProcessFinding, Where
 
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 90, 16
 MAX_BOXES, MAX_TEXT = 40, 34
@@ -20,7 +20,7 @@ def draw(look: JobLook, finding: ProcessFinding) -> str:
     boxes: dict[tuple[object, ...], list[Where]] = {}
     for where, level in levels.items():
         one = processes[where]
-        boxes.setdefault((level, one.role, _line(one), where in guilty), []).append(where)
+        boxes.setdefault((level, one.role, one.does[1] or one.ended, where in guilty), []).append(where)
     if len(levels) < 2 or len(boxes) > MAX_BOXES:
         return ""
     columns: dict[object, int] = {}
@@ -53,14 +53,6 @@ def _levels(edges: Sequence[tuple[Where, Where]], first: set[Where]) -> dict[Whe
                 levels[a] = levels[here] + 1
                 todo.append(a)
     return levels
-
-
-def _line(process: Process) -> str:
-    """Where its thread that tells most is."""
-    told = [t.user for t in process.threads if t.user is not None and t.wait.kind != "idle"]
-    return (
-        f"{told[0].file.rsplit('/', 1)[-1]}:{told[0].line}" if told else "" if process.alive else "has ended"
-    )
 
 
 def _box(x: int, y: int, name: str, line: str, bad: bool) -> str:
