@@ -106,13 +106,18 @@ def number_worlds(worlds: Sequence[Sequence[TraceFile]], intern: Callable[[Group
         size = total or raw.header.world_size
         raw.header = replace(raw.header, rank=number, world_size=size, worlds=tuple(found))
         _move(raw, offset, members, intern)
-        role = raw.header.name.rpartition(" ")[0]
-        raw.groups = tuple(
-            intern(replace(g, desc=f"{g.desc} of {role}")) if found and g.desc == "default_pg" else g
-            for g in raw.groups
-        )
+        if found:
+            raw.groups = tuple(intern(_of_world(g, raw.header.name.rpartition(" ")[0])) for g in raw.groups)
         chosen.append(replace(file, rank=number))
     return chosen
+
+
+def _of_world(group: Group, role: str) -> Group:
+    """A group of one world by a name that no other world has."""
+    if group.store or not group.name:
+        return group
+    desc = f"{group.desc} of {role}" if group.desc else ""
+    return replace(group, name=f"{role}/{group.name}", desc=desc)
 
 
 _Store = tuple[str, str, int]  # address, name and size of a group
