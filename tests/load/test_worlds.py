@@ -133,18 +133,20 @@ def test_a_restart_at_another_address_is_the_same_world() -> None:
     assert [len(world) for world in split_worlds([*earlier, *beside])] == [2, 2]
 
 
-def test_processes_without_a_world_are_counted_by_their_place_in_the_group_that_they_share() -> None:
+@pytest.mark.parametrize("rank", [-1, 0])  # 0: that of the trainer that started them, by its environment
+def test_processes_without_a_world_are_counted_by_their_place_in_the_group_that_they_share(rank: int) -> None:
     """A trainer of a world of two, and two engines that only joined the group of the weights; one more has no black box."""
 
     def weights(own: int) -> tuple[Group, ...]:
         return (Group("w", ranks=(0, 1, 2, 3), backend="nccl", store="a:9", own=own),)
 
     trainers = [_file("train", 0, 10, 50, "a:1", weights(0)), _file("train", 1, 10, 50, "a:1")]
-    engines = [_file("engine", -1, 20 + own, 50, "", weights(own)) for own in (3, 1)]
+    engines = [_file("engine", rank, 20 + own, 50, "", weights(own)) for own in (3, 1)]
     found = number_worlds(split_worlds([*trainers, *engines]), lambda group: group)
     assert [file.raw.header.name for file in found] == ["train 0", "train 1", "engine 0", "engine 1"]
     assert {file.raw.groups[-1].ranks for file in (found[0], *found[2:])} == {(0, 2, 4, 3)}
     assert [int(file.raw.calls["root"][0]) for file in found] == [2, 1, 2, 2]
+    assert found[0].raw.header.worlds == (World("train", 0, 2), World("engine", 2, 2))
 
 
 def test_names_of_ranks_in_sentences() -> None:
