@@ -326,3 +326,14 @@ def test_black_boxes_say_who_has_not_come_to_a_call_of_a_group() -> None:
     assert set(found.edges) == {(("", 1), ("", 3)), (("", 2), ("", 3))}
     picture = draw(look, found)
     assert picture.count("<rect") == 3 and picture.count("marker-end") == 2
+
+
+def test_ranks_of_two_worlds_are_named_by_their_programs() -> None:
+    words = [("train.py", 0), ("train.py", 1), ("serve.py rollout", 0), ("serve.py rollout", 1)]
+    found = [
+        Process(n + 1, title=f"python -u /job/{word}", rank=rank, started_s=float(n))
+        for n, (word, rank) in enumerate(words)
+    ]
+    named = give_roles(found, {}, load_roles())
+    assert [one.name for one in named] == ["train 0", "train 1", "rollout 0", "rollout 1"]
+    assert [one.name for one in give_roles(found[:2], {}, load_roles())] == ["rank 0", "rank 1"]
