@@ -230,6 +230,9 @@ def _beside(root: Root) -> list[Unit]:
 
 def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
     """Of a circle all, but of calls of a group and waits for keys those that wait for one partner, else the minority."""
+    late = [u for u in units if u.thread.wait.kind == "rendezvous"]
+    if 0 < len(late) < len(units):  # the others use a group that these still form: they came late
+        return late
     if len(units) == 1 or any(u.thread.wait.kind not in ("collective", "store") for u in units):
         return units
     partners = [u for u in units if u.thread.wait.operation in _P2P]
