@@ -125,8 +125,8 @@ def number_worlds(worlds: Sequence[Sequence[TraceFile]], intern: Callable[[Group
     for file, offset in placed:
         number = file.rank + offset
         raw = file.raw
-        size = total or raw.header.world_size
-        raw.header = replace(raw.header, rank=number, world_size=size, worlds=tuple(found))
+        known = total or raw.header.world_size
+        raw.header = replace(raw.header, rank=number, world_size=known, worlds=tuple(found))
         _move(raw, offset, members, intern)
         if found:
             raw.groups = tuple(intern(_of_world(g, raw.header.name.rpartition(" ")[0])) for g in raw.groups)

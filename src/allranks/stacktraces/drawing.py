@@ -17,21 +17,21 @@ def draw(look: JobLook, finding: ProcessFinding) -> str:
     guilty = {(g.node, g.pid) for g in finding.guilty}
     edges = [(a, b) for a, b in finding.edges if a in processes and b in processes]
     levels = _levels(edges, guilty or {b for _, b in edges})
-    boxes: dict[tuple[object, ...], list[Where]] = {}
+    boxes: dict[tuple[int, str, str, bool], list[Where]] = {}
     for where, level in levels.items():
         one = processes[where]
         boxes.setdefault((level, one.role, one.does[1] or one.ended, where in guilty), []).append(where)
     if len(levels) < 2 or len(boxes) > MAX_BOXES:
         return ""
-    columns: dict[object, int] = {}
+    columns: dict[int, int] = {}
     places: dict[Where, tuple[int, int]] = {}
     shapes = []
     for (level, role, line, bad), members in boxes.items():
         row = columns[level] = columns.get(level, -1) + 1
-        x, y = 10 + int(str(level)) * (WIDTH + GAP_X), 10 + row * (HEIGHT + GAP_Y)
+        x, y = 10 + level * (WIDTH + GAP_X), 10 + row * (HEIGHT + GAP_Y)
         places |= dict.fromkeys(members, (x, y))
         name = processes[members[0]].name if len(members) == 1 else f"{role} ×{len(members)}"
-        shapes.append(_box(x, y, name, str(line), bool(bad)))
+        shapes.append(_box(x, y, name, line, bad))
     lines = dict.fromkeys((places[a], places[b]) for a, b in edges if a in places and b in places)
     width = 20 + (max(levels.values()) + 1) * (WIDTH + GAP_X) - GAP_X
     height = 20 + (max(columns.values()) + 1) * (HEIGHT + GAP_Y) - GAP_Y
