@@ -1,9 +1,10 @@
 """What it costs to look at the processes of a job: wall and CPU seconds of one look, its pauses left out.
 
-    python benchmarks/process_tree.py [--processes 200]
+    python benchmarks/process_tree.py [--processes 200] [--rest SECONDS]
 
 Starts a tree of Python processes that wait in four ways (socket, queue, lock, sleep), looks at it, and prints one JSON line.
-CPU seconds are ours and those of py-spy.
+CPU seconds are ours and those of py-spy. With --rest a second line: what `allranks watch --tree` uses of one core between its
+looks, while nothing moves.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import multiprocessing
 import os
 import resource
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes
+
+#: Until the watch has begun; its first look is after 30 s.
+SETTLE_S = 8.0
 
 
 def wait(number: int, queue: multiprocessing.Queue, ready: multiprocessing.Semaphore) -> None:  # type: ignore[type-arg]
@@ -48,12 +54,48 @@ def cpu_s() -> float:
     return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
 
 
+def at_rest(first: int, seconds: float) -> float:
+    """Percent of one core that watching uses, after its start."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            sys.executable,
+            "-m",
+            "allranks",
+            "watch",
+            "--pid",
+            str(first),
+            "--tree",
+            "--wait",
+            "0",
+            "-o",
+            folder,
+        ]
+        watch = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            time.sleep(SETTLE_S)
+            began, used = time.monotonic(), _ticks(watch.pid)
+            time.sleep(seconds)
+            return 100 * (_ticks(watch.pid) - used) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
+        finally:
+            watch.terminate()
+            watch.wait()
+
+
+def _ticks(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return sum(map(int, file.read().rsplit(")", 1)[1].split()[11:15]))  # its children's, too
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, default=200)
-    count = parser.parse_args().processes
+    parser.add_argument(
+        "--rest", type=float, default=0.0, metavar="SECONDS", help="watch so long, at most 20"
+    )
+    args = parser.parse_args()
+    count = args.processes
     read, write = os.pipe()
     first = os.fork()
     if first == 0:
@@ -70,6 +112,8 @@ def main() -> int:
         finding = explain_processes(look)
         row = {"processes": len(look.processes), "wall_s": time.monotonic() - began, "cpu_s": cpu_s() - used}
         print(json.dumps({**{k: round(v, 2) for k, v in row.items()}, "state": finding.state}))
+        if args.rest:
+            print(json.dumps({"watching_percent_of_a_core": round(at_rest(first, args.rest), 2)}))
     finally:
         os.killpg(first, 9)
         os.waitpid(first, 0)

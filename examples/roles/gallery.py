@@ -1,6 +1,6 @@
 """Runs the jobs of this folder, asks `allranks stacks` who does not move, and compares the answer with the table in README.md.
 
-    python examples/roles/gallery.py [--only NAME] [--json]
+    python examples/roles/gallery.py [--only NAME] [--json] [--jobs N --limit SECONDS --output DIR]
 
 A job says on standard output which process has which role, and when it can be looked at. All its processes are ended
 afterwards, also those that have left its session: this process adopts them.
@@ -257,6 +257,34 @@ def run(case: Truth) -> Outcome:
     return Outcome(**{**asdict(judge(case, job.roles, answer)), "seconds": round(took, 1)})
 
 
+def run_one(case: Truth) -> Outcome:
+    """One job; a failure of its own is its outcome."""
+    try:
+        return run(case)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return Outcome(case.name, "error", str(error))
+
+
+def run_several(names: Iterable[str], jobs: int, limit_s: float) -> Iterator[Outcome]:
+    """Several at a time: each adopts what its own job leaves, so each needs a process."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    until = time.monotonic() + limit_s
+
+    def one(name: str) -> Outcome:
+        if time.monotonic() > until:
+            return Outcome(name, skipped="time")
+        words = [sys.executable, __file__, "--only", name, "--json"]
+        said = subprocess.run(words, capture_output=True, text=True)
+        try:
+            return Outcome(**json.loads(said.stdout))
+        except (ValueError, TypeError):
+            return Outcome(name, "error", said.stderr[-300:])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(one, names)
+
+
 def show(outcome: Outcome) -> str:
     if outcome.skipped:
         return f"skip  {outcome.name:<22} needs {outcome.skipped}"
@@ -274,18 +302,31 @@ def main() -> int:
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="run this job only; repeatable")
     parser.add_argument("--json", action="store_true", help="one JSON line for each job")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="so many at a time, each in a process"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, metavar="SECONDS", help="with --jobs: start none later"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="with --jobs: write roles.jsonl there")
     args = parser.parse_args()
     table = truth()
     if unknown := sorted(set(args.only or ()) - set(table)):
         parser.error(f"no job is called {', '.join(unknown)}")
+    names = args.only or list(table)
+    several = (
+        run_several(names, args.jobs, args.limit)
+        if args.jobs > 1
+        else (run_one(table[name]) for name in names)
+    )
     done = []
     try:
-        for name in args.only or table:
-            try:
-                outcome = run(table[name])
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                outcome = Outcome(name, "error", str(error))
+        for outcome in several:
             done.append(outcome)
+            if args.output:
+                args.output.mkdir(parents=True, exist_ok=True)
+                with (args.output / "roles.jsonl").open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
             print(json.dumps(asdict(outcome)) if args.json else show(outcome), flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

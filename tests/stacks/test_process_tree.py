@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -326,3 +327,57 @@ def test_black_boxes_say_who_has_not_come_to_a_call_of_a_group() -> None:
     assert set(found.edges) == {(("", 1), ("", 3)), (("", 2), ("", 3))}
     picture = draw(look, found)
     assert picture.count("<rect") == 3 and picture.count("marker-end") == 2
+
+
+def test_ranks_of_two_worlds_are_named_by_their_programs() -> None:
+    words = [("train.py", 0), ("train.py", 1), ("serve.py rollout", 0), ("serve.py rollout", 1)]
+    found = [
+        Process(n + 1, title=f"python -u /job/{word}", rank=rank, started_s=float(n))
+        for n, (word, rank) in enumerate(words)
+    ]
+    named = give_roles(found, {}, load_roles())
+    assert [one.name for one in named] == ["train 0", "train 1", "rollout 0", "rollout 1"]
+    assert [one.name for one in give_roles(found[:2], {}, load_roles())] == ["rank 0", "rank 1"]
+
+
+def _linked(pid: int, role: str, wait: WaitFor, *links: ProcessLink) -> Process:
+    return replace(_rank(pid, role, wait), links=links)
+
+
+def _to_store(port: int) -> tuple[ProcessLink, ProcessLink]:
+    """The two ends of a connection to a store at port 500."""
+    near, far = f"tcp n 127.0.0.1:{port}>127.0.0.1:500", f"tcp n 127.0.0.1:500>127.0.0.1:{port}"
+    return ProcessLink(3, "tcp", near, far, "client"), ProcessLink(4, "tcp", far, near, "server")
+
+
+def test_who_still_forms_a_group_that_the_others_use_has_come_late() -> None:
+    """A rollout that was started anew; the trainer and the other rollout wait for keys of the same store."""
+    ends = {port: _to_store(port) for port in (1, 2, 3)}
+    look = JobLook(
+        (
+            _linked(1, "trainer", WaitFor("store", ends=(ends[1][0].end,)), *ends[1], ends[2][1], ends[3][1]),
+            _linked(2, "rollout", WaitFor("rendezvous", ends=(ends[2][0].end,)), ends[2][0]),
+            _linked(3, "rollout", WaitFor("store", ends=(ends[3][0].end,)), ends[3][0]),
+            _rank(4, "trainer", WaitFor("idle")),
+        ),
+        5.0,
+    )
+    found = explain_processes(look)
+    assert (found.state, [one.pid for one in found.guilty]) == ("stuck", [2]), found.sentence
+
+
+def _gloo(number: int, here: str, there: str) -> ProcessLink:
+    return ProcessLink(number, "tcp", f"{here}>{there}", f"{there}>{here}", owner=f"gloo {number}")
+
+
+def test_an_idle_member_of_another_group_is_not_accused() -> None:
+    """Trainer 0 is in a call, and in two groups; nobody of either has come, but only those of one do something."""
+    look = JobLook(
+        (
+            _linked(1, "trainer", WaitFor("collective"), _gloo(7, "a", "b"), _gloo(8, "a", "c")),
+            _linked(2, "trainer", WaitFor("idle"), _gloo(7, "b", "a")),
+            _linked(3, "rollout", WaitFor("event", lock="weights"), _gloo(8, "c", "a")),
+        ),
+        5.0,
+    )
+    assert [one.pid for one in explain_processes(look).guilty] == [3]

@@ -73,18 +73,4 @@ def _order(members: list[Process], guilty: set[int]) -> tuple[bool, bool, int, i
 
 
 def _does(process: Process) -> str:
-    """What a process does: its thread that tells most."""
-    if not process.alive:
-        return f"has ended {process.ended}".strip()
-    told = sorted(
-        process.threads, key=lambda t: (t.wait.kind == "idle" or not t.wait.strong, not t.handles, not t.main)
-    )
-    if not told:
-        return "not read" if process.read else "is not Python"
-    user = told[0].user
-    where = (
-        f" at {user.file.rsplit('/', 1)[-1]}:{user.line} in {user.name.rsplit('.', 1)[-1]}"
-        if user is not None
-        else ""
-    )
-    return f"{told[0].wait.says}{where}"
+    return " at ".join(filter(None, process.does))

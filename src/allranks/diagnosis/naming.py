@@ -15,14 +15,22 @@ def with_names(found: Diagnosis, worlds: Sequence[World]) -> Diagnosis:
     if not worlds:
         return found
 
+    def all_of(texts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(rename(one, worlds) for one in texts)
+
     def tell(finding: Finding) -> Finding:
-        texts = {name: rename(getattr(finding, name), worlds) for name in ("sentence", "wrong_if")}
-        lists = ("evidence", "missing_evidence", "advice", "stack_labels")
-        many = {name: tuple(rename(one, worlds) for one in getattr(finding, name)) for name in lists}
-        return replace(finding, **texts, **many)
+        return replace(
+            finding,
+            sentence=rename(finding.sentence, worlds),
+            wrong_if=rename(finding.wrong_if, worlds),
+            evidence=all_of(finding.evidence),
+            missing_evidence=all_of(finding.missing_evidence),
+            advice=all_of(finding.advice),
+            stack_labels=all_of(finding.stack_labels),
+        )
 
     verdict = tell(found.verdict) if found.verdict is not None else None
-    summary = tuple(rename(line, worlds) for line in found.summary)
+    findings = tuple(map(tell, found.findings))
     return replace(
-        found, verdict=verdict, findings=tuple(map(tell, found.findings)), summary=summary, worlds=(*worlds,)
+        found, verdict=verdict, findings=findings, summary=all_of(found.summary), worlds=tuple(worlds)
     )

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from allranks.diagnosis.processes import SOON_S, Unit, Waits, find_waits
 from allranks.model.processes import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
-from allranks.model.stacks import StackFrame
 
 #: Waits for the end of a process or thread: that others run is no trouble.
 _LIFE = frozenset({"child", "thread", "stdin"})
@@ -231,6 +230,9 @@ def _beside(root: Root) -> list[Unit]:
 
 def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
     """Of a circle all, but of calls of a group and waits for keys those that wait for one partner, else the minority."""
+    late = [u for u in units if u.thread.wait.kind == "rendezvous"]
+    if 0 < len(late) < len(units):  # the others use a group that these still form: they came late
+        return late
     if len(units) == 1 or any(u.thread.wait.kind not in ("collective", "store") for u in units):
         return units
     partners = [u for u in units if u.thread.wait.operation in _P2P]
@@ -269,17 +271,12 @@ def _guilty(unit: Unit) -> Guilty:
     )
 
 
-def _at(frame: StackFrame | None) -> str:
-    if frame is None:
-        return ""
-    return f" at {frame.file.rsplit('/', 1)[-1]}:{frame.line} in {frame.name.rsplit('.', 1)[-1]}"
-
-
 def _says(unit: Unit) -> str:
     thread = "" if unit.thread.main or unit.thread.task else f", thread {unit.thread.name}"
     left = unit.thread.wait.left_s
     rest = f" for {left:.0f} s more" if unit.thread.wait.kind == "sleep" and left is not None else ""
-    return f"{unit.process.name} (pid {unit.process.pid}{thread}) {unit.thread.wait.says}{rest}{_at(unit.thread.user)}"
+    at = f" at {unit.thread.at}" if unit.thread.at else ""
+    return f"{unit.process.name} (pid {unit.process.pid}{thread}) {unit.thread.wait.says}{rest}{at}"
 
 
 def _sentence(root: Root) -> str:
@@ -337,9 +334,7 @@ def _link(pairs: Sequence[tuple[Unit, Unit]]) -> ChainLink:
     name = processes[0].name if len(processes) == 1 else f"{processes[0].role} {_runs(numbers)}".strip()
     says = unit.thread.wait.says if len(processes) == 1 else unit.thread.wait.says.replace("waits", "wait", 1)
     to = f", needs {target.process.name} (pid {target.process.pid})"
-    return ChainLink(
-        name, tuple(p.pid for p in processes), f"{says}{to}", _at(unit.thread.user).removeprefix(" at ")
-    )
+    return ChainLink(name, tuple(p.pid for p in processes), f"{says}{to}", unit.thread.at)
 
 
 def _runs(numbers: Sequence[int]) -> str:

@@ -103,7 +103,7 @@ class _Finder:
         if wait.ends:
             return self._shared(number, unit)
         if wait.key == "future":
-            pool = [n for n in near if _is_task(self.units[n].thread)]
+            pool = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
             return pool or ([] if _is_task(unit.thread) else self._beside(number, unit))
         if not wait.setters:
             return [] if wait.lock else self._beside(number, unit)
@@ -270,6 +270,13 @@ class _Finder:
             for links in groups.values()
         ]
         waiting = [[p for p in members if self._collects(p)] for members in sets]
+        if not any(
+            waiting
+        ):  # not a group whose members only wait for their next work, if another one may be it
+            waiting = [
+                [p for p in members if any(self.units[n].active for n in self.of.get(p.where, ()))]
+                for members in sets
+            ]
         if any(waiting):  # another member waits, too: that is the group
             sets = [members for members, come in zip(sets, waiting, strict=True) if come]
         found = [p for members in sets for p in members] or self._siblings(unit)
@@ -305,11 +312,18 @@ class _Finder:
         return world or [o for o in found if o.ppid == p.ppid and o.node == p.node]
 
     def _rendezvous(self, number: int, unit: Unit) -> list[int]:
+        """Those at the same store, where that is known, else of the same world, that are not forming it, too."""
+        if met := self._at_store(unit) if unit.thread.wait.ends else []:
+            return [n for n in met if self.units[n].thread.wait.kind != "rendezvous"]
         missing = [p for p in self._siblings(unit) if not self._collects(p)]
         return [n for p in missing for n in self._whole(p.where)]
 
     def _store(self, number: int, unit: Unit) -> list[int]:
         """All that are connected to the store and do not wait for a key themselves."""
+        return [n for n in self._at_store(unit) if self.units[n].thread.wait.kind != "store"]
+
+    def _at_store(self, unit: Unit) -> list[int]:
+        """All that are connected to the store on which a unit waits."""
         ends = unit.thread.wait.ends
         servers = _unique(
             p for link in unit.process.links if link.end in ends for p, _ in self.ends.get(link.peer, ())
@@ -330,8 +344,7 @@ class _Finder:
             )
         ]
         others = [p for p in _unique([*servers, *users]) if p is not unit.process]
-        found = [n for p in others if not p.system for n in self._whole(p.where)]
-        return [n for n in found if self.units[n].thread.wait.kind != "store"]
+        return [n for p in others if not p.system for n in self._whole(p.where)]
 
 
 def _same(held: str, lock: str) -> bool:

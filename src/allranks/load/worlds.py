@@ -28,11 +28,12 @@ class TraceFile:
 def split_worlds(files: Sequence[TraceFile]) -> list[list[TraceFile]]:
     """The files of each world. All are one where no rank number is used twice at a time; dumps know no world."""
     boxes = [f for f in files if f.raw.kind.startswith("black box")]
-    if not boxes or any(g.name.startswith("replicas/") for f in boxes for g in f.raw.groups):
+    replicas = any(g.name.startswith("replicas/") for f in boxes for g in f.raw.groups)
+    if replicas or not _clash(boxes):
         return [[*files]]
     by_key: dict[str, list[TraceFile]] = defaultdict(list)
-    for file in boxes:
-        by_key[_key(file)].append(file)
+    for file in boxes:  # the rank of a process without a world is what it inherited
+        by_key[_key(file)].append(replace(file, rank=-1) if _alone(file) else file)
     worlds: list[list[TraceFile]] = []
     for group in sorted(by_key.values(), key=_begin):
         known = next((world for world in worlds if not _apart(world, group)), None)
@@ -40,15 +41,40 @@ def split_worlds(files: Sequence[TraceFile]) -> list[list[TraceFile]]:
             worlds.append([*group])
         else:
             known += group
-    worlds[0] += [f for f in files if f not in boxes]
+    worlds[0] += [f for f in files if not f.raw.kind.startswith("black box")]
     return [_numbered(world) for world in worlds]
+
+
+def _clash(boxes: Sequence[TraceFile]) -> bool:
+    """Whether two processes have one number at the same time, or have none."""
+    newest: dict[int, TraceFile] = {}
+    for file in sorted(boxes, key=lambda f: (f.raw.header.start_ns, f.path)):
+        before = newest.get(file.rank)
+        if file.rank < 0 or (before is not None and _beside([before], [file])):
+            return True
+        newest[file.rank] = file
+    return False
+
+
+def _beside(one: Sequence[TraceFile], other: Sequence[TraceFile]) -> bool:
+    """Whether the later ones of these processes are not simply a restart of the earlier ones, in the same job."""
+    if {f.raw.header.job for f in one} != {f.raw.header.job for f in other}:
+        return False
+    if _role(one) != _role(other):
+        return True
+    return max(f.raw.last_event_ns() for f in one) > min(f.raw.header.start_ns for f in other)
 
 
 def _key(file: TraceFile) -> str:
     """Where a process meets the others of its world. A process that only made groups by hand has its role alone."""
     head, met = file.raw.header, file.raw.header.rendezvous
-    alone = file.rank < 0 or (not met.world_size and any(g.store for g in file.raw.groups))
-    return f"role {head.role}" if alone else met.address or met.store or head.launched.address
+    return f"role {head.role}" if _alone(file) else met.address or met.store or head.launched.address
+
+
+def _alone(file: TraceFile) -> bool:
+    """Whether a process is in no world: it only made groups by hand. Rank and size of its environment are another one's."""
+    made = any(group.store for group in file.raw.groups)
+    return file.rank < 0 or (made and not file.raw.header.rendezvous.world_size)
 
 
 def _begin(files: Sequence[TraceFile]) -> tuple[int, str]:
@@ -57,16 +83,10 @@ def _begin(files: Sequence[TraceFile]) -> tuple[int, str]:
 
 def _apart(one: Sequence[TraceFile], other: Sequence[TraceFile]) -> bool:
     """Whether both are worlds of their own: they share rank numbers, and one is not simply a restart of the other."""
-    shared = {f.rank for f in one} & {f.rank for f in other}
-    if {f.raw.header.job for f in one} != {f.raw.header.job for f in other}:
-        return False
-    if -1 in {f.rank for f in (*one, *other)}:
-        return _role(one) != _role(other) or any(f.rank >= 0 for f in (*one, *other))
-    if not shared:
-        return False
-    if _role(one) != _role(other):
-        return True
-    return max(f.raw.last_event_ns() for f in one) > min(f.raw.header.start_ns for f in other)
+    ranks, others = {f.rank for f in one}, {f.rank for f in other}
+    if -1 in ranks | others:
+        return _role(one) != _role(other) or ranks != others
+    return bool(ranks & others) and _beside(one, other)
 
 
 def _role(files: Sequence[TraceFile]) -> str:
@@ -91,7 +111,7 @@ def number_worlds(worlds: Sequence[Sequence[TraceFile]], intern: Callable[[Group
     roles = Counter(_role(files) for files in worlds if files)
     for files in worlds if len(worlds) > 1 else ():
         first = found[-1].first + found[-1].size if found else 0
-        size = max(max(f.raw.header.world_size or 0, f.rank + 1) for f in files)
+        size = max(max(0 if _alone(f) else f.raw.header.world_size or 0, f.rank + 1) for f in files)
         role = (_role(files) or "rank").replace("_", " ")
         same = sum(world.role.startswith(role) for world in found) + 1
         found.append(World(role if roles[_role(files)] == 1 else f"{role} (world {same})", first, size))
@@ -99,15 +119,27 @@ def number_worlds(worlds: Sequence[Sequence[TraceFile]], intern: Callable[[Group
     total = found[-1].first + found[-1].size if found else 0
     placed = [(f, offset) for files, offset in zip(worlds, offsets, strict=True) for f in files]
     members = _members_by_store(placed, total)
+    if not found and not members:
+        return [file for file, _ in placed]
     chosen = []
     for file, offset in placed:
         number = file.rank + offset
         raw = file.raw
-        size = total or raw.header.world_size
-        raw.header = replace(raw.header, rank=number, world_size=size, worlds=tuple(found))
+        known = total or raw.header.world_size
+        raw.header = replace(raw.header, rank=number, world_size=known, worlds=tuple(found))
         _move(raw, offset, members, intern)
+        if found:
+            raw.groups = tuple(intern(_of_world(g, raw.header.name.rpartition(" ")[0])) for g in raw.groups)
         chosen.append(replace(file, rank=number))
     return chosen
+
+
+def _of_world(group: Group, role: str) -> Group:
+    """A group of one world by a name that no other world has."""
+    if group.store or not group.name:
+        return group
+    desc = f"{group.desc} of {role}" if group.desc else ""
+    return replace(group, name=f"{role}/{group.name}", desc=desc)
 
 
 _Store = tuple[str, str, int]  # address, name and size of a group

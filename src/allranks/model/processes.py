@@ -85,6 +85,12 @@ class ThreadLook:
     user: StackFrame | None = None  # the innermost line of the user's own code
     later: tuple[str, ...] = ()  # names of FIFOs of the job that its function still mentions
 
+    @property
+    def at(self) -> str:
+        """ "reward.py:41 in judge"; "" without a line of the user's own."""
+        user = self.user
+        return f"{user.file.rsplit('/', 1)[-1]}:{user.line} in {user.name.rsplit('.', 1)[-1]}" if user else ""
+
 
 @dataclass(frozen=True)
 class GroupCall:
@@ -126,6 +132,19 @@ class Process:
     @property
     def where(self) -> Where:
         return self.node, self.pid
+
+    @property
+    def does(self) -> tuple[str, str]:
+        """What it does, and at which line: as its thread that tells most."""
+        if not self.alive:
+            return f"has ended {self.ended}".strip(), ""
+        if not self.threads:
+            return "not read" if self.read else "is not Python", ""
+        one = min(
+            self.threads,
+            key=lambda t: (t.wait.kind == "idle" or not t.wait.strong, not t.handles, not t.main),
+        )
+        return one.wait.says, one.at
 
     @property
     def name(self) -> str:

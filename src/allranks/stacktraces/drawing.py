@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from allranks.model.processes import JobLook, Process, ProcessFinding, Where
+from allranks.model.processes import JobLook, ProcessFinding, Where
 
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 90, 16
 MAX_BOXES, MAX_TEXT = 40, 34
@@ -17,21 +17,21 @@ def draw(look: JobLook, finding: ProcessFinding) -> str:
     guilty = {(g.node, g.pid) for g in finding.guilty}
     edges = [(a, b) for a, b in finding.edges if a in processes and b in processes]
     levels = _levels(edges, guilty or {b for _, b in edges})
-    boxes: dict[tuple[object, ...], list[Where]] = {}
+    boxes: dict[tuple[int, str, str, bool], list[Where]] = {}
     for where, level in levels.items():
         one = processes[where]
-        boxes.setdefault((level, one.role, _line(one), where in guilty), []).append(where)
+        boxes.setdefault((level, one.role, one.does[1] or one.ended, where in guilty), []).append(where)
     if len(levels) < 2 or len(boxes) > MAX_BOXES:
         return ""
-    columns: dict[object, int] = {}
+    columns: dict[int, int] = {}
     places: dict[Where, tuple[int, int]] = {}
     shapes = []
     for (level, role, line, bad), members in boxes.items():
         row = columns[level] = columns.get(level, -1) + 1
-        x, y = 10 + int(str(level)) * (WIDTH + GAP_X), 10 + row * (HEIGHT + GAP_Y)
+        x, y = 10 + level * (WIDTH + GAP_X), 10 + row * (HEIGHT + GAP_Y)
         places |= dict.fromkeys(members, (x, y))
         name = processes[members[0]].name if len(members) == 1 else f"{role} ×{len(members)}"
-        shapes.append(_box(x, y, name, str(line), bool(bad)))
+        shapes.append(_box(x, y, name, line, bad))
     lines = dict.fromkeys((places[a], places[b]) for a, b in edges if a in places and b in places)
     width = 20 + (max(levels.values()) + 1) * (WIDTH + GAP_X) - GAP_X
     height = 20 + (max(columns.values()) + 1) * (HEIGHT + GAP_Y) - GAP_Y
@@ -53,14 +53,6 @@ def _levels(edges: Sequence[tuple[Where, Where]], first: set[Where]) -> dict[Whe
                 levels[a] = levels[here] + 1
                 todo.append(a)
     return levels
-
-
-def _line(process: Process) -> str:
-    """Where its thread that tells most is."""
-    told = [t.user for t in process.threads if t.user is not None and t.wait.kind != "idle"]
-    return (
-        f"{told[0].file.rsplit('/', 1)[-1]}:{told[0].line}" if told else "" if process.alive else "has ended"
-    )
 
 
 def _box(x: int, y: int, name: str, line: str, bad: bool) -> str:

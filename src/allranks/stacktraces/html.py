@@ -93,13 +93,7 @@ def _thread_card(process: Process, thread: ThreadLook) -> StackCard:
 
 
 def _process_row(process: Process, guilty: bool) -> Row:
-    told = min(
-        process.threads, key=lambda t: (t.wait.kind == "idle" or not t.wait.strong, not t.main), default=None
-    )
-    user = told.user if told is not None else None
-    at = f"{user.file.rsplit('/', 1)[-1]}:{user.line}" if user is not None else ""
-    does = told.wait.says if told is not None else "" if process.alive else f"has ended: {process.ended}"
-    return Row((process.name, str(process.pid), does, at), "bad" if guilty else "")
+    return Row((process.name, str(process.pid), *process.does), "bad" if guilty else "")
 
 
 def _spaced(cause: str) -> str:

@@ -87,6 +87,12 @@ def give_roles(
         _with_role(one, entries.get(one.pid), rules, one.pid == root and len(processes) > 1)
         for one in processes
     ]
+    ranks = [one.rank for one in named if one.role == "rank"]
+    if len(set(ranks)) < len(ranks):  # several worlds: their programs tell them apart
+        named = [
+            replace(one, role=role_of_command(one.title) or "rank") if one.role == "rank" else one
+            for one in named
+        ]
     counts: dict[str, list[Process]] = {}
     for one in sorted(named, key=lambda p: (p.started_s, p.pid)):
         counts.setdefault(one.role, []).append(one)

@@ -397,7 +397,7 @@ def ended_actors(entries: Iterable[ProcessEntry], node: str) -> list[Process]:
         if match is None or os.path.exists(PROC / match[2]):
             continue
         name = re.search(r"^:actor_name:(\w+)", _tail(path, first=True), re.MULTILINE)
-        core = _tail(path.parent / f"python-core-worker-{match[1]}_{match[2]}.log")
+        core = "".join(_tail(path.parent / f"python-core-worker-{match[1]}_{match[2]}.log").splitlines()[-5:])
         if name is not None and not re.search(r"(?i)\bexit|shut|disconnect", core):
             found.append(
                 Process(

@@ -280,6 +280,13 @@ def _by_torch(a: _Asked) -> WaitFor | None:
         )
     if a.cause not in kinds:
         return None
+    if (
+        a.cause == "store_wait"
+        and not a.extra.fds
+        and a.thread.now is not None
+        and "poll" in a.thread.now.syscall
+    ):
+        return WaitFor("work", "is inside native code")  # it waits on no connection at all
     if a.cause == "store_wait" and a.extra.fds:
         ends = _ends(a.extra, a.around)
         return WaitFor("store", "waits for a key of the store", ends=ends, operation=a.operation)
@@ -289,7 +296,8 @@ def _by_torch(a: _Asked) -> WaitFor | None:
         "device": "waits for the device",
     }
     kind = kinds[a.cause]
-    return WaitFor(kind, says.get(kind, "waits for a key of the store"), operation=a.operation)
+    ends = _ends(a.extra, a.around) if kind == "rendezvous" else ()
+    return WaitFor(kind, says.get(kind, "waits for a key of the store"), ends=ends, operation=a.operation)
 
 
 def _by_ray(a: _Asked) -> WaitFor | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from allranks.blackbox.header import find_header, process_state
+from allranks.blackbox.header import find_header, process_stat, process_state
 from allranks.blackbox.reader import read_trace
 from allranks.channel import web_client
 from allranks.diagnosis.process_verdict import explain_processes
@@ -26,7 +26,7 @@ from allranks.model.processes import JobLook, Process, ProcessFinding
 from allranks.stacktraces.boxes import LiveBox, find_boxes
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.links import read_links
-from allranks.stacktraces.procfs import ProcessEntry, main_thread_work, read_proc
+from allranks.stacktraces.procfs import ProcessEntry, read_proc
 from allranks.stacktraces.roles import give_roles, with_roles
 from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes, write_look
 from allranks.watch.role_actions import choose_restart, restart_commands
@@ -40,7 +40,10 @@ MAX_PORTS, METRICS_LIMIT_S, RESTART_LIMIT_S = 8, 1.0, 600.0
 #: Between two looks for a silence that settled nothing.
 LOOK_AGAIN_S, LOOK_SELDOM_S = 30.0, 600.0
 #: Processes that are sampled every two seconds; more of them less often.
-PER_SAMPLE = 50
+PER_SAMPLE = 25
+POLL_S = 1.0
+#: A new process may change its title: so often all are read again.
+READ_AGAIN = 3
 #: A process that polls never looks silent: looks at these times, then every ten minutes. Two must agree.
 CHECKS_S, CHECK_EVERY_S, AGREE_S = (30.0, 60.0, 120.0, 240.0, 480.0), 600.0, 20.0
 
@@ -71,6 +74,8 @@ class RoleSidecar(Sidecar):
         self._restarts: list[tuple[str, float]] = []  # role, when
         self._processes: list[Process] = []
         self._entries: dict[int, ProcessEntry] = {}
+        self._all: set[int] = set()  # processes of the machine at the last look
+        self._unread = READ_AGAIN  # how often the processes are still read anew
         self._boxes: dict[int, LiveBox] = {}
         self._ports: dict[int, str] = {}  # pid -> address whose metrics are of an engine
         self._silent_ports: set[str] = set()  # addresses that answered nothing that we know
@@ -84,11 +89,13 @@ class RoleSidecar(Sidecar):
         self._suspect: frozenset[tuple[int, str, int]] = frozenset()  # of the last look: pid, file, line
         self._reported: frozenset[tuple[int, str, int]] = frozenset()
         self._points = tuple(sorted({*self._points, *CHECKS_S}))
+        self._poll_s = min(self._poll_s, POLL_S) if options.slow_ms else POLL_S
 
     def _observe(self, now: float) -> list[RankSample]:
         every = RESCAN_S if now < YOUNG_S else RESCAN_LATER_S
         if now - self._scanned_s >= every or not self._processes:
-            self._rescan()
+            if self._has_new():
+                self._rescan()
             self._scanned_s = now
         if now - self._sampled_s >= SAMPLE_S * max(1.0, len(self._processes) / PER_SAMPLE):
             found = [self._sample_role(now, one) for one in self._processes]
@@ -96,6 +103,17 @@ class RoleSidecar(Sidecar):
             self._sampled_s = now
             self._follow_phases(now)
         return self._samples
+
+    def _has_new(self) -> bool:
+        """Whether a process has begun since the last look that may belong to the job. At rest this only lists /proc."""
+        pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        new, self._all = pids - self._all, pids
+        for pid in new:
+            fields = process_stat(pid)
+            if len(fields) > 3 and {int(fields[1]), int(fields[3])} & {*self._roots, *self._entries}:
+                self._unread = READ_AGAIN
+        self._unread -= 1
+        return self._unread >= 0
 
     def _rescan(self) -> None:
         """The processes of the job, their roles, boxes and metrics."""
@@ -230,9 +248,10 @@ def _read_metrics(address: str) -> EngineMetrics | None:
 
 def _work_done(pid: int) -> tuple[int, int]:
     """Clock ticks of all its threads, context switches of its first one."""
-    fields = read_proc(pid, "stat").rsplit(")", 1)[-1].split()
+    fields = process_stat(pid)
     ticks = int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
-    return ticks, main_thread_work(pid)[1]
+    lines = read_proc(pid, "status").rsplit("voluntary_ctxt_switches:", 2)[1:]
+    return ticks, sum(int(line.split()[0]) for line in lines)
 
 
 def _log_bytes(pid: int) -> int:
