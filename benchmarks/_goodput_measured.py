@@ -132,7 +132,8 @@ def healthy(series: Series, kind: str, ranks: int, seed: int, folder: Path) -> R
     """Until a minute before the limit of the series."""
     begin, seconds = time.monotonic(), max(20.0, series.left_s - 60)
     words = ["--kind", kind, "--steps", "1000000", "--seconds", f"{seconds:.0f}", "--step-s", "0.2"]
-    output = series.run(launch("healthy", ranks, *words, "--seed", str(seed), *HEALTHY), folder)
+    job = launch("healthy", ranks, *words, "--seed", str(seed), *HEALTHY)
+    output = series.run(job, folder, limit_s=seconds + 60)
     alarms = slow_alarms(folder)
     steps = int(output.split("STEP_S ")[1].split()[1])
     hours = (time.monotonic() - begin) / 3600
