@@ -149,7 +149,7 @@ def healthy(series: Series, kind: str, ranks: int, seed: int, folder: Path) -> R
 # simulated against real replicas
 
 PLANS = ("kills", "pairs", "freezes")
-LENGTH_S = 90.0
+LENGTH_S, STALL_S = 90.0, 9.0
 
 
 def plan_faults(plan: str, replicas: int, seed: int) -> list[scale.Failure]:
@@ -178,7 +178,7 @@ def real_replicas(
 ) -> Result:
     """A real job with these faults, and the simulator with the same ones and the costs of `calibrate`."""
     faults = plan_faults(plan, replicas, seed)
-    real, away = run_replicas(series, replicas, faults, folder)
+    real, away, stalls = run_replicas(series, replicas, faults, folder)
     assumed = replace(
         scale.Assumptions(),
         ours_save_s=0.0,
@@ -197,6 +197,7 @@ def real_replicas(
         "simulated": round(simulated, 4),
         "error": round(error, 4),
         "away_s": [round(one, 2) for one in away],
+        "stalls_s": [round(one, 3) for one in stalls],
     }
 
 
@@ -207,8 +208,7 @@ def calibrate(series: Series, folder: Path) -> dict[str, float]:
         scale.Failure(36.0, 1, 1, True),
         scale.Failure(62.0, 1, 0, False),
     ]
-    stalls: list[float] = []
-    _, away = run_replicas(series, 4, faults, folder, stalls)
+    _, away, stalls = run_replicas(series, 4, faults, folder)
     return {
         "start_s": statistics.median(away or [5.0]),
         "kill_s": (stalls[0] + stalls[2]) / 2,
@@ -221,9 +221,8 @@ def run_replicas(
     replicas: int,
     faults: list[scale.Failure],
     folder: Path,
-    stalls: list[float] | None = None,
-) -> tuple[float, list[float]]:
-    """(share of useful time, seconds that each replica was away) of a real job.
+) -> tuple[float, list[float], list[float]]:
+    """(share of useful time, seconds that each replica was away, longest stall of all after each fault) of a real job.
 
     Useful: of each replica the time of the steps that it committed together with the others, as its own box tells.
     """
@@ -248,18 +247,17 @@ def run_replicas(
     steps: dict[int, tuple[int, int]] = {}  # replica -> pid, last step
     gone: dict[int, float] = {}
     away: list[float] = []
-    top, top_at, began, waiting = -1, 0.0, 0.0, list(faults)
-    pause: float = -1.0
+    stalls: list[float] = []
+    top, top_at, began, hit_at, pause, waiting = -1, 0.0, 0.0, 0.0, 0.0, list(faults)
     while series.left_s > 20 and job.poll() is None and (not began or time.monotonic() - began < LENGTH_S):
         now, samples = time.monotonic(), [one for one in read_samples(folder / "boxes") if one.alive]
         newest = max((one.step for one in samples), default=-1)
+        pause = max(pause, now - top_at - step_s) if top >= 0 else 0.0
         if newest > top:
-            if pause >= 0 and stalls is not None and newest > top + 1:
-                stalls.append(max(0.0, pause))
-                pause = -1.0
             top, top_at = newest, now
-        elif pause >= 0:
-            pause = max(pause, now - top_at - step_s)
+        if hit_at and now - hit_at > STALL_S:
+            stalls.append(pause)
+            hit_at = 0.0
         if not began:
             if len(samples) == replicas and all(one.step >= 10 for one in samples):
                 began, steps = now, {one.rank: (one.pid, one.step) for one in samples}
@@ -281,7 +279,7 @@ def run_replicas(
             for one in hit:
                 os.kill(one.pid, signal.SIGSTOP if fault.hang else signal.SIGKILL)
                 gone[one.rank] = now
-            pause = 0.0
+            pause, hit_at = 0.0, now
         time.sleep(0.02)
     took = time.monotonic() - began if began else 0.0
     if not took or waiting:
@@ -289,7 +287,7 @@ def run_replicas(
     job.terminate()
     series.finish(job)
     step_s_real = measure_pace(folder)
-    return useful / step_s * step_s_real / (replicas * took), away
+    return useful / step_s * step_s_real / (replicas * took), away, stalls
 
 
 def measure_pace(folder: Path) -> float:
