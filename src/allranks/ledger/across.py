@@ -83,10 +83,10 @@ def join_nodes(
     for node, notes in enumerate(passed):
         shares = [_lost(one, first, seen) for one in notes]
         begins = [one.begin - 1e-3 for one in notes]
-        for key, row in rows[node].items() if any(shares) else ():
+        for place, row in rows[node].items() if any(shares) else ():
             number = bisect_right(begins, row.begin) - 1
             if number >= 0 and shares[number] and row.begin < notes[number].end + FOR_S:
-                yield node, key, _book(row, shares[number])
+                yield node, place, _book(row, shares[number])
 
 
 def _lost(one: Passed, first: Mapping[int, tuple[int, int]], seen: Mapping[int, int]) -> dict[int, float]:

@@ -17,15 +17,8 @@ from allranks.model.trace import Flag, RankTrace
 
 #: Operations that nobody leaves before everybody has entered.
 SYNCHRONISING = (
-    "all_reduce",
-    "allreduce",
-    "all_gather",
-    "allgather",
-    "reduce_scatter",
-    "all_to_all",
-    "alltoall",
-    "barrier",
-)
+    "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall", "barrier",
+)  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS = 3
 
@@ -146,7 +139,8 @@ def find_messages(traces: Sequence[RankTrace], since_ns: int = 0) -> list[Messag
                 way = (rank, peer) if kind == "send" else (peer, rank)
                 if hosts.get(peer) == trace.header.host:
                     sides[(trace.groups[number].name, *way)][kind] = rows
-    found = [_pair(*way, side["send"], side["recv"]) for (_, *way), side in sides.items() if len(side) == 2]
+    both = ((sender, receiver, side) for (_, sender, receiver), side in sides.items() if len(side) == 2)
+    found = [_pair(sender, receiver, side["send"], side["recv"]) for sender, receiver, side in both]
     return [one for one in found if len(one.sent)]
 
 

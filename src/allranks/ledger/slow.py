@@ -10,7 +10,7 @@ pipelines are replayed together, in the order of the recording.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -100,27 +100,14 @@ def read_events(
     meetings: Sequence[Meetings], messages: Sequence[Messages] = ()
 ) -> tuple[tuple[int, ...], list[_Event]]:
     """The blocking calls of all groups in the order in which they were released, with own times."""
-    ranks = tuple(
-        sorted(
-            {rank for one in meetings for rank in one.ranks}
-            | {rank for one in messages for rank in (one.sender, one.receiver)}
-        )
-    )
+    pairs = {rank for one in messages for rank in (one.sender, one.receiver)}
+    ranks = tuple(sorted({rank for one in meetings for rank in one.ranks} | pairs))
     index = {rank: i for i, rank in enumerate(ranks)}
-    order: list[
-        tuple[float, int, int, int]
-    ] = []  # released, kind (a send before its receive), source, number
-    for source, one in enumerate(meetings):
-        released = one.arrived.max(axis=0)
-        order += [(float(released[k]), 2, source, int(k)) for k in np.flatnonzero(one.blocks.any(axis=0))]
-    for source, sent in enumerate(messages):
-        over = np.maximum(sent.sent, sent.asked)
-        order += [(float(at), 0, source, k) for k, at in enumerate(sent.sent)]
-        order += [(float(at), 1, source, k) for k, at in enumerate(over)]
     free = np.full(len(ranks), np.nan)
-    events, places = [], _Places()
+    events: list[_Event] = []
+    places: Counter[tuple[int, int, int]] = Counter()  # calls of a kind so far in a step
     numbers = np.cumsum([0, *(len(one.sent) for one in messages)])
-    for turn, (released, kind, source, k) in enumerate(sorted(order)):
+    for turn, (released, kind, source, k) in enumerate(_order(meetings, messages)):
         if kind == 2:
             meeting = meetings[source]
             members = np.array([index[rank] for rank in meeting.ranks])
@@ -136,27 +123,23 @@ def read_events(
             continue  # its first call here, or one that another group overlaps
         step = step if step >= 0 else turn
         message = int(numbers[source]) + k if kind < 2 else -1
-        place = places.next((kind, source), step)
-        events.append(
-            _Event(
-                step, members, own, elements, released, place,
-                message if kind == 0 else -1, message if kind == 1 else -1,
-            )
-        )  # fmt: skip
+        places[kind, source, step] += 1
+        place = (kind, source, places[kind, source, step])
+        way = (message, -1) if kind == 0 else (-1, message)
+        events.append(_Event(step, members, own, elements, released, place, *way))
     return ranks, events
 
 
-class _Places:
-    """Counts the calls of a kind within a step: the first of step 7 and the first of step 8 are at the same place."""
-
-    def __init__(self) -> None:
-        self._seen: dict[object, tuple[int, int]] = {}
-
-    def next(self, key: tuple[object, ...], step: int) -> tuple[object, ...]:
-        before, number = self._seen.get(key, (step, -1))
-        number = number + 1 if before == step else 0
-        self._seen[key] = step, number
-        return (*key, number)
+def _order(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> list[tuple[float, int, int, int]]:
+    """(when it was released, 0 send 1 receive 2 collective, of which of the arguments, its number there), in order."""
+    found: list[tuple[float, int, int, int]] = []
+    for source, one in enumerate(meetings):
+        released = one.arrived.max(axis=0)
+        found += [(float(released[k]), 2, source, int(k)) for k in np.flatnonzero(one.blocks.any(axis=0))]
+    for source, way in enumerate(messages):
+        for kind, times in enumerate((way.sent, np.maximum(way.sent, way.asked))):
+            found += [(float(at), kind, source, k) for k, at in enumerate(times)]
+    return sorted(found)
 
 
 Ideal = Callable[[int, _Event], np.ndarray]  # number of the event, and the event -> own times
