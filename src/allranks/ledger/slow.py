@@ -180,7 +180,9 @@ def as_fast_as_others(times: OwnTimes, chosen_ranks: Collection[int]) -> Ideal:
             return event.own
         if slow.all():
             return event.own * factor[event.ranks]
-        return np.where(slow, np.minimum(event.own, np.median(event.own[~slow])), event.own)
+        others_s = np.median(event.own[~slow])
+        found: np.ndarray = np.where(slow, np.minimum(event.own, others_s), event.own)
+        return found
 
     return ideal
 
