@@ -78,6 +78,9 @@ class Series:
         finally:
             with self._lock:
                 self._running.discard(process)
+        return self.log_of(process)
+
+    def log_of(self, process: subprocess.Popen[str]) -> str:
         return str(process.log.read_text(errors="replace"))  # type: ignore[attr-defined]
 
     def run(
