@@ -402,13 +402,9 @@ class Lateness:
         new = own_times(ranks, events)
         if old is not None and old.ranks == new.ranks and len(old.steps) and len(new.steps):
             fresh = new.steps > old.steps[-1]
-            new = OwnTimes(
-                ranks,
-                np.concatenate([old.steps, new.steps[fresh]])[-MEMORY:],
-                np.concatenate([old.at, new.at[fresh]])[-MEMORY:],
-                np.concatenate([old.own, new.own[:, fresh]], axis=1)[:, -MEMORY:],
-                np.concatenate([old.step_s, new.step_s[fresh]])[-MEMORY:],
-            )
+            both = ((old.steps, new.steps), (old.at, new.at), (old.own, new.own), (old.step_s, new.step_s))
+            joined = (np.concatenate([a, b[..., fresh]], axis=-1)[..., -MEMORY:] for a, b in both)
+            new = OwnTimes(ranks, *joined)
         self.times = new
         found = []
         for index, rank in enumerate(ranks):
