@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -194,6 +195,20 @@ def test_a_running_job_is_told_once_that_a_rank_became_slow() -> None:
         traces, _ = record(plan, factors[:, :seen])
         told += [(change.rank, seen) for change in lateness.add(traces)]
     assert told == [(2, 160)]
+
+
+def test_looks_may_cut_a_step_in_two_and_the_boxes_forget() -> None:
+    """Four collectives in a step, boxes of forty steps, a look every fifteen steps in the middle of a step."""
+    factors = noise(10, ranks=4, steps=300)
+    traces, _ = record([((0, 1, 2, 3), 0.25)] * 4, factors)
+    lateness = Lateness()
+    for calls in range(62, 1200, 62):
+        seen = [replace(trace, calls=trace.calls[max(0, calls - 160) : calls]) for trace in traces]
+        assert lateness.add(seen) == []
+    assert lateness.times is not None and np.array_equal(
+        lateness.times.steps, np.arange(1, len(lateness.times.steps) + 1)
+    )
+    assert np.allclose(lateness.times.own[1], factors[1, lateness.times.steps] * STEP_S, rtol=0.05)
 
 
 def pipeline(factors: np.ndarray, microbatches: int = 4) -> tuple[list[RankTrace], float]:

@@ -400,11 +400,14 @@ class Lateness:
         if len(ranks) < MIN_RANKS:
             return []
         new = own_times(ranks, events)
-        if old is not None and old.ranks == new.ranks and len(old.steps) and len(new.steps):
-            fresh = new.steps > old.steps[-1]
+        whole = np.arange(len(new.at)) < len(new.at) - 1  # the last step may not be over
+        if old is not None and old.ranks == new.ranks and len(old.at):
+            fresh = whole & (new.at > old.at[-1])
             both = ((old.steps, new.steps), (old.at, new.at), (old.own, new.own), (old.step_s, new.step_s))
             joined = (np.concatenate([a, b[..., fresh]], axis=-1)[..., -MEMORY:] for a, b in both)
             new = OwnTimes(ranks, *joined)
+        else:
+            new = OwnTimes(ranks, *(one[..., whole] for one in (new.steps, new.at, new.own, new.step_s)))
         self.times = new
         found = []
         for index, rank in enumerate(ranks):
