@@ -26,6 +26,7 @@ from allranks.lighthouse.decide import Form, decide
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.state import QuorumState
 from allranks.model.cluster import Member
+from allranks.model.formatting import count
 from allranks.supervise.restarts import RestartHistory, RestartOptions, decide_restart
 
 RESULTS = Path(__file__).parent / "results"
@@ -217,7 +218,7 @@ def draw(curves: dict[int, dict[str, float]], days: float, failures: dict[int, i
         parts.append(f'<text x="{LEFT - 6}" y="{y(share) + 4}" text-anchor="end">{share:.1%}</text>')
     for gpus in curves:
         parts.append(f'<text x="{x(gpus)}" y="{TOP + HIGH + 18}" text-anchor="middle">{gpus:,}</text>')
-        note = f"{failures[gpus]:,} failures"
+        note = count(failures[gpus], "failure")
         parts.append(
             f'<text x="{x(gpus)}" y="{TOP + HIGH + 33}" text-anchor="middle" fill="#888" font-size="9">{note}</text>'
         )
