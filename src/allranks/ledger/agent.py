@@ -38,6 +38,7 @@ SLOW_S, SLOW_MIN_S, SLOW_STEPS = (
     5.0,
     15,
 )  # how often ranks are compared: after so many steps, between these
+COMPARE_S = 0.5  # longest time for reading what other nodes noted
 MAX_ENDED, MAX_AGENTS = 64, 64
 FAULTS = (
     "died",
@@ -179,9 +180,9 @@ class LedgerKeeper:
     def _notes_of_all(self, now: float) -> dict[str, Passed]:
         """What the agents of the job noted of the last seconds, by node."""
         assert self._recent is not None and self._file is not None
-        found = {self.node: self._recent}
+        found, limit = {self.node: self._recent}, time.monotonic() + COMPARE_S
         for path in find_ledgers(self.folder, self.job):
-            if path != self._file.path:
+            if path != self._file.path and time.monotonic() < limit:
                 start, note = read_recent(path)
                 if start is not None and note is not None and note.end > now - 3 * RECENT_S:
                     found[start.node if start.node not in found else path.stem] = note
