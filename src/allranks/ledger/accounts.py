@@ -57,10 +57,6 @@ class Accounts:
     )  # processes whose place a rank of another number has
     _folded: float = 0.0
 
-    @property
-    def ranks(self) -> int:
-        return len(self._books)
-
     def observe(self, now: float, samples: Sequence[Sampled]) -> list[Booked]:
         """One sample of this node's ranks; returns the rows that are finished by now."""
         for sample in sorted(samples, key=lambda one: one.start_ns):

@@ -35,7 +35,6 @@ class Meetings:
     blocks: np.ndarray  # whether the rank waits in this call (and does not compute meanwhile)
     elements: np.ndarray  # of the input, ranks x collectives
     waits_s: np.ndarray  # late, where it blocks
-    took: np.ndarray  # seconds inside the call
 
     @property
     def last(self) -> np.ndarray:
@@ -94,9 +93,9 @@ def _match(name: str, lane: Lane) -> Meetings | None:
     took = np.where(ended > 0, ended - arrived, 0.0)
     late = arrived.max(axis=0) - arrived if len(hosts) == 1 else took - took.min(axis=0)
     if len(hosts) > 1:  # by the clock of the first rank
-        parts = (arrived[0] + late[0] - late, late, blocks, elements, took, step)
-        arrived, late, blocks, elements, took, step = (part[..., done] for part in parts)
-    return Meetings(name, ranks, arrived, late, step, blocks, elements, np.where(blocks, late, 0.0), took)
+        parts = (arrived[0] + late[0] - late, late, blocks, elements, step)
+        arrived, late, blocks, elements, step = (part[..., done] for part in parts)
+    return Meetings(name, ranks, arrived, late, step, blocks, elements, np.where(blocks, late, 0.0))
 
 
 def overlaps(trace: RankTrace) -> np.ndarray:
