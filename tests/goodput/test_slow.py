@@ -197,6 +197,18 @@ def test_a_running_job_is_told_once_that_a_rank_became_slow() -> None:
     assert told == [(2, 160)]
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_recovers_does_not_make_the_others_slow(ranks: int) -> None:
+    """A slow rank was replaced: it is told once, and nobody else is."""
+    factors = noise(14, ranks=ranks, steps=300)
+    factors[1, 80:160] *= 2.0
+    lateness, told = Lateness(), []
+    for seen in range(40, 301, 20):
+        traces, _ = record([(tuple(range(ranks)), 1.0)], factors[:, :seen])
+        told += [change.rank for change in lateness.add(traces)]
+    assert told == [1]
+
+
 def test_looks_may_cut_a_step_in_two_and_the_boxes_forget() -> None:
     """Four collectives in a step, boxes of forty steps, a look every fifteen steps in the middle of a step."""
     factors = noise(10, ranks=4, steps=300)

@@ -329,7 +329,7 @@ def _classify(
     first = int(shares.argmax())
     told = f"rank {times.ranks[first]} was the slowest in {shares[first]:.0%} of {int(slow.sum())} slow steps"
     if kind == "stage":
-        return STAGE, (f"{ranks_text(what_if.ranks)} computes longer than the other stages of the pipeline",)
+        return STAGE, (f"this stage computes longer than the others: {ranks_text(what_if.ranks)}",)
     if kind in ("node", "group"):
         return kind, (f"ranks {rank_list(what_if.ranks)} are slow together", told)
     if kind == "rank" and shares[first] >= OFTEN:
@@ -381,7 +381,9 @@ def _length_link(events: Sequence[_Event]) -> float:
 
 def rank_change(times: OwnTimes, index: int, rank: int) -> ChangePoint | None:
     """When a rank became slower than the others, if it did."""
-    others = np.median(np.delete(times.own, index, axis=0), axis=0)
+    others = np.sort(np.delete(times.own, index, axis=0), axis=0)[
+        (len(times.own) - 2) // 2
+    ]  # of two the faster
     return find_change(times.own[index] - others, others, times.at, rank)
 
 
