@@ -28,6 +28,8 @@ MIN_RANKS = 2
 MEMORY, AGAIN_S = 400, 600.0
 OVERLAP = 4  # steps that are read again, since the first ones of a reading are cut
 MIN_GAIN = 0.02  # of a step: less is noise
+MOST = 0.75  # of the largest gain
+SMOOTH = 11  # steps
 OFTEN = 0.6  # of the steps: the same rank is the last
 ALWAYS, SINCE, TURNS, LENGTH = (
     "one rank always",
@@ -165,41 +167,53 @@ def replay(
     return {step: ends[step] - ends[before] for before, step in itertools.pairwise(steps)}
 
 
-def as_fast_as_others(times: OwnTimes, chosen_ranks: Collection[int]) -> Ideal:
-    """These ranks (as indices) take what the others take in the same collective; alone, as much less as in a whole step."""
+def as_fast_as_others(events: Sequence[_Event], times: OwnTimes, chosen_ranks: Collection[int]) -> Ideal:
+    """These ranks (as indices) take what another rank took in the same collective one step before, so that they are as uneven
+    as the others; alone they take as much less as in a whole step."""
     chosen = np.zeros(len(times.ranks), bool)
     chosen[list(chosen_ranks)] = True
     per_step = np.median(times.own, axis=1)
     others = float(np.median(per_step[~chosen])) if not chosen.all() else 0.0
-    factor = np.ones(len(chosen))
-    factor[chosen] = np.minimum(1.0, others / np.maximum(per_step[chosen], 1e-9))
-
-    def ideal(number: int, event: _Event) -> np.ndarray:
-        slow = chosen[event.ranks]
-        if not slow.any():
-            return event.own
+    factor = np.where(chosen, np.minimum(1.0, others / np.maximum(per_step, 1e-9)), 1.0)
+    ideal: dict[int, np.ndarray] = {}
+    for numbers, own in _at_places(events):
+        slow = chosen[events[numbers[0]].ranks]
         if slow.all():
-            return event.own * factor[event.ranks]
-        others_s = np.median(event.own[~slow])
-        found: np.ndarray = np.where(slow, np.minimum(event.own, others_s), event.own)
-        return found
-
-    return ideal
+            own = own * factor[events[numbers[0]].ranks]
+        elif slow.any():
+            level = _running_median(np.median(own[:, ~slow], axis=1))
+            before = np.maximum(np.arange(len(own)) - 1, 0)
+            who = np.flatnonzero(~slow)[np.arange(len(own)) % (~slow).sum()]
+            drawn = own[before, who] * level / np.maximum(level[before], 1e-9)
+            own = np.where(slow, drawn[:, None], own)
+        ideal |= dict(zip(numbers, own, strict=True))
+    return lambda number, event: ideal[number]
 
 
 def without_pauses(events: Sequence[_Event]) -> Ideal:
     """Every rank takes what it usually takes at this place, beside the fastest."""
-    at_place: dict[object, list[int]] = defaultdict(list)
-    for number, event in enumerate(events):
-        at_place[event.place, len(event.own)].append(number)
     usual: dict[int, np.ndarray] = {}
-    for numbers in at_place.values():
-        own = np.array([events[number].own for number in numbers])
+    for numbers, own in _at_places(events):
         alone = own.shape[1] == 1
         excess = own - (np.median(own, axis=0) if alone else own.min(axis=1, keepdims=True))
         ceiling = own - excess + np.median(excess, axis=0)
         usual |= dict(zip(numbers, np.minimum(own, ceiling), strict=True))
     return lambda number, event: usual[number]
+
+
+def _at_places(events: Sequence[_Event]) -> list[tuple[list[int], np.ndarray]]:
+    """For each place: the numbers of its events, and their own times (events x ranks)."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for number, event in enumerate(events):
+        found[event.place].append(number)
+    return [(numbers, np.array([events[number].own for number in numbers])) for numbers in found.values()]
+
+
+def _running_median(values: np.ndarray) -> np.ndarray:
+    """Of each value and its neighbours: what all ranks do alike, longer inputs say."""
+    padded = np.pad(values, SMOOTH // 2, mode="edge")
+    found: np.ndarray = np.median(np.lib.stride_tricks.sliding_window_view(padded, SMOOTH), axis=1)
+    return found
 
 
 def own_times(ranks: tuple[int, ...], events: Sequence[_Event]) -> OwnTimes:
@@ -235,13 +249,20 @@ def find_slow(traces: Sequence[RankTrace], phases: Phases | None = None) -> Slow
             hosts[trace.header.host].append(ranks.index(trace.header.rank))
     found = []
     for one in _candidates(times, hosts, meetings, messages):
-        ideal = without_pauses(events) if one.kind == "pauses" else as_fast_as_others(times, one.members)
+        ideal = (
+            without_pauses(events) if one.kind == "pauses" else as_fast_as_others(events, times, one.members)
+        )
         step_s = _typical(replay(events, len(ranks), ideal))
         gain = 1 - step_s / max(base, 1e-9)
         found.append((one.kind, WhatIf(one.who, tuple(ranks[i] for i in one.members), step_s, gain)))
-    gains = sorted(
+    best = max(one.gain for _, one in found)
+    gains = sorted(  # few ranks that explain most of it come before many that explain all
         (one for one in found if one[1].gain >= MIN_GAIN),
-        key=lambda one: (-round(one[1].gain, 2), len(one[1].ranks)),
+        key=lambda one: (
+            one[1].gain < MOST * best,
+            len(one[1].ranks) if one[1].gain >= MOST * best else 0,
+            -one[1].gain,
+        ),
     )
     what_ifs = [one for _, one in gains]
     cause, evidence = _classify(times, events, gains[0], phases or {}) if gains else ("", ())
