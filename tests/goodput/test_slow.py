@@ -123,6 +123,19 @@ def test_long_inputs_are_named_where_calls_show_their_size() -> None:
     assert found is not None and found.cause == "input length"
 
 
+def test_sizes_that_are_exchanged_before_the_tokens_show_the_length_too() -> None:
+    """Expert parallel: ranks wait in the small exchange of sizes, the large one that follows has the tokens."""
+    sizes = np.random.default_rng(16).integers(100, 300, (8, 120))
+    plan: Plan = [(tuple(range(8)), 1.0), (tuple(range(8)), 0.001)]
+    _, expected = record(plan, np.ones((8, 120)))
+    traces, _ = record(plan, sizes / 200)
+    for rank, trace in enumerate(traces):
+        trace.calls["in_numel"][1::2] = sizes[rank]
+    found = find_slow(traces)
+    assert found is not None and (found.cause, found.what_ifs[0].who) == ("input length", "uneven inputs")
+    assert found.what_ifs[0].step_s == pytest.approx(expected, rel=0.05)
+
+
 def test_saves_are_named() -> None:
     factors = noise(7)
     factors[0, 10::10] *= 2.5

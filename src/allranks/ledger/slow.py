@@ -30,6 +30,7 @@ OVERLAP = 4  # steps that are read again, since the first ones of a reading are 
 MIN_GAIN = 0.02  # of a step: less is noise
 MOST = 0.75  # of the largest gain
 SMOOTH = 11  # steps
+PAUSE = 6.0  # times the usual spread: a longer time is a pause
 OFTEN = 0.6  # of the steps: the same rank is the last
 ALWAYS, SINCE, TURNS, LENGTH = (
     "one rank always",
@@ -191,12 +192,16 @@ def as_fast_as_others(events: Sequence[_Event], times: OwnTimes, chosen_ranks: C
 
 
 def without_pauses(events: Sequence[_Event]) -> Ideal:
-    """Every rank takes what it usually takes at this place, beside the fastest."""
+    """No rank takes longer than the typical one of the same collective, and what it usually takes more than that."""
     usual: dict[int, np.ndarray] = {}
     for numbers, own in _at_places(events):
-        alone = own.shape[1] == 1
-        excess = own - (np.median(own, axis=0) if alone else own.min(axis=1, keepdims=True))
-        ceiling = own - excess + np.median(excess, axis=0)
+        least = own.min(axis=1) if own.shape[1] > 1 else _running_median(own[:, 0])
+        excess = own - least[:, None]
+        typical = np.median(excess, axis=0)
+        spread = np.median(np.abs(excess - typical), axis=0)
+        without = least[:, None] + np.minimum(excess, typical + PAUSE * spread)
+        middle = np.median(without, axis=1, keepdims=True)
+        ceiling = middle + np.median(without - middle, axis=0)
         usual |= dict(zip(numbers, np.minimum(own, ceiling), strict=True))
     return lambda number, event: usual[number]
 
@@ -342,7 +347,7 @@ def _classify(
         )
     if (share := _collected_share(times, top, worst, phases)) > 0.5:
         return COLLECTING, (f"garbage collection was running in {share:.0%} of the delay",)
-    if (link := _length_link(events)) > 0.7:
+    if (link := _length_link(times, events)) > 0.7:
         return LENGTH, (f"own time follows the size of the input (correlation {link:.2f})",)
     if not slow.any():
         return TURNS if kind == "pauses" else ALWAYS, ()
@@ -389,13 +394,16 @@ def _collected_share(times: OwnTimes, top: np.ndarray, worst: np.ndarray, phases
     return explained / max(lost, 1e-9)
 
 
-def _length_link(events: Sequence[_Event]) -> float:
-    """Correlation of own times with the sizes of inputs, where sizes differ between ranks."""
-    pairs = [(e.own - e.own.mean(), e.elements - e.elements.mean()) for e in events if np.ptp(e.elements) > 0]
-    if len(pairs) < MIN_STEPS:
-        return 0.0
-    own, size = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
-    if own.std() == 0 or size.std() == 0:
+def _length_link(times: OwnTimes, events: Sequence[_Event]) -> float:
+    """Correlation of own times with the sizes of inputs, step by step, where sizes differ between ranks."""
+    column = {int(step): k for k, step in enumerate(times.steps)}
+    sizes = np.zeros(times.own.shape)
+    for event in events:
+        if event.step in column:
+            sizes[event.ranks, column[event.step]] += event.elements
+    differ = np.ptp(sizes, axis=0) > 0
+    own, size = ((one - one.mean(axis=0))[:, differ].ravel() for one in (times.own, sizes))
+    if differ.sum() < MIN_STEPS or own.std() == 0 or size.std() == 0:
         return 0.0
     return float(np.corrcoef(own, size)[0, 1])
 
