@@ -108,13 +108,13 @@ def test_a_rank_that_becomes_slow_is_an_incident_with_the_line_that_it_is_at(tmp
     script = [
         str(JOB),
         "--steps",
-        "180",
+        "150",
         "--step-s",
-        "0.1",
+        "0.05",
         "--slow-rank",
         "1",
         "--slow-s",
-        "0.1",
+        "0.05",
         "--slow-at",
         "60",
     ]
