@@ -108,7 +108,7 @@ def test_a_rank_that_becomes_slow_is_an_incident_with_the_line_that_it_is_at(tmp
     script = [
         str(JOB),
         "--steps",
-        "150",
+        "200",
         "--step-s",
         "0.05",
         "--slow-rank",
