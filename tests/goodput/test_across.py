@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.goodput.test_slow import DDP, FSDP, STEP_S, T0, Plan, noise, record
 
 from allranks.ledger.across import NodeLateness, choose, note_passed
 from allranks.ledger.agent import LedgerKeeper
 from allranks.ledger.file import NodeLedger, find_ledgers
 from allranks.ledger.records import Booked, Record, RunStart
 from allranks.ledger.summary import account
+from goodput.test_slow import DDP, FSDP, STEP_S, T0, Plan, noise, record
 
 
 def ledgers(plan: Plan, factors: np.ndarray, steps: int = 120) -> tuple[list[NodeLedger], float]:

@@ -222,6 +222,24 @@ def test_a_rank_that_recovers_does_not_make_the_others_slow(ranks: int) -> None:
     assert told == [1]
 
 
+def test_a_rank_that_has_left_is_not_compared() -> None:
+    """The box of an evicted replica stays, and the others train on in a new group."""
+    before, step_s = record([((0, 1, 2), 1.0)], noise(17, ranks=3, steps=100))
+    after, _ = record([((0, 1), 1.0)], noise(18, ranks=2, steps=100))
+    traces = [before[1]]
+    for old, new in ((before[0], after[0]), (before[2], after[1])):
+        calls = new.calls.copy()
+        calls["group"], calls["step"] = 2, calls["step"] + 100
+        for column in ("created_ns", "completed_ns"):
+            calls[column] += int(100 * step_s * 1e9)
+        groups = (*old.groups, Group("new", ranks=(0, 2)))
+        traces.append(replace(old, calls=np.concatenate([old.calls, calls]), groups=groups))
+    lateness = Lateness()
+    for seen in range(20, 201, 20):
+        assert lateness.add([replace(trace, calls=trace.calls[:seen]) for trace in traces]) == []
+    assert lateness.times is not None and lateness.times.ranks == (0, 2)
+
+
 def test_looks_may_cut_a_step_in_two_and_the_boxes_forget() -> None:
     """Four collectives in a step, boxes of forty steps, a look every fifteen steps in the middle of a step."""
     factors = noise(10, ranks=4, steps=300)

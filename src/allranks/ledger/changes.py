@@ -35,7 +35,7 @@ def find_change(late: np.ndarray, others: np.ndarray, at: np.ndarray, rank: int)
     """The first lasting change for the worse. `late`: own time less that of the others, for each step; `others`: theirs."""
     if len(late) < BEFORE + AFTER:
         return None
-    share = late / np.maximum(others, 1e-9)
+    share = np.where(others > 0, late / np.maximum(others, 1e-9), 0.0)
     windows = np.lib.stride_tricks.sliding_window_view(share, BEFORE + AFTER)
     before, after = windows[:, :BEFORE], windows[:, BEFORE:]
     low = np.median(before, axis=1)

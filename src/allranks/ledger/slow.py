@@ -431,6 +431,11 @@ class Lateness:
         if len(ranks) < MIN_RANKS:
             return []
         new = own_times(ranks, events)
+        here = new.own[:, -OVERLAP:].max(axis=1, initial=0.0) > 0  # who took part in the newest steps
+        ranks = tuple(itertools.compress(ranks, here))
+        if len(ranks) < MIN_RANKS:
+            return []
+        new = replace(new, ranks=ranks, own=new.own[here])
         whole = np.arange(len(new.at)) < len(new.at) - 1  # the last step may not be over
         if old is not None and old.ranks == new.ranks and len(old.at):
             fresh = whole & (new.at > old.at[-1])
