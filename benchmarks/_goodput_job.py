@@ -57,7 +57,7 @@ def one_step(args: argparse.Namespace, rank: int, step: int, began: int, attempt
     if step == began and args.first_s:
         time.sleep(args.first_s)
     time.sleep(args.step_s)
-    if rank == args.slow_rank and step >= args.slow_at:
+    if rank == args.slow_rank and step >= args.slow_at and not (args.slow_at and attempt):
         time.sleep(args.slow_s)
     if attempt == 0 and step == args.kill_at and rank == args.kill_rank:
         planted(rank, "kill", 0.0)

@@ -10,13 +10,14 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import scale
 from _series import Result, Series
+from allranks.watch.samples import RankSample, read_samples
 
 PROGRAMS = str(Path(__file__).parent / "_goodput_programs.py")
 JOB = str(Path(__file__).parent / "_goodput_job.py")
@@ -129,17 +130,17 @@ def healthy_cases(series: Series, seed: int, runs: int) -> dict[str, Callable[[P
 
 
 def healthy(series: Series, kind: str, ranks: int, seed: int, folder: Path) -> Result:
-    """Until a minute before the limit of the series."""
-    begin, seconds = time.monotonic(), max(20.0, series.left_s - 60)
+    """So long that it has ended before the limit of the series, with a slow start."""
+    seconds = max(20.0, series.left_s - 110)
     words = ["--kind", kind, "--steps", "1000000", "--seconds", f"{seconds:.0f}", "--step-s", "0.2"]
-    output = series.run(launch("healthy", ranks, *words, "--seed", str(seed), *HEALTHY), folder)
+    job = launch("healthy", ranks, *words, "--seed", str(seed), *HEALTHY)
+    output = series.run(job, folder, limit_s=seconds + 110)
     alarms = slow_alarms(folder)
     steps = int(output.split("STEP_S ")[1].split()[1])
-    hours = (time.monotonic() - begin) / 3600
     return {
         "right": not alarms,
         "kind": kind,
-        "hours": round(hours, 4),
+        "hours": round(seconds / 3600, 4),
         "steps": steps,
         "alarms": [text for _, _, text in alarms],
     }
@@ -148,7 +149,7 @@ def healthy(series: Series, kind: str, ranks: int, seed: int, folder: Path) -> R
 # simulated against real replicas
 
 PLANS = ("kills", "pairs", "freezes")
-LENGTH_S = 90.0
+LENGTH_S, STALL_S, STEP_S = 90.0, 9.0, 0.1
 
 
 def plan_faults(plan: str, replicas: int, seed: int) -> list[scale.Failure]:
@@ -177,7 +178,7 @@ def real_replicas(
 ) -> Result:
     """A real job with these faults, and the simulator with the same ones and the costs of `calibrate`."""
     faults = plan_faults(plan, replicas, seed)
-    real, away = run_replicas(series, replicas, faults, folder)
+    real, seen = run_replicas(series, replicas, faults, folder)
     assumed = replace(
         scale.Assumptions(),
         ours_save_s=0.0,
@@ -195,7 +196,8 @@ def real_replicas(
         "real": round(real, 4),
         "simulated": round(simulated, 4),
         "error": round(error, 4),
-        "away_s": [round(one, 2) for one in away],
+        "away_s": [round(one, 2) for one in seen.away],
+        "stalls_s": [round(one, 3) for one in seen.stalls],
     }
 
 
@@ -206,89 +208,83 @@ def calibrate(series: Series, folder: Path) -> dict[str, float]:
         scale.Failure(36.0, 1, 1, True),
         scale.Failure(62.0, 1, 0, False),
     ]
-    stalls: list[float] = []
-    _, away = run_replicas(series, 4, faults, folder, stalls)
-    return {
-        "start_s": statistics.median(away or [5.0]),
-        "kill_s": (stalls[0] + stalls[2]) / 2,
-        "freeze_s": stalls[1],
-    }
+    _, seen = run_replicas(series, 4, faults, folder)
+    kill, freeze, again = seen.stalls
+    return {"start_s": statistics.median(seen.away), "kill_s": (kill + again) / 2, "freeze_s": freeze}
+
+
+@dataclass
+class Progress:
+    """What the boxes of a job's replicas tell, look by look."""
+
+    replicas: int
+    useful_steps: int = 0  # of each replica those that it committed together with the others
+    away: list[float] = field(default_factory=list)  # seconds that a replica that was hit did not train
+    stalls: list[float] = field(default_factory=list)  # longest pause of all after each fault
+    began: float = 0.0
+    _top: int = -1
+    _top_at: float = 0.0
+    _hit_at: float = 0.0
+    _pause: float = 0.0
+    _steps: dict[int, tuple[int, int]] = field(default_factory=dict)  # replica -> pid, last step
+    _gone: dict[int, float] = field(default_factory=dict)
+
+    def look(self, now: float, samples: Sequence[RankSample]) -> None:
+        newest = max((one.step for one in samples), default=-1)
+        if self._top >= 0:
+            self._pause = max(self._pause, now - self._top_at - STEP_S)
+        if newest > self._top:
+            self._top, self._top_at = newest, now
+        if self._hit_at and now - self._hit_at > STALL_S:
+            self.stalls.append(self._pause)
+            self._hit_at = 0.0
+        if self.began:
+            self._count(now, samples)
+        elif len(samples) == self.replicas and all(one.step >= 10 for one in samples):
+            self.began, self._steps = now, {one.rank: (one.pid, one.step) for one in samples}
+
+    def _count(self, now: float, samples: Sequence[RankSample]) -> None:
+        for one in samples:
+            pid, last = self._steps.get(one.rank, (0, one.step))
+            if one.pid != pid:
+                if one.step < max(self._top - 1, 1):
+                    continue  # starts, or heals
+                last = one.step
+                if one.rank in self._gone:
+                    self.away.append(now - self._gone.pop(one.rank))
+            self.useful_steps += max(0, one.step - last)
+            self._steps[one.rank] = one.pid, one.step
+
+    def hit(self, now: float, fault: scale.Failure, samples: Sequence[RankSample]) -> None:
+        for one in samples:
+            if fault.first <= one.rank < fault.first + fault.gpus:
+                os.kill(one.pid, signal.SIGSTOP if fault.hang else signal.SIGKILL)
+                self._gone[one.rank] = now
+        self._pause, self._hit_at = 0.0, now
 
 
 def run_replicas(
-    series: Series,
-    replicas: int,
-    faults: list[scale.Failure],
-    folder: Path,
-    stalls: list[float] | None = None,
-) -> tuple[float, list[float]]:
-    """(share of useful time, seconds that each replica was away) of a real job.
-
-    Useful: of each replica the time of the steps that it committed together with the others, as its own box tells.
-    """
-    from allranks.watch.samples import read_samples
-
-    words = [
-        "run",
-        "--job",
-        "real",
-        "--replicas",
-        str(replicas),
-        "--notice-s",
-        "4",
-        JOB,
-        "--steps",
-        "100000",
-        "--step-s",
-        "0.1",
-    ]
-    job = series.start(words, folder)
-    step_s, useful = 0.1, 0.0
-    steps: dict[int, tuple[int, int]] = {}  # replica -> pid, last step
-    gone: dict[int, float] = {}
-    away: list[float] = []
-    top, top_at, began, waiting = -1, 0.0, 0.0, list(faults)
-    pause: float = -1.0
-    while series.left_s > 20 and job.poll() is None and (not began or time.monotonic() - began < LENGTH_S):
+    series: Series, replicas: int, faults: list[scale.Failure], folder: Path
+) -> tuple[float, Progress]:
+    """The share of useful time of a real job, and what was seen of it."""
+    flags = ["--replicas", str(replicas), "--notice-s", "4"]
+    job = series.start(
+        ["run", "--job", "real", *flags, JOB, "--steps", "100000", "--step-s", str(STEP_S)], folder
+    )
+    seen, waiting = Progress(replicas), list(faults)
+    while series.left_s > 20 and job.poll() is None:
         now, samples = time.monotonic(), [one for one in read_samples(folder / "boxes") if one.alive]
-        newest = max((one.step for one in samples), default=-1)
-        if newest > top:
-            if pause >= 0 and stalls is not None and newest > top + 1:
-                stalls.append(max(0.0, pause))
-                pause = -1.0
-            top, top_at = newest, now
-        elif pause >= 0:
-            pause = max(pause, now - top_at - step_s)
-        if not began:
-            if len(samples) == replicas and all(one.step >= 10 for one in samples):
-                began, steps = now, {one.rank: (one.pid, one.step) for one in samples}
-            time.sleep(0.05)
-            continue
-        for one in samples:
-            pid, last = steps.get(one.rank, (0, one.step))
-            if one.pid != pid:
-                if one.step < top - 1 or one.step < 1:
-                    continue  # starts, or heals
-                last = one.step
-                if one.rank in gone:
-                    away.append(now - gone.pop(one.rank))
-            useful += max(0, one.step - last) * step_s
-            steps[one.rank] = one.pid, one.step
-        if waiting and now - began >= waiting[0].at:
-            fault = waiting.pop(0)
-            hit = [one for one in samples if fault.first <= one.rank < fault.first + fault.gpus]
-            for one in hit:
-                os.kill(one.pid, signal.SIGSTOP if fault.hang else signal.SIGKILL)
-                gone[one.rank] = now
-            pause = 0.0
+        seen.look(now, samples)
+        if seen.began and now - seen.began > LENGTH_S:
+            break
+        if seen.began and waiting and now - seen.began >= waiting[0].at:
+            seen.hit(now, waiting.pop(0), samples)
         time.sleep(0.02)
-    took = time.monotonic() - began if began else 0.0
-    if not took or waiting:
-        raise AssertionError(f"the job did not train long enough: {job.log.read_text()[-1500:]}")  # type: ignore[attr-defined]
+    took = time.monotonic() - seen.began
+    assert seen.began and not waiting, f"it did not train long enough: {series.log_of(job)[-1500:]}"
     job.terminate()
     series.finish(job)
-    step_s_real = measure_pace(folder)
-    return useful / step_s * step_s_real / (replicas * took), away
+    return seen.useful_steps * measure_pace(folder) / (replicas * took), seen
 
 
 def measure_pace(folder: Path) -> float:

@@ -78,11 +78,20 @@ class Series:
         finally:
             with self._lock:
                 self._running.discard(process)
+        return self.log_of(process)
+
+    def log_of(self, process: subprocess.Popen[str]) -> str:
         return str(process.log.read_text(errors="replace"))  # type: ignore[attr-defined]
 
-    def run(self, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> str:
+    def run(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        limit_s: float = 300.0,
+    ) -> str:
         process = self.start(words, folder, environment)
-        text = self.finish(process)
+        text = self.finish(process, limit_s)
         if process.returncode not in (0, 1):
             raise AssertionError(f"allranks {words[0]} ended with {process.returncode}: {text[-1500:]}")
         return text

@@ -1,10 +1,11 @@
 """Goodput of large jobs on a virtual clock: our pure cores (quorum, restarts, checkpoint interval) with measured costs.
 
-    benchmarks/scale.py [--gpus 100 1000 10000 16384 100000] [--days 54] [--seeds 5] [--json FILE]
+    benchmarks/scale.py [--gpus 100 1000 10000 16384 100000] [--days 54] [--seeds 5] [--start-s 120] [--json FILE] [--svg FILE]
 
 Curves: allranks in replica and whole-job mode, torchft and torchrun with their measured times (benchmarks/results).
 Failures come at the rate of the published training of Llama 3 (419 unexpected interruptions in 54 days of 16,384 GPUs), as
-single GPUs, nodes of 8, racks of 64 and switches of 512. Every assumption is a field of `Assumptions` and is printed.
+single GPUs, nodes of 8, racks of 64 and switches of 512. Every assumption is a field of `Assumptions` and is printed. Not in
+the curves: what training with replicas itself costs (the same for allranks and torchft), planned stops, and stragglers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import platform
 import random
 import statistics
@@ -24,6 +26,7 @@ from allranks.lighthouse.decide import Form, decide
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.state import QuorumState
 from allranks.model.cluster import Member
+from allranks.model.formatting import count
 from allranks.supervise.restarts import RestartHistory, RestartOptions, decide_restart
 
 RESULTS = Path(__file__).parent / "results"
@@ -189,6 +192,51 @@ def simulate(gpus: int, days: float, seeds: int, known: Assumptions) -> dict[str
     return {mode: statistics.median(values) for mode, values in found.items()}
 
 
+COLOURS = ("#2e9e5b", "#3f8fb5", "#e0a13a", "#cf4136")
+LEFT, TOP, WIDE, HIGH = 60.0, 30.0, 560.0, 280.0
+
+
+def draw(curves: dict[int, dict[str, float]], days: float, failures: dict[int, int]) -> str:
+    """The curves as a picture: GPUs (logarithmic) against the share of useful time."""
+    low = min(0.9, int(min(value for row in curves.values() for value in row.values()) * 20) / 20)
+    least, most = math.log(min(curves)), math.log(max(curves))
+
+    def x(gpus: int) -> float:
+        return round(LEFT + WIDE * (math.log(gpus) - least) / max(most - least, 1e-9), 1)
+
+    def y(share: float) -> float:
+        return round(TOP + HIGH * (1 - share) / (1 - low), 1)
+
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 370" font-family="sans-serif" font-size="12" role="img">',
+        f"<title>Share of useful time in {days:g} simulated days</title>",
+        '<rect width="800" height="370" fill="#fff"/>',
+    ]
+    for step in range(5):
+        share = low + (1 - low) * step / 4
+        parts.append(f'<path d="M{LEFT} {y(share)}h{WIDE}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(share) + 4}" text-anchor="end">{share:.1%}</text>')
+    for gpus in curves:
+        parts.append(f'<text x="{x(gpus)}" y="{TOP + HIGH + 18}" text-anchor="middle">{gpus:,}</text>')
+        note = count(failures[gpus], "failure")
+        parts.append(
+            f'<text x="{x(gpus)}" y="{TOP + HIGH + 33}" text-anchor="middle" fill="#888" font-size="9">{note}</text>'
+        )
+    parts.append(f'<text x="{LEFT + WIDE / 2}" y="{TOP + HIGH + 50}" text-anchor="middle">GPUs</text>')
+    last = max(curves)
+    ends = sorted((y(curves[last][mode]), mode) for mode in MODES)
+    places: list[float] = []
+    for at, _ in ends:
+        places.append(max(at, places[-1] + 15) if places else at)
+    for colour, mode in zip(COLOURS, MODES, strict=True):
+        line = " ".join(f"{x(gpus)},{y(row[mode])}" for gpus, row in curves.items())
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        at = next(place for place, (_, name) in zip(places, ends, strict=True) if name == mode)
+        text = f"{mode} {curves[last][mode]:.1%}"
+        parts.append(f'<text x="{LEFT + WIDE + 8}" y="{at + 4}" fill="{colour}">{text}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -198,18 +246,23 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--start-s", type=float, default=Assumptions.start_s)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
     known = replace(Assumptions(), start_s=args.start_s)
     print(f"{'GPUs':>8} {'failures':>9} " + " ".join(f"{mode:>18}" for mode in MODES))
     numbers: dict[str, object] = {"assumptions": asdict(known), "days": args.days}
+    curves: dict[int, dict[str, float]] = {}
+    failures: dict[int, int] = {}
     for gpus in args.gpus:
-        number = len(plan_failures(gpus, args.days, known, random.Random(0)))
-        found = simulate(gpus, args.days, args.seeds, known)
+        number = failures[gpus] = len(plan_failures(gpus, args.days, known, random.Random(0)))
+        found = curves[gpus] = simulate(gpus, args.days, args.seeds, known)
         print(f"{gpus:>8,} {number:>9,} " + " ".join(f"{found[mode]:>18.2%}" for mode in MODES), flush=True)
         numbers[f"gpus_{gpus}"] = {mode.replace(" ", "_"): round(value, 5) for mode, value in found.items()}
     print(
         "\nAssumed or measured: " + ", ".join(f"{name} {value:.4g}" for name, value in asdict(known).items())
     )
+    if args.svg is not None:
+        args.svg.write_text(draw(curves, args.days, failures))
     if args.json is not None:
         day = time.strftime("%Y-%m-%d", time.gmtime())
         body = {

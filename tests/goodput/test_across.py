@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.goodput.test_slow import DDP, FSDP, STEP_S, T0, Plan, noise, record
 
-from allranks.ledger.across import choose, note_passed
+from allranks.ledger.across import NodeLateness, choose, note_passed
 from allranks.ledger.agent import LedgerKeeper
 from allranks.ledger.file import NodeLedger, find_ledgers
 from allranks.ledger.records import Booked, Record, RunStart
 from allranks.ledger.summary import account
+from goodput.test_slow import DDP, FSDP, STEP_S, T0, Plan, noise, record
 
 
 def ledgers(plan: Plan, factors: np.ndarray, steps: int = 120) -> tuple[list[NodeLedger], float]:
@@ -65,3 +65,23 @@ def test_two_agents_of_one_machine_have_a_ledger_each(tmp_path: Path) -> None:
     again.start(T0 + 2)
     again.close(T0 + 3)
     assert len(find_ledgers(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_node_that_becomes_slow_is_told_once(slow: bool) -> None:
+    """All four ranks of node b become a fifth slower: within the node nobody is late."""
+    factors = noise(13, steps=400, width=0.01)
+    if slow:
+        factors[4:, 200:] *= 1.2
+    factors[0, ::25] *= 3.0  # rank 0 saves now and then
+    traces, step_s = record(DDP, factors, hosts="aaaabbbb", skew=(0, 0, 0, 0, 3, 3, 3, 3))
+    lateness, told = NodeLateness(), []
+    for look in range(6, int(400 * step_s / 5)):
+        now = T0 + look * 5.0
+        notes = {
+            "a": note_passed(traces[:4], now - 30.0, now),
+            "b": note_passed(traces[4:], now - 29.0 + 3.0, now + 1.0 + 3.0),
+        }
+        told += lateness.add({name: note for name, note in notes.items() if note is not None})
+    assert [(node, rank in range(4, 8)) for node, rank, _ in told] == ([("b", True)] if slow else [])
+    assert all(share == pytest.approx(0.2 / 1.2, abs=0.05) for _, _, share in told)

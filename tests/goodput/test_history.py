@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -187,18 +188,16 @@ def test_a_hundred_kills_of_eight_writers_in_sqlite(tmp_path: Path) -> None:
 
 
 @contextmanager
-def postgres(folder: Path) -> Iterator[str]:
+def postgres() -> Iterator[str]:
     """A PostgreSQL of this test alone, over a Unix socket. As root it runs as the user `postgres`."""
     binaries = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     found = str(binaries[-1]) if binaries else os.path.dirname(shutil.which("initdb") or "")
     if not found:
         pytest.skip("postgresql is not installed")
     pytest.importorskip("psycopg")
-    for parent in (folder, *folder.parents):
-        if parent.stat().st_uid == os.getuid() and len(parent.parts) > 2:
-            parent.chmod(0o755)
-    data = folder / "pg"
-    data.mkdir()
+    data = Path(
+        tempfile.mkdtemp(prefix="allranks-pg-")
+    )  # not below pytest's folder, which only its owner may enter
     user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
     if user:
         shutil.chown(data, "postgres")
@@ -210,10 +209,11 @@ def postgres(folder: Path) -> Iterator[str]:
         yield f"postgresql://allranks@/postgres?host={data}"
     finally:
         run(f"{found}/pg_ctl", "-D", f"{data}/db", "-m", "immediate", "stop")
+        shutil.rmtree(data)
 
 
-def test_postgres_remembers_the_same(tmp_path: Path) -> None:
-    with postgres(tmp_path) as place:
+def test_postgres_remembers_the_same() -> None:
+    with postgres() as place:
         history = NodeHistory(place)
         history.record(
             [event("n3", "j1", 1), event("n3", "j2", 2), event("n3", "j2", 2)],
@@ -230,6 +230,6 @@ def test_postgres_remembers_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.everything
 @pytest.mark.timeout(1800)
-def test_a_hundred_kills_of_eight_writers_in_postgres(tmp_path: Path) -> None:
-    with postgres(tmp_path) as place:
+def test_a_hundred_kills_of_eight_writers_in_postgres() -> None:
+    with postgres() as place:
         storm(place, kills=100)

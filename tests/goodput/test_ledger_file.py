@@ -44,7 +44,9 @@ def test_rows_add_up_to_the_wall_clock(tmp_path: Path) -> None:
 
 
 def test_a_killed_agent_loses_seconds_and_the_next_run_continues_the_file(tmp_path: Path) -> None:
-    keep(tmp_path, 60.0, close=False)  # the agent is killed: nothing is closed
+    killed = keep(tmp_path, 60.0, close=False)  # the agent is killed: nothing is closed
+    assert killed._file is not None
+    killed._file._release()  # by the kernel
     (path,) = find_ledgers(tmp_path)
     assert account([read_ledger(path)]).rank_seconds == pytest.approx(4 * 55.0, abs=4 * 5.5)
     keep(tmp_path, 60.0, began=T0 + 200.0)

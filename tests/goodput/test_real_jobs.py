@@ -108,13 +108,13 @@ def test_a_rank_that_becomes_slow_is_an_incident_with_the_line_that_it_is_at(tmp
     script = [
         str(JOB),
         "--steps",
-        "180",
+        "200",
         "--step-s",
-        "0.1",
+        "0.05",
         "--slow-rank",
         "1",
         "--slow-s",
-        "0.1",
+        "0.05",
         "--slow-at",
         "60",
     ]
@@ -126,3 +126,36 @@ def test_a_rank_that_becomes_slow_is_an_incident_with_the_line_that_it_is_at(tmp
     assert "rank 1 became slow" in incident["reason"] and "rank 1 became slow" in output
     assert incident["action"]["kind"] == "none"  # the default policy reports
     assert account_of(tmp_path)["rank_seconds"]["stalled"] == 0  # slow is not stalled
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "on_slow, kind, said", [("swap", "evict", "started again"), ("evict", "set_aside", "set aside")]
+)
+def test_a_slow_replica_is_replaced_or_left_out(tmp_path: Path, on_slow: str, kind: str, said: str) -> None:
+    (tmp_path / "job.yaml").write_text(f"recovery:\n  on_slow: {on_slow}\n")
+    script = [
+        str(JOB),
+        "--steps",
+        "300",
+        "--step-s",
+        "0.1",
+        "--slow-rank",
+        "1",
+        "--slow-s",
+        "0.1",
+        "--slow-at",
+        "60",
+    ]
+    run_job(tmp_path, "--config", "job.yaml", "--replicas", "3", *script)
+    incidents = [
+        json.loads(path.read_text()) for path in (tmp_path / "allranks-incidents").glob("*/incident.json")
+    ]
+    (slow,) = [one for one in incidents if one["kind"] == "slow"]
+    assert (slow["ranks"], slow["action"]["kind"], slow["action"]["done"]) == ([1], kind, True)
+    assert said in slow["action"]["result"]
+    assert not [
+        one for one in incidents if one["kind"] in ("death", "hang")
+    ]  # what was asked for is not an incident
+    assert account_of(tmp_path)["step"] == 299

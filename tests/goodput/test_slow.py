@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,6 +123,19 @@ def test_long_inputs_are_named_where_calls_show_their_size() -> None:
     assert found is not None and found.cause == "input length"
 
 
+def test_sizes_that_are_exchanged_before_the_tokens_show_the_length_too() -> None:
+    """Expert parallel: ranks wait in the small exchange of sizes, the large one that follows has the tokens."""
+    sizes = np.random.default_rng(16).integers(100, 300, (8, 120))
+    plan: Plan = [(tuple(range(8)), 1.0), (tuple(range(8)), 0.001)]
+    _, expected = record(plan, np.ones((8, 120)))
+    traces, _ = record(plan, sizes / 200)
+    for rank, trace in enumerate(traces):
+        trace.calls["in_numel"][1::2] = sizes[rank]
+    found = find_slow(traces)
+    assert found is not None and (found.cause, found.what_ifs[0].who) == ("input length", "uneven inputs")
+    assert found.what_ifs[0].step_s == pytest.approx(expected, rel=0.05)
+
+
 def test_saves_are_named() -> None:
     factors = noise(7)
     factors[0, 10::10] *= 2.5
@@ -194,6 +208,50 @@ def test_a_running_job_is_told_once_that_a_rank_became_slow() -> None:
         traces, _ = record(plan, factors[:, :seen])
         told += [(change.rank, seen) for change in lateness.add(traces)]
     assert told == [(2, 160)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_recovers_does_not_make_the_others_slow(ranks: int) -> None:
+    """A slow rank was replaced: it is told once, and nobody else is."""
+    factors = noise(14, ranks=ranks, steps=300)
+    factors[1, 80:160] *= 2.0
+    lateness, told = Lateness(), []
+    for seen in range(40, 301, 20):
+        traces, _ = record([(tuple(range(ranks)), 1.0)], factors[:, :seen])
+        told += [change.rank for change in lateness.add(traces)]
+    assert told == [1]
+
+
+def test_a_rank_that_has_left_is_not_compared() -> None:
+    """The box of an evicted replica stays, and the others train on in a new group."""
+    before, step_s = record([((0, 1, 2), 1.0)], noise(17, ranks=3, steps=100))
+    after, _ = record([((0, 1), 1.0)], noise(18, ranks=2, steps=100))
+    traces = [before[1]]
+    for old, new in ((before[0], after[0]), (before[2], after[1])):
+        calls = new.calls.copy()
+        calls["group"], calls["step"] = 2, calls["step"] + 100
+        for column in ("created_ns", "completed_ns"):
+            calls[column] += int(100 * step_s * 1e9)
+        groups = (*old.groups, Group("new", ranks=(0, 2)))
+        traces.append(replace(old, calls=np.concatenate([old.calls, calls]), groups=groups))
+    lateness = Lateness()
+    for seen in range(20, 201, 20):
+        assert lateness.add([replace(trace, calls=trace.calls[:seen]) for trace in traces]) == []
+    assert lateness.times is not None and lateness.times.ranks == (0, 2)
+
+
+def test_looks_may_cut_a_step_in_two_and_the_boxes_forget() -> None:
+    """Four collectives in a step, boxes of forty steps, a look every fifteen steps in the middle of a step."""
+    factors = noise(10, ranks=4, steps=300)
+    traces, _ = record([((0, 1, 2, 3), 0.25)] * 4, factors)
+    lateness = Lateness()
+    for calls in range(62, 1200, 62):
+        seen = [replace(trace, calls=trace.calls[max(0, calls - 160) : calls]) for trace in traces]
+        assert lateness.add(seen) == []
+    assert lateness.times is not None and np.array_equal(
+        lateness.times.steps, np.arange(1, len(lateness.times.steps) + 1)
+    )
+    assert np.allclose(lateness.times.own[1], factors[1, lateness.times.steps] * STEP_S, rtol=0.05)
 
 
 def pipeline(factors: np.ndarray, microbatches: int = 4) -> tuple[list[RankTrace], float]:

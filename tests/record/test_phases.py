@@ -12,6 +12,7 @@ from allranks.blackbox import phases
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.header import HEADER_BYTES, read_regular
 from allranks.blackbox.phases import SLOTS, during, read_phases
+from allranks.cli.slow import read_marks
 
 
 def opened(folder: Path) -> Box:
@@ -83,3 +84,17 @@ def test_a_long_garbage_collection_is_a_mark(tmp_path: Path, monkeypatch: pytest
         phases.attach(None)
         box.close()
     assert phases._collected not in gc.callbacks
+
+
+def test_the_command_finds_the_marks_of_a_folder(tmp_path: Path) -> None:
+    """`allranks slow` names saves and garbage collection by them."""
+    box = opened(tmp_path)
+    try:
+        with during("saving"):
+            pass
+        (found,) = read_marks([tmp_path]).values()
+        assert [mark.name for mark in found] == ["saving"]
+        assert read_marks([box.path]) and read_marks([tmp_path / "none"]) == {}
+    finally:
+        phases.attach(None)
+        box.close()

@@ -32,8 +32,8 @@ def main(args: argparse.Namespace) -> int:
     """0 no rank slows the others down, 1 one does, 2 it cannot be told."""
     from allranks.ledger.slow import find_slow
 
-    traces = _traces(args.jobs)
-    found = find_slow(traces, read_marks(traces))
+    traces, paths = _traces(args.jobs)
+    found = find_slow(traces, read_marks(paths))
     if found is None:
         raise InputError(
             f"too few steps or collectives in common to compare, in the dumps of {count(len(traces), 'rank')}",
@@ -47,7 +47,8 @@ def main(args: argparse.Namespace) -> int:
     return 1 if found.what_ifs else 0
 
 
-def _traces(words: list[str]) -> list[RankTrace]:
+def _traces(words: list[str]) -> tuple[list[RankTrace], list[Path]]:
+    """The traces, and where they were found."""
     from allranks.incidents.job_overview import find_job
     from allranks.load import LoadOptions, load_paths
 
@@ -56,17 +57,19 @@ def _traces(words: list[str]) -> list[RankTrace]:
         if words and all(Path(word).exists() for word in words)
         else [str(find_job(words[0] if words else None))]
     )
-    return list(load_paths(paths, LoadOptions()).traces)
+    return list(load_paths(paths, LoadOptions()).traces), [Path(path) for path in paths]
 
 
-def read_marks(traces: list[RankTrace]) -> dict[int, tuple[PhaseMark, ...]]:
-    """Saves, pauses and other phases in the boxes, by rank."""
-    from allranks.blackbox.header import HEADER_BYTES, read_regular
+def read_marks(paths: list[Path]) -> dict[int, tuple[PhaseMark, ...]]:
+    """Saves, pauses and other phases in the black boxes at these places, by rank; of several boxes of a rank the newest."""
+    from allranks.blackbox.header import HEADER_BYTES, parse_header, read_regular
     from allranks.blackbox.phases import read_phases
 
-    found: dict[int, tuple[PhaseMark, ...]] = {}
-    for trace in traces:
-        if trace.kind.startswith("black box") and trace.header.rank is not None:
-            with suppress(OSError):
-                found[trace.header.rank] = read_phases(read_regular(trace.path, HEADER_BYTES))
-    return found
+    found: dict[int, tuple[int, tuple[PhaseMark, ...]]] = {}
+    for path in (box for one in paths for box in (one.rglob("*.box") if one.is_dir() else [one])):
+        with suppress(OSError, InputError):
+            page = read_regular(path, HEADER_BYTES)
+            head = parse_header(page)
+            if head.start_ns >= found.get(head.rank, (0, ()))[0]:
+                found[head.rank] = head.start_ns, read_phases(page)
+    return {rank: marks for rank, (_, marks) in found.items()}

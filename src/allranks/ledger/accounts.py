@@ -57,10 +57,6 @@ class Accounts:
     )  # processes whose place a rank of another number has
     _folded: float = 0.0
 
-    @property
-    def ranks(self) -> int:
-        return len(self._books)
-
     def observe(self, now: float, samples: Sequence[Sampled]) -> list[Booked]:
         """One sample of this node's ranks; returns the rows that are finished by now."""
         for sample in sorted(samples, key=lambda one: one.start_ns):
@@ -155,27 +151,28 @@ class Accounts:
             unit = max(1e-3, ALIKE * (high - low))
             shape = sorted((state, round(seconds / unit)) for state, seconds in states.items())
             alike[tuple(one for one in shape if one[1])].append(rank)
-        return [self._row(ranks, sums, times, counts) for ranks in alike.values()]
+        return [
+            self._row(
+                {r: sums[r] for r in ranks}, [times[r] for r in ranks], [counts.get(r, {}) for r in ranks]
+            )
+            for ranks in alike.values()
+        ]
 
     def _row(
         self,
-        ranks: list[int],
         sums: Mapping[int, Mapping[str, float]],
-        times: Mapping[int, tuple[float, float]],
-        counts: Mapping[int, Mapping[str, int]],
+        times: list[tuple[float, float]],
+        counts: list[dict[str, int]],
     ) -> Booked:
         self.number += 1
         total: dict[str, float] = defaultdict(float)
-        most: dict[str, int] = {}
-        for rank in ranks:
-            for state, seconds in sums[rank].items():
+        for states in sums.values():
+            for state, seconds in states.items():
                 total[state] += seconds
-            for state, number in counts.get(rank, {}).items():
-                most[state] = max(most.get(state, 0), number)
+        most = {state: max(c.get(state, 0) for c in counts) for one in counts for state in one}
         rounded = {state: round(seconds, 4) for state, seconds in total.items()}
-        low, high = min(times[r][0] for r in ranks), max(times[r][1] for r in ranks)
-        runs = ",".join(rank_runs(ranks))
-        return Booked(self.number, round(low, 4), round(high, 4), runs, rounded, self.reached, most)
+        low, high = round(min(t[0] for t in times), 4), round(max(t[1] for t in times), 4)
+        return Booked(self.number, low, high, ",".join(rank_runs(list(sums))), rounded, self.reached, most)
 
 
 def _book_waits(states: dict[str, float], waits: Mapping[int, float]) -> None:

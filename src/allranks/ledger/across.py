@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +24,12 @@ from allranks.model.trace import RankTrace
 MANY, FEW = 64, 4  # collectives that are noted of a window of ten seconds, and of a long one
 SHORT_S, FOR_S = 600.0, 5000.0  # of long windows one is noted, and then none for so long
 MIN_SHARE = 0.002  # of a window
+RECENT_S = 30.0  # what nodes are compared by while the job runs
+LOOKS, SLOW_LOOKS, SLOW_SHARE = (
+    60,
+    3,
+    0.05,
+)  # that are remembered; that must all be slow, by so much of the time
 Key = TypeVar("Key")
 
 
@@ -76,10 +83,10 @@ def join_nodes(
     for node, notes in enumerate(passed):
         shares = [_lost(one, first, seen) for one in notes]
         begins = [one.begin - 1e-3 for one in notes]
-        for key, row in rows[node].items() if any(shares) else ():
+        for place, row in rows[node].items() if any(shares) else ():
             number = bisect_right(begins, row.begin) - 1
             if number >= 0 and shares[number] and row.begin < notes[number].end + FOR_S:
-                yield node, key, _book(row, shares[number])
+                yield node, place, _book(row, shares[number])
 
 
 def _lost(one: Passed, first: Mapping[int, tuple[int, int]], seen: Mapping[int, int]) -> dict[int, float]:
@@ -107,3 +114,34 @@ def _book(row: Booked, lost: Mapping[int, float]) -> dict[str, float]:
         seconds[state] = seconds.get(state, 0.0) + time * scale
     seconds[USEFUL] = useful - sum(waited.values()) * scale
     return seconds
+
+
+@dataclass
+class NodeLateness:
+    """How much later each node comes than the others, look by look. In the agent that has the first rank of the job."""
+
+    _shares: dict[str, list[float]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    def add(self, notes: Mapping[str, Passed]) -> list[tuple[str, int, float]]:
+        """With the newest notes of all nodes: (node, its rank that came last, share of the time) of nodes that became slow
+        and stayed slow, each once."""
+        common = (
+            sorted(set.intersection(*(set(one.keys) for one in notes.values()))) if len(notes) > 1 else []
+        )
+        if len(common) < FEW:
+            return []
+        inside = {name: dict(zip(one.keys, one.inside_us, strict=True)) for name, one in notes.items()}
+        table = np.array([[inside[name][key] for key in common] for name in notes])
+        found = []
+        for number, (name, one) in enumerate(notes.items()):
+            late = np.median(np.delete(table, number, axis=0), axis=0) - table[number]
+            share = float(np.median(late)) / 1e6 * one.calls / max(one.end - one.begin, 1e-9)
+            shares = self._shares[name] = [*self._shares.get(name, ()), share][-LOOKS:]
+            before, lately = shares[:-SLOW_LOOKS], shares[-SLOW_LOOKS:]
+            if name not in self._told and len(before) >= 2 * SLOW_LOOKS:
+                gain = min(lately) - float(np.median(before))
+                if gain >= SLOW_SHARE:
+                    self._told.add(name)
+                    found.append((name, max(set(one.last), key=one.last.count), gain))
+        return found

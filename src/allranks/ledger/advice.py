@@ -86,64 +86,44 @@ def find_intervals(found: JobAccount) -> list[Interval]:
 def advise(found: JobAccount) -> list[Advice]:
     """The largest gain first."""
     total = max(found.rank_seconds, 1e-9)
-    shares = {state: seconds / total for state, seconds in found.seconds.items()}
+    shares = {
+        state: found.seconds.get(state, 0.0) / total for state in (WAITING, STARTING, COMPILING, EVALUATION)
+    }
     advice = [_of_interval(one, bool(found.failures)) for one in find_intervals(found)]
-    if shares.get(WAITING, 0.0) > 0.03:
-        rank = next(iter(found.waiting_for))
-        why = f"ranks waited for slow ones {shares[WAITING]:.1%} of the time, most for rank {rank}"
-        advice.append(
-            Advice(f"find out why rank {rank} is slow: `allranks slow {found.job}`", why, shares[WAITING])
-        )
+
+    def add(wanted: bool, what: str, why: str, gain: float) -> None:
+        if wanted:
+            advice.append(Advice(what, why, gain))
+
+    rank = next(iter(found.waiting_for), -1)
+    why = f"ranks waited for slow ones {shares[WAITING]:.1%} of the time, most for rank {rank}"
+    what = f"find out why rank {rank} is slow: `allranks slow {found.job}`"
+    add(shares[WAITING] > 0.03, what, why, shares[WAITING])
     restarts = len([one for one in found.failures if one.kind == "death"])
-    first = shares.get(STARTING, 0.0) / max(restarts + found.runs, 1)
-    if restarts and shares.get(STARTING, 0.0) - first > 0.01:
-        why = f"{restarts} restarts spent {shares[STARTING]:.1%} of the time on starting processes"
-        advice.append(
-            Advice(
-                "keep warm processes (`--spares`, the default), or train with replicas",
-                why,
-                shares[STARTING] - first,
-            )
-        )
-    notice = found.mean_s("begin", "noticed")
-    if notice is not None and notice > 30.0:
-        gain = len(found.failures) * (notice - 15.0) / max(found.running_s, 1.0)
-        advice.append(
-            Advice(
-                "notice hangs earlier: `--notice-s 10`",
-                f"failures were noticed after {duration(notice)} on average",
-                gain,
-            )
-        )
-    if shares.get(COMPILING, 0.0) > 0.03:
-        why = f"first steps of processes took {shares[COMPILING]:.1%} of the time"
-        advice.append(
-            Advice(
-                "keep compiled code between restarts (TORCHINDUCTOR_CACHE_DIR on a disk that stays)",
-                why,
-                shares[COMPILING] / 2,
-            )
-        )
-    if shares.get(EVALUATION, 0.0) > 0.1:
-        why = f"evaluation took {shares[EVALUATION]:.1%} of the time"
-        advice.append(Advice("evaluate less often, or on other machines", why, shares[EVALUATION] / 2))
+    again = shares[STARTING] * (1 - 1 / max(restarts + found.runs, 1))
+    why = f"{restarts} restarts spent {shares[STARTING]:.1%} of the time on starting processes"
+    what = "keep warm processes (`--spares`, the default), or train with replicas"
+    add(restarts > 0 and again > 0.01, what, why, again)
+    notice = found.mean_s("begin", "noticed") or 0.0
+    gain = len(found.failures) * (notice - 15.0) / max(found.running_s, 1.0)
+    why = f"failures were noticed after {duration(notice)} on average"
+    add(notice > 30.0, "notice hangs earlier: `--notice-s 10`", why, gain)
+    what = "keep compiled code between restarts (TORCHINDUCTOR_CACHE_DIR on a disk that stays)"
+    why = f"first steps of processes took {shares[COMPILING]:.1%} of the time"
+    add(shares[COMPILING] > 0.03, what, why, shares[COMPILING] / 2)
+    why = f"evaluation took {shares[EVALUATION]:.1%} of the time"
+    add(shares[EVALUATION] > 0.1, "evaluate less often, or on other machines", why, shares[EVALUATION] / 2)
     return sorted((one for one in advice if one.gain >= WORTH), key=lambda one: -one.gain)
 
 
 def _of_interval(one: Interval, failed: bool) -> Advice:
     way = "less" if one.best_s > one.now_s else "more"
     what = f"save {way} often to {one.tier}: every {duration(one.best_s)} instead of {duration(one.now_s)}"
-    rate = (
-        f"a failure every {duration(one.mtbf_s)}"
-        if failed
-        else f"no failure yet, one in {duration(one.mtbf_s)} is assumed"
-    )
+    rate = f"a failure every {duration(one.mtbf_s)}"
+    rate = rate if failed else f"no failure yet, one in {duration(one.mtbf_s)} is assumed"
     why = (
         f"a save stops training for {duration(one.cost_s)}, {rate}; in a replay of this job's own failures the loss changes "
         f"from {one.replay_now:.2%} to {one.replay_best:.2%}"
     )
-    return Advice(
-        what,
-        why,
-        max(0.0, min(one.loss_now - one.loss_best, one.replay_now - one.replay_best if failed else 1.0)),
-    )
+    replayed = one.replay_now - one.replay_best if failed else 1.0
+    return Advice(what, why, max(0.0, min(one.loss_now - one.loss_best, replayed)))

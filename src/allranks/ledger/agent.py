@@ -17,11 +17,11 @@ import allranks
 from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
 from allranks.ledger.accounts import Accounts
-from allranks.ledger.across import FOR_S, SHORT_S, note_passed
+from allranks.ledger.across import FOR_S, RECENT_S, SHORT_S, NodeLateness, note_passed
 from allranks.ledger.arrivals import wait_shares
 from allranks.ledger.booking import Sampled
 from allranks.ledger.changes import ChangePoint
-from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger
+from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger, read_recent
 from allranks.ledger.history import HistoryWriter
 from allranks.ledger.nodes import outage_events
 from allranks.ledger.records import STATES, Booked, Outage, Passed, Record, RunEnd, RunStart, kind_of
@@ -38,6 +38,7 @@ SLOW_S, SLOW_MIN_S, SLOW_STEPS = (
     5.0,
     15,
 )  # how often ranks are compared: after so many steps, between these
+COMPARE_S = 0.5  # longest time for reading what other nodes noted
 MAX_ENDED, MAX_AGENTS = 64, 64
 FAULTS = (
     "died",
@@ -67,6 +68,8 @@ class LedgerKeeper:
     _opened_s: float = 0.0
     _open: list[Booked] = field(default_factory=list)
     _slow: Lateness = field(default_factory=Lateness)
+    _nodes: NodeLateness = field(default_factory=NodeLateness)
+    _recent: Passed | None = None
     _looked_s: float = 0.0
     _looked_step: int = 0
     _noted_s: float = 0.0
@@ -159,21 +162,40 @@ class LedgerKeeper:
         if ours and now - self._opened_s >= OPEN_S and self._file is not None and self._start is not None:
             self._opened_s = now
             self._open = self._accounts.open_rows(now)
-            self._file.write_open(self._start, self._open)
+            recent = [self._recent] if self._recent is not None else []
+            self._file.write_open(self._start, [*self._open, *recent])
 
     def _look_for_slow(self, now: float) -> None:
-        """Reports a rank that became slow and stayed slow, once."""
-        for change in self._slow.add(_read_boxes(self._paths.values())):
-            log.warning("%s: the others wait for it (allranks slow %s)", change.sentence, self.job)
-            id = f"slow-rank{change.rank}-{int(change.at)}"
-            outage = Outage(
-                id, "slow", "became_slow", self.node, (change.rank,), change.at, now, text=change.sentence
-            )
-            self.outages[id] = outage
-            self._append([outage])
-            if self.history is not None:
-                self.history.put(outage_events(self.job, outage, {change.rank: self.node}))
+        """Reports ranks and nodes that became slow and stayed slow, each once."""
+        traces = _read_boxes(self._paths.values())
+        for change in self._slow.add(traces):
+            self._report_slow(change.rank, self.node, change.at, now, change.sentence)
             self.on_slow(change)
+        self._recent = note_passed(traces, now - RECENT_S, now)
+        if self._recent is not None and 0 in self._paths:
+            for node, rank, share in self._nodes.add(self._notes_of_all(now)):
+                text = f"node {node} became slow by {share:.0%} (rank {rank} comes last)"
+                self._report_slow(rank, node, now - RECENT_S, now, text)
+
+    def _notes_of_all(self, now: float) -> dict[str, Passed]:
+        """What the agents of the job noted of the last seconds, by node."""
+        assert self._recent is not None and self._file is not None
+        found, limit = {self.node: self._recent}, time.monotonic() + COMPARE_S
+        for path in find_ledgers(self.folder, self.job):
+            if path != self._file.path and time.monotonic() < limit:
+                start, note = read_recent(path)
+                if start is not None and note is not None and note.end > now - 3 * RECENT_S:
+                    found[start.node if start.node not in found else path.stem] = note
+        return found
+
+    def _report_slow(self, rank: int, node: str, at: float, now: float, text: str) -> None:
+        log.warning("%s: the others wait for it (allranks slow %s)", text, self.job)
+        id = f"slow-rank{rank}-{int(at)}"
+        outage = Outage(id, "slow", "became_slow", node, (rank,), at, now, text=text)
+        self.outages[id] = outage
+        self._append([outage])
+        if self.history is not None:
+            self.history.put(outage_events(self.job, outage, {rank: node}))
 
     def _note(self, incident: Incident) -> None:
         if self._accounts is None or incident.kind in ("request", "slow"):

@@ -17,15 +17,8 @@ from allranks.model.trace import Flag, RankTrace
 
 #: Operations that nobody leaves before everybody has entered.
 SYNCHRONISING = (
-    "all_reduce",
-    "allreduce",
-    "all_gather",
-    "allgather",
-    "reduce_scatter",
-    "all_to_all",
-    "alltoall",
-    "barrier",
-)
+    "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall", "barrier",
+)  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS = 3
 
@@ -42,7 +35,6 @@ class Meetings:
     blocks: np.ndarray  # whether the rank waits in this call (and does not compute meanwhile)
     elements: np.ndarray  # of the input, ranks x collectives
     waits_s: np.ndarray  # late, where it blocks
-    took: np.ndarray  # seconds inside the call
 
     @property
     def last(self) -> np.ndarray:
@@ -101,9 +93,9 @@ def _match(name: str, lane: Lane) -> Meetings | None:
     took = np.where(ended > 0, ended - arrived, 0.0)
     late = arrived.max(axis=0) - arrived if len(hosts) == 1 else took - took.min(axis=0)
     if len(hosts) > 1:  # by the clock of the first rank
-        parts = (arrived[0] + late[0] - late, late, blocks, elements, took, step)
-        arrived, late, blocks, elements, took, step = (part[..., done] for part in parts)
-    return Meetings(name, ranks, arrived, late, step, blocks, elements, np.where(blocks, late, 0.0), took)
+        parts = (arrived[0] + late[0] - late, late, blocks, elements, step)
+        arrived, late, blocks, elements, step = (part[..., done] for part in parts)
+    return Meetings(name, ranks, arrived, late, step, blocks, elements, np.where(blocks, late, 0.0))
 
 
 def overlaps(trace: RankTrace) -> np.ndarray:
@@ -146,7 +138,8 @@ def find_messages(traces: Sequence[RankTrace], since_ns: int = 0) -> list[Messag
                 way = (rank, peer) if kind == "send" else (peer, rank)
                 if hosts.get(peer) == trace.header.host:
                     sides[(trace.groups[number].name, *way)][kind] = rows
-    found = [_pair(*way, side["send"], side["recv"]) for (_, *way), side in sides.items() if len(side) == 2]
+    both = ((sender, receiver, side) for (_, sender, receiver), side in sides.items() if len(side) == 2)
+    found = [_pair(sender, receiver, side["send"], side["recv"]) for sender, receiver, side in both]
     return [one for one in found if len(one.sent)]
 
 

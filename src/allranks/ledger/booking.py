@@ -103,23 +103,17 @@ def advance(book: RankBook, sample: Sampled, now: float, reached: int) -> tuple[
         done += stretches
     if sample.closed or not sample.alive:
         end = sample.closed_ns / 1e9 if sample.closed else now
-        done += _last(
-            book,
-            sample.phases,
-            max(end, book.booked),
-            clean=sample.closed.startswith("exit") and "code" not in sample.closed,
-        )
-        book = replace(book, alive=False, booked=max(end, book.booked))
+        end, clean = max(end, book.booked), sample.closed.startswith("exit") and "code" not in sample.closed
+        done += _last(book, sample.phases, end, clean=clean)
+        book = replace(book, alive=False, booked=end)
     return book, done
 
 
 def finish(book: RankBook, phases: Sequence[PhaseMark], now: float) -> list[Stretch]:
     """What is left when the job ends, or would end now: an incident explains a silence that it did not survive."""
     if book.alive:
-        return [
-            replace(one, state=DOWN) if one.state == IDLE else one
-            for one in _last(book, phases, now, clean=True)
-        ]
+        last = _last(book, phases, now, clean=True)
+        return [replace(one, state=DOWN) if one.state == IDLE else one for one in last]
     return _cut(book, [], now, IDLE)
 
 
@@ -222,30 +216,18 @@ def _cut(book: RankBook, phases: Sequence[PhaseMark], end: float, base: str) -> 
 
 def resolve(stretch: Stretch, outages: Sequence[Outage], over: bool = False) -> list[Stretch]:
     """The stretch with what incidents explain of it; `over`: no process of this rank came after it."""
-    if stretch.state not in (LOST, DOWN, USEFUL, REPEATED, STARTING):
+    ended = stretch.state in (LOST, DOWN)
+    if not ended and stretch.state not in (USEFUL, REPEATED):
         return [stretch]
-    length = stretch.end - stretch.begin
-    found = [
-        one
-        for one in outages
-        if one.overlap(
-            stretch.begin - (NEAR_S if stretch.state in (LOST, DOWN) else 0.0),
-            stretch.end + (NEAR_S if stretch.state in (LOST, DOWN) else 0.0),
-        )
-        > 0
-    ]
+    near = NEAR_S if ended else 0.0
+    found = [one for one in outages if one.overlap(stretch.begin - near, stretch.end + near) > 0]
     cause = max(found, key=lambda one: one.overlap(stretch.begin, stretch.end), default=None)
-    if stretch.state in (LOST, DOWN):
+    if ended:
         otherwise = REPEATED if stretch.state == LOST else IDLE if over else STARTING
         return [replace(stretch, state=f"{STALLED}:{cause.id}" if cause is not None else otherwise)]
-    if cause is None or stretch.state == STARTING:
+    if cause is None:
         return [stretch]
-    lost = min(length - stretch.usual_s, cause.overlap(stretch.begin, stretch.end))
-    if lost <= 0:
-        return [stretch]
-    middle = stretch.end - lost
-    parts = [
-        replace(stretch, end=middle),
-        replace(stretch, begin=middle, state=f"{STALLED}:{cause.id}", usual_s=0.0),
-    ]
-    return [part for part in parts if part.end > part.begin]
+    lost = min(stretch.end - stretch.begin - stretch.usual_s, cause.overlap(stretch.begin, stretch.end))
+    middle = stretch.end - max(lost, 0.0)
+    stalled = replace(stretch, begin=middle, state=f"{STALLED}:{cause.id}", usual_s=0.0)
+    return [part for part in (replace(stretch, end=middle), stalled) if part.end > part.begin]

@@ -15,6 +15,7 @@ BEFORE, AFTER = 30, 30  # steps: what is compared
 MIN_SHARE = 0.05  # of the others' time
 NOISES = 4.0
 LASTING = 0.7  # of the later steps are slow
+LATE = 0.3  # of the change: so late it is at least
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,17 @@ def find_change(late: np.ndarray, others: np.ndarray, at: np.ndarray, rank: int)
     """The first lasting change for the worse. `late`: own time less that of the others, for each step; `others`: theirs."""
     if len(late) < BEFORE + AFTER:
         return None
-    share = late / np.maximum(others, 1e-9)
+    share = np.where(others > 0, late / np.maximum(others, 1e-9), 0.0)
     windows = np.lib.stride_tricks.sliding_window_view(share, BEFORE + AFTER)
     before, after = windows[:, :BEFORE], windows[:, BEFORE:]
     low = np.median(before, axis=1)
     noise = np.median(np.abs(before - low[:, None]), axis=1) * 1.4826
-    gain = np.median(after, axis=1) - low
+    high = np.median(after, axis=1)
+    gain = high - low
     slow = (after > (low + gain / 2)[:, None]).mean(axis=1)
-    found = np.flatnonzero(
-        (gain >= np.maximum(MIN_SHARE, NOISES * noise / np.sqrt(AFTER / 4))) & (slow >= LASTING)
-    )
+    large = gain >= np.maximum(MIN_SHARE, NOISES * noise / np.sqrt(AFTER / 4))
+    # where the others became fast again, it is not late
+    found = np.flatnonzero(large & (slow >= LASTING) & (high >= LATE * gain))
     if not len(found):
         return None
     at_least = float(gain[found[0] : found[0] + AFTER // 2].max())  # when the slow steps fill the window

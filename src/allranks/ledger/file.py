@@ -20,7 +20,7 @@ from zlib import crc32
 import msgspec
 
 from allranks.errors import InputError
-from allranks.ledger.records import Booked, Record, RunStart
+from allranks.ledger.records import Booked, Passed, Record, RunStart
 from allranks.model.files import write_atomically
 
 SUFFIX, NOW = ".ledger", ".now"
@@ -92,6 +92,16 @@ def _still_open(path: Path, records: Sequence[Record]) -> list[Record]:
     return [one for one in rows if not isinstance(one, Booked) or one.number > last]
 
 
+def read_recent(path: Path) -> tuple[RunStart | None, Passed | None]:
+    """What the agent of a node noted last of collectives with other nodes, and its run; None when there is nothing."""
+    try:
+        found, _ = read_lines(path.with_name(path.name + NOW).read_bytes())
+    except OSError:
+        return None, None
+    notes = [one for one in found if isinstance(one, Passed)]
+    return next((one for one in found if isinstance(one, RunStart)), None), notes[-1] if notes else None
+
+
 @dataclass
 class LedgerFile:
     """Appends to one node's ledger. `open` and the others raise OSError; what could not be written is tried again later."""
@@ -136,7 +146,7 @@ class LedgerFile:
             self._write(b"\n" + lines if self._torn else lines)
             self._unwritten = []
 
-    def write_open(self, start: RunStart, rows: Sequence[Booked]) -> None:
+    def write_open(self, start: RunStart, rows: Sequence[Booked | Passed]) -> None:
         """Replaces the open rows."""
         lines = [line_of(start), *(line_of(one) for one in rows)]
         write_atomically(self.path.with_name(self.path.name + NOW), b"".join(lines))

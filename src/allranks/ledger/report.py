@@ -174,81 +174,51 @@ def waterfall(found: JobAccount) -> list[Bar]:
 def timeline(found: JobAccount) -> list[Bar]:
     """Columns of equal time, each with the shares of its states; 1000 x 160."""
     length = max(found.end - found.begin, 1e-9)
+    wide = round(1000 / BINS + 0.3, 2)
     bars: list[Bar] = []
     for begin, states in by_window(found, length / BINS):
         total, y = max(sum(states.values()), 1e-9), 160.0
-        x = 1000 * (begin - found.begin) / length
+        x = round(1000 * (begin - found.begin) / length, 2)
         for kind in STATES:
-            if part := states.get(kind, 0.0):
-                height = 160 * part / total
-                y -= height
-                title = f"{pages.stamp(begin)} {kind} {part / total:.1%}"
-                bars.append(
-                    Bar(
-                        round(x, 2),
-                        round(y, 2),
-                        round(1000 / BINS + 0.3, 2),
-                        round(height, 2),
-                        COLOURS[kind],
-                        title,
-                    )
-                )
+            if part := states.get(kind, 0.0) / total:
+                y -= 160 * part
+                title = f"{pages.stamp(begin)} {kind} {part:.1%}"
+                bars.append(Bar(x, round(y, 2), wide, round(160 * part, 2), COLOURS[kind], title))
     return bars
 
 
 def render_page(found: JobAccount, price: Price, made_s: float) -> str:
     total = max(found.rank_seconds, 1e-9)
-    states = [
-        pages.Row((kind, f"{lost / total:.2%}", duration(lost / max(found.ranks, 1)), STATES[kind]))
-        for kind in STATES
-        if (lost := found.seconds.get(kind, 0.0))
-    ]
+    lost = {kind: found.seconds[kind] for kind in STATES if found.seconds.get(kind)}
     incidents = [
-        pages.Row(
-            (
-                one.id,
-                one.cause.replace("_", " "),
-                one.node,
-                rank_list(one.ranks),
-                _took(one.begin, one.recovered),
-                one.text,
-            )
+        (
+            one.id,
+            one.cause.replace("_", " "),
+            one.node,
+            rank_list(one.ranks),
+            _took(one.begin, one.recovered),
+            one.text,
         )
         for one in found.outages[-500:]
     ]
-    ranks = sorted(found.by_rank, key=lambda rank: _share(found.by_rank[rank]))[:200]
-    slow = [
-        pages.Row(
-            (
-                str(rank),
-                f"{_share(found.by_rank[rank]):.2%}",
-                f"{found.waiting_for.get(rank, 0.0) / total:.2%}",
-            )
-        )
-        for rank in ranks
-    ]
-    nodes = [pages.Row((node, f"{_share(states):.2%}")) for node, states in sorted(found.by_node.items())]
+    ranks = sorted((_share(states), rank) for rank, states in found.by_rank.items())[:200]
+    waited = found.waiting_for
+    nodes = [(node, f"{_share(states):.2%}") for node, states in sorted(found.by_node.items())]
     facts = [
         ("Useful", f"{found.goodput:.1%}"),
         ("Ranks", str(found.ranks)),
         ("Running", duration(found.running_s)),
     ]
     facts += [("Time between failures", duration(found.mtbf_s))] if found.mtbf_s is not None else []
-    facts += (
-        [
-            ("Cost", price.of(total).strip(" =")),
-            ("Lost", price.of(total - found.seconds.get(USEFUL, 0.0)).strip(" =")),
-        ]
-        if price.gpu_hour
-        else []
-    )
-    level = "good" if found.goodput >= 0.9 else "warn" if found.goodput >= 0.6 else "bad"
+    if price.gpu_hour:
+        useful = found.seconds.get(USEFUL, 0.0)
+        facts += [("Cost", price.of(total).strip(" =")), ("Lost", price.of(total - useful).strip(" ="))]
     bars = waterfall(found)
     return pages.render(
         "goodput.html",
         title=f"Goodput of {found.job}",
         kind="Goodput",
-        level=level,
+        level="good" if found.goodput >= 0.9 else "warn" if found.goodput >= 0.6 else "bad",
         status=f"{found.goodput:.1%}",
         headline=headline(found),
         about=pages.About(found.job, ", ".join(found.nodes[:4]), found.begin, "Began", made_s).rows(),
@@ -256,11 +226,16 @@ def render_page(found: JobAccount, price: Price, made_s: float) -> str:
         waterfall=bars,
         waterfall_height=24 * len(bars) + 4,
         timeline=timeline(found),
-        legend=[(kind, COLOURS[kind]) for kind in STATES if found.seconds.get(kind)],
-        states=states,
-        incidents=incidents,
-        ranks=slow,
-        nodes=nodes if len(nodes) > 1 else [],
+        legend=[(kind, COLOURS[kind]) for kind in lost],
+        states=[
+            pages.Row((kind, f"{s / total:.2%}", duration(s / max(found.ranks, 1)), STATES[kind]))
+            for kind, s in lost.items()
+        ],
+        incidents=[pages.Row(cells) for cells in incidents],
+        ranks=[
+            pages.Row((str(r), f"{share:.2%}", f"{waited.get(r, 0.0) / total:.2%}")) for share, r in ranks
+        ],
+        nodes=[pages.Row(cells) for cells in nodes] if len(nodes) > 1 else [],
         notes=list(_notes(found)),
     )
 

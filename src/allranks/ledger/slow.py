@@ -10,7 +10,7 @@ pipelines are replayed together, in the order of the recording.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +28,9 @@ MIN_RANKS = 2
 MEMORY, AGAIN_S = 400, 600.0
 OVERLAP = 4  # steps that are read again, since the first ones of a reading are cut
 MIN_GAIN = 0.02  # of a step: less is noise
+MOST = 0.75  # of the largest gain
+SMOOTH = 11  # steps
+PAUSE = 6.0  # times the usual spread: a longer time is a pause
 OFTEN = 0.6  # of the steps: the same rank is the last
 ALWAYS, SINCE, TURNS, LENGTH = (
     "one rank always",
@@ -100,27 +103,14 @@ def read_events(
     meetings: Sequence[Meetings], messages: Sequence[Messages] = ()
 ) -> tuple[tuple[int, ...], list[_Event]]:
     """The blocking calls of all groups in the order in which they were released, with own times."""
-    ranks = tuple(
-        sorted(
-            {rank for one in meetings for rank in one.ranks}
-            | {rank for one in messages for rank in (one.sender, one.receiver)}
-        )
-    )
+    pairs = {rank for one in messages for rank in (one.sender, one.receiver)}
+    ranks = tuple(sorted({rank for one in meetings for rank in one.ranks} | pairs))
     index = {rank: i for i, rank in enumerate(ranks)}
-    order: list[
-        tuple[float, int, int, int]
-    ] = []  # released, kind (a send before its receive), source, number
-    for source, one in enumerate(meetings):
-        released = one.arrived.max(axis=0)
-        order += [(float(released[k]), 2, source, int(k)) for k in np.flatnonzero(one.blocks.any(axis=0))]
-    for source, sent in enumerate(messages):
-        over = np.maximum(sent.sent, sent.asked)
-        order += [(float(at), 0, source, k) for k, at in enumerate(sent.sent)]
-        order += [(float(at), 1, source, k) for k, at in enumerate(over)]
     free = np.full(len(ranks), np.nan)
-    events, places = [], _Places()
+    events: list[_Event] = []
+    places: Counter[tuple[int, int, int]] = Counter()  # calls of a kind so far in a step
     numbers = np.cumsum([0, *(len(one.sent) for one in messages)])
-    for turn, (released, kind, source, k) in enumerate(sorted(order)):
+    for turn, (released, kind, source, k) in enumerate(_order(meetings, messages)):
         if kind == 2:
             meeting = meetings[source]
             members = np.array([index[rank] for rank in meeting.ranks])
@@ -136,27 +126,23 @@ def read_events(
             continue  # its first call here, or one that another group overlaps
         step = step if step >= 0 else turn
         message = int(numbers[source]) + k if kind < 2 else -1
-        place = places.next((kind, source), step)
-        events.append(
-            _Event(
-                step, members, own, elements, released, place,
-                message if kind == 0 else -1, message if kind == 1 else -1,
-            )
-        )  # fmt: skip
+        places[kind, source, step] += 1
+        place = (kind, source, places[kind, source, step])
+        way = (message, -1) if kind == 0 else (-1, message)
+        events.append(_Event(step, members, own, elements, released, place, *way))
     return ranks, events
 
 
-class _Places:
-    """Counts the calls of a kind within a step: the first of step 7 and the first of step 8 are at the same place."""
-
-    def __init__(self) -> None:
-        self._seen: dict[object, tuple[int, int]] = {}
-
-    def next(self, key: tuple[object, ...], step: int) -> tuple[object, ...]:
-        before, number = self._seen.get(key, (step, -1))
-        number = number + 1 if before == step else 0
-        self._seen[key] = step, number
-        return (*key, number)
+def _order(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> list[tuple[float, int, int, int]]:
+    """(when it was released, 0 send 1 receive 2 collective, of which of the arguments, its number there), in order."""
+    found: list[tuple[float, int, int, int]] = []
+    for source, one in enumerate(meetings):
+        released = one.arrived.max(axis=0)
+        found += [(float(released[k]), 2, source, int(k)) for k in np.flatnonzero(one.blocks.any(axis=0))]
+    for source, way in enumerate(messages):
+        for kind, times in enumerate((way.sent, np.maximum(way.sent, way.asked))):
+            found += [(float(at), kind, source, k) for k, at in enumerate(times)]
+    return sorted(found)
 
 
 Ideal = Callable[[int, _Event], np.ndarray]  # number of the event, and the event -> own times
@@ -182,39 +168,57 @@ def replay(
     return {step: ends[step] - ends[before] for before, step in itertools.pairwise(steps)}
 
 
-def as_fast_as_others(times: OwnTimes, chosen_ranks: Collection[int]) -> Ideal:
-    """These ranks (as indices) take what the others take in the same collective; alone, as much less as in a whole step."""
+def as_fast_as_others(events: Sequence[_Event], times: OwnTimes, chosen_ranks: Collection[int]) -> Ideal:
+    """These ranks (as indices) take what another rank took in the same collective one step before, so that they are as uneven
+    as the others; alone they take as much less as in a whole step."""
     chosen = np.zeros(len(times.ranks), bool)
     chosen[list(chosen_ranks)] = True
     per_step = np.median(times.own, axis=1)
     others = float(np.median(per_step[~chosen])) if not chosen.all() else 0.0
-    factor = np.ones(len(chosen))
-    factor[chosen] = np.minimum(1.0, others / np.maximum(per_step[chosen], 1e-9))
-
-    def ideal(number: int, event: _Event) -> np.ndarray:
-        slow = chosen[event.ranks]
-        if not slow.any():
-            return event.own
+    factor = np.where(chosen, np.minimum(1.0, others / np.maximum(per_step, 1e-9)), 1.0)
+    ideal: dict[int, np.ndarray] = {}
+    for numbers, own in _at_places(events):
+        slow = chosen[events[numbers[0]].ranks]
         if slow.all():
-            return event.own * factor[event.ranks]
-        return np.where(slow, np.minimum(event.own, np.median(event.own[~slow])), event.own)
-
-    return ideal
+            own = own * factor[events[numbers[0]].ranks]
+        elif slow.any():
+            level = _running_median(np.median(own[:, ~slow], axis=1))
+            before = np.maximum(np.arange(len(own)) - 1, 0)
+            who = np.flatnonzero(~slow)[np.arange(len(own)) % (~slow).sum()]
+            drawn = own[before, who] * level / np.maximum(level[before], 1e-9)
+            own = np.where(slow, drawn[:, None], own)
+        ideal |= dict(zip(numbers, own, strict=True))
+    return lambda number, event: ideal[number]
 
 
 def without_pauses(events: Sequence[_Event]) -> Ideal:
-    """Every rank takes what it usually takes at this place, beside the fastest."""
-    at_place: dict[object, list[int]] = defaultdict(list)
-    for number, event in enumerate(events):
-        at_place[event.place, len(event.own)].append(number)
+    """No rank takes longer than the typical one of the same collective, and what it usually takes more than that."""
     usual: dict[int, np.ndarray] = {}
-    for numbers in at_place.values():
-        own = np.array([events[number].own for number in numbers])
-        alone = own.shape[1] == 1
-        excess = own - (np.median(own, axis=0) if alone else own.min(axis=1, keepdims=True))
-        ceiling = own - excess + np.median(excess, axis=0)
+    for numbers, own in _at_places(events):
+        least = own.min(axis=1) if own.shape[1] > 1 else _running_median(own[:, 0])
+        excess = own - least[:, None]
+        typical = np.median(excess, axis=0)
+        spread = np.median(np.abs(excess - typical), axis=0)
+        without = least[:, None] + np.minimum(excess, typical + PAUSE * spread)
+        middle = np.median(without, axis=1, keepdims=True)
+        ceiling = middle + np.median(without - middle, axis=0)
         usual |= dict(zip(numbers, np.minimum(own, ceiling), strict=True))
     return lambda number, event: usual[number]
+
+
+def _at_places(events: Sequence[_Event]) -> list[tuple[list[int], np.ndarray]]:
+    """For each place: the numbers of its events, and their own times (events x ranks)."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for number, event in enumerate(events):
+        found[event.place].append(number)
+    return [(numbers, np.array([events[number].own for number in numbers])) for numbers in found.values()]
+
+
+def _running_median(values: np.ndarray) -> np.ndarray:
+    """Of each value and its neighbours: what all ranks do alike, longer inputs say."""
+    padded = np.pad(values, SMOOTH // 2, mode="edge")
+    found: np.ndarray = np.median(np.lib.stride_tricks.sliding_window_view(padded, SMOOTH), axis=1)
+    return found
 
 
 def own_times(ranks: tuple[int, ...], events: Sequence[_Event]) -> OwnTimes:
@@ -250,13 +254,20 @@ def find_slow(traces: Sequence[RankTrace], phases: Phases | None = None) -> Slow
             hosts[trace.header.host].append(ranks.index(trace.header.rank))
     found = []
     for one in _candidates(times, hosts, meetings, messages):
-        ideal = without_pauses(events) if one.kind == "pauses" else as_fast_as_others(times, one.members)
+        ideal = (
+            without_pauses(events) if one.kind == "pauses" else as_fast_as_others(events, times, one.members)
+        )
         step_s = _typical(replay(events, len(ranks), ideal))
         gain = 1 - step_s / max(base, 1e-9)
         found.append((one.kind, WhatIf(one.who, tuple(ranks[i] for i in one.members), step_s, gain)))
-    gains = sorted(
+    best = max(one.gain for _, one in found)
+    gains = sorted(  # few ranks that explain most of it come before many that explain all
         (one for one in found if one[1].gain >= MIN_GAIN),
-        key=lambda one: (-round(one[1].gain, 2), len(one[1].ranks)),
+        key=lambda one: (
+            one[1].gain < MOST * best,
+            len(one[1].ranks) if one[1].gain >= MOST * best else 0,
+            -one[1].gain,
+        ),
     )
     what_ifs = [one for _, one in gains]
     cause, evidence = _classify(times, events, gains[0], phases or {}) if gains else ("", ())
@@ -336,7 +347,7 @@ def _classify(
         )
     if (share := _collected_share(times, top, worst, phases)) > 0.5:
         return COLLECTING, (f"garbage collection was running in {share:.0%} of the delay",)
-    if (link := _length_link(events)) > 0.7:
+    if (link := _length_link(times, events)) > 0.7:
         return LENGTH, (f"own time follows the size of the input (correlation {link:.2f})",)
     if not slow.any():
         return TURNS if kind == "pauses" else ALWAYS, ()
@@ -344,7 +355,7 @@ def _classify(
     first = int(shares.argmax())
     told = f"rank {times.ranks[first]} was the slowest in {shares[first]:.0%} of {int(slow.sum())} slow steps"
     if kind == "stage":
-        return STAGE, (f"{ranks_text(what_if.ranks)} computes longer than the other stages of the pipeline",)
+        return STAGE, (f"this stage computes longer than the others: {ranks_text(what_if.ranks)}",)
     if kind in ("node", "group"):
         return kind, (f"ranks {rank_list(what_if.ranks)} are slow together", told)
     if kind == "rank" and shares[first] >= OFTEN:
@@ -383,20 +394,25 @@ def _collected_share(times: OwnTimes, top: np.ndarray, worst: np.ndarray, phases
     return explained / max(lost, 1e-9)
 
 
-def _length_link(events: Sequence[_Event]) -> float:
-    """Correlation of own times with the sizes of inputs, where sizes differ between ranks."""
-    pairs = [(e.own - e.own.mean(), e.elements - e.elements.mean()) for e in events if np.ptp(e.elements) > 0]
-    if len(pairs) < MIN_STEPS:
-        return 0.0
-    own, size = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
-    if own.std() == 0 or size.std() == 0:
+def _length_link(times: OwnTimes, events: Sequence[_Event]) -> float:
+    """Correlation of own times with the sizes of inputs, step by step, where sizes differ between ranks."""
+    column = {int(step): k for k, step in enumerate(times.steps)}
+    sizes = np.zeros(times.own.shape)
+    for event in events:
+        if event.step in column:
+            sizes[event.ranks, column[event.step]] += event.elements
+    differ = np.ptp(sizes, axis=0) > 0
+    own, size = ((one - one.mean(axis=0))[:, differ].ravel() for one in (times.own, sizes))
+    if differ.sum() < MIN_STEPS or own.std() == 0 or size.std() == 0:
         return 0.0
     return float(np.corrcoef(own, size)[0, 1])
 
 
 def rank_change(times: OwnTimes, index: int, rank: int) -> ChangePoint | None:
     """When a rank became slower than the others, if it did."""
-    others = np.median(np.delete(times.own, index, axis=0), axis=0)
+    others = np.sort(np.delete(times.own, index, axis=0), axis=0)[
+        (len(times.own) - 2) // 2
+    ]  # of two the faster
     return find_change(times.own[index] - others, others, times.at, rank)
 
 
@@ -415,15 +431,19 @@ class Lateness:
         if len(ranks) < MIN_RANKS:
             return []
         new = own_times(ranks, events)
-        if old is not None and old.ranks == new.ranks and len(old.steps) and len(new.steps):
-            fresh = new.steps > old.steps[-1]
-            new = OwnTimes(
-                ranks,
-                np.concatenate([old.steps, new.steps[fresh]])[-MEMORY:],
-                np.concatenate([old.at, new.at[fresh]])[-MEMORY:],
-                np.concatenate([old.own, new.own[:, fresh]], axis=1)[:, -MEMORY:],
-                np.concatenate([old.step_s, new.step_s[fresh]])[-MEMORY:],
-            )
+        here = new.own[:, -OVERLAP:].max(axis=1, initial=0.0) > 0  # who took part in the newest steps
+        ranks = tuple(itertools.compress(ranks, here))
+        if len(ranks) < MIN_RANKS:
+            return []
+        new = replace(new, ranks=ranks, own=new.own[here])
+        whole = np.arange(len(new.at)) < len(new.at) - 1  # the last step may not be over
+        if old is not None and old.ranks == new.ranks and len(old.at):
+            fresh = whole & (new.at > old.at[-1])
+            both = ((old.steps, new.steps), (old.at, new.at), (old.own, new.own), (old.step_s, new.step_s))
+            joined = (np.concatenate([a, b[..., fresh]], axis=-1)[..., -MEMORY:] for a, b in both)
+            new = OwnTimes(ranks, *joined)
+        else:
+            new = OwnTimes(ranks, *(one[..., whole] for one in (new.steps, new.at, new.own, new.step_s)))
         self.times = new
         found = []
         for index, rank in enumerate(ranks):

@@ -126,26 +126,18 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
     nodes = [_read(ledger) for ledger in ledgers]
     _wait_for_others(nodes)
     rows: list[Booked] = []
-    sums: dict[tuple[str, str], Seconds] = {}
+    sums: list[tuple[str, str, Seconds]] = []  # node, ranks
     for node in nodes:
         own = list(_within(node.rows.values(), since, until))
         rows += own
-        by_ranks: dict[str, Seconds] = {}
-        for row in own:
-            total = by_ranks.setdefault(row.ranks, {})
-            for state, lost in row.seconds.items():
-                total[state] = total.get(state, 0.0) + lost
-        for ranks_text, total in by_ranks.items():
-            known = sums.setdefault((node.name, ranks_text), {})
-            for state, lost in total.items():
-                known[state] = known.get(state, 0.0) + lost
+        sums += [(node.name, text, states) for text, states in _by_ranks(own).items()]
     seconds: Seconds = defaultdict(float)
     by_node: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))
     by_rank: dict[int, Seconds] = defaultdict(lambda: defaultdict(float))
     waiting: dict[int, float] = defaultdict(float)
     stalled: dict[str, float] = defaultdict(float)
     node_of: dict[int, str] = {}
-    for (name, text), states in sums.items():
+    for name, text, states in sums:
         ranks = ranks_in(text)
         node_of |= dict.fromkeys(ranks, name)
         for state, lost in states.items():
@@ -183,6 +175,15 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
         nodes=tuple(sorted({node.name for node in nodes})),
         node_of=node_of,
     )
+
+
+def _by_ranks(rows: Iterable[Booked]) -> dict[str, Seconds]:
+    found: dict[str, Seconds] = {}
+    for row in rows:
+        total = found.setdefault(row.ranks, {})
+        for state, lost in row.seconds.items():
+            total[state] = total.get(state, 0.0) + lost
+    return found
 
 
 def _wait_for_others(nodes: Sequence[_Node]) -> None:
