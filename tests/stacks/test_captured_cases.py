@@ -32,7 +32,9 @@ def test_the_command_tells_cause_culprit_and_hang_of_a_captured_job(
     assert {rank: state["cause"] for rank, state in answer["ranks"].items()} == truth["labels"]
     assert answer["culprits"] == truth["culprit_ranks"]
     assert answer["hung"] == truth["hung"]
-    assert code == (1 if truth["hung"] else 0)
+    assert code == (0 if truth["hung"] is False else 1)
+    for rank, place in truth.get("where", {}).items():
+        assert answer["ranks"][rank]["where"].startswith(place)
     assert answer["schema"] == 1 and answer["sentence"]
 
 

@@ -205,7 +205,8 @@ def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView 
         says += "; held perhaps by " + " or ".join(f"{t.name} at {where(t.python)}" for t in holders[:3])
     if joiner is not None:
         says += f"; the main thread joins them at {where(joiner.python)}"
-    subject = locked[0]
+    both = [*locked, *([joiner] if joiner is not None else [])]
+    subject = next((t for t in both if any(is_user_file(frame.file) for frame in t.python)), locked[0])
     name, sure = subject.name if not subject.main else "", 0.95 if len(locked) > 1 else 0.85
     return Cause("lock_deadlock", where(subject.python), says, "lock", name, subject.python, sure, view.count)
 
