@@ -1,8 +1,9 @@
 """States of NCCL's own recorder that cannot be: completions that are not, and finished calls that read unfinished.
 
-NCCL marks a coalesced collective as completed although a member never entered it. Two things look alike in the dumps: a rank
-that never came while the others stand in the call, and a rank whose dump was merely taken earlier. What separates them is the late rank's own clock: when its file holds a time later than
+NCCL marks a coalesced collective as completed although a member never entered it. Two things look alike in the dumps: a rank that never came while the others stand in the call, and a rank whose dump
+was merely taken earlier. What separates them is the late rank's own clock: when its file holds a time later than
 the others' completion, it had still not entered when the call was said to be over, and the completion is false.
+Without such a time nothing is certain; it is worth a word only where all the others stand still in that very call.
 
 torch takes the CUDA events of synchronous calls again for later ones: as long as a later call is pending, all that had its event
 before read "scheduled". So a collective that has ended on one rank has been reached by all, and a rank of which nothing is said
@@ -20,7 +21,7 @@ from allranks.diagnosis.align import is_box, is_hook
 from allranks.diagnosis.job import GroupView, Job, Lane, Now, RankCalls
 from allranks.diagnosis.ops import is_synchronising
 from allranks.diagnosis.p2p import CLOCKS_NS, newest_ns
-from allranks.diagnosis.waits import lowest_end
+from allranks.diagnosis.waits import is_too_old, lowest_end
 from allranks.model.trace import Flag
 
 #: Of a rank with fewer calls none need have ended.
@@ -35,6 +36,7 @@ class Doubt:
     seq: int
     rows: dict[int, int]  # rank → row
     late: tuple[int, ...]
+    proven: bool
 
 
 def finish_known(job: Job) -> Job:
@@ -138,7 +140,7 @@ def reopen(job: Job, doubts: Iterable[Doubt]) -> Job:
     """The job with every false completion, and those behind it, taken for unfinished."""
     ranks = dict(job.ranks)
     for doubt in doubts:
-        for rank in doubt.rows:
+        for rank in doubt.rows if doubt.proven else ():
             lane = job.groups[doubt.group].lanes[rank]
             rows = lane.rows[lane.seqs >= doubt.seq]
             now = ranks[rank].now.copy()
@@ -168,13 +170,24 @@ def _in_first_call(
     ends = [_ended_ns(job.ranks[rank], row) for rank, row in rows.items()]
     if not ends or min(ends) < 0:
         return None
-    outside = _still_outside(job, late, min(filter(None, ends), default=0))
-    return Doubt(group.index, seq, rows, outside) if outside else None
+    proven = _still_outside(job, late, min(filter(None, ends), default=0))
+    return Doubt(group.index, seq, rows, proven, True) if proven else _unproven(job, group, seq, rows, late)
 
 
 def _still_outside(job: Job, late: tuple[int, ...], ended_ns: int) -> tuple[int, ...]:
     """Those of the late ranks whose own clock shows that they had not entered when the call was said to be over."""
     return tuple(r for r in late if ended_ns and newest_ns(job.ranks[r]) >= ended_ns + CLOCKS_NS)
+
+
+def _unproven(
+    job: Job, group: GroupView, seq: int, rows: dict[int, int], late: tuple[int, ...]
+) -> Doubt | None:
+    """Worth a word only where all the others stand in that very call, and few are late."""
+    entered = min(int(job.ranks[rank].trace.calls["created_ns"][row]) for rank, row in rows.items())
+    suspects = tuple(rank for rank in late if not is_too_old(job, rank, entered))
+    standing = all(_stands_at(job.ranks[rank], group, seq) for rank in rows)
+    few = 0 < len(suspects) * 2 <= len(group.members)
+    return Doubt(group.index, seq, rows, suspects, False) if standing and few else None
 
 
 def _shows_its_end(job: Job, lane: Lane) -> bool:
@@ -203,3 +216,8 @@ def _ended_ns(view: RankCalls, row: int) -> int:
     if view.now[row] != Now.DONE or not bool(_is_coalesced(view, np.array([row]))[0]):
         return -1
     return int(view.trace.calls["completed_ns"][row])
+
+
+def _stands_at(view: RankCalls, group: GroupView, seq: int) -> bool:
+    """Whether the rank has issued nothing behind this call, in any group."""
+    return int(view.group[-1]) == group.index and int(view.trace.calls["seq"][-1]) == seq

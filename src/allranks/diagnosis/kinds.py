@@ -311,6 +311,9 @@ KINDS = {
     "no_progress": Kind("no_progress", 0.35,
         "no rank is in a collective, and none has made a call for {idle} ({reason}): all of them compute, or they wait for something "
         "else, such as a store, a file or a lock", "", "where the ranks are: run `allranks stacks` on every node"),
+    "doubtful": Kind("missing_rank", 0.35,
+        "{ranks} is not seen in {call}, in which {entered_by} stand; NCCL marks coalesced calls completed too early: either it never "
+        "entered, or its dump is older than the others", "", _SECOND),
     # ---- consequences and warnings
     "follows": Kind("", 0.0, "{waits} in [{op} of {number} {kind} groups|{call}][ for {lacks}]"),
     "folded": Kind("folded", 0.0, "{number} more blocked calls follow from the above"),

@@ -150,7 +150,7 @@ def _all_roots(
         return roots
     from allranks.diagnosis.weak_findings import quiet_roots
 
-    return quiet_roots(context, options.allow_incomplete_ranks)
+    return quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
 
 
 def _setup(context: Context) -> Finding | None:
@@ -342,7 +342,7 @@ def _at_the_end(root: Finding) -> Finding:
 def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Finding:
     """Tells why a call that the dumps call completed is taken as unfinished."""
     for doubt in doubts:
-        if (context.job.groups[doubt.group].label, doubt.seq) == (root.group, root.sequence):
+        if doubt.proven and (context.job.groups[doubt.group].label, doubt.seq) == (root.group, root.sequence):
             text = say("false_completion", done=ranks_text(doubt.rows), late=ranks_text(doubt.late))
             return replace(root, evidence=(*root.evidence, text))
     return root

@@ -15,6 +15,7 @@ from allranks.diagnosis.absent import UNREAD, explain_ranks, lacking
 from allranks.diagnosis.align import is_box, is_hook
 from allranks.diagnosis.alignment import find_shift
 from allranks.diagnosis.context import Context, in_words
+from allranks.diagnosis.false_completions import Doubt
 from allranks.diagnosis.graph import wait_graph
 from allranks.diagnosis.job import GroupView, Job, Lane, Now
 from allranks.diagnosis.mismatches import left_program
@@ -30,15 +31,19 @@ _ACCUSED = re.compile(r"[Rr]ank (\d+) (?:has inconsistent|failed to pass)")
 MIN_IDLE_S = 10.0
 
 
-def quiet_roots(context: Context, allow_incomplete_ranks: bool) -> list[Finding]:
+def quiet_roots(context: Context, doubts: list[Doubt], allow_incomplete_ranks: bool) -> list[Finding]:
     """Nothing hangs and nothing misfits: a silent extra call, or a rank that is gone?"""
     for group in context.job.groups:
         shift = find_shift(context.job, group)
         if shift is not None and shift.agreeing >= 2:
             return [left_program(context, group, shift)]
     found = ended_badly(context) or (None if allow_incomplete_ranks else _gone_unnoticed(context))
-    found = found or _no_progress(context)
-    return [found] if found is not None else []
+    if found is not None:
+        return [found]
+    if doubts:
+        return [_doubtful(context, doubt) for doubt in doubts]
+    silent = _no_progress(context)
+    return [silent] if silent is not None else []
 
 
 def ended_badly(context: Context, primary: bool = False) -> Finding | None:
@@ -107,6 +112,23 @@ def _no_progress(context: Context) -> Finding | None:
         return None
     found = context.root("no_progress", (), idle=seconds(idle), reason=context.patience.reason)
     return replace(found, waited_s=idle)
+
+
+def _doubtful(context: Context, doubt: Doubt) -> Finding:
+    """A coalesced call said to be over that a rank never entered: it hangs there, or that dump is older."""
+    blocked = Blocked(0, doubt.group, doubt.seq, doubt.rows, missing=doubt.late)
+    alone = _of_one_call(context, blocked)
+    finding = explain_ranks(alone, blocked, doubt.late)
+    doubtful = alone.root("doubtful", doubt.late, blocked)
+    return replace(
+        finding,
+        cause=doubtful.cause,
+        ranks=doubt.late,
+        sentence=doubtful.sentence,
+        confidence=doubtful.confidence,
+        waited_s=None,
+        missing_evidence=(*doubtful.missing_evidence, *finding.missing_evidence),
+    )
 
 
 def _of_one_call(context: Context, blocked: Blocked) -> Context:
