@@ -204,6 +204,9 @@ def _gpu(before: str) -> Iterator[str]:
     yield from ("| what | allranks | for comparison | date |", "|---|---|---|---|")
     yield f"| kill -9 of one of three GPT-2 replicas until the next commit | {typical('kill_to_commit_s')} | torchft {peer['kill_to_commit_s'][0]:.0f} s | {date} |"
     yield f"| longest gap of the others when it returns | {typical('rejoin_gap_s')} | torchft {peer['rejoin_gap_s'][0]:.1f} s | {date} |"
+    later = _read("gpu_torch215")
+    kills = later["kills"]
+    yield f"| torch 2.15 (nccl2), {kills['kills']} kills of one of four replicas: longest gap between commits | {kills['median_s']:.2f} s (worst {kills['worst_s']:.2f}) | equal bits at the end | {later['date']} |"
     yield f"| recording one NCCL all_reduce: CPU added to the call | {added} µs | the call itself {call} µs | {date} |"
     yield f"| `torch.compile`d replicas: kill -9 until the next commit | {compiled['kill_to_commit_s']:.2f} s | equal bits after {compiled['steps']} steps | {date} |"
     yield f"| saving {saved['state_gb']} GB to disk every interval: time added to a step | {float(saved['nvme_lost_percent']):.1f} % | steps of {saved['nvme_step_ms']} ms | {found['checkpoint']['machine']['date']} |"
@@ -239,6 +242,13 @@ def _reliability(before: str) -> Iterator[str]:
         )
     one = healthy["numbers"]
     yield f"| {one['jobs']} healthy jobs under load, {one['minutes']} minutes | {one['alarms']} alarms, {one['actions']} actions | `healthy.py` | {healthy['date']} |"
+    pauses = _read("pauses")
+    one = pauses["numbers"]
+    yield (
+        f"| {one['hangs']} hangs of 20 kinds, both modes | {one['named']} named, rank right in {one['rank_right']}, line in {one['rank_and_line_right']}; "
+        f"after {one['certain_median_s']:.0f} s where it is certain, {one['by_time_median_s']:.0f} s by time | `pauses.py` | {pauses['date']} |"
+    )
+    yield f"| {one['pauses']} healthy pauses of 11 to 90 s, the same kinds | {one['pauses'] - one['pauses_right']} called a hang | `pauses.py` | {pauses['date']} |"
     readers = fuzz["numbers"].values()
     failed = sum(bool(reader["failed"]) for reader in readers)
     yield (
