@@ -354,13 +354,12 @@ class Bench:
             return {}
         ours = saves["allranks"]
         best = min(max(entry["lost_s"], 1e-3) for entry in peers.values())
-        found = {
+        return {
             "lost_vs_dcp_best": max(ours["lost_s"], 0.0) / best,
             "stall_vs_dcp_best": ours["stall_s"] / min(entry["stall_s"] for entry in peers.values()),
             "total_vs_raw_write": ours["total_s"] / raw_write_s,
             "total_vs_dcp_best": ours["total_s"] / min(entry["total_s"] for entry in peers.values()),
         }
-        return found
 
     def _load_ratios(self, loads: dict[str, float]) -> dict[str, float]:
         found = {}
