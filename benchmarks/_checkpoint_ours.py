@@ -24,12 +24,12 @@ sys.stdin.read()
 """
 
 
-def to_disk(job: Job, folder: Path, read_back: bool = False) -> tuple[Method, CheckpointManager]:
+def to_disk(job: Job, folder: Path) -> tuple[Method, CheckpointManager]:
     """The disk tier."""
     config = CheckpointConfig(
-        nvme_path=folder, checkpoint_interval=1, memory_snapshot_interval=0, keep_last_n=1, read_back=read_back
+        nvme_path=folder, checkpoint_interval=1, memory_snapshot_interval=0, keep_last_n=1
     )  # fmt: skip
-    return _method("allranks_read_back" if read_back else "allranks", job, config)
+    return _method("allranks", job, config)
 
 
 def to_memory(job: Job) -> Method:

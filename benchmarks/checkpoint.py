@@ -43,7 +43,7 @@ from _checkpoint_peers import dcp, plain, torch_checkpointing
 from allranks.checkpoint.tensors import memory_of
 
 #: Peers that never come out best; measured without --quick.
-SLOW = {"safetensors", "dcp_async_thread", "dcp_async_process", "allranks_read_back"}
+SLOW = {"safetensors", "dcp_async_thread", "dcp_async_process"}
 #: Of these, what a step of several seconds makes too long: measured at the small sizes.
 SMALL = {"dcp_async_thread", "dcp_async_process"}
 LARGE_MB = 512
@@ -160,11 +160,10 @@ class Bench:
     def others(self, peers: list[Method]) -> list[Method]:
         """Every other way to save that is installed, but for the slow ones of a quick run."""
         if self.soft_deadline is None:
-            careful, _ = to_disk(self.job, self.folder / "ours_read_back", read_back=True)
             if self.size_mb > LARGE_MB:
                 self.left_out += [f"{name}: only up to {LARGE_MB} MB" for name in sorted(SMALL)]
                 peers = [method for method in peers if method.name not in SMALL]
-            return [careful, *plain(self.job), *peers, *torch_checkpointing(self.job, self.left_out)]
+            return [*plain(self.job), *peers, *torch_checkpointing(self.job, self.left_out)]
         self.left_out += [f"{name}: only without --quick" for name in (*sorted(SLOW), "torch_checkpointing")]
         return [method for method in (*plain(self.job), *peers) if method.name not in SLOW]
 
@@ -355,15 +354,12 @@ class Bench:
             return {}
         ours = saves["allranks"]
         best = min(max(entry["lost_s"], 1e-3) for entry in peers.values())
-        found = {
+        return {
             "lost_vs_dcp_best": max(ours["lost_s"], 0.0) / best,
             "stall_vs_dcp_best": ours["stall_s"] / min(entry["stall_s"] for entry in peers.values()),
             "total_vs_raw_write": ours["total_s"] / raw_write_s,
             "total_vs_dcp_best": ours["total_s"] / min(entry["total_s"] for entry in peers.values()),
         }
-        if "allranks_read_back" in saves:
-            found["total_read_back_vs_raw_write"] = saves["allranks_read_back"]["total_s"] / raw_write_s
-        return found
 
     def _load_ratios(self, loads: dict[str, float]) -> dict[str, float]:
         found = {}
