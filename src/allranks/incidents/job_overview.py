@@ -352,6 +352,12 @@ class WaitingSentence:
         return self._text
 
 
+def has_come(trace: RankTrace, group: str, sequence: int) -> bool:
+    """Whether a rank has begun a call of a group; it may have finished its part."""
+    numbers = [index for index, one in enumerate(trace.groups) if one.name == group]
+    return bool((np.isin(trace.calls["group"], numbers) & (trace.calls["seq"] >= sequence)).any())
+
+
 def who_waits(traces: Iterable[RankTrace]) -> str:
     """ "ranks 0, 1 wait for rank 2 in all_reduce #12 of default_pg": of the call in which most wait."""
     known = {trace.header.rank: trace for trace in traces if trace.header.rank is not None}
@@ -362,7 +368,9 @@ def who_waits(traces: Iterable[RankTrace]) -> str:
             calls.setdefault(call, []).append(rank)
     best, most = "", 0
     for call, waiters in calls.items():
-        absent = find_absent(known[waiters[0]], *call, open_)
+        absent = [
+            rank for rank in find_absent(known[waiters[0]], *call, open_) if not has_come(known[rank], *call)
+        ]
         if absent and len(waiters) > most:
             most, text = len(waiters), open_[waiters[0]][call]
             best = f"{ranks_wait(waiters)} for {ranks_text(absent)} in {text}"
