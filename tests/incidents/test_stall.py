@@ -118,6 +118,10 @@ def test_no_pause_lasts_for_longer_than_the_cap(kind: str) -> None:
 # Hangs that follow from what was seen, with a word of the reason.
 HANGS = {
     "a sleep for a year": (looks("sleep", waits(YEAR)), "sleeps for another"),
+    "a sleep for a year while the other's wait on the device looks like work": (
+        looks("sleep", waits(YEAR), other="native_call"),
+        "sleeps for another",
+    ),
     "C code that sleeps and keeps the GIL": (looks("gil_held_native", waits(YEAR)), "sleeps for another"),
     "a lock that it holds itself": (looks("lock_deadlock", Activity(5, (INSIDE,))), "without limit"),
     "two threads and two locks": (looks("lock_deadlock", Activity(5, (INSIDE, INSIDE))), "without limit"),

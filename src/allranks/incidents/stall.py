@@ -223,7 +223,8 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     if found is not None and found.ranks and states and not idle and found.cause != "none_finished":
         return f"every rank waits for another: {found.sentence}"
     alone = bool(last.absent) and len(states) == 1  # all others have left: it keeps the job from its end
-    if not (last.behind or alone or any(state.cause in WAITS for state in states)):
+    waited = any(state.cause in WAITS for state in states) or (found is not None and bool(found.ranks))
+    if not (last.behind or alone or waited):  # the boxes tell it too: on a GPU a wait may look like work
         return ""  # nobody waits for another rank
     return next(filter(None, (_never_wakes(state, looks, limits) for state in find_guilty(last))), "")
 
