@@ -18,6 +18,7 @@ from allranks.watch.samples import (
     read_rhythm,
     unfinished,
 )
+from allranks.watch.silence import longest_pause
 
 
 def calls(*places: tuple[int, float]) -> np.ndarray:
@@ -112,3 +113,10 @@ def test_the_rank_that_waits_for_nothing_of_a_group_is_elsewhere() -> None:
     assert not elsewhere(
         [replace(waits(three), rank=0), replace(waits(three), rank=2)]
     )  # rank 1 is on another node
+
+
+def test_a_clock_that_is_set_forward_does_not_make_a_long_pause_usual() -> None:
+    """One pause of an hour at one place is the clock's; a place that paused twice for long does so."""
+    usual = Rhythm((0.1, 0.2, 3600.0))
+    assert longest_pause((4.0,), [usual, Rhythm((9000.0,))]) == 4.0
+    assert longest_pause((4.0,), [usual, Rhythm((0.1, 60.0, 70.0))]) == 60.0

@@ -361,6 +361,14 @@ def extend_deadline(state: NoticeState, now_s: float, options: NoticeOptions) ->
     return replace(state, extended=state.extended + 1, allowed_until_s=now_s)
 
 
+def longest_pause(silences_s: Sequence[float], rhythms: Sequence[Rhythm]) -> float:
+    """Of the silences that were watched, and of those between the calls of ranks, which their own clocks tell. A place must have
+    paused that long twice: a clock that is set forward makes one such pause."""
+    return max(
+        (*silences_s, *(sorted(rhythm.pauses_s)[-2] for rhythm in rhythms if rhythm.known)), default=0.0
+    )
+
+
 @dataclass
 class ProgressHistory:
     """One `NoticeState` under a lock, for the watch's thread and the one that examines; `now_s` is monotonic."""
@@ -419,8 +427,7 @@ class ProgressHistory:
     def longest_s(self) -> float:
         """The longest pause that ended, of the job and of the places where its ranks are."""
         silences = [s for history in self._state.ranks.values() for s in history.silences_s]
-        pauses = [s for _, rhythm in self._rhythms.values() if rhythm.known for s in rhythm.pauses_s]
-        return max((*silences, *pauses), default=0.0)
+        return longest_pause(silences, [rhythm for _, rhythm in self._rhythms.values()])
 
     @property
     def moves(self) -> bool:
