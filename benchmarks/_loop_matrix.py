@@ -20,11 +20,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import _fork_start
-from allranks.drill.plan import make_plan
-from allranks.drill.run import ALARMS, FaultResult, run_drill
-from allranks.drill.self_faults import FAULTS
-from allranks.incidents.folder import read_incidents
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")  # before numpy is imported: its threads do not survive a fork
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import forks  # noqa: E402
+from allranks.drill.plan import make_plan  # noqa: E402
+from allranks.drill.run import ALARMS, FaultResult, run_drill  # noqa: E402
+from allranks.drill.self_faults import FAULTS  # noqa: E402
+from allranks.incidents.folder import read_incidents  # noqa: E402
 
 TRAIN = Path(__file__).with_name("_loop_matrix_train.py")
 RANKS, LAST, PAUSE_AT = 3, 40, 25
@@ -190,7 +194,7 @@ def run_matrix(
     folder = Path(tempfile.mkdtemp(prefix="allranks-matrix-"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_source(), os.environ.get("PYTHONPATH"))))
     if fork:
-        _fork_start.install()
+        forks.load()
     over = time.monotonic() + 60 * minutes if minutes else math.inf
     running: dict[int, float] = {}  # process of a cell -> when it must have ended
     while running or (waiting and time.monotonic() < over):
@@ -213,7 +217,7 @@ def _fork_cell(cell: Cell, folder: Path, out: Path, notice_s: float, fork: bool)
         return pid
     try:
         if fork:
-            _fork_start.make_template()
+            forks.own_template()
         row = run_cell(cell, folder, notice_s)
     except BaseException as error:  # one broken cell does not end the others
         row = {**asdict(cell), "rank": cell.rank, "fired": False, "error": repr(error)}

@@ -178,7 +178,7 @@ def note(out: Path, part: str, **row: object) -> None:
 
 
 def gaps_of(commits: list[float]) -> list[float]:
-    """Between any two commits that follow each other, whoever made them; the longest first."""
+    """Between any two consecutive commits of all replicas; the longest first."""
     found = [round(b - a, 3) for a, b in itertools.pairwise(sorted(commits))]
     return sorted(found, reverse=True)
 

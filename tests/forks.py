@@ -192,7 +192,7 @@ def _take_descriptors(inner: list[int], passed: dict[int, int]) -> None:
     os.closerange(low, 65536)
 
 
-def _own_template() -> None:
+def own_template() -> None:
     """Forks a template for this process, while there is nothing in it that a new one must not have."""
     global _template
     ours, theirs = _line()
@@ -254,7 +254,7 @@ def _run(order: dict[str, Any]) -> None:
     _seed()
     what, *rest = [word for number, word in enumerate(words) if number and not (number == 1 and word == "-u")]
     if (rest[0] if what == "-m" else Path(what).name) in LAUNCHERS:
-        _own_template()
+        own_template()
     sys.path[0:1] = filter(
         None, [_first_of_path(what), *order["env"].get("PYTHONPATH", "").split(os.pathsep)]
     )
@@ -319,9 +319,8 @@ def _show_in_proc(words: list[str], environment: dict[str, str]) -> None:
     libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.c_char_p(described), ctypes.c_ulong(len(described)), 0)
 
 
-if __name__ == "__main__":
-    line = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def load() -> None:
+    """Imports what programs need, in a process that is then forked."""
     _at_start.update(_read_at_start(os.environ))
     for name in IMPORTS:
         importlib.import_module(name)
@@ -333,4 +332,10 @@ if __name__ == "__main__":
         raise SystemExit("threads after the imports: forks would not be whole")
     gc.collect()
     gc.freeze()
+
+
+if __name__ == "__main__":
+    line = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    load()
     _become(_serve(line))

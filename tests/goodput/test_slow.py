@@ -212,7 +212,7 @@ def test_a_running_job_is_told_once_that_a_rank_became_slow() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_rank_that_recovers_does_not_make_the_others_slow(ranks: int) -> None:
-    """A slow rank was replaced: it is told once, and nobody else is."""
+    """A slow rank was replaced: one alarm for it, none for another rank."""
     factors = noise(14, ranks=ranks, steps=300)
     factors[1, 80:160] *= 2.0
     lateness, told = Lateness(), []

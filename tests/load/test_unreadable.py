@@ -190,7 +190,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-#: Takes a lease on a file: whoever opens it is made to wait in the kernel, as on a dead file server.
+#: Takes a lease on a file: a process that opens it waits in the kernel, as on a dead file server.
 HOLD = """
 import fcntl, os, signal, sys
 signal.signal(signal.SIGIO, signal.SIG_IGN)

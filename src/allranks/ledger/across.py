@@ -1,4 +1,4 @@
-"""Waits between nodes: each agent notes how long its node waited in collectives with ranks of other nodes; whoever reads the
+"""Waits between nodes: each agent notes how long its node waited in collectives with ranks of other nodes; the reader of the
 ledgers of all nodes compares them. Pure.
 
 Of each collective the agent notes the shortest time that one of its ranks was inside: that rank came last of its node. The

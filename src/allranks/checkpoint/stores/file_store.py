@@ -41,7 +41,7 @@ class FileStore:
     """A folder of checkpoints. Methods raise OSError when the place fails, FileNotFoundError for what is not there."""
 
     tier = "NVME"
-    attempt_in_names = False  # True: file names carry the attempt, since there is no rename
+    attempt_in_names = False  # True: file names carry the attempt, since objects cannot be renamed
 
     def __init__(self, root: Path, spec: StoreSpec | None = None) -> None:
         self.root = root

@@ -256,7 +256,7 @@ def _as_os_errors() -> Iterator[None]:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # Ctrl-C and the like; a panic in obstore is no Exception
+            raise  # Ctrl-C and the like; a panic in obstore is not an Exception
         raise _os_error(error) from error
 
 
