@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -375,6 +376,18 @@ def test_stripes_cover_every_byte_once() -> None:
         assert list(seen.values()) == [note.nbytes for note in layout.notes]
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """64 voters in one process hold more sockets than the 1,024 files that an ordinary user may open at first."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 6000:
+        pytest.skip(f"needs 6,000 open files, the hard limit is {before[1]}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_files")
 def test_sixty_four_voters_of_one_quorum_connect_and_vote() -> None:
     """All-to-all: 2,016 connections through the voters' servers, then one vote of each."""
     keys = KEYS

@@ -119,7 +119,7 @@ before = time.time()
 open(os.environ["JUMPED"], "w").close()
 assert time.time() < before - 3000, "the clock did not jump"
 calls(20)
-print(recorder.path)
+print(recorder.path, flush=True)
 os._exit(0)
 """
 
