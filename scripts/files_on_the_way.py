@@ -22,11 +22,18 @@ def note(frame: FrameType, event: str, argument: object) -> None:
     """Called by Python for each call of a function."""
     code = frame.f_code
     name = code.co_filename
-    if event != "call" or name in CALLED or not name.startswith(SOURCE) or not code.co_flags & inspect.CO_OPTIMIZED:
+    if (
+        event != "call"
+        or name in CALLED
+        or not name.startswith(SOURCE)
+        or not code.co_flags & inspect.CO_OPTIMIZED
+    ):
         return
     above: FrameType | None = frame.f_back
     while above is not None:
-        if above.f_code.co_name == "<module>" and "importlib" in str(above.f_back and above.f_back.f_code.co_filename):
+        if above.f_code.co_name == "<module>" and "importlib" in str(
+            above.f_back and above.f_back.f_code.co_filename
+        ):
             return
         above = above.f_back
     CALLED[name] = code.co_name
