@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from allranks import examples as examples
     from allranks.api.functions import diagnose as diagnose
     from allranks.api.functions import goodput as goodput
+    from allranks.api.functions import jobs as jobs
     from allranks.api.functions import load_checkpoint_index as load_checkpoint_index
     from allranks.api.functions import stacks as stacks
-    from allranks.api.live import jobs as jobs
-    from allranks.api.live import status as status
+    from allranks.api.functions import status as status
     from allranks.errors import AllranksError as AllranksError
     from allranks.manager.ddp import DistributedDataParallel as DistributedDataParallel
     from allranks.manager.manager import Manager as Manager
@@ -42,8 +42,8 @@ _PUBLIC = {
     "stacks": "allranks.api.functions",
     "goodput": "allranks.api.functions",
     "load_checkpoint_index": "allranks.api.functions",
-    "jobs": "allranks.api.live",
-    "status": "allranks.api.live",
+    "jobs": "allranks.api.functions",
+    "status": "allranks.api.functions",
     "examples": "allranks",
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from allranks.diagnosis.phrasing import place
+from allranks.diagnosis.context import place
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
 from allranks.model.trace import Flag, RankTrace, State
 

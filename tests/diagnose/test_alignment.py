@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allranks.diagnosis.alignment import CallDifference, CallPair, usual_next
-from allranks.diagnosis.phrasing import one_line
+from allranks.diagnosis.context import one_line
 
 
 def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> CallPair:

@@ -10,7 +10,7 @@ import pytest
 
 from allranks.api.functions import diagnose
 from allranks.cli import main
-from allranks.diagnosis.phrasing import is_internal, user_frame
+from allranks.diagnosis.context import is_internal, user_frame
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot, StackFrame, ThreadStack
 from allranks.model.trace import Frame
 from allranks.stacktraces import classify, read_capture, write_bundle

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from allranks.diagnosis.process_verdict import explain_processes
-from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook, WaitFor
-from allranks.model.stacks import StackFrame
+from allranks.model.stacks import JobLook, Process, ProcessLink, StackFrame, ThreadLook, WaitFor
 
 
 def thread(tid: int, kind: str, line: int = 0, **facts: object) -> ThreadLook:

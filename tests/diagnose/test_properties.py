@@ -9,9 +9,8 @@ import pytest
 
 from allranks.diagnosis import diagnose
 from allranks.diagnosis.align import align
-from allranks.diagnosis.graph import wait_graph
 from allranks.diagnosis.match import find_mismatches
-from allranks.diagnosis.waits import find_blocked
+from allranks.diagnosis.waits import find_blocked, wait_graph
 from allranks.model.trace import RankTrace
 
 from . import reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.diagnosis.phrasing import place
+from allranks.diagnosis.context import place
 from allranks.model.stacks import is_user_file
 from allranks.model.trace import Frame
 

@@ -22,8 +22,7 @@ from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.policy import Mode, PolicyOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import read_health
-from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.model.incident import Action, Incident
+from allranks.model.diagnosis import Action, Diagnosis, Finding, Incident
 from allranks.model.stacks import (
     Capture,
     ProcessCapture,

@@ -19,8 +19,7 @@ import pytest
 from allranks.cli.run_job import webhook_addresses
 from allranks.errors import ConfigurationError, MissingExtra
 from allranks.incidents.publish import IncidentPublisher, check_address, deliver, payload
-from allranks.model.diagnosis import Finding
-from allranks.model.incident import Incident, Moment
+from allranks.model.diagnosis import Finding, Incident, Moment
 
 pytestmark = pytest.mark.usefixtures("forks")
 

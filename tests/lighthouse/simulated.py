@@ -18,8 +18,16 @@ from allranks.lighthouse.options import Options
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
 from allranks.manager.plan import FRESH, NOWHERE, Claim, ReplicaClaim, decide
-from allranks.model.claims import DIALECT
-from allranks.model.cluster import Evicted, Member, MemberLeft, MemberLost, Probe, Quorum, QuorumWanted
+from allranks.model.cluster import (
+    DIALECT,
+    Evicted,
+    Member,
+    MemberLeft,
+    MemberLost,
+    Probe,
+    Quorum,
+    QuorumWanted,
+)
 
 TICK_S = 0.1
 CUT_S = 3.0  # after which a cut connection between two members is noticed

@@ -18,8 +18,7 @@ from allranks.lighthouse.options import Options
 from allranks.lighthouse.reach import Reach, largest_set
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.state import QuorumState
-from allranks.model.claims import DIALECT, find_fault
-from allranks.model.cluster import Member, Quorum
+from allranks.model.cluster import DIALECT, Member, Quorum, find_fault
 
 from .processes import Victim
 from .waiting import eventually

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import InputError
-from allranks.load import LoadOptions, load_paths, reading, sources
+from allranks.load import LoadOptions, load_paths, loading, sources
 
 from .dumps import dump, entry
 
@@ -128,7 +128,7 @@ def test_an_archive_of_very_many_foreign_files_is_left_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A megabyte of headers of empty members would take a minute to list; an archive that has a dump is read to its end."""
-    monkeypatch.setattr(reading, "MAX_FOREIGN", 10)
+    monkeypatch.setattr(loading, "MAX_FOREIGN", 10)
     foreign = {f"log_{i}": b"" for i in range(100)}
     (tmp_path / "all.tar").write_bytes(make_tar("", foreign))
     result = load_paths([str(tmp_path)], LoadOptions(allow_nothing=True))

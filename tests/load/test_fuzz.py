@@ -26,7 +26,7 @@ from allranks.blackbox.layout import HEADER
 from allranks.blackbox.reader import BytesFile, read_box
 from allranks.blackbox.tables import HeapCache, Tables
 from allranks.errors import InputError
-from allranks.load.reading import Reader
+from allranks.load.loading import Reader
 from allranks.load.sources import LoadOptions, Raw, Unreadable
 from allranks.load.unpickle import read_pickle
 

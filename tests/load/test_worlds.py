@@ -16,7 +16,7 @@ from allranks import diagnose
 from allranks.cli.record import RecordFlags, variables
 from allranks.incidents.job_overview import who_waits
 from allranks.load import LoadOptions, load_paths
-from allranks.load.worlds import TraceFile, number_worlds, split_worlds
+from allranks.load.choice import TraceFile, number_worlds, split_worlds
 from allranks.model.diagnosis import Finding
 from allranks.model.formatting import rename
 from allranks.model.trace import CALL, Group, Raw, Rendezvous, TraceHeader, World

@@ -12,8 +12,7 @@ import pytest
 
 from allranks.incidents.folder import copy_boxes, new_id, open_incident, read_incidents
 from allranks.incidents.publish import deliver, payload
-from allranks.model.diagnosis import Finding
-from allranks.model.incident import Action, Incident, Moment
+from allranks.model.diagnosis import Action, Finding, Incident, Moment
 from allranks.report.story import headline, render_story
 
 VERDICT = Finding(

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from allranks.diagnosis import diagnose
-from allranks.model.diagnosis import RankNow
-from allranks.model.incident import Action, Incident, Moment
+from allranks.model.diagnosis import Action, Incident, Moment, RankNow
 from allranks.model.stacks import RankState, StackFrame, StacksReport
 from allranks.model.trace import CALL, Frame, Group, RankTrace, Shapes, State, TraceHeader
 from allranks.report import html

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from allranks.incidents.folder import open_incident
 from allranks.incidents.pipeline import Recoveries
-from allranks.model.diagnosis import Finding
-from allranks.model.incident import Action, Incident, Moment
+from allranks.model.diagnosis import Action, Finding, Incident, Moment
 from allranks.report.story import decision, lasted, render_story
 from allranks.watch.samples import RankSample
 

@@ -13,7 +13,7 @@ from tests.box_files import box_bytes
 from allranks.cli import main
 from allranks.diagnosis import diagnose
 from allranks.report import perfetto
-from allranks.report.timeline import lanes_of
+from allranks.report.perfetto import lanes_of
 from pages.gallery import make_traces
 
 

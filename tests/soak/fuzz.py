@@ -57,7 +57,7 @@ from allranks.lighthouse import messages
 from allranks.lighthouse.grpc_wire import BadMessage, decode_quorum_request, encode_quorum_request
 from allranks.lighthouse.http import _parse_head
 from allranks.lighthouse.messages import decode, encode, plain_load
-from allranks.load.reading import Reader
+from allranks.load.loading import Reader
 from allranks.load.sources import DumpSource, LoadOptions, Unreadable, is_tar, tar_members, zip_members
 from allranks.model.cluster import Member, MemberLost, Quorum
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot

@@ -17,8 +17,7 @@ import pytest
 from allranks.cli.stacks_tree import finding_json
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
-from allranks.model.processes import GroupCall, JobLook, Process, ProcessLink, ThreadLook, WaitFor
-from allranks.model.stacks import StackFrame
+from allranks.model.stacks import GroupCall, JobLook, Process, ProcessLink, StackFrame, ThreadLook, WaitFor
 from allranks.stacktraces import source
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.drawing import draw

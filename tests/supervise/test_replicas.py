@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.model.incident import Failure
+from allranks.model.diagnosis import Failure
 from allranks.supervise.logs import Terminal, _end_of_lines, open_log
 from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
 from allranks.supervise.restarts import (

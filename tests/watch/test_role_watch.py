@@ -13,7 +13,7 @@ import pytest
 
 from allranks.channel import web_client
 from allranks.errors import ConfigurationError
-from allranks.model.processes import Guilty, ProcessFinding
+from allranks.model.stacks import Guilty, ProcessFinding
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.debuggers import find_pyspy
 from allranks.watch.role_actions import MAX_RESTARTS, choose_restart, restart_commands

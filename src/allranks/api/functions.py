@@ -5,7 +5,6 @@ result shows itself in a notebook and turns into JSON and pandas.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from allranks.errors import InputError
+from allranks.incidents.job_overview import Overview, find_job, recorded_jobs
+from allranks.model.cluster import JobView
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.stacks import Capture, StacksReport
 from allranks.model.trace import RankTrace
+from allranks.watch.samples import read_samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
-    from allranks.diagnosis.verdict import DiagnoseOptions
     from allranks.ledger.summary import JobAccount
-    from allranks.load import LoadOptions, LoadResult
 
 
 MAX_PAGE = 8 << 20  # characters; a larger page would make the notebook slow
@@ -338,63 +338,17 @@ def diagnose(
     `paths` are folders, files or URLs; the other arguments are the command's flags.
     """
     from allranks.diagnosis.verdict import DiagnoseOptions
-    from allranks.load import LoadOptions
+    from allranks.incidents.judge import judge_dumps
+    from allranks.load import LoadOptions, load_paths
 
     roots = [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
     wanted = None if ranks is None else frozenset(ranks)
-    loaded = load_dumps(roots, LoadOptions(attempt=attempt, ranks=wanted))
+    loaded = load_paths(roots, LoadOptions(attempt=attempt, ranks=wanted))
     incomplete, groups = allow_incomplete_ranks or wanted is not None, frozenset(pg_filters)
     how = DiagnoseOptions(pg_filters=groups, allow_incomplete_ranks=incomplete)
     part = attempt is not None or bool(groups) or incomplete
     found = judge_dumps(loaded, loaded.traces, roots, how, chosen=part)
     return DiagnosisResult(found, RecordedCalls(loaded.traces))
-
-
-def load_dumps(roots: list[str], options: LoadOptions) -> LoadResult:
-    """The dumps; a rank that was asked for and is not among them is a mistake."""
-    from allranks.diagnosis.phrasing import ranks_text
-    from allranks.load import load_paths
-
-    loaded = load_paths(roots, options)
-    absent = (options.ranks or frozenset()) - {trace.header.rank for trace in loaded.traces}
-    if absent:
-        there = [note.rank for note in loaded.files if note.rank is not None]
-        raise InputError(f"no dump of {ranks_text(absent)}", hint=f"There are dumps of {ranks_text(there)}.")
-    return loaded
-
-
-def judge_dumps(
-    loaded: LoadResult,
-    traces: list[RankTrace],
-    roots: list[str],
-    how: DiagnoseOptions,
-    *,
-    chosen: bool = False,
-) -> Diagnosis:
-    """The diagnosis of loaded dumps together with everything that lies beside them.
-
-    The folder of an incident, and a job of which a hang is open, are judged as the agent judged it, unless a part of the
-    dumps was `chosen`.
-    """
-    from allranks.incidents.evidence import find_evidence, is_incident, read_incident
-    from allranks.incidents.job_overview import find_open_hang
-    from allranks.incidents.judge import judge
-
-    hang = None if chosen or len(roots) != 1 else find_open_hang(Path(roots[0]))
-    if not chosen and (hang is not None or is_incident(roots)):
-        evidence = read_incident(hang or Path(roots[0]))
-    else:
-        evidence = find_evidence(loaded, traces, roots)
-    for line in evidence.missing:
-        print(f"left out: {line}", file=sys.stderr)
-    result = judge(evidence, how)
-    names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
-    if traces and (absent := how.pg_filters - names):
-        known = sorted({group.desc or group.name for trace in traces for group in trace.groups})
-        raise InputError(
-            f"no group {min(absent)!r} in these dumps", hint=f"Groups: {', '.join(filter(None, known[:20]))}."
-        )
-    return result
 
 
 def stacks(
@@ -470,3 +424,27 @@ def goodput(*jobs: str, since: float = 0.0) -> JobAccount:
 
     found = read_jobs(path for word in jobs or ("allranks-incidents",) for path in ledgers_at(str(word)))
     return account(list(found.values())[-1], since)
+
+
+@dataclass(frozen=True)
+class RecordedJob:
+    """A job that was recorded on this node."""
+
+    name: str
+    folder: Path  # of its black boxes; `allranks.diagnose(job.folder)` judges them
+    ranks: int  # of this node
+    running: bool
+
+
+def jobs() -> list[RecordedJob]:
+    """The jobs that this user recorded on this node, the newest first."""
+    found = []
+    for folder in recorded_jobs():
+        samples = read_samples(folder)
+        found.append(RecordedJob(folder.name, folder, len(samples), any(s.alive for s in samples)))
+    return found
+
+
+def status(job: str | Path | None = None) -> JobView:
+    """The ranks of a job, by its name or folder: step, call, who waits for whom. Without one: the newest that runs."""
+    return Overview(find_job(None if job is None else str(job))).look()

@@ -114,8 +114,8 @@ def main(args: argparse.Namespace) -> int:
 def _diagnose(
     paths: list[str], options: DiagnoseFlags, loaded: LoadResult, traces: list[RankTrace]
 ) -> Diagnosis:
-    from allranks.api.functions import judge_dumps
     from allranks.diagnosis.verdict import DiagnoseOptions
+    from allranks.incidents.judge import judge_dumps
 
     how = DiagnoseOptions(
         pg_filters=frozenset(options.pg_filters),
@@ -168,9 +168,8 @@ def _box_folder(name: str) -> str:
 
 
 def _load(paths: list[str], options: DiagnoseFlags, all_calls: bool) -> LoadResult:
-    from allranks.api.functions import load_dumps
     from allranks.diagnosis.verdict import LARGE_JOB
-    from allranks.load import LoadOptions
+    from allranks.load import LoadOptions, load_paths
 
     bar = ProgressBar()
     how = LoadOptions(
@@ -180,11 +179,11 @@ def _load(paths: list[str], options: DiagnoseFlags, all_calls: bool) -> LoadResu
         progress=lambda done, total: (
             bar.show(done, total, f"{done:,}/{total:,} files") if total >= 32 else None
         ),
-        allow_nothing=True,
+        allow_nothing=not options.selected_ranks,
         newest_calls=0 if all_calls else LARGE_JOB,
     )
     try:
-        return load_dumps(paths, how)
+        return load_paths(paths, how)
     finally:
         bar.clear()
 

@@ -59,8 +59,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     import time
 
     from allranks.diagnosis.align import transform_ft
-    from allranks.frtrace import render
-    from allranks.frtrace.problems import analyse
+    from allranks.frtrace import analyse, check_filters, render_blocks
     from allranks.load import LoadOptions, load_paths
     from allranks.report.text import render_entries
 
@@ -70,7 +69,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
         traces = [transform_ft(trace, args.group_world_size) for trace in traces]
     yield from (f"{note.path}: {note.note}" for note in loaded.files if note.status == "damaged")
     filters = (frozenset(args.selected_ranks or ()), frozenset(args.pg_filters or ()))
-    render.check_filters(traces, filters)
+    check_filters(traces, filters)
     if args.just_print_entries:
         shown = [trace for trace in traces if not filters[0] or trace.header.rank in filters[0]]
         yield from render_entries(shown, pg_filters=filters[1], with_stacks=args.print_stack_trace)
@@ -78,4 +77,4 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     analysis = analyse(traces, loaded.files, time.time_ns())
     if analysis.job.missing_ranks and not args.allow_incomplete_ranks:
         yield f"Missing dump files from ranks {set(analysis.job.missing_ranks)}"
-    yield from render.render_blocks(analysis, filters, args.mismatch_cap)
+    yield from render_blocks(analysis, filters, args.mismatch_cap)

@@ -103,7 +103,7 @@ def make_server(*, allow_actions: bool = False) -> MCPServer:
 
 def jobs() -> ToolAnswer:
     """The jobs that were recorded on this node, the newest first, with the number of ranks and whether they run."""
-    from allranks.api.live import jobs as recorded
+    from allranks.api.functions import jobs as recorded
 
     rows = [
         {"name": j.name, "folder": str(j.folder), "ranks": j.ranks, "running": j.running} for j in recorded()

@@ -79,13 +79,12 @@ def _about(plan: ReplayPlan, name: str) -> str:
 
 def make_plan(paths: list[str], processes: int) -> ReplayPlan:
     """What the files of a job tell, as the calls of a few processes."""
-    from allranks.api.functions import load_dumps
     from allranks.diagnosis import diagnose
     from allranks.diagnosis.align import align, forget_past_quorums
     from allranks.diagnosis.replay import plan_replay
-    from allranks.load import LoadOptions
+    from allranks.load import LoadOptions, load_paths
 
-    loaded = load_dumps(paths, LoadOptions(allow_nothing=True))
+    loaded = load_paths(paths, LoadOptions(allow_nothing=True))
     if not any(len(trace.calls) or trace.progress.inside for trace in loaded.traces):
         bad = [f"  {note.path}: {note.note or note.kind}" for note in loaded.files if note.status != "ok"]
         raise InputError(

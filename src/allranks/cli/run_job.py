@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from allranks.cli.terminal import note
 from allranks.errors import AllranksError, InputError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
+from allranks.lighthouse.metrics import SPENT
 from allranks.model.cluster import AGENT
-from allranks.model.metrics import SPENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:

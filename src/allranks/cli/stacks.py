@@ -26,8 +26,7 @@ from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import InputError
 from allranks.model.options import check_options, option
 from allranks.model.parsing import printable
-from allranks.model.processes import JobLook
-from allranks.model.stacks import Capture, StacksReport
+from allranks.model.stacks import Capture, JobLook, StacksReport
 from allranks.stacktraces import (
     CollectOptions,
     Selection,

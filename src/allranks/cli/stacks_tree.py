@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook, Where
+from allranks.model.stacks import JobLook, Process, ProcessFinding, ThreadLook, Where
 
 Json = dict[str, object]
 

@@ -4,12 +4,12 @@ verdict  diagnose(): all steps in order; the root cause first. Read this one fir
 
 What the job is:
 align    RankTrace per rank → Job (job): groups as the whole job knows them, one lane per (group, rank)
-job      what ranks of one program share, worked out once; ops: what each operation demands
+job      the operations, and what ranks of one program share, worked out once
 false_completions  completions that cannot be, taken back
 
 What does not fit, and who waits:
-match    calls of one collective compared across ranks, by the rules of cells; p2p: sends and receives paired
-waits    who waits in which call for whom, and whether that is a hang; graph: the wait-for graph and its sinks
+match    calls of one collective compared across ranks; p2p: sends and receives paired
+waits    who waits in which call for whom, whether that is a hang, and where the waiting begins
 
 Where calls differ:
 alignment  the calls of a rank against the others' and its own earlier rounds: skipped, extra, swapped or changed

@@ -16,16 +16,24 @@ from allranks.diagnosis.alignment import (
     find_skip_over_groups,
     step_keys,
 )
-from allranks.diagnosis.cells import sizes_text
-from allranks.diagnosis.context import Context, Stacks, latest_stack
-from allranks.diagnosis.job import GroupView, Lane, Now
+from allranks.diagnosis.context import (
+    Context,
+    Stacks,
+    doing,
+    is_secondary,
+    latest_stack,
+    line_in,
+    one_line,
+    place,
+)
+from allranks.diagnosis.job import Family, GroupView, Lane, Now, is_p2p
 from allranks.diagnosis.kinds import say
+from allranks.diagnosis.match import sizes_text
 from allranks.diagnosis.mismatches import left_program
-from allranks.diagnosis.ops import Family, is_p2p
 from allranks.diagnosis.p2p import P2PWait
-from allranks.diagnosis.phrasing import doing, is_secondary, line_in, one_line, place, ranks_text
 from allranks.diagnosis.waits import Blocked
 from allranks.model.diagnosis import FileNote, Finding, RankNow
+from allranks.model.formatting import ranks_text
 from allranks.model.trace import State
 
 #: Causes of `allranks stacks` that say the rank is inside a call after all, or say nothing.

@@ -18,7 +18,7 @@ import numpy as np
 
 from allranks.diagnosis.job import GroupView, Job, Lane, RankCalls
 from allranks.diagnosis.kinds import say
-from allranks.diagnosis.phrasing import count as count_of
+from allranks.model.formatting import count as count_of
 
 #: So many calls before a point tell which point of the program it is.
 CONTEXT = 12

@@ -10,14 +10,13 @@ import numpy as np
 
 from allranks.diagnosis.absent import explain_ranks, lacking, wrong_peer
 from allranks.diagnosis.alignment import broken_habit, find_shift, step_keys, usual_next
-from allranks.diagnosis.context import Context, p2p_text
-from allranks.diagnosis.job import RankCalls
+from allranks.diagnosis.context import Context, p2p_text, place, ranks_wait
+from allranks.diagnosis.job import Family, RankCalls, is_p2p
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.mismatches import left_program
-from allranks.diagnosis.ops import Family, is_p2p
-from allranks.diagnosis.phrasing import count, place, ranks_text, ranks_wait
 from allranks.diagnosis.waits import Blocked
 from allranks.model.diagnosis import Finding
+from allranks.model.formatting import count, ranks_text
 from allranks.model.trace import Flag
 
 

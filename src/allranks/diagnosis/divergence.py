@@ -15,11 +15,10 @@ import numpy as np
 from allranks.diagnosis.align import align, without_replica_groups
 from allranks.diagnosis.alignment import CallDifference, CallPair, broken_habit, find_shift
 from allranks.diagnosis.context import Context
-from allranks.diagnosis.graph import wait_graph
 from allranks.diagnosis.job import GroupView, Job, Now, RankCalls
 from allranks.diagnosis.mismatches import left_program
 from allranks.diagnosis.verdict import DiagnoseOptions, diagnose
-from allranks.diagnosis.waits import Patience
+from allranks.diagnosis.waits import Patience, wait_graph
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import RankTrace
 

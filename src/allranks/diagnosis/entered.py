@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from allranks.diagnosis.align import is_box, is_hook
-from allranks.diagnosis.context import Context
-from allranks.diagnosis.job import Now
+from allranks.diagnosis.context import Context, call_text, is_secondary, one_line, place, ranks_wait, who
+from allranks.diagnosis.job import ROOTED, Family, Now
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import known_inside
-from allranks.diagnosis.ops import ROOTED, Family
-from allranks.diagnosis.phrasing import call_text, is_secondary, one_line, place, ranks_text, ranks_wait, who
 from allranks.diagnosis.waits import Blocked
 from allranks.model.diagnosis import Finding
+from allranks.model.formatting import ranks_text
 from allranks.model.trace import Flag, State
 
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from allranks.diagnosis.align import is_box, is_hook
-from allranks.diagnosis.job import GroupView, Job, Lane, Now, RankCalls
-from allranks.diagnosis.ops import is_synchronising
+from allranks.diagnosis.job import GroupView, Job, Lane, Now, RankCalls, is_synchronising
 from allranks.diagnosis.p2p import CLOCKS_NS, newest_ns
 from allranks.diagnosis.waits import is_too_old, lowest_end
 from allranks.model.trace import Flag

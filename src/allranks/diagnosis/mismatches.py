@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from allranks.diagnosis.alignment import CallDifference
-from allranks.diagnosis.cells import Exchange, Mismatch
-from allranks.diagnosis.context import Context
+from allranks.diagnosis.context import Context, place, ranks_wait
 from allranks.diagnosis.job import GroupView
 from allranks.diagnosis.kinds import say
+from allranks.diagnosis.match import Exchange, Mismatch
 from allranks.diagnosis.odd_rank import judge
 from allranks.diagnosis.p2p import P2PMismatch
-from allranks.diagnosis.phrasing import count, place, ranks_text, ranks_wait
 from allranks.diagnosis.waits import Blocked
 from allranks.model.diagnosis import Finding
+from allranks.model.formatting import count, ranks_text
 
 #: So often a rank has made a call that it makes in rounds.
 MIN_ROUNDS = 3

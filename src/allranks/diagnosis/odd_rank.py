@@ -16,11 +16,11 @@ from allranks.diagnosis.alignment import (
     odd_one,
     one_of_two,
 )
-from allranks.diagnosis.cells import Mismatch
+from allranks.diagnosis.context import user_frame
 from allranks.diagnosis.job import GroupView, Job
 from allranks.diagnosis.kinds import say
-from allranks.diagnosis.phrasing import count as count_of
-from allranks.diagnosis.phrasing import user_frame
+from allranks.diagnosis.match import Mismatch
+from allranks.model.formatting import count as count_of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from allranks.diagnosis.job import Job, Now, RankCalls
-from allranks.diagnosis.ops import Family
+from allranks.diagnosis.job import Family, Job, Now, RankCalls
 from allranks.model.trace import Flag, State
 
 #: Clocks of two hosts may differ by so much.

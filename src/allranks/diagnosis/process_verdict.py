@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from allranks.diagnosis.processes import SOON_S, Unit, Waits, find_waits
-from allranks.model.processes import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
+from allranks.model.stacks import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
 
 #: Waits for the end of a process or thread: that others run is no trouble.
 _LIFE = frozenset({"child", "thread", "stdin"})

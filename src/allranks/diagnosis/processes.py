@@ -1,4 +1,4 @@
-"""Who waits for whom between the processes of a job, and who must move first. Pure; the graph is that of `graph.py`.
+"""Who waits for whom between the processes of a job, and who must move first. Pure; the graph is that of `waits.py`.
 
 Nodes are threads (and suspended tasks of event loops). An edge leads to the thread that must move before this one can: the
 holder of a lock, the server of a request, the member of a group that has not come. What waits for nothing else is the verdict:
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from allranks.diagnosis.graph import Graph
-from allranks.model.processes import JobLook, Process, ProcessLink, ThreadLook, Where
+from allranks.diagnosis.waits import Graph
+from allranks.model.stacks import JobLook, Process, ProcessLink, ThreadLook, Where
 
 #: Waits that end by themselves sooner than this are no hang.
 SOON_S = 30.0

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from allranks.diagnosis.align import is_world
-from allranks.diagnosis.job import GroupView, Job, Now, RankCalls
-from allranks.diagnosis.ops import EVEN_ONLY, Family, is_p2p
-from allranks.diagnosis.phrasing import user_frames
+from allranks.diagnosis.context import user_frames
+from allranks.diagnosis.job import EVEN_ONLY, Family, GroupView, Job, Now, RankCalls, is_p2p
 from allranks.model.diagnosis import Finding
 from allranks.model.trace import REDUCE_OPS, Flag, Frame
 

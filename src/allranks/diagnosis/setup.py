@@ -10,20 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from allranks.diagnosis.context import Context
+from allranks.diagnosis.context import Context, doing, is_secondary, line_in, one_line, place
 from allranks.diagnosis.kinds import say
-from allranks.diagnosis.phrasing import (
-    count,
-    doing,
-    is_secondary,
-    line_in,
-    one_line,
-    place,
-    ranks_text,
-    seconds,
-)
 from allranks.diagnosis.waits import BELIEVABLE_S
 from allranks.model.diagnosis import Finding, RankNow
+from allranks.model.formatting import count, duration, ranks_text
 from allranks.model.trace import Progress, Rendezvous
 
 #: Causes of `allranks stacks` that say: the rank waits for others to set up a group.
@@ -175,7 +166,7 @@ def _from_boxes(context: Context) -> Finding | None:
     over = any(p.closed for p in waiting.values())
     if waited < context.patience.limit_s and not job.ended and not over:
         return None
-    times = f" for {seconds(waited)}" if 0 < waited < BELIEVABLE_S else ""
+    times = f" for {duration(waited)}" if 0 < waited < BELIEVABLE_S else ""
     function = next(iter(waiting.values())).inside
     late, gone = _elsewhere(context, inside, fewest)
     lost = job.missing_ranks if function == "init_process_group" else ()
@@ -189,7 +180,7 @@ def _from_boxes(context: Context) -> Finding | None:
 
 
 def _longest_wait(context: Context, waiting: dict[int, Progress]) -> float:
-    """How long the first of these ranks has been inside, in seconds; BELIEVABLE_S when no time is known."""
+    """How long the first of these ranks has been inside, in duration; BELIEVABLE_S when no time is known."""
     seen = {rank: context.job.ranks[rank].snapshot_ns for rank in waiting}
     return max(
         ((seen[rank] - p.inside_ns) / 1e9 for rank, p in waiting.items() if seen[rank]), default=BELIEVABLE_S

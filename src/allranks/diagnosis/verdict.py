@@ -13,19 +13,16 @@ from itertools import chain
 
 from allranks.diagnosis.absent import explain_ranks, unread_ranks
 from allranks.diagnosis.align import align, forget_past_quorums, is_hook
-from allranks.diagnosis.cells import Mismatch
-from allranks.diagnosis.context import Context
+from allranks.diagnosis.context import Context, ranks_wait, with_names
 from allranks.diagnosis.false_completions import Doubt, find_doubts, finish_known, reopen, reopen_unseen
-from allranks.diagnosis.graph import wait_graph
 from allranks.diagnosis.job import GroupView
 from allranks.diagnosis.kinds import say
-from allranks.diagnosis.match import find_mismatches
-from allranks.diagnosis.naming import with_names
+from allranks.diagnosis.match import Mismatch, find_mismatches
 from allranks.diagnosis.p2p import match_p2p
-from allranks.diagnosis.phrasing import count, ranks_text, ranks_wait
-from allranks.diagnosis.waits import Blocked, find_blocked, is_hung, is_paused, usual_pause
+from allranks.diagnosis.waits import Blocked, find_blocked, is_hung, is_paused, usual_pause, wait_graph
 from allranks.diagnosis.weak_findings import find_warnings
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
+from allranks.model.formatting import count, ranks_text
 from allranks.model.trace import RankTrace, State
 
 #: In the note of a file that names a function to be called.

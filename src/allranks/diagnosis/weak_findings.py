@@ -14,20 +14,18 @@ import numpy as np
 from allranks.diagnosis.absent import UNREAD, explain_ranks, lacking
 from allranks.diagnosis.align import is_box, is_hook
 from allranks.diagnosis.alignment import find_shift
-from allranks.diagnosis.context import Context, in_words
+from allranks.diagnosis.context import Context, in_words, is_secondary, line_in, one_line, place
 from allranks.diagnosis.false_completions import Doubt
-from allranks.diagnosis.graph import wait_graph
-from allranks.diagnosis.job import GroupView, Job, Lane, Now
+from allranks.diagnosis.job import GroupView, Job, Lane, Now, is_synchronising
 from allranks.diagnosis.mismatches import left_program
-from allranks.diagnosis.ops import is_synchronising
 from allranks.diagnosis.p2p import newest_ns
-from allranks.diagnosis.phrasing import is_secondary, line_in, one_line, place, ranks_text, seconds
-from allranks.diagnosis.waits import Blocked, is_hung, is_paused
+from allranks.diagnosis.waits import Blocked, is_hung, is_paused, wait_graph
 from allranks.model.diagnosis import Finding
+from allranks.model.formatting import duration, ranks_text
 
 #: Errors of torch that name the rank they are about.
 _ACCUSED = re.compile(r"[Rr]ank (\d+) (?:has inconsistent|failed to pass)")
-#: Without a call for so long, in seconds, a job is worth a question.
+#: Without a call for so long, in duration, a job is worth a question.
 MIN_IDLE_S = 10.0
 
 
@@ -110,7 +108,7 @@ def _no_progress(context: Context) -> Finding | None:
     paused = any(is_paused(job, rank) for rank in job.ranks)
     if paused or idle < max(MIN_IDLE_S, 5 * context.patience.limit_s):
         return None
-    found = context.root("no_progress", (), idle=seconds(idle), reason=context.patience.reason)
+    found = context.root("no_progress", (), idle=duration(idle), reason=context.patience.reason)
     return replace(found, waited_s=idle)
 
 
@@ -196,7 +194,7 @@ def _skew(context: Context, young: list[Blocked]) -> Finding:
     """Ranks that are a few calls apart, as those of a running job are."""
     wait = max(filter(None, (context.waited(b) for b in young)), default=0.0)
     limit = context.patience
-    facts = {"oldest": seconds(wait), "reason": limit.reason, "again": seconds(limit.limit_s)}
+    facts = {"oldest": duration(wait), "reason": limit.reason, "again": duration(limit.limit_s)}
     return context.warning("skew", number=len(young), **facts)
 
 
@@ -246,7 +244,7 @@ def _late_in(context: Context, group: GroupView) -> Finding | None:
         share=f"{share:.0%}",
         number=late.shape[1],
         label=group.label,
-        behind=seconds(behind),
+        behind=duration(behind),
         round=f"{behind / max(period, 1e-9):.0%}",
         table=_table(lanes, typical),
     )
@@ -262,7 +260,7 @@ def _late_in(context: Context, group: GroupView) -> Finding | None:
 
 
 def _waits(job: Job, lanes: list[Lane], low: int, high: int) -> np.ndarray | None:
-    """Lateness in seconds, ranks x collectives; None when the times do not allow telling."""
+    """Lateness in duration, ranks x collectives; None when the times do not allow telling."""
     seqs = np.arange(low, high + 1)
     created, ended = np.zeros((len(lanes), len(seqs))), np.zeros((len(lanes), len(seqs)))
     for i, lane in enumerate(lanes):
@@ -295,4 +293,4 @@ def _period(job: Job, lane: Lane, low: int, high: int) -> float:
 
 def _table(lanes: list[Lane], typical: np.ndarray) -> str:
     order = np.argsort(-typical)[:6]
-    return ", ".join(f"rank {lanes[i].rank} {seconds(max(0.0, float(typical[i])))}" for i in order.tolist())
+    return ", ".join(f"rank {lanes[i].rank} {duration(max(0.0, float(typical[i])))}" for i in order.tolist())

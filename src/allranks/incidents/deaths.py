@@ -15,8 +15,7 @@ from allranks.incidents.folder import IncidentFolder, keep_newest
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import decide_leaving
 from allranks.model.cluster import FOLLOW_S, Gathering
-from allranks.model.diagnosis import Finding
-from allranks.model.incident import Action, Failure, Incident, Moment
+from allranks.model.diagnosis import Action, Failure, Finding, Incident, Moment
 from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths, find_first
 from allranks.watch.samples import ProcessId, RankSample, last_good, read_sample, read_samples
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from allranks.diagnosis.phrasing import is_secondary
+from allranks.diagnosis.context import is_secondary
 from allranks.errors import AllranksError, InputError
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load.sources import archive_of, unpack

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from allranks.blackbox.files import folder_bytes
-from allranks.model.diagnosis import Finding
+from allranks.model.diagnosis import Action, Finding, Incident, Kind, Moment
 from allranks.model.files import write_atomically
-from allranks.model.incident import Action, Incident, Kind, Moment
 from allranks.report import as_json
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ MAX_BYTES = 2 << 30  # of all incidents in one folder
 
 
 class Changes(TypedDict, total=False):
-    """Facts of an incident that become known while it is open (model/incident.py)."""
+    """Facts of an incident that become known while it is open (model/diagnosis.py)."""
 
     kind: Kind
     reason: str

@@ -29,9 +29,8 @@ from allranks.incidents.stall import (
     next_look_s,
 )
 from allranks.model.cluster import Gathering, Motion
-from allranks.model.diagnosis import Finding
+from allranks.model.diagnosis import Action, Finding, Incident, Moment
 from allranks.model.formatting import duration
-from allranks.model.incident import Action, Incident, Moment
 from allranks.report.story import headline
 from allranks.watch.samples import ProcessId, RankSample, last_good, read_samples
 from allranks.watch.silence import ProgressHistory, Suspicion

@@ -17,12 +17,12 @@ import numpy as np
 from allranks.blackbox.files import hint_at_other_users, job_folders, recorded_users
 from allranks.blackbox.header import is_alive
 from allranks.channel import web_client
-from allranks.diagnosis.phrasing import ranks_text, ranks_wait
+from allranks.diagnosis.context import ranks_wait
 from allranks.errors import InputError
 from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import DOING, JobView, Motion, RankRow
-from allranks.model.formatting import rename
+from allranks.model.formatting import ranks_text, rename
 from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StateLine, describe
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State

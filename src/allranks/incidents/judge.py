@@ -1,4 +1,4 @@
-"""The one judge: evidence in, one diagnosis out. Pure.
+"""The one judge: evidence in, one diagnosis out. Pure, but for `judge_dumps`, which looks for the evidence.
 
 The agent judges an incident with it; `allranks diagnose` and `allranks.diagnose()` judge any folder with it: the same
 evidence gives the same verdict. Dumps and stacks are compared first (diagnose/); what the agent saw besides them corrects
@@ -7,16 +7,28 @@ that.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 from allranks.diagnosis import DiagnoseOptions, diagnose
-from allranks.diagnosis.naming import with_names
-from allranks.diagnosis.phrasing import is_secondary, ranks_text
-from allranks.incidents.evidence import Evidence, Observed, nearest_line
+from allranks.diagnosis.context import is_secondary, with_names
+from allranks.errors import InputError
+from allranks.incidents.evidence import (
+    Evidence,
+    Observed,
+    find_evidence,
+    is_incident,
+    nearest_line,
+    read_incident,
+)
+from allranks.incidents.job_overview import find_open_hang
 from allranks.incidents.policy import NO_STEP, PROGRAM_FAULT
+from allranks.load import LoadResult
 from allranks.model.diagnosis import Diagnosis, Finding, Status
+from allranks.model.formatting import ranks_text
 from allranks.model.stacks import WAITS, RankState, StacksReport
-from allranks.model.trace import Frame
+from allranks.model.trace import Frame, RankTrace
 
 _DOUBTFUL = ("not_started", "none_finished")  # verdicts of boxes that stacks may know better
 _MAY_WAIT_IN_CUDA = ("native_call", "checkpoint_io")
@@ -256,3 +268,33 @@ def _with_logs(result: Diagnosis, evidence: Evidence) -> Diagnosis:
 
 def _frames(state: RankState) -> tuple[Frame, ...]:
     return tuple(Frame(frame.name, frame.file, frame.line) for frame in state.stack)
+
+
+def judge_dumps(
+    loaded: LoadResult,
+    traces: list[RankTrace],
+    roots: list[str],
+    how: DiagnoseOptions,
+    *,
+    chosen: bool = False,
+) -> Diagnosis:
+    """The diagnosis of loaded dumps together with everything that lies beside them.
+
+    The folder of an incident, and a job of which a hang is open, are judged as the agent judged it, unless a part of the
+    dumps was `chosen`.
+    """
+    hang = None if chosen or len(roots) != 1 else find_open_hang(Path(roots[0]))
+    if not chosen and (hang is not None or is_incident(roots)):
+        evidence = read_incident(hang or Path(roots[0]))
+    else:
+        evidence = find_evidence(loaded, traces, roots)
+    for line in evidence.missing:
+        print(f"left out: {line}", file=sys.stderr)
+    result = judge(evidence, how)
+    names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
+    if traces and (absent := how.pg_filters - names):
+        known = sorted({group.desc or group.name for trace in traces for group in trace.groups})
+        raise InputError(
+            f"no group {min(absent)!r} in these dumps", hint=f"Groups: {', '.join(filter(None, known[:20]))}."
+        )
+    return result

@@ -26,7 +26,7 @@ from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOption
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.slow import SlowRanks
 from allranks.model.cluster import write_health
-from allranks.model.incident import Incident
+from allranks.model.diagnosis import Incident
 from allranks.watch.calls import CallComparison
 from allranks.watch.exits import ExitWatcher
 from allranks.watch.samples import ProcessId, RankSample, read_samples

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.diagnosis.phrasing import ranks_text
 from allranks.errors import AllranksError
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.evidence import Observed, read_observed
@@ -14,8 +13,8 @@ from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import Gathering
-from allranks.model.diagnosis import Finding
-from allranks.model.incident import Action, Moment
+from allranks.model.diagnosis import Action, Finding, Moment
+from allranks.model.formatting import ranks_text
 from allranks.model.trace import RankTrace, State
 from allranks.watch.nodes import Loss
 from allranks.watch.samples import RankSample, last_good, read_samples

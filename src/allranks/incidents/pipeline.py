@@ -29,10 +29,9 @@ from allranks.incidents.peers import PeerAgents
 from allranks.incidents.policy import Mode, PolicyOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.model.cluster import FOLLOW_S, Gathering
-from allranks.model.diagnosis import Diagnosis, Finding
+from allranks.model.diagnosis import Diagnosis, Finding, Kind, Moment
 from allranks.model.files import write_atomically
 from allranks.model.formatting import ranks_text
-from allranks.model.incident import Kind, Moment
 from allranks.report import as_json, text
 from allranks.stacktraces import CollectOptions, Selection, collect, find_targets, write_bundle
 from allranks.stacktraces.text import report_json

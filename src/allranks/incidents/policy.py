@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from allranks.model.diagnosis import share_right
+from allranks.model.diagnosis import Action, ActionKind, share_right
 from allranks.model.formatting import duration, ranks_text
-from allranks.model.incident import Action, ActionKind
 from allranks.model.options import option
 
 Mode = Literal["whole_job", "replica"]

@@ -31,8 +31,8 @@ from allranks.errors import ConfigurationError, InputError, require
 from allranks.incidents.folder import IncidentFolder, keep_newest
 from allranks.incidents.rank_logs import find_logs, tail
 from allranks.load import LoadOptions, load_paths
+from allranks.model.diagnosis import Incident
 from allranks.model.files import write_atomically
-from allranks.model.incident import Incident
 from allranks.model.parsing import only_host, printable
 from allranks.model.trace import RankTrace
 from allranks.report import as_json

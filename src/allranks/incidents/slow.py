@@ -17,9 +17,9 @@ from allranks.blackbox.phases import GC, PhaseMark
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import HangFacts, PolicyState, decide_slow
+from allranks.model.diagnosis import Action, Incident, Moment
 from allranks.model.files import write_atomically
 from allranks.model.formatting import count, duration
-from allranks.model.incident import Action, Incident, Moment
 from allranks.model.stacks import StackFrame
 from allranks.stacktraces import CollectOptions, Selection, collect, find_targets
 from allranks.stacktraces.gpus import query_clocks

@@ -32,7 +32,7 @@ from allranks.model.cluster import (
     PublishedIncident,
     RestartWanted,
 )
-from allranks.model.incident import Action, Failure, Incident
+from allranks.model.diagnosis import Action, Failure, Incident
 from allranks.recording.dump import dump_ended_ranks
 from allranks.report.story import decision, headline, lasted
 from allranks.supervise.replicas import Event, Request, Supervisor

@@ -27,7 +27,7 @@ from allranks.ledger.nodes import outage_events
 from allranks.ledger.records import STATES, Booked, Outage, Passed, Record, RunEnd, RunStart, kind_of
 from allranks.ledger.slow import Lateness
 from allranks.ledger.summary import JobAccount, account
-from allranks.model.incident import Incident
+from allranks.model.diagnosis import Incident
 from allranks.model.trace import RankTrace
 
 log = logging.getLogger("allranks.agent")

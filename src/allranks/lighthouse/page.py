@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 
 from allranks.blackbox.files import job_folders
 from allranks.lighthouse.history import NONE, Sample, read_jobs, row_of
+from allranks.lighthouse.metrics import SPENT
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.snapshot import make_scene, natural, standing_of
 from allranks.lighthouse.status import TrainingStatus
 from allranks.model.cluster import AGENT, PublishedIncident
-from allranks.model.metrics import SPENT
 
 MAX_INCIDENTS, MAX_EVENTS, MAX_ODD = 50, 30, 24
 LEVELS = ("good", "warn", "bad")

@@ -27,8 +27,7 @@ from allranks.lighthouse.options import Options
 from allranks.lighthouse.sessions import EventLog, Sessions
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState
-from allranks.model.claims import addresses_of
-from allranks.model.cluster import Member, Probe, Quorum, QuorumFormed, QuorumWanted
+from allranks.model.cluster import Member, Probe, Quorum, QuorumFormed, QuorumWanted, addresses_of
 
 log = logging.getLogger("allranks.lighthouse")
 

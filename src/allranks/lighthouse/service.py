@@ -25,8 +25,17 @@ from allranks.lighthouse.sessions import EventLog, Peer, Session, Sessions, deli
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState
 from allranks.lighthouse.training import LostSteps, TrainingView
-from allranks.model.claims import DIALECT, find_fault
-from allranks.model.cluster import Evicted, LetIn, Member, MemberLeft, MemberLost, Quorum, QuorumWanted
+from allranks.model.cluster import (
+    DIALECT,
+    Evicted,
+    LetIn,
+    Member,
+    MemberLeft,
+    MemberLost,
+    Quorum,
+    QuorumWanted,
+    find_fault,
+)
 
 log = logging.getLogger("allranks.lighthouse")
 

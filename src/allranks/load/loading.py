@@ -1,219 +1,66 @@
-"""Paths → LoadResult: finds the files, reads each, settles ranks and attempts, shares the tables.
+"""Paths → LoadResult: finds the files, reads each by its content, settles ranks and attempts, shares the tables.
 
-Whose file is it, and which of several files of a rank counts? torch writes the rank into the file name and nowhere else,
-behind whatever prefix the user chose; people add hosts, suffixes, dates and attempts. A number that is a process id, a date
-or a host's is not a rank.
+torch writes the rank into the file name and nowhere else, behind whatever prefix the user chose; people add hosts, suffixes, dates
+and attempts. A number that is a process id, a date or a host's is not a rank. Which of several files of a rank counts is
+decided in `choice.py`.
+
+A read from a dead NFS server cannot be interrupted: it is done in a thread, which is left behind after a limit.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from allranks.blackbox.tables import Tables
+from allranks.blackbox.header import MAGIC
+from allranks.blackbox.reader import Arena, BytesFile, File, OpenFile, read_box
+from allranks.blackbox.tables import HeapCache, Tables
 from allranks.errors import InputError
-from allranks.load.reading import Share, read_here, take_within
-from allranks.load.sources import DumpSource, LoadOptions, LoadResult, Raw, find_sources
-from allranks.load.worlds import TraceFile, number_worlds, split_worlds
+from allranks.load.choice import TraceFile, choose, number_worlds
+from allranks.load.sources import (
+    GZIP,
+    ZSTD,
+    DumpSource,
+    LoadOptions,
+    LoadResult,
+    Raw,
+    Unreadable,
+    find_sources,
+    has_archive_name,
+    open_archive,
+    read_all,
+    unwrap,
+)
 from allranks.model.diagnosis import FileNote
-from allranks.model.parsing import attempt_of_name, rank_by_prefix, ranks_of_names
+from allranks.model.formatting import ranks_text
+from allranks.model.parsing import attempt_of_name, kind_of_capture, rank_by_prefix, ranks_of_names
 from allranks.model.trace import CALL
 
-OVERLAP_NS = 1_000_000_000  # clocks of nodes may differ by less than this
+if TYPE_CHECKING:
+    from allranks.load.torch_dump import DumpReader
 
-
-@dataclass(frozen=True)
-class FileChoice:
-    """One file per rank, and for every other file the reason why not."""
-
-    chosen: tuple[TraceFile, ...]
-    dropped: tuple[tuple[TraceFile, str], ...]
-    attempts: tuple[int, ...]
-    attempt: int | None
-
-
-def choose(candidates: list[TraceFile], wanted: int | None) -> list[FileChoice]:
-    """The newest job, for each of its worlds the newest attempt (or the wanted one), and in that the best file of every rank."""
-    candidates, of_others = _newest_job(candidates)
-    candidates, of_another = _newer_kind(candidates)
-    found = [_choose_attempt(world, wanted) for world in split_worlds(candidates)]
-    return [replace(found[0], dropped=(*of_others, *of_another, *found[0].dropped)), *found[1:]]
-
-
-def _newest_job(candidates: list[TraceFile]) -> tuple[list[TraceFile], list[tuple[TraceFile, str]]]:
-    """Files of several jobs that have the same ranks are not mixed: (those of the newest one, the others and why not)."""
-    jobs: dict[tuple[str, str], list[TraceFile]] = defaultdict(list)
-    for candidate in candidates:
-        kind, job = _job_of(candidate)
-        if job:
-            jobs[kind, job].append(candidate)
-    other: dict[str, str] = {}
-    for kind in ("job", "ranks"):
-        found = {job: files for (each, job), files in jobs.items() if each == kind and len(files) > 1}
-        newest = max(found, key=lambda job: max(c.raw.last_event_ns() for c in found[job]), default="")
-        ranks = {c.rank for c in found.get(newest, ())}
-        for job, files in found.items():
-            if job != newest and any(c.rank in ranks for c in files):
-                why = f"of {kind} {job}; that of {kind} {newest} is newer: give the files of one job"
-                other |= {c.path: why for c in files}
-    rest = [c for c in candidates if c.path not in other]
-    return rest, [(c, other[c.path]) for c in candidates if c.path in other]
-
-
-def _newer_kind(candidates: list[TraceFile]) -> tuple[list[TraceFile], list[tuple[TraceFile, str]]]:
-    """Dumps with ranks that the job of the black boxes does not have are of another job: (the newer files, the others)."""
-    boxes = [c for c in candidates if c.raw.kind.startswith("black box")]
-    dumps = [c for c in candidates if not c.raw.kind.startswith("black box")]
-    size, needed = _world_of(boxes), _world_of(dumps)
-    known = any((c.raw.header.world_size or 0) > 1 for c in boxes)
-    if not known or needed <= size:
-        return candidates, []
-    newest = {id(files): max(c.raw.last_event_ns() for c in files) for files in (boxes, dumps)}
-    kept, left = (dumps, boxes) if newest[id(dumps)] > newest[id(boxes)] else (boxes, dumps)
-    why = f"the black boxes are of a job of {size} ranks, the dumps of one of {needed} or more: give the files of one job"
-    return kept, [(c, why) for c in left]
-
-
-def _world_of(files: list[TraceFile]) -> int:
-    """How many ranks there are at least, by the groups that the files know; 0 when they know none."""
-    groups = [group.ranks for c in files for group in c.raw.groups if len(group.ranks) > 1]
-    told = max((c.raw.header.world_size or 0 for c in files), default=0)
-    return max(1 + max(map(max, groups)), told) if groups else 0
-
-
-def _job_of(candidate: TraceFile) -> tuple[str, str]:
-    """("job", its name) of a black box; of a dump, which knows no name, ("ranks", those of its largest group)."""
-    raw = candidate.raw
-    if raw.kind.startswith("black box"):
-        return "job", raw.header.job
-    ranks = max((group.ranks for group in raw.groups), key=len, default=())
-    return "ranks", f"{ranks[0]}-{ranks[-1]}" if candidate.rank in ranks else ""
-
-
-def _choose_attempt(candidates: list[TraceFile], wanted: int | None) -> FileChoice:
-    numbered = number_attempts(candidates)
-    attempts = tuple(sorted(set(numbered.values())))
-    if wanted is not None and wanted not in attempts:
-        raise InputError(f"no attempt {wanted} here; found {', '.join(map(str, attempts)) or 'none'}")
-    if wanted is None and len(attempts) > 1 and attempts_overlap(candidates, numbered):
-        return _newest_processes(candidates, attempts)
-    picked = wanted if wanted is not None else _newest(candidates, numbered)
-    dropped = []
-    by_rank: dict[int, list[TraceFile]] = defaultdict(list)
-    for candidate in candidates:
-        number = numbered[candidate.path]
-        if number == picked:
-            by_rank[candidate.rank].append(candidate)
-        elif wanted is not None:
-            dropped.append((candidate, f"of attempt {number}, not {picked}"))
-        else:
-            dropped.append((candidate, f"of attempt {number}; attempt {picked} is newer"))
-    chosen = []
-    for rank in sorted(by_rank):
-        files = by_rank[rank]
-        best, *rest = sorted(files, key=_goodness, reverse=True) if len(files) > 1 else files
-        chosen.append(best)
-        dropped += [(other, f"rank {rank} is read from {best.path}") for other in rest]
-    return FileChoice(tuple(chosen), tuple(dropped), attempts, picked)
-
-
-def attempts_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> bool:
-    """Whether replicas were restarted one by one: they have groups of replicas, or a rank lived on after another one's
-    next attempt had begun.
-
-    A restart of the whole job ends every rank before any begins again. Only black boxes tell when they began. A rank may
-    live on without a trace of it: it hangs since before the other began again.
-    """
-    if not all(c.raw.kind.startswith("black box") and c.raw.header.start_ns for c in candidates):
-        return False
-    if any(group.name.startswith("replicas/") for c in candidates for group in c.raw.groups):
-        return True
-    begun: dict[int, int] = {}
-    ended: dict[int, int] = {}
-    for candidate in candidates:
-        number, begin = numbered[candidate.path], candidate.raw.header.start_ns
-        begun[number] = min(begun.get(number, begin), begin)
-        ended[number] = max(ended.get(number, 0), candidate.raw.last_event_ns())
-    pairs = itertools.pairwise(sorted(begun))
-    return any(ended[earlier] > begun[later] + OVERLAP_NS for earlier, later in pairs)
-
-
-def _newest_processes(candidates: list[TraceFile], attempts: tuple[int, ...]) -> FileChoice:
-    """Of every rank the file of its newest process, whatever its attempt."""
-    by_start = sorted(candidates, key=lambda c: (c.raw.header.start_ns, c.path))
-    newest = {candidate.rank: candidate for candidate in by_start}
-    chosen = tuple(newest[rank] for rank in sorted(newest))
-    dropped = [
-        (c, f"of an earlier process of rank {c.rank}, which was restarted by itself")
-        for c in candidates
-        if newest[c.rank] is not c
-    ]
-    return FileChoice(chosen, tuple(dropped), attempts, attempts[-1])
-
-
-def number_attempts(candidates: list[TraceFile]) -> dict[str, int]:
-    """An attempt number for every file: what the file says, else one per set of folders with the same ranks.
-
-    Files without a number belong to one attempt as long as no rank occurs in two folders. When ranks do repeat,
-    every folder is an attempt of its own, numbered by time behind the numbers in use.
-    """
-    numbered = {c.path: c.attempt for c in candidates if c.attempt is not None}
-    open_ones = [c for c in candidates if c.attempt is None]
-    folders: dict[str, list[TraceFile]] = defaultdict(list)
-    for candidate in open_ones:
-        folders[candidate.path.rpartition("/")[0]].append(candidate)
-    ranks = [rank for files in folders.values() for rank in {candidate.rank for candidate in files}]
-    if len(set(ranks)) < len(ranks):  # a rank occurs in two folders
-        dated = [(max(c.raw.last_event_ns() for c in files), files) for files in folders.values()]
-        number = max(numbered.values(), default=-1)
-        latest = -1
-        for newest, files in sorted(dated, key=lambda one: (one[0], one[1][0].path)):
-            if newest != latest or newest == 0:  # the same moment: the same dumps in another format
-                number += 1
-            latest = newest
-            numbered.update({candidate.path: number for candidate in files})
-    else:
-        number = max(numbered.values(), default=0)
-        numbered.update({candidate.path: number for candidate in open_ones})
-    return numbered
-
-
-def _newest(candidates: list[TraceFile], numbered: dict[str, int]) -> int | None:
-    """The attempt with the latest event; the higher number where times do not tell."""
-    best: dict[int, int] = defaultdict(int)
-    if len(set(numbered.values())) == 1:
-        return next(iter(numbered.values()))
-    for candidate in candidates:
-        number = numbered[candidate.path]
-        best[number] = max(best[number], candidate.raw.last_event_ns())
-    return max(best, key=lambda number: (best[number], number)) if best else None
-
-
-def _goodness(candidate: TraceFile) -> tuple[bool, bool, bool, int, bool, bool, str]:
-    """A whole file beats a damaged one, a black box a dump, a later one an earlier one, one that tells more."""
-    raw = candidate.raw
-    return (
-        not raw.damaged,
-        raw.kind.startswith("black box") and len(raw.calls) > 0,
-        len(raw.calls) > 0,
-        raw.last_event_ns(),
-        bool(len(raw.calls) and raw.calls["stack"].any()),
-        any(group.ranks for group in raw.groups),
-        candidate.path,
-    )
-
-
+T = TypeVar("T")
+#: How often progress is shown and looked at, in seconds.
+TICK_S = 0.1
+#: So many members of an archive are read while none of them is a dump.
+MAX_FOREIGN = 10_000
+#: So many files may give no answer before the rest is left alone.
+MAX_STALLS = 3
 #: A dump's modification time is when it was taken only if it lies so close behind the last timeout; else it was copied.
 MAX_DUMP_DELAY_NS = 300 * 10**9
+HEAD_BYTES = 512
 
 
 def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> LoadResult:
-    """Reads everything behind the paths. Raises InputError when a path does not exist or nothing was readable."""
+    """Reads everything behind the paths. Raises InputError when a path does not exist, nothing was readable, or
+    there is nothing of a rank that was asked for."""
     options = options or LoadOptions()
     sources = _find([str(path) for path in paths], options)
     with _no_collector():
@@ -277,6 +124,10 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
     other = [source.location for source, error in load.failed if error.kind == "stacks"]
     order = {source.path: index for index, (source, _) in enumerate(load.raws)}
     notes.sort(key=lambda note: (note.rank is None, note.rank or 0, order.get(note.path, 0), note.path))
+    absent = (load.options.ranks or frozenset()) - {trace.header.rank for trace in traces}
+    if absent and not load.options.allow_nothing:
+        there = [note.rank for note in notes if note.rank is not None]
+        raise InputError(f"no dump of {ranks_text(absent)}", hint=f"There are dumps of {ranks_text(there)}.")
     if not traces and not other and not load.options.allow_nothing:
         shown = ", ".join(map(str, paths))
         if not notes:
@@ -363,3 +214,220 @@ def _failures(load: Share) -> list[FileNote]:
         )
         for source, error in load.failed
     ]
+
+
+@dataclass
+class Reader:
+    """What is shared between the files of one load."""
+
+    options: LoadOptions
+    tables: Tables = field(default_factory=Tables)
+    arena: Arena = field(default_factory=Arena)
+
+    @cached_property
+    def heap(self) -> HeapCache:
+        """What the heaps of black boxes share."""
+        return HeapCache(self.tables)
+
+    @cached_property
+    def dumps(self) -> DumpReader:
+        """What dumps share."""
+        from allranks.load.torch_dump import DumpReader
+
+        return DumpReader(self.tables)
+
+    def read(self, source: DumpSource) -> Raw:
+        """The content of one file. Raises Unreadable, with the note as its message."""
+        if source.problem:
+            foreign = source.problem == "not a regular file"
+            raise Unreadable(source.problem, skip=foreign, unopened=source.unopened)
+        try:
+            return self._read(source)
+        except OSError as error:
+            raise Unreadable(str(error.strerror or error), unopened=True) from error
+
+    def _read(self, source: DumpSource) -> Raw:
+        if source.data is not None:
+            return self._read_known(source, source.data[:HEAD_BYTES])
+        fd = os.open(source.location, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            head = os.pread(fd, HEAD_BYTES, 0)
+            if head.startswith(MAGIC):
+                return self._read_box(OpenFile(fd, self.arena))
+        finally:
+            os.close(fd)
+        return self._read_known(source, head)
+
+    def _read_box(self, file: File) -> Raw:
+        try:
+            return read_box(file, self.heap, self.options.max_box_bytes, self.options.newest_calls)
+        except InputError as error:
+            raise Unreadable(str(error), kind="black box") from error
+
+    def _read_known(self, source: DumpSource, head: bytes) -> Raw:
+        """Reads a source whose first bytes are known."""
+        if not head:
+            raise _empty(source.path)
+        if head.startswith(MAGIC) and source.data is not None:
+            return self._read_box(BytesFile(source.data))
+        if head[:1] != b"\x80" and not head.startswith((GZIP, ZSTD)) and head.lstrip()[:1] != b"{":
+            raise _foreign(source.path, head)
+        return self.read_bytes(source.path, read_all(source, self.options.max_file_bytes))
+
+    def read_bytes(self, path: str, data: bytes) -> Raw:
+        """The content of a file that is in memory; compressed bytes are unwrapped first."""
+        data, problem = unwrap(data, self.options.max_file_bytes)
+        try:
+            raw = self._read_plain(path, data)
+        except Unreadable as error:
+            if problem:
+                raise Unreadable(problem, kind=error.kind) from error
+            raise
+        if problem:
+            raw.damaged = True
+            raw.notes = (problem, *raw.notes)
+        return raw
+
+    def _read_plain(self, path: str, data: bytes) -> Raw:
+        if data.startswith(MAGIC):
+            return self._read_box(BytesFile(data))
+        if data[:1] == b"\x80":
+            return self.dumps.read_pickle(data)
+        if data.lstrip()[:1] == b"{":
+            return self.dumps.read_json(data)
+        raise _foreign(path, data) if data else _empty(path)
+
+
+def _empty(path: str) -> Unreadable:
+    """An empty log is not damaged; an empty dump is."""
+    is_log = path.endswith((".log", ".out", ".err", ".txt"))
+    return Unreadable("empty file", kind="text", skip=True) if is_log else Unreadable("empty file")
+
+
+def _foreign(path: str, head: bytes) -> Unreadable:
+    """What a file is that we do not read."""
+    name = os.path.basename(path)
+    if ".pyspy" in name or ".proc." in name or name.endswith(".progress.jsonl") or kind_of_capture(head):
+        return Unreadable("a stack capture: `allranks stacks` reads it", kind="stacks", skip=True)
+    kinds = ((b"\x7fELF", "ELF core or program"), (b"PK\x03\x04", "zip archive"), (b"#!", "script"))
+    for magic, kind in kinds:
+        if head.startswith(magic):
+            return Unreadable("not a dump", kind=kind, skip=True)
+    text = all(byte >= 32 or byte in b"\t\r\n\x1b" for byte in head[:256])
+    return Unreadable("not a dump", kind="text" if text else "unknown", skip=True)
+
+
+@dataclass
+class Share:
+    """Some of the files, and what became of them."""
+
+    options: LoadOptions
+    reader: Reader
+    raws: list[tuple[DumpSource, Raw]] = field(default_factory=list)
+    failed: list[tuple[DumpSource, Unreadable]] = field(default_factory=list)
+
+    def read(self, source: DumpSource) -> None:
+        """Reads one source, looking into archives."""
+        try:
+            members = self._members(source)
+            if members is not None:
+                self._read_members(source, members)
+                return
+        except Unreadable as error:
+            self.failed.append((source, error))
+            return
+        self.read_member(source)
+
+    def _read_members(self, archive: DumpSource, members: Iterable[DumpSource]) -> None:
+        before = len(self.raws)
+        for number, member in enumerate(members):
+            if number >= MAX_FOREIGN and len(self.raws) == before:
+                note = f"none of its first {MAX_FOREIGN:,} members is a dump: the others were not read"
+                self.failed.append((archive, Unreadable(note, kind="tar archive")))
+                return
+            self.read_member(member)
+
+    def read_member(self, source: DumpSource) -> None:
+        """Reads one source that is not an archive."""
+        try:
+            self.raws.append((source, self.reader.read(source)))
+        except Unreadable as error:
+            self.failed.append((source, error))
+
+    def _members(self, source: DumpSource) -> Iterable[DumpSource] | None:
+        """The members of a tar file, compressed or not, or of a zip file; None when the source is none."""
+        if source.problem or not has_archive_name(source.path):
+            return None
+        try:
+            members, problem = open_archive(source, self.options)
+        except OSError as error:
+            raise Unreadable(str(error.strerror or error), unopened=True) from error
+        if problem and members is not None:
+            self.failed.append((source, Unreadable(problem, kind="tar archive")))
+        return members
+
+
+def read_here(
+    options: LoadOptions, sources: list[DumpSource], show: Callable[[int], None] | None = None
+) -> Share:
+    """Reads sources. Those that give no answer are noted, and the others read again without them."""
+    silent: list[tuple[DumpSource, Unreadable]] = []
+    for _ in range(MAX_STALLS + 1):
+        load = Share(options, Reader(options))
+        read, all_of_them = take_within(map(load.read, sources), options.read_limit_s, show)
+        if all_of_them:
+            break
+        left = sources[len(read)]
+        silent.append((left, Unreadable(f"no answer within {options.read_limit_s:g} s", unopened=True)))
+        if len(silent) < MAX_STALLS:
+            sources = [source for source in sources if source is not left]
+            continue
+        note = f"not tried, since {MAX_STALLS} other files gave no answer"
+        silent += [(source, Unreadable(note, unopened=True)) for source in sources[len(read) + 1 :]]
+        sources = sources[: len(read)]
+    load.failed += silent
+    return load
+
+
+class _Taking(threading.Thread, Generic[T]):
+    """Takes one step after the other until the last, or for ever."""
+
+    def __init__(self, steps: Iterable[T]) -> None:
+        super().__init__(name="allranks-load", daemon=True)
+        self._steps = steps
+        self.taken: list[T] = []
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Collects what the steps give."""
+        try:
+            for item in self._steps:
+                self.taken.append(item)
+        except BaseException as error:  # raised again by the waiting thread
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+def take_within(
+    steps: Iterable[T], limit_s: float, show: Callable[[int], None] | None = None
+) -> tuple[list[T], bool]:
+    """(what the steps gave, whether all were taken): gives up when one step takes longer than the limit. What the
+    thread that is left behind works on must not be used by anybody else afterwards."""
+    taking = _Taking(steps)
+    taking.start()
+    done, since, cpu = 0, time.monotonic(), time.process_time()
+    while not taking.ended.wait(TICK_S):
+        count, now = len(taking.taken), time.monotonic()
+        if count > done or time.process_time() - cpu > TICK_S / 2:  # a large file is work, not a wait
+            done, since = count, now
+            if show is not None:
+                show(count)
+        elif now - since > limit_s:
+            return taking.taken[:count], False
+        cpu = time.process_time()
+    taking.join()
+    if taking.error is not None:
+        raise taking.error
+    return taking.taken, True

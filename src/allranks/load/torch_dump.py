@@ -18,8 +18,7 @@ import numpy as np
 
 from allranks.blackbox.tables import Tables
 from allranks.load.calls import MAX_GROUPS, GroupTable, Interner, default_group, numbers, read_calls
-from allranks.load.layout import Irregular
-from allranks.load.regular import MIN_BYTES, LayoutCache, shrink
+from allranks.load.regular import MIN_BYTES, Irregular, LayoutCache, shrink
 from allranks.load.sources import Raw, Unreadable
 from allranks.load.unpickle import MAX_CONTAINERS, read_pickle
 from allranks.model.trace import CALL, Flag, State, TraceHeader

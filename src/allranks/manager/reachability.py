@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from allranks.channel.probe import find_unreachable
 from allranks.manager.groups.teardown import start_thread
-from allranks.model.claims import addresses_of
-from allranks.model.cluster import Member, Quorum
+from allranks.model.cluster import Member, Quorum, addresses_of
 
 log = logging.getLogger("allranks.manager")
 

@@ -55,8 +55,7 @@ from allranks.manager.prepared_group import NextGroup, agreed, known_ranks, open
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh, Voter
-from allranks.model.claims import DIALECT
-from allranks.model.cluster import Member, Quorum
+from allranks.model.cluster import DIALECT, Member, Quorum
 
 log = logging.getLogger("allranks.manager")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
-from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.model.incident import SCHEMA as INCIDENT_SCHEMA
-from allranks.model.incident import Incident
+from allranks.model.diagnosis import SCHEMA as INCIDENT_SCHEMA
+from allranks.model.diagnosis import Diagnosis, Finding, Incident
 
 SCHEMA = 1
 Json = dict[str, object]

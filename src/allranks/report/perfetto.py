@@ -2,21 +2,22 @@
 
 Names, sizes and stacks are interned: a call costs 76 bytes. All packets of calls have the same length (numbers are
 padded varints, which every protobuf reader accepts), so that numpy writes them. The verdict is a marker, the missing call
-a slice on the guilty rank's row, with arrows to the calls that wait for it.
+a slice on the guilty rank's row, with arrows to the calls that wait for it. Slices of one track may not overlap: calls that do get
+lanes of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import count
 
 import numpy as np
 
 from allranks.model.diagnosis import Diagnosis
-from allranks.model.trace import Frame, RankTrace
-from allranks.report.text import clean, frame_text, headline_text, state_name
-from allranks.report.timeline import Span, Waiting, ends_of, find_span, find_waiting, lanes_of
+from allranks.model.trace import Flag, Frame, RankTrace, State
+from allranks.report.text import MISSING, clean, frame_text, headline_text, state_name
 
 SEQUENCE = 1  # one writer, one table of interned strings
 CLEARED, NEEDS_STATE = 1, 2
@@ -24,6 +25,7 @@ BEGIN, END, INSTANT = 1, 2, 3
 NUMBER, STACK, DETAIL = 1, 2, 3  # interned names of what is shown of a call
 MAX_FRAMES = 24
 MAX_DETAILS = (1 << 21) - 1  # three bytes
+MAX_ARROWS = 64  # to waiting ranks; more would hide the picture
 
 
 def render(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Iterator[bytes]:
@@ -271,3 +273,79 @@ def _varint(value: int) -> bytes:
 
 def _padded(value: int, width: int) -> bytes:
     return bytes(value >> 7 * i & 0x7F | (0x80 if i < width - 1 else 0) for i in range(width))
+
+
+@dataclass(frozen=True)
+class Span:
+    """The time that a trace covers, in epoch nanoseconds; unfinished calls are drawn to the end."""
+
+    first_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The verdict in the picture: since when the call is missing, and which calls wait for it, as (trace, row)."""
+
+    since_ns: int
+    name: str
+    calls: tuple[tuple[int, int], ...]
+
+
+def find_span(traces: Sequence[RankTrace]) -> Span:
+    """From the first entry to a little after the last event."""
+    known = [trace.calls for trace in traces if len(trace.calls)]
+    if not known:
+        return Span(0, 1)
+    first = min(int(calls["created_ns"].min()) for calls in known)
+    last = max(int(max(calls["created_ns"].max(), calls["completed_ns"].max())) for calls in known)
+    return Span(first, last + max(1_000_000, (last - first) // 20))
+
+
+def ends_of(calls: np.ndarray, span: Span) -> np.ndarray:
+    """When each call ended; the end of the trace for those that have not."""
+    over = (calls["state"] == int(State.COMPLETED)) | ((calls["flags"] & int(Flag.RETIRED)) != 0)
+    guess = np.where(over, calls["created_ns"] + 1000, span.end_ns)
+    found: np.ndarray = np.where(calls["completed_ns"] > calls["created_ns"], calls["completed_ns"], guess)
+    return found
+
+
+def lanes_of(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The lane of each call of a group, 0 unless an earlier one still runs."""
+    lanes = np.zeros(len(starts), np.int64)
+    if len(starts) < 2 or (starts[1:] >= np.maximum.accumulate(ends)[:-1]).all():
+        return lanes
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    used = 0
+    for index in np.argsort(starts, kind="stable").tolist():
+        while busy and busy[0][0] <= starts[index]:
+            heappush(free, heappop(busy)[1])
+        lane = heappop(free) if free else used
+        used = max(used, lane + 1)
+        lanes[index] = lane
+        heappush(busy, (int(ends[index]), lane))
+    return lanes
+
+
+def find_waiting(diagnosis: Diagnosis, traces: Sequence[RankTrace]) -> Waiting | None:
+    """The unfinished calls that wait for the guilty ranks; None when the verdict is not about a missing call."""
+    verdict = diagnosis.verdict
+    if verdict is None or verdict.cause not in MISSING:
+        return None
+    calls, since, name = [], 0, ""
+    wanted = set(verdict.waiting) - set(verdict.ranks)
+    for index, trace in enumerate(traces):
+        if trace.header.rank not in wanted or not len(trace.calls):
+            continue
+        unfinished = trace.calls["state"] != int(State.COMPLETED)
+        if verdict.sequence is not None:
+            unfinished &= trace.calls["seq"] == verdict.sequence
+        rows = np.flatnonzero(unfinished)
+        if len(rows):
+            call = trace.calls[rows[0]]
+            calls.append((index, int(rows[0])))
+            if not since or int(call["created_ns"]) < since:
+                since = int(call["created_ns"])
+                name = f"{trace.names[int(call['op'])]} #{int(call['seq'])}"
+    return Waiting(since, clean(name), tuple(calls[:MAX_ARROWS])) if calls else None

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from allranks import pages
-from allranks.model.diagnosis import Finding, confidence_text
+from allranks.model.diagnosis import Action, Finding, Incident, Moment, confidence_text
 from allranks.model.formatting import duration, rank_list
-from allranks.model.incident import Action, Incident, Moment
 from allranks.model.stacks import is_user_file
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.pages import Source, StackCard, frame_lines, read_source, stack_card, without_stale

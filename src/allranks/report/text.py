@@ -13,6 +13,8 @@ from allranks.model.stacks import is_user_file
 from allranks.model.trace import Frame, RankTrace, State
 
 MAX_FRAMES, MAX_STACKS, MAX_FILES = 4, 4, 8
+#: Causes in which the guilty ranks lack in the call.
+MISSING = frozenset({"missing_rank", "not_started", "stuck_before_collective", "rank_died"})
 #: Puts text in a style, or leaves it as it is.
 Painter = Callable[[str, str], str]
 

@@ -13,8 +13,7 @@ from allranks.blackbox import files
 from allranks.blackbox.header import Header, find_header
 from allranks.blackbox.reader import boxes_of_process, read_rows, read_trace
 from allranks.errors import InputError
-from allranks.model.processes import GroupCall
-from allranks.model.stacks import Mark, RankMarks
+from allranks.model.stacks import GroupCall, Mark, RankMarks
 from allranks.model.trace import CALL, State
 
 RECENT_CALLS = 64  # calls whose times tell how often a rank usually moves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from allranks.model.processes import JobLook, ProcessFinding, Where
+from allranks.model.stacks import JobLook, ProcessFinding, Where
 
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 90, 16
 MAX_BOXES, MAX_TEXT = 40, 34

@@ -9,8 +9,15 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from allranks import pages
-from allranks.model.processes import JobLook, Process, ProcessFinding, ThreadLook
-from allranks.model.stacks import RankState, StacksReport, is_user_file
+from allranks.model.stacks import (
+    JobLook,
+    Process,
+    ProcessFinding,
+    RankState,
+    StacksReport,
+    ThreadLook,
+    is_user_file,
+)
 from allranks.pages import Row, StackCard, frame_lines, read_source
 from allranks.stacktraces.text import Node, compress, same_states
 from allranks.stacktraces.views import short_name

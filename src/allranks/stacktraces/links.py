@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.model.processes import ProcessLink
+from allranks.model.stacks import ProcessLink
 from allranks.stacktraces.procfs import PROC, read_proc
 
 _LISTEN, _DUMP, _DONE, _ERROR = 10, 0x301, 3, 2

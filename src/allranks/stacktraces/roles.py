@@ -14,8 +14,7 @@ from itertools import pairwise
 
 from allranks.errors import ConfigurationError
 from allranks.model.parsing import role_of_command
-from allranks.model.processes import Process
-from allranks.model.stacks import is_user_file
+from allranks.model.stacks import Process, is_user_file
 from allranks.model.yaml_tree import read_yaml
 from allranks.stacktraces.find import coordinates
 from allranks.stacktraces.procfs import ProcessEntry

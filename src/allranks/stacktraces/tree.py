@@ -21,8 +21,17 @@ import msgspec
 
 from allranks.errors import InputError
 from allranks.model.parsing import from_json
-from allranks.model.processes import GroupCall, JobLook, Process, ProcessLink, ThreadLook
-from allranks.model.stacks import ProcessCapture, Snapshot, ThreadFacts, ThreadStack
+from allranks.model.stacks import (
+    GroupCall,
+    JobLook,
+    Process,
+    ProcessCapture,
+    ProcessLink,
+    Snapshot,
+    ThreadFacts,
+    ThreadLook,
+    ThreadStack,
+)
 from allranks.stacktraces import debuggers, source
 from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 
-from allranks.model.processes import ProcessLink, ThreadLook, WaitFor
-from allranks.model.stacks import StackFrame, ThreadStack, is_user_file
+from allranks.model.stacks import ProcessLink, StackFrame, ThreadLook, ThreadStack, WaitFor, is_user_file
 from allranks.model.yaml_tree import read_yaml
 from allranks.stacktraces import source
 from allranks.stacktraces.patterns import StackPattern, frame_matches, match_thread

@@ -22,7 +22,7 @@ from typing import Literal
 
 from allranks.blackbox.header import process_state
 from allranks.channel.frames import HeldPort, loopback
-from allranks.model.incident import Failure, describe_exit
+from allranks.model.diagnosis import Failure, describe_exit
 from allranks.supervise.logs import LogPump, Terminal, open_log
 from allranks.supervise.orphans import Guard, sweep
 from allranks.supervise.restarts import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from allranks.model.incident import Failure
+from allranks.model.diagnosis import Failure
 
 #: The same failure this often is an error of the program, and no restart fixes it.
 SAME_FAILURES = 3

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.blackbox.layout import wakeup_address
-from allranks.model.incident import Failure, describe_exit
+from allranks.model.diagnosis import Failure, describe_exit
 from allranks.watch.samples import RankSample
 
 VMSTAT = Path("/proc/vmstat")

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from allranks.model.processes import ProcessFinding
+from allranks.model.stacks import ProcessFinding
 
 MAX_RESTARTS, WITHIN_S = 3, 3600.0
 

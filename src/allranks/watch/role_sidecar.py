@@ -22,7 +22,7 @@ from allranks.blackbox.reader import read_trace
 from allranks.channel import web_client
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import AllranksError
-from allranks.model.processes import JobLook, Process, ProcessFinding
+from allranks.model.stacks import JobLook, Process, ProcessFinding
 from allranks.stacktraces.boxes import LiveBox, find_boxes
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.links import read_links
