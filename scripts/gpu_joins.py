@@ -8,18 +8,21 @@ A part ends after --seconds, or after --count kills. Each kill is a line in OUT/
 The storm kills one of its replicas (--replicas 5) every 3 s on average, in 15 % of cases two at once, whatever they do at that
 moment. No gap between commits may be longer than 2 s, no replica may end by itself, and all must hold equal bits at the end.
 
-Replacements are started ahead and wait, so that a kill costs seconds. Survivors that commit nothing for 2.5 s are looked
-at from outside: py-spy for Python, eu-stack (elfutils; ./carry/eu or the PATH) for all native threads, into OUT/stacks.txt.
+Replacements are started ahead and wait, so that a kill costs seconds. Replicas that commit nothing for 2 s say every 2 s in
+which phase they are, and are looked at from outside: py-spy for Python, eu-stack (elfutils; ./carry/eu or the PATH) for all
+native threads, into OUT/stacks.txt. OUT/gaps.txt has, for each gap above 2 s, what every replica logged in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import logging
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +35,8 @@ from gpu_replicas import SHARED_GPU, LighthouseProcess, Replica, say
 
 CARRY = Path(__file__).parent.parent / "carry"
 SURVIVORS = ("r0", "r2")
-STANDS_S = 2.5
+STANDS_S = 2.0
+LOGGED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) r\d+ (.*)")
 LIMIT_S = 90.0  # of waiting for a commit; told as the time of a kill after which none came
 
 
@@ -41,12 +45,35 @@ def worker(name: str, out: Path) -> None:
 
     def wait() -> None:
         logging.getLogger("allranks.manager").setLevel(logging.DEBUG)
+        threading.Thread(target=tell_phases, daemon=True).start()
         say("warm")
         while not (out / f"go-{os.getpid()}").exists():
             time.sleep(0.005)
 
     gpu_manager.OUT = out
     gpu_manager.worker(name, wait)
+
+
+def tell_phases() -> None:
+    """Logs what a step that does not end has done so far, and where its groups are in the making."""
+    from allranks.manager.manager import Manager
+
+    log = logging.getLogger("allranks.manager")
+    managers = [found for found in gc.get_objects() if isinstance(found, Manager)]
+    last, since = -1, time.monotonic()
+    while managers:
+        time.sleep(0.25)
+        training = managers[0].training
+        if training.step != last:
+            last, since = training.step, time.monotonic()
+        elif time.monotonic() - since > STANDS_S:
+            since = time.monotonic()
+            left = sum(thread.name == "allranks-making" for thread in threading.enumerate())
+            generation = training.generation.number if training.generation else 0
+            log.debug(
+                "stands: step %d, %s, group %d, forming %d, wanted %r, making threads %d; %s",
+                last, training.phase.value, generation, training.forming, training.wanted, left, training.times.parts(),
+            )  # fmt: skip
 
 
 def worker_under_run(out: Path) -> None:
@@ -110,18 +137,17 @@ class Crew:
             replica.wait("commit", after, len(self.replicas), LIMIT_S)
 
     def _look_at_who_stands(self) -> None:
-        seen: dict[str, float] = {}
+        seen: dict[str, float] = {}  # when each was looked at
         native = shutil.which("eu-stack") or str(CARRY / "eu" / "eu-stack")
         spy = shutil.which("py-spy") or str(CARRY / "site" / "bin" / "py-spy")
         while not self._over.wait(0.5):
-            for name in SURVIVORS:
-                replica = self.replicas.get(name)
-                last = next(reversed(replica.commits()), None) if replica else None
-                if replica is None or last is None:  # just replaced
+            for name, replica in list(self.replicas.items()):
+                last = next(reversed(replica.commits()), None)
+                if last is None:  # just replaced
                     continue
-                if time.monotonic() - last < STANDS_S or seen.get(name) == last:
+                if time.monotonic() - max(last, seen.get(name, 0.0)) < STANDS_S:
                     continue
-                seen[name] = last
+                seen[name] = time.monotonic()
                 pid = str(replica.process.pid)
                 for command in ([spy, "dump", "--pid", pid], [native, "-n", "24", "-p", pid]):
                     self._note(name, command)
@@ -183,6 +209,46 @@ def gaps_of(commits: list[float]) -> list[float]:
     return sorted(found, reverse=True)
 
 
+def explain_gaps(out: Path, began: float, ended: float, above_s: float = 2.0) -> list[str]:
+    """One line per gap: when, how long, and the longest phases of the step that ended it. OUT/gaps.txt has all log lines."""
+    commits, lines = list[float](), list[tuple[float, str, str]]()
+    to_monotonic = time.time() - time.monotonic()
+    for path in out.glob("r*.log"):
+        events = [line.split() for line in path.read_text().splitlines() if line.count(" ") == 4]
+        commits += [float(at) for at, kind, *_ in events if kind == "commit" and began <= float(at) <= ended]
+        for line in Path(f"{path}.err").read_text(errors="replace").splitlines():
+            if found := LOGGED.match(line):
+                at = time.mktime(time.strptime(found[1], "%Y-%m-%d %H:%M:%S")) + int(found[2]) / 1e3
+                lines.append((at - to_monotonic, path.stem, found[3]))
+    told = []
+    with open(out / "gaps.txt", "w") as file:
+        for a, b in itertools.pairwise(sorted(commits)):
+            if b - a <= above_s:
+                continue
+            inside = [
+                one for one in sorted(lines) if a - 0.2 <= one[0] <= b + 0.1 and "of the state" not in one[2]
+            ]
+            file.write(f"==== gap of {b - a:.2f} s at {a - began:.2f} s\n")
+            file.writelines(f"{at - a:8.3f} {name} {text}\n" for at, name, text in inside)
+            phases = longest_phases([text for _, _, text in inside if "since the last commit" in text])
+            told.append(
+                f"{b - a:.2f} s at {a - began:.1f} s: {phases or 'no step that began before it was committed'}"
+            )
+    return told
+
+
+def longest_phases(texts: list[str]) -> str:
+    """The three longest phases of the steps whose times were logged, longest first."""
+    found: dict[str, int] = {}
+    for text in texts:
+        marks = [mark.rsplit(" ", 1) for mark in text.partition("last commit: ")[2].split(", ")]
+        for (before, since), (after, until) in itertools.pairwise(marks):
+            name = f"{before} -> {after}"
+            found[name] = max(found.get(name, 0), int(until) - int(since))
+    longest = sorted(found, key=lambda name: -found[name])[:3]
+    return ", ".join(f"{name} {found[name]} ms" for name in longest)
+
+
 def storm(out: Path, seconds: float, seed: int, size: int) -> tuple[dict[str, bool], list[float]]:
     """Several replicas under random kills: the claims, and the gaps of more than half a second between any two commits."""
     names = tuple(f"r{number}" for number in range(size))
@@ -227,7 +293,7 @@ def storm(out: Path, seconds: float, seed: int, size: int) -> tuple[dict[str, bo
     gaps = gaps_of([at for one in everyone for at in one.commits() if began <= at <= ended])
     note(
         out, "storm", kills=kills, seconds=round(ended - began, 1), commits=len(gaps) + 1, longest_gaps=gaps[:12],
-        ended_by_themselves=alone, ends=sorted(ends), error=error,
+        explained=explain_gaps(out, began, ended), ended_by_themselves=alone, ends=sorted(ends), error=error,
     )  # fmt: skip
     verdicts = {
         "storm: no gap above 2 s": bool(gaps) and gaps[0] <= 2.0,

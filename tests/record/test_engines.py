@@ -86,7 +86,18 @@ def test_without_the_part_in_c_nothing_is_recorded_and_the_program_runs(
     """One warning says what to install."""
     monkeypatch.setitem(sys.modules, "allranks.recording._fast", None)
     monkeypatch.delattr("allranks.recording._fast", raising=False)
-    with pytest.warns(RuntimeWarning, match="recording disabled.*C compiler"):
+    with pytest.warns(RuntimeWarning, match="recording disabled: its part in C .*C compiler") as told:
         recorder = allranks.record()
+    assert "NotRecording" not in str(told[0].message)
     assert not recorder.active
     allranks.step(1)
+
+
+def test_only_one_rank_of_a_node_says_that_the_part_in_c_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setitem(sys.modules, "allranks.recording._fast", None)
+    monkeypatch.delattr("allranks.recording._fast", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not allranks.record().active
+    assert not [one for one in recwarn if "allranks" in str(one.message)]

@@ -39,6 +39,7 @@ log = logging.getLogger("allranks.manager")
 
 _INVITATION = "allranks/invitation"
 _POLL_S = 0.005
+_LOOK_S = 0.1  # how often somebody who waits for a notice looks by himself
 _STORE_S = 10.0  # of reaching a store
 _ANSWER_S = 10.0  # within which every newcomer must have read its invitation
 _DEATH_S = 0.5  # after which the lighthouse, too, knows of a death that closed its connections
@@ -276,6 +277,7 @@ class NextGroup:
         try:
             for member in notice.waiting:
                 self._invite(member, found[member.replica], preparation)
+            self._wait_for_first_step(generation, preparation)
             preparation.make()
             made = time.monotonic()
             preparation.report(made=True)
@@ -292,6 +294,15 @@ class NextGroup:
         finally:  # in any case they join
             if generation.usable and self._preparations[-1:] == [preparation]:
                 self.training.on_replicas_waiting(notice.reason)
+
+    def _wait_for_first_step(self, generation: Generation, preparation: GroupPreparation) -> None:
+        """Of the running group: beside its first collectives no other group is made. They did not end on a GPU then."""
+        changed = self.training.changed
+        with changed:
+            while generation.usable and not (generation.together or generation.voters == 1):
+                if preparation.cancelled or self.training.closing:
+                    break
+                changed.wait(_LOOK_S)
 
     def _invite(self, newcomer: Member, invitation: Invitation, preparation: GroupPreparation) -> None:
         """Leaves the invitation in the newcomer's store, where it must not replace a later one."""

@@ -152,7 +152,7 @@ class Regrouper:
     def _regroup(self) -> Generation:
         deadline = time.monotonic() + self.options.quorum_timeout_s
         began = time.monotonic()
-        failures = 0
+        failures = unexplained = 0
         while True:
             old = self.training.generation
             broken = failures > 0 or (old is not None and not old.usable)
@@ -176,8 +176,12 @@ class Regrouper:
                 text = "quorum %d could not connect (%s): requesting another quorum"
                 self._folded.warn(why, text, quorum.number, why)
                 self._let_go(old, why)
-                self._pause(failures)
                 failures += 1
+                if (
+                    quorum.number not in self.training.losses
+                ):  # a death is over: the next quorum is without it
+                    self._pause(unexplained)
+                    unexplained += 1
                 continue
             level = logging.WARNING if broken else logging.INFO
             took_ms = (time.monotonic() - began) * 1e3

@@ -163,7 +163,9 @@ def fast() -> ModuleType:
     try:
         from allranks.recording import _fast
     except ImportError as error:
-        raise NotRecording(f"its part in C cannot be loaded ({error}): {BUILD}") from error
+        missing = "cannot import name" in str(error)
+        why = "is missing" if missing else f"cannot be loaded ({error})"
+        raise NotRecording(f"its part in C {why}: {BUILD}") from error
     if getattr(_fast, "VERSION", None) != EXPECTED:
         raise NotRecording(f"its part in C is of another version: {BUILD}")
     return _fast

@@ -22,7 +22,7 @@ from allranks.blackbox import phases
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.files import fallback_folder, job_folder, remove_earlier, remove_old, room_for_box
 from allranks.blackbox.layout import Item, file_name, job_prefix
-from allranks.errors import require
+from allranks.errors import NotRecording, require
 from allranks.model.parsing import without_secrets
 from allranks.model.trace import Rendezvous
 from allranks.recording.groups import GroupState
@@ -59,9 +59,14 @@ class Recorder:
         require("torch", feature="recording", extra="torch")
         try:
             self._start()
+        except NotRecording as error:  # the same on the whole node: one rank says it
+            if self.options.local_rank <= 0:
+                warn_once(f"recording disabled: {error}; training continues")
+            self._told(self.close, "could not start")
         except Exception as error:  # a torch that we do not know: better no record than no training
             fix = _descriptor_fix(error)
-            warn_once(f"recording disabled: {error!r}{'; ' if fix else ''}{fix}; training continues")
+            why = f"{type(error).__name__}: {error}"
+            warn_once(f"recording disabled: {why}{'; ' if fix else ''}{fix}; training continues")
             self._told(self.close, "could not start")
         return self
 
@@ -244,8 +249,6 @@ class Recorder:
 
     def _box_path(self) -> Path:
         if self.box is None:
-            from allranks.errors import NotRecording
-
             raise NotRecording("nothing is recorded in this process")
         if self.writer is not None and self.active_process:
             self.writer.sweep(everything=True)

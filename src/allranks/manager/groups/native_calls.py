@@ -25,6 +25,7 @@ import torch
 from allranks.errors import GroupAborted
 
 T = TypeVar("T")
+_here = threading.local()  # `call`: the one that runs on this thread
 MAX_LEFT_RUNNING = 16  # each is a thread, and what torch holds for the call, until the call's own limit
 _left_running: set[AbandonableCall[Any]] = (
     set()
@@ -80,6 +81,7 @@ class AbandonableCall(Generic[T]):
             self._changed.notify_all()
 
     def _run(self) -> None:
+        _here.call = self
         made: list[T] = []
         failure: list[BaseException] = []
         frames: TracebackType | None = None
@@ -101,6 +103,12 @@ class AbandonableCall(Generic[T]):
             failure.clear()
             if made:
                 self.discard(made.pop())
+
+
+def abandoned() -> bool:
+    """Whether nobody waits any more for the call that runs on this thread."""
+    call = getattr(_here, "call", None)
+    return call is not None and call._abandoned
 
 
 _FATAL = 3

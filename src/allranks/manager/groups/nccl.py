@@ -24,7 +24,7 @@ import torch.distributed as dist
 from allranks.errors import GroupAborted
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
-from allranks.manager.groups.native_calls import silenced
+from allranks.manager.groups.native_calls import abandoned, silenced
 from allranks.manager.groups.teardown import destroy_later, ended, start_attended
 
 log = logging.getLogger("allranks.manager")
@@ -36,6 +36,7 @@ log = logging.getLogger("allranks.manager")
 CONNECT_AT_ONCE = {"NCCL_RUNTIME_CONNECT": "0"}
 #: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
 _SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_POLL_S = 0.002
 _TAKEN_S = 2.0  # more than a GPU needs to be given an operation
 _IDLE_STEPS = 10  # with the next group, before the one before it is ended
 _lock = threading.Lock()
@@ -141,8 +142,11 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         """Without an operation: one that waits for a member, beside one of the group that works, could stop both."""
         backend = self._connect(meeting)
         if hasattr(backend, "_comm_ptr"):
-            meeting.store.set(f"here/{meeting.rank}", "1")
-            meeting.store.wait([f"here/{rank}" for rank in range(meeting.world_size)])
+            try:
+                wait_for_members(meeting, "connected", self.timeout_s)
+            except (RuntimeError, GroupAborted):
+                self.discard(backend)
+                raise
             with torch.cuda.device(self.device or torch.device("cuda", 0)):
                 backend._comm_ptr()  # waits until all have connected, and keeps the interpreter waiting
         return backend
@@ -166,8 +170,10 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         return made
 
     def _connect(self, meeting: GroupSpec) -> object:
+        """The first member that fails closes its connections, so that the others fail too instead of waiting for it."""
         device = self.device or torch.device("cuda", 0)
         limit_s = meeting.limit_s or self.timeout_s
+        wait_for_members(meeting, "here", limit_s)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.timeout_s)
         options.global_ranks_in_group = list(meeting.global_ranks or range(meeting.world_size))
@@ -180,8 +186,11 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         with torch.cuda.device(device), environment(variables):
             began = time.monotonic()
             backend = dist.ProcessGroupNCCL(meeting.store, meeting.rank, meeting.world_size, options)
-            backend._set_sequence_number_for_group()
-            backend.eager_connect_single_device(device)
+            try:
+                backend.eager_connect_single_device(device)
+            except RuntimeError:
+                self.discard(backend)
+                raise
         took_ms = (time.monotonic() - began) * 1e3
         log.debug("NCCL communicator of %d made in %.0f ms", meeting.world_size, took_ms)
         return backend
@@ -191,6 +200,24 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         return None if backend is None else start_attended("allranks-nccl-abort", _abort, backend, gate)
+
+
+def wait_for_members(meeting: GroupSpec, what: str, limit_s: float) -> None:
+    """Returns when all have come that far; ends at once when the group is called off.
+
+    NCCL itself waits for a member that died before it connected, and keeps a core busy, until torch's limit of time.
+    """
+    meeting.store.set(f"{what}/{meeting.rank}", "1")
+    everybody = [f"{what}/{rank}" for rank in range(meeting.world_size)]
+    deadline = time.monotonic() + limit_s
+    while not meeting.store.check(everybody):
+        if abandoned() or time.monotonic() > deadline:
+            raise GroupAborted(
+                "called off" if abandoned() else f"not all members came within {limit_s:.0f} s"
+            )
+        time.sleep(_POLL_S)
+    if abandoned():
+        raise GroupAborted("called off")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,125 @@
+"""How an NCCL communicator is made when a member dies meanwhile. NCCL itself needs a GPU: a class stands for torch's backend."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from allranks.errors import GroupAborted
+from allranks.manager.groups import nccl
+from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.groups.native_calls import AbandonableCall, abandoned
+from allranks.manager.groups.nccl import ProcessGroupNCCL
+
+from .cluster import LIMIT_S
+
+MAKING = "allranks-making"
+
+
+class Backend:
+    """torch's ProcessGroupNCCL: connecting fails, or never ends, as NCCL's does for a member that is gone."""
+
+    Options = type("Options", (), {})
+    made: list[Backend] = []
+    how = ""
+    release = threading.Event()
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: object) -> None:
+        self.aborted = threading.Event()
+        Backend.made.append(self)
+
+    def eager_connect_single_device(self, device: object) -> None:
+        if Backend.how == "fails":
+            raise RuntimeError("remote process exited")
+        if Backend.how == "never ends" and len(Backend.made) == 1:
+            Backend.release.wait(LIMIT_S)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroupNCCL]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
+    monkeypatch.setattr(nccl.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(ProcessGroupNCCL, "_begin", lambda self, made: made)
+    Backend.made, Backend.how, Backend.release = [], "", threading.Event()
+    yield ProcessGroupNCCL(5.0, device="cuda:0")
+    Backend.release.set()
+    wait_until(lambda: all(thread.name != MAKING for thread in threading.enumerate()))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.005)
+
+
+def test_nobody_connects_before_all_members_are_there_and_a_group_that_is_called_off_leaves_no_thread(
+    group: ProcessGroupNCCL,
+) -> None:
+    """Inside NCCL the wait for a member that never comes could not be ended."""
+    store = dist.HashStore()
+    meeting = GroupSpec(store, 0, 2, number=1, limit_s=LIMIT_S)
+    caller = threading.Thread(target=_meet, args=(group, meeting))
+    caller.start()
+    wait_until(lambda: store.check(["here/0"]))
+    group.abort("r1 is gone")
+    caller.join(LIMIT_S)
+    assert not caller.is_alive()
+    wait_until(lambda: all(thread.name != MAKING for thread in threading.enumerate()))
+    assert not Backend.made
+
+
+def _meet(group: ProcessGroupNCCL, meeting: GroupSpec) -> None:
+    with contextlib.suppress(GroupAborted):
+        group.meet(meeting)
+
+
+def test_a_communicator_that_fails_to_connect_is_aborted_so_that_the_other_members_notice(
+    group: ProcessGroupNCCL,
+) -> None:
+    Backend.how = "fails"
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        group.meet(GroupSpec(dist.HashStore(), 0, 1, number=1))
+    (backend,) = Backend.made
+    assert backend.aborted.wait(LIMIT_S)
+
+
+def test_a_connect_that_never_returns_does_not_delay_the_next_group(group: ProcessGroupNCCL) -> None:
+    Backend.how = "never ends"
+    stuck = threading.Thread(target=_meet, args=(group, GroupSpec(dist.HashStore(), 0, 1, number=1)))
+    stuck.start()
+    wait_until(lambda: len(Backend.made) == 1)
+    group.abort("r1 is gone")
+    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=2))
+    assert group._backend is Backend.made[1]
+    assert not Backend.release.is_set()
+    stuck.join(LIMIT_S)
+    assert not stuck.is_alive()
+    Backend.release.set()
+    assert Backend.made[0].aborted.wait(LIMIT_S)  # late, and unwanted
+
+
+def test_a_call_knows_that_it_was_abandoned() -> None:
+    begun, seen = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        wait_until(abandoned)
+        seen.set()
+
+    call = AbandonableCall(work)
+    ending = threading.Thread(target=lambda: (begun.wait(LIMIT_S), call.abandon(GroupAborted("lost"))))
+    ending.start()
+    with pytest.raises(GroupAborted, match="lost"):
+        call.result()
+    assert seen.wait(LIMIT_S)
+    assert not abandoned()
+    ending.join()
