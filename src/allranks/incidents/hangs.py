@@ -288,14 +288,16 @@ class HangInvestigator:
             durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
             opened.update(Moment("evidence", time.time(), text), durations_s=durations)
         self._judge(case, suspicion, found, suspects)
-        return found
+        loop = case.outcome.reason if case.outcome.livelock else ""  # nobody is guilty
+        corrected = self.pipeline.settle(opened, looping=loop) if loop else None
+        return found if corrected is None else replace(found, diagnosis=corrected)
 
     def _judge(
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> None:
         """What it is after one more look."""
         after, notice = read_samples(self.options.folder), self.options.notice
-        limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s)
+        limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s, self.history.trained)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
         else:
