@@ -273,6 +273,7 @@ def test_looks_become_rarer_and_do_not_miss_a_limit() -> None:
     while seen[-1] < 300:
         seen.append(next_look_s(seen[-1], LIMITS))
     assert 90.5 in seen and 300.0 in seen and len(seen) == 14
+    assert next_look_s(80.0, LIMITS, took_s=2.0) == pytest.approx(88.9)
 
 
 def test_activity_is_of_threads_that_may_wake_another() -> None:

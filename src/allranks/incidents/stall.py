@@ -211,10 +211,12 @@ def limits_of(floor_s: float, cap_s: float, longest_s: float, trained: bool = Fa
     return StallLimits(min(cap_s, hung_s), cap_s, longest_s, trained)
 
 
-def next_look_s(quiet_s: float, limits: StallLimits) -> float:
-    """The length of the silence at which to look again: each time a third longer, and when a limit is reached."""
+def next_look_s(quiet_s: float, limits: StallLimits, took_s: float = 0.0) -> float:
+    """The length of the silence at which to look again: each time a third longer, and so that a look which takes as long as the
+    last one ends when a limit is reached."""
     later = quiet_s * 4 / 3
-    return next((limit for limit in (limits.hung_s, limits.cap_s) if quiet_s < limit < later), later)
+    near = (limit for limit in (limits.hung_s, limits.cap_s) if quiet_s < limit < later)
+    return next((limit - 0.8 * took_s for limit in near), later)
 
 
 def find_guilty(look: Look) -> list[RankState]:
