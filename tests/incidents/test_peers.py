@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import zipfile
 from dataclasses import replace
@@ -171,6 +172,31 @@ def test_one_node_leads_and_gets_the_boxes_of_the_other(tmp_path: Path) -> None:
             for client in (deaf, *(client for client, _, _ in nodes)):
                 client.close()
             for _, _, agent in nodes:
+                agent.close()
+
+
+def test_calls_that_differ_between_two_nodes_are_named(tmp_path: Path) -> None:
+    """Rank 2, alone on its node, made another call than ranks 0 and 1: nobody could tell it on one node."""
+    with Lighthouse(Options(), ServerOptions(token=TOKEN)) as lighthouse:
+        nodes = [node(tmp_path, name, lighthouse) for name in "ab"]
+        recorded = Path(__file__).parents[1] / "diagnose" / "recorded" / "different_operations.tar.gz"
+        with tarfile.open(recorded) as tar:
+            for member in (one for one in tar.getmembers() if one.name.endswith(".box")):
+                data, name = tar.extractfile(member), Path(member.name).name
+                assert data is not None
+                (tmp_path / ("b" if ".r2." in name else "a") / name).write_bytes(data.read())
+        for name in "ab":
+            (tmp_path / name / f"{ord(name) - ord('a')}.box").unlink()
+        try:
+            _, watch, _ = nodes[0]
+            watch.compare_nodes(("agent-b",))
+            wait_until(lambda: watch.pipeline.diverged is not None)
+            assert watch.pipeline.diverged is not None
+            found = watch.pipeline.diverged[1]
+            assert (found.cause, found.ranks) == ("type_mismatch", (2,))
+        finally:
+            for client, _, agent in nodes:
+                client.close()
                 agent.close()
 
 

@@ -184,6 +184,39 @@ def test_ranks_that_make_no_calls_but_all_wake_are_not_hung() -> None:
     assert judge_stall(absent, LIMITS).state == "hung"
 
 
+def in_a_loop(quiet_s: float, functions: tuple[str, ...], *, apart: bool = False) -> list[Look]:
+    """Both ranks run and wait for nobody."""
+    awake = Activity(5, (ThreadWait(-1.0, False, still=False),))
+    found = []
+    for one in looks("sleep", other="sleep", quiet_s=quiet_s, functions=functions, finding=None):
+        assert one.report is not None
+        first = replace(
+            one.report.ranks[1], rank=0, where="serve.py:3 in run" if apart else "train.py:9 in load"
+        )
+        if apart:
+            first = replace(first, stack=(StackFrame("run", "serve.py", 3),))
+        report = replace(one.report, ranks={0: first, 1: one.report.ranks[1]})
+        found.append(replace(one, report=report, activity={0: awake, 1: awake}))
+    return found
+
+
+def test_ranks_that_all_run_the_same_loop_are_hung_at_the_cap() -> None:
+    """Each polls for what never comes. One that has made steps is hung in any loop; one that has not may serve others."""
+    same, trained = in_a_loop(310, ("load",) * 4), replace(LIMITS, trained=True)
+    found = judge_stall(same, LIMITS)
+    assert (found.state, found.certain, found.livelock) == ("hung", False, True)
+    assert (
+        found.reason
+        == "no rank has come to a first step or call for 5 min 10 s; all ranks run the same loop at train.py:9 in load"
+    )
+    assert "no rank has made a step or a call for" in judge_stall(same, trained).reason
+    assert judge_stall(in_a_loop(290, ("load",) * 4), trained).state == "stalled"
+    apart = in_a_loop(310, ("load",) * 4, apart=True)
+    assert judge_stall(apart, LIMITS).state == "stalled"
+    assert "rank 0 at serve.py:3 in run; rank 1 at train.py:10 in load" in judge_stall(apart, trained).reason
+    assert judge_stall(in_a_loop(310, ("load", "a", "b", "c")), LIMITS).state == "stalled"
+
+
 def test_the_last_rank_whose_thread_sleeps_for_an_hour_is_hung() -> None:
     """The others have left; a thread that is not a daemon keeps the program from its end. While others work, nobody waits."""
     seen = looks(
@@ -240,6 +273,7 @@ def test_looks_become_rarer_and_do_not_miss_a_limit() -> None:
     while seen[-1] < 300:
         seen.append(next_look_s(seen[-1], LIMITS))
     assert 90.5 in seen and 300.0 in seen and len(seen) == 14
+    assert next_look_s(80.0, LIMITS, took_s=2.0) == pytest.approx(88.9)
 
 
 def test_activity_is_of_threads_that_may_wake_another() -> None:

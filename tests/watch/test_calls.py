@@ -16,7 +16,8 @@ from allranks.incidents.folder import read_incidents
 from allranks.incidents.judge import correct
 from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.watch.calls import MAX_NAMED, CallComparison, read_calls
+from allranks.watch import calls as calls_module
+from allranks.watch.calls import MAX_NAMED, CallComparison, CallWindows, choose_windows, read_calls
 from allranks.watch.samples import RankSample, read_samples
 from diagnose.gallery_module import gallery
 
@@ -77,6 +78,29 @@ def test_a_difference_of_a_running_job_is_named(tmp_path: Path) -> None:
             found = calls.look(time.monotonic(), read_samples(tmp_path))
             time.sleep(0.05)
     assert found is not None and (found.cause, found.ranks) == ("missing_rank", case.ranks)
+
+
+@pytest.mark.parametrize(("name", "same"), [("ok_training", True), ("different_operations", False)])
+def test_nodes_tell_the_same_hashes_while_their_ranks_make_the_same_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, same: bool
+) -> None:
+    """One node has ranks 0 and 1, the other rank 2; a group that is all on one node is not told."""
+    monkeypatch.setattr(calls_module, "WINDOW", 1)
+    traces = read_calls([sample.path for sample in boxes(name, tmp_path)])
+    here, there, everybody = CallWindows(), CallWindows(), CallWindows()
+    here.note(1.0, traces[:2])
+    there.note(1.0, traces[2:])
+    everybody.note(1.0, traces)
+    assert here.told and not everybody.told
+    common = [(key, w) for key in here.told for w in here.told[key] if w in there.told.get(key, ())]
+    assert len(common) > 2
+    assert all(here.told[key][w] == there.told[key][w] for key, w in common) == same
+
+
+def test_nodes_that_look_at_different_times_choose_the_same_windows() -> None:
+    """Round numbers are in both."""
+    first, second = ({w: w for w in range(begin, begin + 60)} for begin in (1000, 1030))
+    assert set(choose_windows(first)) & set(choose_windows(second))
 
 
 def test_files_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:

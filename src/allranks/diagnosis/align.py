@@ -45,6 +45,16 @@ def without_replica_groups(traces: Sequence[RankTrace]) -> list[RankTrace]:
     return [_without(trace, sys.maxsize) for trace in traces]
 
 
+def only_replica_groups(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """The traces with the calls of the newest groups of replicas only."""
+    found = forget_past_quorums(traces)
+    inside = [
+        [i for i, group in enumerate(t.groups) if not group.name.startswith("replicas/")] for t in found
+    ]
+    kept = [~np.isin(t.calls["group"], past) for t, past in zip(found, inside, strict=True)]
+    return [replace(t, calls=t.calls[rows]) for t, rows in zip(found, kept, strict=True)]
+
+
 def _without(trace: RankTrace, newest: int) -> RankTrace:
     past = [index for index, group in enumerate(trace.groups) if 0 <= _number(group.name) < newest]
     if not past or not len(trace.calls):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnosis.align import align, without_replica_groups
+from allranks.diagnosis.align import align, only_replica_groups, without_replica_groups
 from allranks.diagnosis.alignment import CallDifference, CallPair, broken_habit, find_shift
 from allranks.diagnosis.context import Context
 from allranks.diagnosis.job import GroupView, Job, Now, RankCalls
@@ -35,15 +35,20 @@ COMMON, APART = 6, 2
 AGREEING = 2
 
 
-def find_divergence(traces: Sequence[RankTrace], now_ns: int) -> Finding | None:
-    """The first difference between the calls of these ranks, read at `now_ns`; None while all make the same calls."""
-    traces = without_replica_groups(traces)
+def find_divergence(traces: Sequence[RankTrace], now_ns: int, of_replicas: bool = False) -> Finding | None:
+    """The first difference between the calls of these ranks, read at `now_ns`; None while all make the same calls.
+
+    `of_replicas`: between replicas instead of inside them. One that heals is at another step: only calls that do not fit count.
+    """
+    traces = only_replica_groups(traces) if of_replicas else without_replica_groups(traces)
     options = DiagnoseOptions(now_ns=now_ns, allow_incomplete_ranks=True, consequences=0)
     findings = diagnose(traces, options=options).findings
     job, anew = align(traces, now_ns=now_ns), _made_anew(traces)
     roots = (
         found for found in findings if found.severity == "root" and found.ranks and found.group not in anew
     )
+    if of_replicas:
+        return next((root for root in roots if root.kind in MADE), None)
     return next((root for root in roots if _counts(job, root)), None) or _left_program(job, anew)
 
 

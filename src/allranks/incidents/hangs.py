@@ -66,6 +66,7 @@ class HangCase:
     looks: list[Look] = field(default_factory=list)
     next_s: float = 0.0  # monotonic: not before
     next_quiet_s: float = 0.0  # not before the silence has lasted so long
+    took_s: float = 0.0  # the last look
     outcome: StallOutcome = UNKNOWN  # of the looks so far
     answered: bool = False  # published, and the policy has decided
     lasted_s: float = 0.0  # as last written
@@ -286,15 +287,18 @@ class HangInvestigator:
             text = f"{len(samples)} black boxes, stacks of {alive} ranks{parts}"
             durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
             opened.update(Moment("evidence", time.time(), text), durations_s=durations)
-        self._judge(case, suspicion, found, suspects)
-        return found
+        case.took_s = time.monotonic() - begin
+        self._judge(case, replace(suspicion, quiet_s=suspicion.quiet_s + case.took_s), found, suspects)
+        loop = case.outcome.reason if case.outcome.livelock else ""  # nobody is guilty
+        corrected = self.pipeline.settle(opened, looping=loop) if loop else None
+        return found if corrected is None else replace(found, diagnosis=corrected)
 
     def _judge(
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> None:
         """What it is after one more look."""
         after, notice = read_samples(self.options.folder), self.options.notice
-        limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s)
+        limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s, self.history.trained)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
         else:
@@ -305,7 +309,8 @@ class HangInvestigator:
             return
         stalled = case.outcome.state == "stalled"
         self.pipeline.settle(case.opened, f"stalled: {describe_pause(case.looks)}" if stalled else "")
-        case.next_quiet_s = next_look_s(suspicion.quiet_s, limits) if stalled and len(case.looks) > 1 else 0.0
+        further = stalled and len(case.looks) > 1
+        case.next_quiet_s = next_look_s(suspicion.quiet_s, limits, case.took_s) if further else 0.0
         if stalled and (suspicion.by_step or case is self.behind):  # else the deadline is extended
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         known = {moment.text for moment in case.opened.current.timeline}

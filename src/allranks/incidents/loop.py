@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -27,7 +28,8 @@ from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.slow import SlowRanks
 from allranks.model.cluster import write_health
 from allranks.model.diagnosis import Incident
-from allranks.watch.calls import CallComparison
+from allranks.model.trace import RankTrace
+from allranks.watch.calls import CallComparison, CallWindows, read_calls
 from allranks.watch.exits import ExitWatcher
 from allranks.watch.samples import ProcessId, RankSample, read_samples
 from allranks.watch.silence import ProgressHistory, Suspicion
@@ -37,6 +39,9 @@ log = logging.getLogger("allranks.agent")
 CLOSE_S, CLOSE_POLL_S = 5.0, 0.05  # after an incident recovery is checked more often, for a while
 END_S = 30.0  # how long the end of the job waits for an examination
 FAILED = "hang check failed; will retry"
+EVERYBODY = -1  # the comparison of all ranks
+PARTS_S, LOOKS = 3.0, 2  # how long boxes of other nodes are waited for; a difference must show twice
+COMPARED = "calls of ranks may differ: they are compared"
 ANCESTORS = 8  # a rank may be a grandchild of its agent (a shell, numactl)
 
 
@@ -58,7 +63,10 @@ class Watch:
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
+    windows: CallWindows = field(default_factory=CallWindows)
     _calls: defaultdict[int, CallComparison] = field(default_factory=lambda: defaultdict(CallComparison))
+    _nodes: CallComparison = field(default_factory=CallComparison)
+    _comparing: threading.Lock = field(default_factory=threading.Lock)
     _ours: dict[ProcessId, bool] = field(default_factory=dict)
     _asked_to_end: Explained = field(default_factory=Explained)
     _stop: bool = False
@@ -73,6 +81,7 @@ class Watch:
         self.deaths = DeathIncidents(self.pipeline)
         self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths, self.actor)
         self.slow = SlowRanks(self.pipeline)
+        self._nodes.of_replicas = self._calls[EVERYBODY].of_replicas = not self.options.whole_job
 
     def start(self) -> None:
         if self.actor is not None:
@@ -99,6 +108,7 @@ class Watch:
     def join(self, peers: PeerAgents | None, on_incident: Callable[[Incident], None]) -> None:
         """Before `start`: the other nodes' agents, and who is notified of incidents."""
         self.pipeline.peers = peers
+        self._calls[EVERYBODY].windows = self.windows if peers is not None else None
         self.pipeline.publisher.on_incident = on_incident
 
     def copy_to(self, upload: Callable[[Path], None]) -> None:
@@ -138,13 +148,45 @@ class Watch:
         return suspicion
 
     def _compare(self, now_s: float, samples: list[RankSample]) -> None:
-        """Calls that differ are named before anybody has waited long; of replicas those inside each."""
+        """Calls that differ are named before anybody has waited long; of replicas those inside each, and between them."""
         options, worlds = self.options, defaultdict[int, list[RankSample]](list)
-        for sample in samples:
-            worlds[0 if options.whole_job else options.replica_of(sample.rank)].append(sample)
+        for sample in [] if options.whole_job else samples:
+            worlds[options.replica_of(sample.rank)].append(sample)
+        worlds[EVERYBODY] = samples
         for number, ranks in worlds.items():
             if (found := self._calls[number].look(now_s, ranks)) is not None:
                 self.pipeline.note_divergence(found)
+
+    def compare_nodes(self, agents: tuple[str, ...]) -> None:
+        """Calls of our ranks and those of other agents may differ: they are read and compared. From any thread; quick."""
+        if self.pipeline.peers is not None and self._comparing.acquire(blocking=False):
+            peers = self.pipeline.peers
+            self.pipeline.start(lambda: self._compare_nodes(peers, agents), "allranks-compare")
+
+    def _compare_nodes(self, peers: PeerAgents, agents: tuple[str, ...]) -> None:
+        try:
+            for _ in range(LOOKS):
+                with tempfile.TemporaryDirectory(prefix="allranks-calls-") as name:
+                    incident = f"calls-{time.time_ns():x}"
+                    asked = peers.ask(
+                        incident, COMPARED, Path(name), stacks=False, alone=False, agents=agents
+                    )
+                    if asked is None or not asked.agents:
+                        return
+                    peers.wait(asked, PARTS_S)
+                    found = self._nodes.judge(self._of_all_nodes(Path(name)))
+                if found is not None:
+                    self.pipeline.note_divergence(found)
+        finally:
+            self._comparing.release()
+
+    def _of_all_nodes(self, folder: Path) -> list[RankTrace]:
+        """The newest calls of our ranks and of those whose boxes are in the folder."""
+        samples = [*read_samples(folder / "boxes"), *read_samples(self.options.folder)]
+        newest = {sample.rank: sample.path for sample in samples}  # two agents of one host have the same ones
+        traces = read_calls(list(newest.values()))
+        attempt = max((trace.header.attempt for trace in traces), default=0)
+        return [t for t in traces if t.header.attempt == attempt or not self.options.whole_job]
 
     def _note_ranks(self, samples: list[RankSample]) -> bool:
         """Reports which ranks run; whether all that run have been asked to end."""

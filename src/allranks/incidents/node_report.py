@@ -19,7 +19,7 @@ from allranks.errors import AllranksError
 from allranks.incidents.job_overview import SILENT_S, TOKEN_FILE, find_open
 from allranks.lighthouse.client.client import Client
 from allranks.load import LoadOptions, load_paths
-from allranks.model.cluster import GpuReport, NodeReport
+from allranks.model.cluster import GpuReport, NodeAnswer, NodeReport
 from allranks.model.trace import RankTrace
 from allranks.stacktraces.gpus import query_gpus
 from allranks.watch.samples import RankSample, read_samples, sleeps
@@ -154,6 +154,10 @@ class NodeReporter:
     folder: Path
     node: str
     ranks: Callable[[], tuple[int, ...]]
+    windows: Callable[[], dict[str, dict[int, int]]] = dict
+    on_compare: Callable[[tuple[str, ...]], None] = lambda agents: (
+        None
+    )  # these agents' calls may differ from ours
     _known: set[int] = field(default_factory=set)
     _before: dict[int, RankSample] = field(default_factory=dict)
     _boxes: BoxFacts = field(default_factory=BoxFacts)
@@ -183,9 +187,13 @@ class NodeReporter:
 
     def _report(self) -> None:
         try:
-            self._every_s = self.client.report_node(self.look()) if self.client.connected else 1.0
+            wanted = self.client.report_node(self.look()) if self.client.connected else NodeAnswer()
         except (AllranksError, OSError) as error:
             log.debug("ranks not reported: %s", error)
+            return
+        self._every_s = wanted.every_s
+        if wanted.compare:
+            self.on_compare(wanted.compare)
 
     def look(self) -> NodeReport:
         """One report."""
@@ -198,7 +206,7 @@ class NodeReporter:
         )
         self._before = {sample.rank: sample for sample in samples}
         token = self.folder / TOKEN_FILE
-        return replace(report, token_file=str(token)) if token.exists() else report
+        return replace(report, token_file=str(token) if token.exists() else "", windows=self.windows())
 
     def _read_boxes(self, samples: Sequence[RankSample], now: float) -> None:
         latest = max((sample.last_ns for sample in samples), default=0) / 1e9

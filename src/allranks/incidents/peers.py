@@ -247,9 +247,10 @@ class PeerAgents:
         stacks: bool = True,
         alone: bool = True,
         follow_s: float = FOLLOW_S,
+        agents: tuple[str, ...] = (),
     ) -> Gathering | None:
         """Who leads, and who else was asked; None when the lighthouse cannot say (then we are on our own). If we lead, the
-        parts of the others go to the folder."""
+        parts of the others (of all, or of these `agents`) go to the folder."""
         if not self.client.connected:
             return None
         try:
@@ -257,6 +258,7 @@ class PeerAgents:
             wanted = CollectEvidence(
                 incident,
                 reason,
+                agents,
                 lead=self.name,
                 upload=box.address,
                 stacks=stacks,

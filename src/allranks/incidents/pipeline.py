@@ -407,12 +407,21 @@ class IncidentPipeline:
         self.publisher.publish(opened)
         self.recoveries.add(opened, samples, lost, new_only=self.options.whole_job)
 
-    def settle(self, opened: IncidentFolder, outcome: str = "", ended: bool = False) -> None:
-        """Writes what a stall is or was, so that `allranks diagnose` on the folder says the same; "": a hang."""
-        observed = read_observed(opened.path) or Observed()
-        if observed.outcome != outcome:
-            replace(observed, outcome=outcome, ended=ended).write(opened.path)
-            self._write_diagnosis(opened, judge(read_incident(opened.path)))
+    def settle(
+        self, opened: IncidentFolder, outcome: str = "", ended: bool = False, looping: str = ""
+    ) -> Diagnosis | None:
+        """Writes what a stall is or was, so that `allranks diagnose` on the folder says the same; "": a hang. `looping`: all
+        ranks run and none gets further."""
+        before = read_observed(opened.path) or Observed()
+        observed = replace(before, outcome=outcome, ended=ended)
+        if looping:
+            observed = replace(observed, looping=True, reason=looping)
+        if observed == before:
+            return None
+        observed.write(opened.path)
+        diagnosis = judge(read_incident(opened.path))
+        self._write_diagnosis(opened, diagnosis)
+        return diagnosis
 
     def _write_diagnosis(self, opened: IncidentFolder, diagnosis: Diagnosis) -> None:
         write_atomically(opened.path / "diagnosis.json", json.dumps(as_json.to_object(diagnosis)))

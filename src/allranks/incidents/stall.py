@@ -16,7 +16,7 @@ from typing import Literal
 
 from allranks.incidents.policy import CERTAIN_MISMATCH, PROGRAM_FAULT
 from allranks.model.diagnosis import Finding
-from allranks.model.formatting import duration
+from allranks.model.formatting import duration, ranks_text
 from allranks.model.stacks import (
     WAITS,
     Capture,
@@ -24,6 +24,7 @@ from allranks.model.stacks import (
     RankState,
     StacksReport,
     ThreadFacts,
+    is_user_file,
 )
 
 State = Literal["stalled", "hung", "ended"]
@@ -114,6 +115,7 @@ class StallLimits:
     hung_s: float  # after which a rank that shows nothing is hung
     cap_s: float  # that anything may take
     longest_s: float = 0.0  # pause that this job has had
+    trained: bool = False  # it has made steps, or many calls: without them it does nothing
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class StallOutcome:
     state: State
     reason: str
     certain: bool = False
+    livelock: bool = False  # every rank runs, and none gets further
 
 
 def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
@@ -137,7 +140,13 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
     if reason := _certain(looks, limits):
         return StallOutcome("hung", reason, certain=True)
     if all(map(_all_wake, looks[-2:])):
-        return StallOutcome("stalled", "no rank is in a collective, and every rank wakes now and then")
+        loop = _shared_loop(looks)
+        if last.quiet_s < limits.cap_s or not (limits.trained or loop):
+            return StallOutcome("stalled", "no rank is in a collective, and every rank wakes now and then")
+        what = "made a step or a call" if limits.trained else "come to a first step or call"
+        return StallOutcome(
+            "hung", f"no rank has {what} for {duration(last.quiet_s)}; {loop or _places(last)}", livelock=True
+        )
     silent = f"no progress for {duration(last.quiet_s)}"
     if last.quiet_s >= limits.cap_s:
         return StallOutcome(
@@ -165,6 +174,27 @@ def _all_wake(look: Look) -> bool:
     return apart and 1 < len(mains) == len(states) and not any(main.still for main in mains)
 
 
+def _shared_loop(looks: Sequence[Look]) -> str:
+    """The loop that all ranks are in, by the last looks; "" when they are in several, or in calls of others (RPC)."""
+    last = looks[-1].report
+    states = list(last.ranks.values()) if last is not None else []
+    frames = [next((f for f in state.stack if is_user_file(f.file)), None) for state in states]
+    places = {(f.name, f.file) if f is not None else None for f in frames}
+    serving = any("/distributed/rpc/" in f.file for state in states for f in state.stack)
+    same = all(_same_functions(state.rank, looks[-LOOP_LOOKS:]) for state in states)
+    if len(places) != 1 or None in places or serving or not same:
+        return ""
+    return f"all ranks run the same loop at {states[0].where or 'an unknown line'}"
+
+
+def _places(look: Look) -> str:
+    """Where every rank is, ranks at one place together."""
+    found: dict[str, list[int]] = {}
+    for state in look.report.ranks.values() if look.report is not None else ():
+        found.setdefault(state.where or "an unknown line", []).append(state.rank)
+    return "; ".join(f"{ranks_text(ranks)} at {where}" for where, ranks in list(found.items())[:8])
+
+
 def _by_history(limits: StallLimits) -> bool:
     return limits.longest_s * HISTORY_FACTOR >= limits.hung_s
 
@@ -172,16 +202,21 @@ def _by_history(limits: StallLimits) -> bool:
 HISTORY_FACTOR, FLOOR_FACTOR = 3.0, 9.0  # times the longest pause; times the shortest silence that is a stall
 
 
-def limits_of(floor_s: float, cap_s: float, longest_s: float) -> StallLimits:
+LOOP_LOOKS = 4  # in which a rank must be in the same functions
+
+
+def limits_of(floor_s: float, cap_s: float, longest_s: float, trained: bool = False) -> StallLimits:
     """By what this job has shown so far. A pause comes on top of what the job does between two signs of progress."""
     hung_s = max(FLOOR_FACTOR * floor_s + longest_s, HISTORY_FACTOR * longest_s)
-    return StallLimits(min(cap_s, hung_s), cap_s, longest_s)
+    return StallLimits(min(cap_s, hung_s), cap_s, longest_s, trained)
 
 
-def next_look_s(quiet_s: float, limits: StallLimits) -> float:
-    """The length of the silence at which to look again: each time a third longer, and when a limit is reached."""
+def next_look_s(quiet_s: float, limits: StallLimits, took_s: float = 0.0) -> float:
+    """The length of the silence at which to look again: each time a third longer, and so that a look which takes as long as the
+    last one ends when a limit is reached."""
     later = quiet_s * 4 / 3
-    return next((limit for limit in (limits.hung_s, limits.cap_s) if quiet_s < limit < later), later)
+    near = (limit for limit in (limits.hung_s, limits.cap_s) if quiet_s < limit < later)
+    return next((limit - 0.8 * took_s for limit in near), later)
 
 
 def find_guilty(look: Look) -> list[RankState]:

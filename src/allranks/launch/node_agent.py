@@ -157,7 +157,14 @@ class NodeAgent:
         client.subscribe(nodes.noticed)
         nodes.start()
         self._nodes = nodes
-        self._reporter = NodeReporter(client, options.folder, options.node, lambda: watch.ranks)
+        self._reporter = NodeReporter(
+            client,
+            options.folder,
+            options.node,
+            lambda: watch.ranks,
+            lambda: watch.windows.told,
+            watch.compare_nodes,
+        )
         self._reporter.start()
 
     # actions, asked for by the watch

@@ -77,7 +77,8 @@ def decide_gathering(
         and now_s - current.asked_s < wanted.follow_s
     ):
         return current.gathering, False
-    agents = sorted(name for name in observers if name.startswith(cluster.AGENT) and name != wanted.lead)
+    chosen = observers if not wanted.replicas else {*observers} & {*wanted.replicas}
+    agents = sorted(name for name in chosen if name.startswith(cluster.AGENT) and name != wanted.lead)
     return cluster.Gathering(wanted.incident, wanted.lead, tuple(agents)), bool(agents)
 
 
@@ -155,7 +156,10 @@ class Agents:
         if wanted.alone and found.lead == wanted.lead:
             self._gathering = Current(found, now)
         if new:
-            self.event_log.event("collect", f"evidence wanted of {len(found.agents)} agents: {wanted.reason}")
+            if not wanted.replicas:  # a comparison of calls is not news
+                self.event_log.event(
+                    "collect", f"evidence wanted of {len(found.agents)} agents: {wanted.reason}"
+                )
             self.event_log.notify(wanted, found.agents)
             self.event_log.flush()
         return found

@@ -107,10 +107,9 @@ def _report_incident(service: Service, command: Command) -> object:
 def _note_report(service: Service, command: Command) -> object:
     report = load(NodeReport, command.body.encode())
     places = tuple(printable(text, 200) for text in report.places)
-    every_s = service.agents.ranks.note(
+    return service.agents.ranks.note(
         replace(report, node=printable(report.node), places=places), service.now()
     )
-    return {"every_s": every_s}
 
 
 _ACTIONS: dict[str, Callable[[Service, Command], object]] = {

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from allranks.model.cluster import DOING, NodeReport
+from allranks.lighthouse.differences import Differences
+from allranks.model.cluster import DOING, NodeAnswer, NodeReport
 
 T = TypeVar("T")
 MAX_RANK = 1_000_000
@@ -22,9 +23,10 @@ class RankTable:
     reports: dict[str, NodeReport] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)  # agent -> when, on the lighthouse's clock
     version: int = 0
+    _differences: Differences = field(default_factory=Differences)
 
-    def note(self, report: NodeReport, now: float) -> float:
-        """Keeps a report; in how many seconds the next one is wanted."""
+    def note(self, report: NodeReport, now: float) -> NodeAnswer:
+        """Keeps a report; what is wanted next."""
         size = len(report.ranks)
         if any(rank < 0 or rank > MAX_RANK for rank in report.ranks) or len(report.doing) != size:
             report = replace(report, ranks=(), doing="")
@@ -32,7 +34,8 @@ class RankTable:
         self.reports[report.agent], self.heard[report.agent] = report, now
         if before is None or (before.ranks, before.gpus) != (report.ranks, report.gpus):
             self.version += 1
-        return max(1.0, len(self.reports) / AGENTS_PER_S)
+        every_s = max(1.0, len(self.reports) / AGENTS_PER_S)
+        return NodeAnswer(every_s, self._differences.find(now, report, before, self.reports))
 
     def drop(self, agent: str, lost: bool) -> None:
         """An agent is gone; with `lost` its ranks are dead."""

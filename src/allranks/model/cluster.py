@@ -153,7 +153,7 @@ class LetIn:
 
 @dataclass(frozen=True)
 class CollectEvidence:
-    """Agents should gather stacks and black boxes of the named replicas (none named: of all).
+    """Agents should gather stacks and black boxes of the named replicas (none named: of all). With `lead`: the agents that are asked.
 
     With `upload` each agent sends its part there (incidents/peers.py); without, it keeps it in a folder of its own.
     """
@@ -296,6 +296,17 @@ class NodeReport:
     gpus: tuple[GpuReport, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # process groups of these ranks: members
     token_file: str = ""  # where the job token is, on this node
+    windows: dict[str, dict[int, int]] = field(
+        default_factory=dict
+    )  # of calls (watch/calls.py): group -> window -> hash
+
+
+@dataclass(frozen=True)
+class NodeAnswer:
+    """To a report."""
+
+    every_s: float = 1.0  # until the next one is wanted
+    compare: tuple[str, ...] = ()  # agents whose ranks' calls the reporter should compare with its own
 
 
 #: What a rank does, as one letter.

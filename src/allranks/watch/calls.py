@@ -1,31 +1,117 @@
-"""Compares the calls of a node's ranks while they run, from their black boxes: the ranks do nothing for it. Runs in the agent."""
+"""Compares the calls of ranks while they run, from their black boxes: the ranks do nothing for it. Runs in the agent.
+
+Those of one node are read together. Of nodes, each one tells the lighthouse hashes of windows of calls (`CallWindows`), which sees when
+two differ, or when every rank of the job waits; then the boxes themselves are compared (incidents/loop.py).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from allranks.blackbox.reader import Arena, OpenFile, opened_box, read_box
 from allranks.blackbox.tables import HeapCache, Tables
 from allranks.diagnosis.divergence import find_divergence
 from allranks.errors import InputError
 from allranks.model.diagnosis import Finding
-from allranks.model.trace import RankTrace
+from allranks.model.trace import Flag, RankTrace
 from allranks.watch.samples import ProcessId, RankSample
 
 PERIOD_S = 0.5
 SHARE = 0.02  # of one core at most
 NEWEST = 600  # calls of each rank that are compared, and fewer where there are many ranks
 ALL_CALLS = 40_000
+UNEVEN = ("scatter", "all_to_all", "alltoall")  # operations that each rank may give another size
 IDLE_S = 20.0  # ranks that have not moved for so long have been compared often enough
 MAX_NAMED = 3  # per set of processes: one difference leads to others
+WINDOW = 32  # calls of a group that have one hash
+TOLD = 8  # windows of a group that are told, of those of the last seconds
+RECENT_S = 6.0
+REPLICAS = "replicas/"  # how the names of groups of replicas begin
+
+
+@dataclass
+class CallWindows:
+    """Hashes of the windows of calls in groups that reach beyond this node. Of its ranks the first one of a group tells: the
+    others are compared with it here. `told` may be read from any thread."""
+
+    told: dict[str, dict[int, int]] = field(default_factory=dict)  # group -> window -> hash
+    _seen: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)
+
+    def note(self, now_s: float, traces: Sequence[RankTrace]) -> None:
+        here = {trace.header.rank for trace in traces}
+        found: dict[str, dict[int, int]] = {}
+        for trace in sorted(traces, key=lambda trace: trace.header.rank or 0):
+            for index, group in enumerate(trace.groups):
+                if len(group.ranks) > 1 and not here.issuperset(group.ranks):
+                    # replicas start again one by one, and make their groups anew
+                    attempt = 0 if group.name.startswith(REPLICAS) else trace.header.attempt
+                    key = f"{attempt} {group.name} {zlib.crc32(repr(group.ranks).encode()):x}"
+                    found.setdefault(key, hash_windows(trace, index))
+        for key, windows in found.items():
+            seen = {w: old for w, old in self._seen.get(key, {}).items() if now_s - old[1] < RECENT_S}
+            found[key] = {w: windows[w] if w in windows else seen[w][0] for w in {*seen, *windows}}
+            self._seen[key] = {
+                w: (value, seen[w][1] if w in seen else now_s) for w, value in found[key].items()
+            }
+        self._seen = {key: self._seen[key] for key in found}
+        self.told = {key: choose_windows(windows) for key, windows in found.items() if windows}
+
+
+def choose_windows(windows: dict[int, int]) -> dict[int, int]:
+    """A few of them, so that nodes which look at different times choose the same: the roundest numbers first."""
+    chosen = sorted(windows, key=lambda window: (window & -window, window), reverse=True)[:TOLD]
+    return {window: windows[window] for window in chosen}
+
+
+def hash_windows(trace: RankTrace, group: int) -> dict[int, int]:
+    """Of the whole windows of collectives of a group. What may differ in a job that is right is left out: sizes of parts."""
+    calls, apart = trace.calls, int(Flag.P2P | Flag.COALESCED_PART)
+    rows = calls[(calls["group"] == group) & (calls["flags"] & apart == 0) & (calls["seq"] > 0)]
+    window = (rows["seq"] - 1) // WINDOW
+    numbers, counts = np.unique(window, return_counts=True)
+    whole = np.isin(window, numbers[counts == WINDOW])
+    rows, window = rows[whole], window[whole]
+    if not len(rows):
+        return {}
+    replicas = trace.groups[group].name.startswith(REPLICAS)  # one that heals is at an earlier step
+    sized = ~np.isin(rows["op"], [i for i, name in enumerate(trace.names) if name.startswith(UNEVEN)])
+    columns = (
+        _hashed(rows["op"], lambda number: trace.names[number]),
+        _hashed(rows["stack"], lambda number: [(frame.name, frame.line) for frame in trace.stacks[number]]),
+        _hashed(rows["shapes"], lambda number: trace.shapes[number].input_dtypes[:1]),
+        np.where(sized, rows["in_numel"], 0).astype(np.uint64),
+        rows["root"].astype(np.uint64),
+        np.zeros(len(rows), np.uint64) if replicas else rows["step"].astype(np.uint64),
+        rows["seq"].astype(np.uint64),
+    )
+    words = np.zeros(len(rows), np.uint64)
+    for column in columns:
+        words = (words ^ column) * np.uint64(0x9E3779B97F4A7C15)
+        words ^= words >> np.uint64(29)
+    return {
+        int(w): int(np.bitwise_xor.reduce(words[window == w]) >> np.uint64(32)) for w in np.unique(window)
+    }
+
+
+def _hashed(column: np.ndarray, value: Callable[[int], object]) -> np.ndarray:
+    """The hashes of what the numbers in a column stand for."""
+    numbers, where = np.unique(column, return_inverse=True)
+    hashes = np.array([zlib.crc32(repr(value(int(number))).encode()) for number in numbers], np.uint64)
+    found: np.ndarray = hashes[where]
+    return found
 
 
 @dataclass
 class CallComparison:
     """`look` names a difference once, when two samples in a row show it. Not for two threads."""
 
+    windows: CallWindows | None = None  # of a node among others
+    of_replicas: bool = False  # compares replicas, not the ranks inside each
     _next_s: float = 0.0
     _moved_s: float = 0.0
     _marks: tuple[object, ...] = ()
@@ -35,12 +121,23 @@ class CallComparison:
 
     def look(self, now_s: float, samples: Sequence[RankSample]) -> Finding | None:
         """The difference that these ranks show, the first time that it is sure."""
-        samples = _of_one_run(samples)
+        samples = [s for s in samples if s.alive] if self.of_replicas else _of_one_run(samples)
         if now_s < self._next_s or not self._due(now_s, samples):
             return None
         begin = time.thread_time()
-        found = find_divergence(read_calls([sample.path for sample in samples]), time.time_ns())
+        traces = read_calls([sample.path for sample in samples])
+        if self.windows is not None:
+            self.windows.note(now_s, traces)
+        found = self.judge(traces)
         self._next_s = now_s + max(PERIOD_S, (time.thread_time() - begin) / SHARE)
+        return found
+
+    def judge(self, traces: Sequence[RankTrace]) -> Finding | None:
+        """The difference between these calls that those of the time before showed too, once."""
+        processes = frozenset(ProcessId(t.header.pid, t.header.start_ns) for t in traces)
+        if processes != self._processes:
+            self._processes, self._seen, self._named = processes, (), set()
+        found = find_divergence(traces, time.time_ns(), self.of_replicas) if len(traces) > 1 else None
         key = (found.kind, found.ranks, found.group, found.sequence) if found is not None else ()
         sure, self._seen = bool(key) and key == self._seen, key
         if not sure or key[:3] in self._named or len(self._named) >= MAX_NAMED:
@@ -50,13 +147,11 @@ class CallComparison:
 
     def _due(self, now_s: float, samples: Sequence[RankSample]) -> bool:
         """Whether there is anything to compare that was not compared before."""
-        processes, marks = frozenset(s.process for s in samples), tuple(s.mark for s in samples)
-        if processes != self._processes:
-            self._processes, self._seen, self._named = processes, (), set()
+        marks = tuple((s.process, s.mark) for s in samples)
         if marks != self._marks:
             self._marks, self._moved_s = marks, now_s
         calling = sum(sample.calls_started > 0 for sample in samples)
-        return calling > 1 and now_s - self._moved_s < IDLE_S
+        return calling > (self.windows is None) and now_s - self._moved_s < IDLE_S
 
 
 def _of_one_run(samples: Sequence[RankSample]) -> list[RankSample]:

@@ -430,6 +430,13 @@ class ProgressHistory:
         return longest_pause(silences, [rhythm for _, rhythm in self._rhythms.values()])
 
     @property
+    def trained(self) -> bool:
+        """Whether some rank has made steps, or many calls."""
+        many = 10 * self.options.warm_up_marks
+        histories = self._state.ranks.values()
+        return any(h.changes >= (TRAINED if h.mark[0] >= 0 else many) for h in histories)
+
+    @property
     def moves(self) -> bool:
         """Whether the job has moved since the deadline was extended."""
         return self._state.extended == 0

@@ -16,6 +16,7 @@ from allranks.model.cluster import (
     CollectEvidence,
     Failover,
     Gathering,
+    NodeAnswer,
     NodeReport,
     Presence,
     PublishedIncident,
@@ -102,9 +103,10 @@ class Actions:
     def report_incident(self, incident: PublishedIncident) -> None:
         self._command("incident", body=incident)
 
-    def report_node(self, report: NodeReport) -> float:
-        """An agent says what it sees of its ranks; in how many seconds the lighthouse wants to hear of them again."""
-        return float(self._command("report", body=report)["every_s"])
+    def report_node(self, report: NodeReport) -> NodeAnswer:
+        """An agent says what it sees of its ranks; what the lighthouse wants next."""
+        body = self._command("report", body=report)
+        return NodeAnswer(float(body["every_s"]), tuple(body["compare"]))
 
     def status(self) -> JsonObject:
         """Everything the lighthouse knows (lighthouse/status.py: Status), as plain JSON values."""

@@ -1,0 +1,81 @@
+"""Which nodes should compare the calls of their ranks: two whose hashes of the same calls differ, or all when every rank waits.
+
+A difference is a reason to look, not a finding: a program may call from another line on one rank. On the loop's thread; no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from allranks.model.cluster import NodeReport
+
+STILL_S = 1.2  # that all ranks must wait at least
+MAX_ASKED = 64  # agents; with more of them only those that differ are asked
+KEPT, MAX_GROUPS = 64, 4096  # windows of a group; groups, of all attempts
+FIRST_S, LAST_S = 10.0, 600.0  # between two looks at a group whose hashes differ
+
+
+@dataclass
+class _Known:
+    """One group's hashes, and who told them first."""
+
+    windows: dict[int, tuple[int, str]] = field(default_factory=dict)
+    next_s: float = 0.0
+    wait_s: float = FIRST_S
+
+
+@dataclass
+class Differences:
+    """`find` is asked with every report."""
+
+    _groups: dict[str, _Known] = field(default_factory=dict)
+    _moved_s: float = 0.0  # when a rank was last seen to move
+    _still: bool = False  # all have waited since
+    _longest_s: float = 0.0  # that all waited, and went on
+    _looks: int = 0  # at the present wait
+
+    def find(
+        self, now_s: float, report: NodeReport, before: NodeReport | None, reports: Mapping[str, NodeReport]
+    ) -> tuple[str, ...]:
+        """The agents with which the reporter should compare calls; () when nothing differs."""
+        others = tuple(sorted(name for name, one in reports.items() if one.ranks and name != report.agent))
+        if not others:
+            return ()
+        differs = [self._differs(now_s, key, report) for key in report.windows]
+        if self._wait(now_s, before, report, reports) and len(others) <= MAX_ASKED:
+            return others
+        found = tuple(dict.fromkeys(agent for agent in differs if agent))
+        return tuple(dict.fromkeys((*found, *others)))[: max(len(found), 8)] if found else ()
+
+    def _differs(self, now_s: float, key: str, report: NodeReport) -> str:
+        """The agent that told another hash of the same calls; "" when there is none, or they were looked at lately."""
+        if key not in self._groups and len(self._groups) >= MAX_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        known = self._groups.setdefault(key, _Known())
+        found = ""
+        for window, value in report.windows[key].items():
+            told, agent = known.windows.setdefault(window, (value, report.agent))
+            found = agent if told != value and agent != report.agent else found
+        for window in sorted(known.windows)[:-KEPT]:
+            del known.windows[window]
+        if not found or now_s < known.next_s:
+            return ""
+        known.next_s, known.wait_s = now_s + known.wait_s, min(LAST_S, 2 * known.wait_s)
+        return found
+
+    def _wait(
+        self, now_s: float, before: NodeReport | None, report: NodeReport, reports: Mapping[str, NodeReport]
+    ) -> bool:
+        """Whether all ranks have waited in calls for longer than ever before, and it is time to look (again)."""
+        moved = before is None or before.calls != report.calls
+        if moved or any(letter != "w" for one in reports.values() for letter in one.doing):
+            if self._still:
+                self._longest_s = max(self._longest_s, now_s - self._moved_s)
+            self._moved_s, self._still, self._looks = now_s, False, 0
+            return False
+        self._still = True
+        if now_s - self._moved_s < max(STILL_S, self._longest_s) * 2**self._looks:
+            return False
+        self._looks += 1
+        return True

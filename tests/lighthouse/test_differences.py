@@ -1,0 +1,51 @@
+"""Which nodes the lighthouse asks to compare their calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allranks.lighthouse.ranks import RankTable
+from allranks.model.cluster import NodeReport
+
+
+def report(agent: str, rank: int, calls: int, doing: str = "c", **windows: dict[int, int]) -> NodeReport:
+    """Of a node with one rank."""
+    return NodeReport(agent, agent, (rank,), (1,), doing, (0,), (calls,), windows=windows)
+
+
+def test_nodes_whose_calls_hash_differently_are_asked_once_in_a_while() -> None:
+    """The one that told another hash is named; a program that is meant to differ is looked at less and less often."""
+    table = RankTable()
+    assert table.note(report("agent-a", 0, 10, g={0: 1, 1: 2}), 0.0).compare == ()
+    assert table.note(report("agent-b", 1, 10, g={1: 2}), 0.5).compare == ()
+    assert table.note(report("agent-b", 1, 11, g={2: 4}, h={0: 1}), 1.5).compare == ()
+    assert table.note(report("agent-a", 0, 11, g={2: 3}), 1.6).compare == ("agent-b",)
+    times = [now for now in range(2, 200) if table.note(report("agent-a", 0, now, g={2: 3}), now).compare]
+    assert times == [12, 32, 72, 152]
+
+
+def test_all_are_asked_when_every_rank_waits_for_longer_than_ever() -> None:
+    """Not while one of them works, and not for a wait that the job has survived before."""
+
+    def looks(table: RankTable, begin: float, end: float, calls: int, doing: str = "ww") -> list[float]:
+        """When a look was wanted; both nodes report every second."""
+        found, now = [], begin
+        while now < end:
+            for rank, agent in enumerate(("agent-a", "agent-b")):
+                if table.note(report(agent, rank, calls, doing[rank]), now).compare:
+                    found.append(now - begin)
+            now += 1.0
+        return found
+
+    table = RankTable()
+    assert looks(table, 0.0, 60.0, 1, "wc") == []
+    assert looks(table, 100.0, 107.0, 2) == [2.0, 3.0, 5.0]
+    assert looks(table, 107.0, 113.0, 3) == []  # seven seconds were survived
+    assert looks(table, 113.0, 133.0, 4) == [7.0, 14.0]
+
+
+def test_one_node_has_nobody_to_compare_with() -> None:
+    """Its own agent compares its ranks."""
+    table = RankTable()
+    waiting = replace(report("agent-a", 0, 1, "w"), windows={"g": {0: 1}})
+    assert [table.note(waiting, float(now)).compare for now in range(20)] == [()] * 20
