@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allranks.blackbox.phases import GC, PhaseMark
-from allranks.ledger.arrivals import wait_shares
+from allranks.ledger.arrivals import find_waits
 from allranks.ledger.changes import find_change
 from allranks.ledger.slow import Lateness, find_slow
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
@@ -162,9 +162,12 @@ def test_buckets_that_overlap_with_backward_wait_once() -> None:
         RankTrace(t.header, t.calls, t.groups, t.names, stacks=((), (Frame("backward", "autograd.py", 1),)))
         for t in traces
     )
-    shares = wait_shares([backward], T0, T0 + 1000.0)
-    assert shares[0][1] == pytest.approx(0.5 * STEP_S / (float(np.diff(step).mean()) / 1e9), rel=0.05)
-    assert shares.get(1, {}) == {}
+    waited = find_waits([backward], T0, T0 + 1000.0)
+    assert waited.during(0, 99.0) == pytest.approx({1: 0.5 * STEP_S * len(step)}, rel=0.05)
+    assert waited.during(1, 99.0) == {}
+    lost = [replace(trace, header=replace(trace.header, dropped=9)) for trace in backward]
+    older = find_waits([lost], T0, T0 + 1000.0)  # the ring has overwritten what was before
+    assert older.during(0, 2 * older.covered_s)[1] == pytest.approx(2 * waited.during(0, 99.0)[1], rel=0.05)
 
 
 def series(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.phases import PhaseMark
+from allranks.ledger.arrivals import Waited
 from allranks.ledger.booking import RankBook, Sampled, Stretch, advance, finish, resolve
 from allranks.ledger.records import (
     IDLE,
@@ -35,15 +36,15 @@ KEPT_OUTAGES = 200
 SILENT = (STARTING, STALLED, IDLE)  # states in which a rank makes no calls
 COUNTED = (SAVING, "restoring", "healing", "regrouping")
 
-#: rank -> rank that it waited for -> share of its steps' time. Asked for the time of a row, less that of these incidents.
-Waits = Callable[[float, float, Sequence[Outage]], Mapping[int, Mapping[int, float]]]
+#: Who waited for whom between two times, less what belongs to these incidents.
+Waits = Callable[[float, float, Sequence[Outage]], Waited]
 
 
 @dataclass
 class Accounts:
     began: float  # epoch
     reached: int = -1  # the highest step of earlier runs of this job, or of this one
-    waits: Waits = lambda begin, end, outages: {}
+    waits: Waits = lambda begin, end, outages: Waited()
     number: int = 0  # of the last row
     _books: dict[int, RankBook] = field(default_factory=dict)
     _phases: dict[int, tuple[PhaseMark, ...]] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class Accounts:
         waits = self.waits(low, high, tuple(self._outages.values()))
         alike: dict[object, list[int]] = defaultdict(list)
         for rank, states in sums.items():
-            _book_waits(states, waits.get(rank, {}))
+            _book_waits(states, rank, waits)
             unit = max(1e-3, ALIKE * (high - low))
             shape = sorted((state, round(seconds / unit)) for state, seconds in states.items())
             alike[tuple(one for one in shape if one[1])].append(rank)
@@ -175,12 +176,12 @@ class Accounts:
         return Booked(self.number, low, high, ",".join(rank_runs(list(sums))), rounded, self.reached, most)
 
 
-def _book_waits(states: dict[str, float], waits: Mapping[int, float]) -> None:
+def _book_waits(states: dict[str, float], rank: int, waits: Waited) -> None:
     """Of the time of steps, what was spent waiting for others."""
     calling = sum(seconds for state, seconds in states.items() if kind_of(state) not in SILENT)
     steps = {state: states.get(state, 0.0) for state in (USEFUL, REPEATED)}
     own = sum(steps.values())
-    waited = {whom: share * calling for whom, share in waits.items()}
+    waited = waits.during(rank, calling)
     scale = min(1.0, own / max(sum(waited.values()), 1e-9))
     for whom, seconds in waited.items():
         states[f"{WAITING}:{whom}"] = seconds * scale

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,7 @@ SYNCHRONISING = (
 )  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS = 3
+MIN_SHARE = 0.002  # of the time: shorter waits are not told
 
 
 @dataclass(frozen=True)
@@ -175,31 +176,51 @@ def _disjoint(spans: list[tuple[float, float, int]]) -> list[tuple[float, float,
     return kept
 
 
-def wait_shares(
+@dataclass(frozen=True)
+class Waited:
+    """rank -> rank that it waited for -> seconds, of a stretch of time."""
+
+    by: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    covered_s: float = 0.0  # what the boxes show of it
+    whole: bool = True  # they show all of it
+
+    def during(self, rank: int, calling_s: float) -> dict[int, float]:
+        """The waits of a rank that made calls for so long: what the boxes do not show any more was like the rest."""
+        scale = 1.0 if self.whole else calling_s / max(self.covered_s, 1e-9)
+        return {whom: seconds * scale for whom, seconds in self.by.get(rank, {}).items()}
+
+
+def find_waits(
     batches: Sequence[Sequence[RankTrace]],
     begin: float,
     end: float,
     without: Sequence[tuple[float, float]] = (),
-) -> Mapping[int, Mapping[int, float]]:
-    """rank -> rank that it waited for -> share of the time from `begin` to `end`, as far as the boxes reach back.
+) -> Waited:
+    """Who waited for whom between `begin` and `end`.
 
     A batch has one box of each rank: the newest, and those that ended meanwhile together with the ones that they trained
     with. Waits that touch the times of `without` are left out: they are booked to something else.
     """
     since, until = int(begin * 1e9), int(end * 1e9)
     meetings = [one for traces in batches for one in find_meetings(traces, since, until)]
-    shares: dict[int, dict[int, float]] = {}
     if not meetings:
-        return shares
+        return Waited()
     first = min(float(one.arrived.min()) for one in meetings)
     last = max(float(one.arrived.max()) for one in meetings)
     covered = last - first - sum(max(0.0, min(last, high) - max(first, low)) for low, high in without)
+    found: dict[int, dict[int, float]] = {}
     for rank, spans in waits_by_rank(meetings).items():
         by: dict[int, float] = defaultdict(float)
         for low, high, whom in spans:
             if not any(low < over and high > began for began, over in without):
                 by[whom] += high - low
-        total = sum(by.values())
-        scale = 1.0 / max(covered, total, 1e-9)
-        shares[rank] = {whom: seconds * scale for whom, seconds in by.items() if seconds * scale >= 0.002}
-    return shares
+        covered = max(covered, sum(by.values()))
+        found[rank] = by
+    kept = {r: {w: s for w, s in by.items() if s >= MIN_SHARE * covered} for r, by in found.items()}
+    return Waited(kept, covered, all(_reaches(trace, since) for traces in batches for trace in traces))
+
+
+def _reaches(trace: RankTrace, since_ns: int) -> bool:
+    """Whether the box has every call since then."""
+    calls = trace.calls
+    return not trace.header.dropped or (len(calls) > 0 and int(calls["created_ns"].min()) <= since_ns)
