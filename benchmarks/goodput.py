@@ -75,7 +75,7 @@ def cases_of(args: argparse.Namespace, series: Series) -> dict[str, Callable[[Pa
     if args.series == "drills":
         return drills.cases(series)
     if args.series == "what-if":
-        return measured.what_if_cases(series, args.seed, args.steps or 100)
+        return measured.what_if_cases(series, args.seed, args.steps or 60)
     if args.series == "fail-slow":
         return measured.fail_slow_cases(series, args.seed, args.runs or 40)
     if args.series == "healthy":
