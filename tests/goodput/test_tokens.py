@@ -80,3 +80,7 @@ def test_a_job_shows_its_tokens_per_second_mfu_and_gpus(tmp_path: Path) -> None:
         (tmp_path / "stop").touch()
         job.wait(60)
     assert job.returncode == 0, log.read_text()
+    command = [sys.executable, "-m", "allranks", "goodput", "allranks-incidents", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    account = json.loads(done.stdout)
+    assert account["tokens"] == pytest.approx(2000 * account["step"], abs=4000)

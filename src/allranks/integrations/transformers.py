@@ -65,6 +65,9 @@ class AllranksCallback(TrainerCallback):
         self._silences = Silences(pause_s)
         self._seen = 0  # tokens of all ranks
 
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        self._seen = state.num_input_tokens_seen  # of a checkpoint
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: object, **_: object
     ) -> None:

@@ -223,7 +223,10 @@ class LedgerKeeper:
 
     def _waits(self, begin: float, end: float, outages: Sequence[Outage]) -> Waited:
         newest, ended = _read_boxes(self._paths.values()), _read_boxes(self._ended)
-        self._ended = []
+        late = {
+            trace.path for trace in ended if len(trace.calls) and trace.calls["created_ns"].max() >= end * 1e9
+        }
+        self._ended = [path for path in self._ended if path in late]  # of which more is to be booked
         gone = {trace.header.rank for trace in ended}
         batches = [newest]
         if ended:
