@@ -231,7 +231,7 @@ def main() -> None:
         around(args, rank, step)
         last = time.monotonic()
         step += 1
-        if args.seconds and step % 100 == 0:
+        if args.seconds and step % 20 == 0:
             over[0] = now - begin > args.seconds
             dist.all_reduce(over)
             if over[0]:

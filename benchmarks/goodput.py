@@ -9,7 +9,8 @@
 
     [--jobs 2] [--limit 540] [--output DIR] [--only WORD…] [--seed 7000] [--runs N] [--steps N]
 
-Jobs are CPU tensors over gloo with paced steps, so many run at once. Every case is one JSON line in DIR; failed ones leave
+Jobs are CPU tensors over gloo whose computing is a sleep, forked from this process, which has torch loaded: dozens run at
+once on two cores. Every case is one JSON line in DIR; failed ones leave
 their logs there.
 """
 
@@ -17,22 +18,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import _goodput_drills as drills
-import _goodput_measured as measured
-from _series import ROOT, Result, Series
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")  # before numpy is imported: its threads do not survive a fork
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import _goodput_drills as drills  # noqa: E402
+import _goodput_measured as measured  # noqa: E402
+import forks  # noqa: E402
+from _series import Result, Series  # noqa: E402
 
 SIZES = (3, 8, 16)
 
 
 def agent_cost() -> dict[str, float]:
     """Seconds of the agent for one look at one rank, with eight ranks that train."""
-    sys.path.insert(0, str(ROOT / "tests"))
     from allranks.ledger.agent import LedgerKeeper
     from goodput.timelines import T0, PaperRank
 
@@ -52,7 +58,6 @@ def agent_cost() -> dict[str, float]:
 
 
 def month_cost() -> dict[str, float]:
-    sys.path.insert(0, str(ROOT / "tests"))
     from allranks.ledger.file import find_ledgers, ledger_path, line_of, read_ledger
     from allranks.ledger.summary import account
     from goodput.test_ledger_file import month
@@ -70,7 +75,7 @@ def cases_of(args: argparse.Namespace, series: Series) -> dict[str, Callable[[Pa
     if args.series == "drills":
         return drills.cases(series)
     if args.series == "what-if":
-        return measured.what_if_cases(series, args.seed, args.steps or 100)
+        return measured.what_if_cases(series, args.seed, args.steps or 60)
     if args.series == "fail-slow":
         return measured.fail_slow_cases(series, args.seed, args.runs or 40)
     if args.series == "healthy":
@@ -96,6 +101,8 @@ def main() -> int:
     if args.series == "costs":
         print(json.dumps({"agent": agent_cost(), "month_of_1000_ranks": month_cost()}))
         return 0
+    forks.load()
+    forks.own_template()
     series = Series(args.series, args.output, args.jobs, args.limit)
     cases = cases_of(args, series)
     chosen = {

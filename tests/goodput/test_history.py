@@ -10,11 +10,10 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -149,47 +148,66 @@ def test_a_locked_file_does_not_hold_up_the_agent(tmp_path: Path, monkeypatch: p
     assert {one.node for one in NodeHistory(place).events()} <= {"n1", "n2"}
 
 
-def storm(place: str, kills: int, writers: int = 8) -> None:
-    """Writers at once, killed at random moments: what was acknowledged is there, and every write as a whole."""
-    chance, firsts, acknowledged = random.Random(7), itertools.count(0, 1_000_000), []
-    script = Path(__file__).with_name("history_writer.py")
+def start_writer(place: str, writer: int, first: int) -> tuple[int, int]:
+    """A process that writes until it is killed: its pid, and a pipe with each number that was acknowledged to it."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    with suppress(BaseException):
+        history = NodeHistory(place)
+        for number in itertools.count(first):
+            events = [
+                NodeEvent(f"n{writer}", f"job{number}", float(number), cause) for cause in ("a", "b", "c")
+            ]
+            written = False
+            while not written:
+                with suppress(OSError):  # locked
+                    history.record(events)
+                    written = True
+            os.write(writing, f"{number}\n".encode())
+    os._exit(1)
 
-    def start(n: int) -> subprocess.Popen[str]:
-        words = [sys.executable, str(script), place, str(n), str(next(firsts))]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, bufsize=1)
 
-    running = [start(n) for n in range(writers)]
-    for turn in range(kills + writers):
-        n = chance.randrange(writers) if turn < kills else turn - kills
-        seen = running[n].stdout.readline()  # type: ignore[union-attr]  # it writes
-        time.sleep(chance.uniform(0.0, 0.1))  # the random moment, nothing is awaited
-        running[n].send_signal(signal.SIGKILL)
-        lines = [seen, *running[n].communicate()[0].splitlines()]
-        acknowledged += [(f"n{n}", f"job{line.strip()}") for line in lines if line.strip()]
-        if turn < kills:
-            running[n] = start(n)
+def storm(place: str, rounds: int, writers: int = 8, crash: Callable[[], None] = lambda: None) -> None:
+    """Writers at once, all killed at random moments: what was acknowledged is there, and every write as a whole."""
+    chance, firsts, acknowledged = random.Random(7), itertools.count(0, 1_000_000), set()
+    for turn in range(rounds):
+        running = [start_writer(place, n, next(firsts)) for n in range(writers)]
+        seen = {n: os.read(reading, 4096) for n, (_, reading) in enumerate(running)}  # all of them write
+        if turn % 10 == 9:
+            crash()
+        for n in chance.sample(range(writers), writers):
+            time.sleep(chance.uniform(0.0, 0.03))  # the random moment, nothing is awaited
+            pid, reading = running[n]
+            os.kill(pid, signal.SIGKILL)
+            assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+            with open(reading, "rb") as pipe:
+                numbers = (seen[n] + pipe.read()).split()
+            acknowledged |= {(f"n{n}", f"job{int(number)}") for number in numbers}
     found: dict[tuple[str, str], set[str]] = {}
     for one in NodeHistory(place).events():
         if one.job.startswith("job"):  # not what the test wrote before
             found.setdefault((one.node, one.job), set()).add(one.cause)
-    assert len(acknowledged) >= kills
-    assert set(acknowledged) <= found.keys()
+    assert len(acknowledged) >= rounds * writers
+    assert acknowledged <= found.keys()
     assert all(causes == {"a", "b", "c"} for causes in found.values())
 
 
-def test_eight_writers_and_kills_lose_nothing_in_sqlite(tmp_path: Path) -> None:
-    storm(str(tmp_path / "h"), kills=1)
+def test_eight_writers_that_are_killed_lose_nothing_in_sqlite(tmp_path: Path) -> None:
+    storm(str(tmp_path / "h"), rounds=1)
 
 
 @pytest.mark.everything
 @pytest.mark.timeout(1800)
 def test_a_hundred_kills_of_eight_writers_in_sqlite(tmp_path: Path) -> None:
-    storm(str(tmp_path / "h"), kills=100)
+    storm(str(tmp_path / "h"), rounds=100)
 
 
 @contextmanager
-def postgres() -> Iterator[str]:
-    """A PostgreSQL of this test alone, over a Unix socket. As root it runs as the user `postgres`."""
+def postgres() -> Iterator[tuple[str, Callable[[], None]]]:
+    """A PostgreSQL of this test alone, over a Unix socket, and what crashes it. As root it runs as the user `postgres`."""
     binaries = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     found = str(binaries[-1]) if binaries else os.path.dirname(shutil.which("initdb") or "")
     if not found:
@@ -201,19 +219,27 @@ def postgres() -> Iterator[str]:
     user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
     if user:
         shutil.chown(data, "postgres")
-    run = lambda *words: subprocess.run([*user, *words], check=True, capture_output=True, text=True, cwd="/")  # noqa: E731
+
+    def run(*words: str) -> None:
+        with (data / "said").open("a") as said:  # not a pipe: the server would keep it open
+            subprocess.run([*user, *words], check=True, stdout=said, stderr=said, cwd="/")
+
     run(f"{found}/initdb", "-D", f"{data}/db", "-U", "allranks", "-A", "trust")
     options = f"-c listen_addresses='' -c unix_socket_directories='{data}'"
-    run(f"{found}/pg_ctl", "-D", f"{data}/db", "-o", options, "-l", f"{data}/log", "-w", "start")
+    start = [f"{found}/pg_ctl", "-D", f"{data}/db", "-o", options, "-l", f"{data}/log", "-w"]
+    run(*start, "start")
     try:
-        yield f"postgresql://allranks@/postgres?host={data}"
+        yield (
+            f"postgresql://allranks@/postgres?host={data}",
+            lambda: run(*start, "-m", "immediate", "restart"),
+        )
     finally:
         run(f"{found}/pg_ctl", "-D", f"{data}/db", "-m", "immediate", "stop")
         shutil.rmtree(data)
 
 
 def test_postgres_remembers_the_same() -> None:
-    with postgres() as place:
+    with postgres() as (place, _):
         history = NodeHistory(place)
         history.record(
             [event("n3", "j1", 1), event("n3", "j2", 2), event("n3", "j2", 2)],
@@ -223,7 +249,7 @@ def test_postgres_remembers_the_same() -> None:
         assert history.events(node="n4") == []
         assert sorted(history.nodes()) == ["n3", "n5"]
         assert history.bad_nodes(NOW)[0].node == "n3"
-        storm(place, kills=1)
+        storm(place, rounds=1)
     with pytest.raises(OSError, match="the history"):
         history.events()
 
@@ -231,5 +257,6 @@ def test_postgres_remembers_the_same() -> None:
 @pytest.mark.everything
 @pytest.mark.timeout(1800)
 def test_a_hundred_kills_of_eight_writers_in_postgres() -> None:
-    with postgres() as place:
-        storm(place, kills=100)
+    """And ten crashes of the server."""
+    with postgres() as (place, crash):
+        storm(place, rounds=100, crash=crash)

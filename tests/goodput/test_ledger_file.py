@@ -58,6 +58,24 @@ def test_a_killed_agent_loses_seconds_and_the_next_run_continues_the_file(tmp_pa
     assert len({(row.begin, row.ranks) for row in rows}) == len(rows)  # nothing twice
 
 
+def test_an_agent_that_is_killed_at_once_has_all_its_ranks_in_the_ledger(tmp_path: Path) -> None:
+    """Boxes appear one after the other: the first look that sees one of them is not written."""
+    keeper = LedgerKeeper(tmp_path, "job", "n", "whole_job")
+    keeper.start(T0)
+    ranks = [PaperRank(0), PaperRank(1)]
+    for rank in ranks:
+        rank.start(1.0 + rank.number)
+    for turn in range(1, 7):
+        samples = [sample for rank in ranks if (sample := rank.at(turn / 2)) is not None]
+        keeper.observe(samples, range(2), T0 + turn / 2)
+    found = account([read_ledger(path) for path in find_ledgers(tmp_path)])
+    assert (
+        found.ranks == 2
+        and found.rank_seconds == pytest.approx(2 * found.running_s)
+        and found.running_s >= 2.0
+    )
+
+
 @pytest.mark.parametrize("cut", [2, 7, 20])
 def test_a_line_that_is_cut_or_changed_costs_only_itself(tmp_path: Path, cut: int) -> None:
     keep(tmp_path, 60.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allranks.blackbox.phases import GC, PhaseMark
-from allranks.ledger.arrivals import wait_shares
+from allranks.ledger.arrivals import find_waits
 from allranks.ledger.changes import find_change
 from allranks.ledger.slow import Lateness, find_slow
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
@@ -162,9 +162,16 @@ def test_buckets_that_overlap_with_backward_wait_once() -> None:
         RankTrace(t.header, t.calls, t.groups, t.names, stacks=((), (Frame("backward", "autograd.py", 1),)))
         for t in traces
     )
-    shares = wait_shares([backward], T0, T0 + 1000.0)
-    assert shares[0][1] == pytest.approx(0.5 * STEP_S / (float(np.diff(step).mean()) / 1e9), rel=0.05)
-    assert shares.get(1, {}) == {}
+    waited, end = find_waits([backward], T0, T0 + 1000.0), T0 + 1000.0
+    all_of_it = waited.during(0, T0, end, 9.0)
+    assert all_of_it == pytest.approx({1: 0.5 * STEP_S * len(step)}, rel=0.05)
+    assert waited.during(1, T0, end, 9.0) == {}
+    middle = float(step.mean()) / 1e9  # two stretches of time have all of it, and nothing twice
+    halves = [waited.during(0, *part, 9.0)[1] for part in ((T0, middle), (middle, end))]
+    assert sum(halves) == pytest.approx(all_of_it[1]) and min(halves) > 0.3 * all_of_it[1]
+    lost = [replace(trace, header=replace(trace.header, dropped=9)) for trace in backward]
+    older = find_waits([lost], T0, end)  # the ring has overwritten what was before
+    assert older.during(0, T0, end, 2 * older.covered_s)[1] == pytest.approx(2 * all_of_it[1], rel=0.05)
 
 
 def series(

@@ -6,9 +6,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from allranks.incidents.node_report import BoxFacts, build_report, parse_gpus, step_time
+from allranks.incidents.node_report import BoxFacts, build_report, parse_gpus, step_time, work_of
 from allranks.incidents.rank_logs import find_logs, tail
 from allranks.model.cluster import GpuReport
+from allranks.model.job_state import JobFacts, StepWork, describe
 from allranks.recording import Recorder, RecorderOptions
 from allranks.watch.samples import RankSample, read_samples
 
@@ -46,13 +47,47 @@ def test_the_step_time_is_measured_between_two_reports() -> None:
 def test_gpus_are_read_with_the_processes_that_use_them() -> None:
     """A divided card says [N/A]."""
     rows = [
-        ["0", "GPU-a", "97", "61000", "81559", "64", "612.31"],
-        ["1", "GPU-b", "[N/A]", "1", "2", "[N/A]", "[N/A]"],
+        ["0", "GPU-a", "97", "61000", "81559", "64", "612.31", "NVIDIA H100 80GB HBM3"],
+        ["1", "GPU-b", "[N/A]", "1", "2", "[N/A]", "[N/A]", "NVIDIA A100"],
     ]
     assert parse_gpus(rows, {"GPU-a": [4001]}) == (
-        GpuReport(0, 97, 61000, 81559, 64, 612, (4001,)),
-        GpuReport(1, -1, 1, 2, -1, -1),
+        GpuReport(0, 97, 61000, 81559, 64, 612, (4001,), "NVIDIA H100 80GB HBM3"),
+        GpuReport(1, -1, 1, 2, -1, -1, (), "NVIDIA A100"),
     )
+
+
+def test_the_work_of_a_step_and_the_peak_of_one_gpu_for_each_rank() -> None:
+    """GPUs of two kinds, or of one that is not known: no peak. A dead rank does nothing."""
+    ranks = [
+        sample(0, tokens=4096.0, flops=2e12),
+        sample(1, tokens=4096.0, flops=2e12),
+        sample(2, tokens=1.0, alive=False),
+    ]
+    cards = {
+        name: GpuReport(0, name=name) for name in ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", "Tesla T4")
+    }
+    pcie, sxm, unknown = cards.values()
+    assert work_of(ranks, [sxm]) == StepWork(8192.0, 4e12, 2 * 989e12)
+    assert work_of(ranks, [pcie, pcie]).peak == 2 * 756e12
+    assert work_of(ranks, [sxm, pcie]).peak == work_of(ranks, [unknown]).peak == work_of(ranks, []).peak == 0
+    facts = JobFacts(step=7, steps_per_s=100.0, begun=True, work=work_of(ranks, [sxm]))
+    assert describe(facts).text == "Training: step 7, 100 steps/s, 819,200 tokens/s, MFU 20%"
+    assert describe(replace(facts, work=StepWork())).text == "Training: step 7, 100 steps/s"
+
+
+def test_marks_of_one_step_are_added_up(tmp_path: Path) -> None:
+    """The box has the last whole step; what is not a number costs the number, not the training."""
+    recorder = Recorder(RecorderOptions(folder=tmp_path, rank=3))
+    recorder.start()
+    try:
+        seen = []
+        for step, tokens in ((1, 100), (2, 10), (2, 20), (2, 30), (3, 7), (4, "many")):
+            recorder.step(step, tokens=tokens, flops=2.0)  # type: ignore[arg-type]
+            (found,) = read_samples(tmp_path)
+            seen.append((found.step, found.tokens, found.flops))
+        assert seen == [(1, 100, 2), (2, 100, 2), (2, 100, 2), (2, 100, 2), (3, 60, 6), (4, 60, 6)]
+    finally:
+        recorder.close()
 
 
 def test_the_loss_that_a_script_gives_arrives(tmp_path: Path) -> None:

@@ -66,31 +66,31 @@ def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path, kills
 
 def test_the_callback_marks_steps_and_announces_validation(tmp_path: Path, folder: Path) -> None:
     """An unmodified Trainer: the box knows the step, and that a validation is no hang."""
-    seen: list[tuple[int, bool]] = []
+    seen: list[tuple[int, bool, float]] = []
 
     class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = torch.nn.Linear(2, 1)
 
-        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-            return self.net(batch[0]).sum()
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            return self.net(batch["input_ids"]).sum()
 
-        def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
             header = read_header(recorder.path)
-            seen.append((header.step, header.expect_until_ns > 0))
+            seen.append((header.step, header.expect_until_ns > 0, header.tokens))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     recorder = allranks.record()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4, 2)), batch_size=1)
+    loader = torch.utils.data.DataLoader([{"input_ids": torch.randn(2)} for _ in range(4)], batch_size=1)
     trainer = pl.Trainer(
         max_steps=4, val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path, callbacks=[AllranksCallback()],
     )  # fmt: skip
     trainer.fit(Module(), loader, loader)
-    assert seen == [(1, True), (3, True)]
+    assert seen == [(1, True, 2), (3, True, 2)]
     recorder.close()
 
 

@@ -111,25 +111,25 @@ def test_a_step_that_is_not_committed_is_made_again_with_the_same_batch(
 
 
 def test_the_callback_marks_steps_and_announces_pauses(tmp_path: Path, folder: Path) -> None:
-    """An unmodified Trainer: the box knows the step, and that an evaluation is no hang."""
-    seen: list[tuple[int, bool]] = []
+    """An unmodified Trainer: the box knows the step, its tokens, and that an evaluation is no hang."""
+    seen: list[tuple[int, bool, float]] = []
 
     class Looks(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             header = read_header(recorder.path)
-            seen.append((header.step, header.expect_until_ns > 0))
+            seen.append((header.step, header.expect_until_ns > 0, header.tokens))
 
     recorder = allranks.record()
     space: dict[str, Any] = {}
     exec(MODEL, space)
     args = transformers.TrainingArguments(
         str(tmp_path / "out"), per_device_train_batch_size=4, max_steps=4, use_cpu=True, eval_steps=2,
-        eval_strategy="steps", save_strategy="no", report_to=[], disable_tqdm=True,
+        eval_strategy="steps", save_strategy="no", report_to=[], disable_tqdm=True, include_num_input_tokens_seen=True,
     )  # fmt: skip
     trainer = transformers.Trainer(
         model=space["model"], args=args, train_dataset=space["Data"](), callbacks=[AllranksCallback(), Looks()],
         eval_dataset=torch.utils.data.Subset(space["Data"](), range(4)),
     )  # fmt: skip
     trainer.train()
-    assert seen == [(1, True), (3, True)]
+    assert seen == [(1, True, 4 * 16), (3, True, 4 * 16)]
     recorder.close()

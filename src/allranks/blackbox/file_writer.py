@@ -58,8 +58,9 @@ class Box:
         for name, value in fields.items():
             self.words[FIELD[name]] = value
 
-    def set_loss(self, loss: float) -> None:
-        struct.pack_into("<d", self.memory, 8 * FIELD["loss"], loss)
+    def set_floats(self, **fields: float) -> None:
+        for name, value in fields.items():
+            struct.pack_into("<d", self.memory, 8 * FIELD[name], value)
 
     def get(self, field: str) -> int:
         return int(self.words[FIELD[field]])

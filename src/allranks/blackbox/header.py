@@ -54,6 +54,8 @@ class Header(NamedTuple):
     setups: int  # how many of those functions were finished
     exit_message: bytes = b""  # see `closed`
     loss: float = 0.0  # that the last step mark gave; 0: none
+    tokens: float = 0.0  # of this rank in its last whole step; 0: none given
+    flops: float = 0.0
     path: Path = Path()  # where it was read
 
     @property
@@ -70,7 +72,7 @@ class Header(NamedTuple):
 
 
 #: The code of `struct` of every field in the file, in order.
-CODES = ("8s", *"IIQQQQQQ", *"qqqqqqqqqqqqqQq", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s", "d")
+CODES = ("8s", *"IIQQQQQQ", *"qqqqqqqqqqqqqQq", f"{CLOSED_BYTES}s", *"Qqq", f"{EXIT_MESSAGE_BYTES}s", *"ddd")
 STRUCT = struct.Struct("<" + "".join(CODES))
 
 

@@ -33,12 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="add the jobs whose ledgers are in this folder; repeatable",
     )
-    add(
-        "--place",
-        default="",
-        metavar="FILE|URL",
-        help="SQLite file or postgresql:// URL (default: $ALLRANKS_HISTORY, else a file in the user's state folder)",
-    )
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -46,9 +40,11 @@ def main(args: argparse.Namespace) -> int:
     """0 no bad node, 1 there are some, 2 the history cannot be read. --slurm-exclude: always 0."""
     from allranks.ledger.history import NodeHistory, default_place
 
-    place = args.place or default_place(os.environ)
+    place = default_place(os.environ)
     if not place:
-        raise InputError("the history is off (ALLRANKS_HISTORY=off)", hint="Name one with --place FILE.")
+        raise InputError(
+            "the history is off (ALLRANKS_HISTORY=off)", hint="Set it to a file or a postgresql:// URL."
+        )
     history, now, forgive_s = NodeHistory(place), time.time(), seconds_of(args.forgive_after)
     try:
         for folder in args.ledgers:

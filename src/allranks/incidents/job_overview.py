@@ -23,7 +23,7 @@ from allranks.incidents.folder import Story, read_incidents
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import DOING, JobView, Motion, RankRow
 from allranks.model.formatting import ranks_text, rename
-from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StateLine, describe
+from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StateLine, StepWork, describe
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
 from allranks.watch.samples import RankSample, read_sample, read_samples, sleeps
@@ -212,7 +212,7 @@ class Overview:
         phase = trace.progress.phase if trace is not None else ""
         return RankRow(
             sample.rank, sample.pid, host, sample.alive, sample.step, sample.calls_completed, silent, doing, waits_for, speed, phase,
-            box=sample.path, name=sample.name,
+            box=sample.path, name=sample.name, tokens=sample.tokens,
         )  # fmt: skip
 
 
@@ -289,6 +289,7 @@ def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bo
         begun=any(row.calls_completed or row.step >= 0 for row in rows),
         over=bool(rows) and not alive and all(row.doing == "exit" for row in rows),
         gone="" if alive else "lost",
+        work=StepWork(sum(row.tokens for row in alive)),
     )
 
 

@@ -20,6 +20,7 @@ from allranks.incidents.job_overview import SILENT_S, TOKEN_FILE, find_open
 from allranks.lighthouse.client.client import Client
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import GpuReport, NodeAnswer, NodeReport
+from allranks.model.job_state import StepWork
 from allranks.model.trace import RankTrace
 from allranks.stacktraces.gpus import query_gpus
 from allranks.watch.samples import RankSample, read_samples, sleeps
@@ -32,7 +33,9 @@ BOXES_S, GROUPS_S, GPUS_S = (
     15.0,
 )  # how often boxes are read while ranks are silent; for groups; GPUs
 MAX_GROUPS = 64
-GPU_QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw"
+GPU_QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,name"
+#: Dense bf16 operations per second by a part of the name, the longer one first.
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,19 @@ def build_report(
         memory_mb=tuple(resident_mb(sample.pid) if sample.alive else 0 for sample in samples),
         places=tuple(boxes.places.get(sample.rank, "") for sample in samples),
         loss=tuple(losses[:1]),
+        work=work_of(samples, gpus),
         gpus=tuple(gpus),
         groups=dict(boxes.groups),
     )
+
+
+def work_of(samples: Sequence[RankSample], gpus: Sequence[GpuReport]) -> StepWork:
+    """What these ranks do in a step. Each rank has one GPU, so the peak is known where all GPUs are of one kind."""
+    alive = [sample for sample in samples if sample.alive]
+    kinds = {gpu.name for gpu in gpus}
+    peak = next((peak for word, peak in PEAKS.items() if len(kinds) == 1 and word in min(kinds)), 0.0)
+    tokens, flops = sum(sample.tokens for sample in alive), sum(sample.flops for sample in alive)
+    return StepWork(tokens, flops, peak * sum(sample.flops > 0 for sample in alive))
 
 
 def letter_of(sample: RankSample, now: float, asleep: Callable[[int], bool]) -> str:
@@ -140,9 +153,10 @@ def parse_gpus(rows: Sequence[Sequence[str]], users: Mapping[str, Sequence[int]]
             number(row[5]),
             number(row[6]),
             tuple(users.get(row[1], ())),
+            row[7],
         )
         for row in rows
-        if len(row) >= 7 and row[0].isdigit()
+        if len(row) >= 8 and row[0].isdigit()
     )
 
 

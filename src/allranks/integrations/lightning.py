@@ -10,7 +10,7 @@ its position in the training from another one. Automatic optimization with one o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 import lightning.pytorch as pl
@@ -41,14 +41,15 @@ class _ReplicaState(TypedDict):
 
 
 class AllranksCallback(pl.Callback):
-    """Marks every step, and announces validation as a pause of up to `pause_s` seconds."""
+    """Marks every step, and announces validation as a pause of up to `pause_s` seconds. Batches with `input_ids` give tokens."""
 
     def __init__(self, pause_s: float = 1800.0) -> None:
         self._silences = Silences(pause_s)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, module: object, batch: object, *_: object) -> None:
         self._silences.end()
-        record.step(trainer.global_step)
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        record.step(trainer.global_step, tokens=ids.numel() if isinstance(ids, torch.Tensor) else None)
 
     def on_validation_start(self, *_: object) -> None:
         self._silences.begin("validate")

@@ -21,7 +21,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -56,14 +56,24 @@ class _ReplicaState(TypedDict):
 
 
 class AllranksCallback(TrainerCallback):
-    """Marks every step, and announces evaluation and saving as pauses of up to `pause_s` seconds."""
+    """Marks every step, and announces evaluation and saving as pauses of up to `pause_s` seconds.
+
+    With `include_num_input_tokens_seen` in the training arguments marks have tokens: those of the step before.
+    """
 
     def __init__(self, pause_s: float = _PAUSE_S) -> None:
         self._silences = Silences(pause_s)
+        self._seen = 0  # tokens of all ranks
 
-    def on_step_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        self._seen = state.num_input_tokens_seen  # of a checkpoint
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: object, **_: object
+    ) -> None:
         self._silences.end()
-        record.step(state.global_step)
+        tokens, self._seen = state.num_input_tokens_seen - self._seen, state.num_input_tokens_seen
+        record.step(state.global_step, tokens=tokens / args.world_size if tokens > 0 else None)
 
     def on_step_end(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
         if control.should_evaluate or control.should_save:

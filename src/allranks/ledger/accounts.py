@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.phases import PhaseMark
+from allranks.ledger.arrivals import Waited
 from allranks.ledger.booking import RankBook, Sampled, Stretch, advance, finish, resolve
 from allranks.ledger.records import (
     IDLE,
@@ -35,15 +36,15 @@ KEPT_OUTAGES = 200
 SILENT = (STARTING, STALLED, IDLE)  # states in which a rank makes no calls
 COUNTED = (SAVING, "restoring", "healing", "regrouping")
 
-#: rank -> rank that it waited for -> share of its steps' time. Asked for the time of a row, less that of these incidents.
-Waits = Callable[[float, float, Sequence[Outage]], Mapping[int, Mapping[int, float]]]
+#: Who waited for whom between two times, less what belongs to these incidents.
+Waits = Callable[[float, float, Sequence[Outage]], Waited]
 
 
 @dataclass
 class Accounts:
     began: float  # epoch
     reached: int = -1  # the highest step of earlier runs of this job, or of this one
-    waits: Waits = lambda begin, end, outages: {}
+    waits: Waits = lambda begin, end, outages: Waited()
     number: int = 0  # of the last row
     _books: dict[int, RankBook] = field(default_factory=dict)
     _phases: dict[int, tuple[PhaseMark, ...]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Accounts:
         default_factory=set
     )  # processes whose place a rank of another number has
     _folded: float = 0.0
+    _tokens: float = 0.0  # since the last row
 
     def observe(self, now: float, samples: Sequence[Sampled]) -> list[Booked]:
         """One sample of this node's ranks; returns the rows that are finished by now."""
@@ -63,6 +65,8 @@ class Accounts:
             if (sample.pid, sample.start_ns) in self._past:
                 continue
             book = self._books.get(sample.rank) or self._place_of(sample)
+            if book.process == (sample.pid, sample.start_ns) and book.step >= 0:
+                self._tokens += sample.tokens * max(0, sample.step - max(book.step, book.redo_until))
             book, done = advance(book, sample, now, self.reached)
             self._books[sample.rank], self._phases[sample.rank] = book, sample.phases
             self._pending += done
@@ -92,7 +96,7 @@ class Accounts:
         """What would be booked if the job ended now; changes nothing."""
         draft = Accounts(self.began, self.reached, number=self.number)
         draft._books, draft._phases, draft._outages = dict(self._books), self._phases, self._outages
-        draft._pending = list(self._pending)
+        draft._pending, draft._tokens = list(self._pending), self._tokens
         draft._sums = {rank: dict(sums) for rank, sums in self._sums.items()}
         draft._times, draft._counts = dict(self._times), {r: dict(c) for r, c in self._counts.items()}
         return draft.close(now)
@@ -147,7 +151,7 @@ class Accounts:
         waits = self.waits(low, high, tuple(self._outages.values()))
         alike: dict[object, list[int]] = defaultdict(list)
         for rank, states in sums.items():
-            _book_waits(states, waits.get(rank, {}))
+            _book_waits(states, rank, times[rank], waits)
             unit = max(1e-3, ALIKE * (high - low))
             shape = sorted((state, round(seconds / unit)) for state, seconds in states.items())
             alike[tuple(one for one in shape if one[1])].append(rank)
@@ -172,15 +176,18 @@ class Accounts:
         most = {state: max(c.get(state, 0) for c in counts) for one in counts for state in one}
         rounded = {state: round(seconds, 4) for state, seconds in total.items()}
         low, high = round(min(t[0] for t in times), 4), round(max(t[1] for t in times), 4)
-        return Booked(self.number, low, high, ",".join(rank_runs(list(sums))), rounded, self.reached, most)
+        tokens, self._tokens = round(self._tokens), 0.0
+        return Booked(
+            self.number, low, high, ",".join(rank_runs(list(sums))), rounded, self.reached, most, tokens
+        )
 
 
-def _book_waits(states: dict[str, float], waits: Mapping[int, float]) -> None:
+def _book_waits(states: dict[str, float], rank: int, when: tuple[float, float], waits: Waited) -> None:
     """Of the time of steps, what was spent waiting for others."""
     calling = sum(seconds for state, seconds in states.items() if kind_of(state) not in SILENT)
     steps = {state: states.get(state, 0.0) for state in (USEFUL, REPEATED)}
     own = sum(steps.values())
-    waited = {whom: share * calling for whom, share in waits.items()}
+    waited = waits.during(rank, *when, calling)
     scale = min(1.0, own / max(sum(waited.values()), 1e-9))
     for whom, seconds in waited.items():
         states[f"{WAITING}:{whom}"] = seconds * scale

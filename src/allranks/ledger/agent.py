@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from allranks.blackbox.reader import read_trace
 from allranks.errors import InputError
 from allranks.ledger.accounts import Accounts
 from allranks.ledger.across import FOR_S, RECENT_S, SHORT_S, NodeLateness, note_passed
-from allranks.ledger.arrivals import wait_shares
+from allranks.ledger.arrivals import Waited, find_waits
 from allranks.ledger.booking import Sampled
 from allranks.ledger.changes import ChangePoint
 from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger, read_recent
@@ -159,7 +159,14 @@ class LedgerKeeper:
             self._looked_step = step
             self._looked_s = now
             self._look_for_slow(now)
-        if ours and now - self._opened_s >= OPEN_S and self._file is not None and self._start is not None:
+        there = running <= {s.rank for s in ours} or now - self._accounts.began >= OPEN_S
+        if (
+            ours
+            and there
+            and now - self._opened_s >= OPEN_S
+            and self._file is not None
+            and self._start is not None
+        ):
             self._opened_s = now
             self._open = self._accounts.open_rows(now)
             recent = [self._recent] if self._recent is not None else []
@@ -214,11 +221,12 @@ class LedgerKeeper:
         if self._file is not None:
             self._file.append(records)
 
-    def _waits(
-        self, begin: float, end: float, outages: Sequence[Outage]
-    ) -> Mapping[int, Mapping[int, float]]:
+    def _waits(self, begin: float, end: float, outages: Sequence[Outage]) -> Waited:
         newest, ended = _read_boxes(self._paths.values()), _read_boxes(self._ended)
-        self._ended = []
+        late = {
+            trace.path for trace in ended if len(trace.calls) and trace.calls["created_ns"].max() >= end * 1e9
+        }
+        self._ended = [path for path in self._ended if path in late]  # of which more is to be booked
         gone = {trace.header.rank for trace in ended}
         batches = [newest]
         if ended:
@@ -228,7 +236,7 @@ class LedgerKeeper:
             if (passed := note_passed(newest, begin, end)) is not None:
                 self._passed.append(passed)
         without = [(one.begin, one.closed or one.recovered or end) for one in outages]
-        return wait_shares(batches, begin, end, without)
+        return find_waits(batches, begin, end, without)
 
     def _carefully(self, work: Callable[[], None]) -> None:
         """The watch continues whatever happens here."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,9 @@ SYNCHRONISING = (
 )  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS = 3
+MIN_SHARE = 0.002  # of the time: shorter waits are not told
+LONGEST_S = 60.0  # a wait that began longer before a stretch of time is not looked for
+Span = tuple[float, float, int]  # begin, end, the rank that was waited for
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,9 @@ def _pair(sender: int, receiver: int, sends: np.ndarray, recvs: np.ndarray) -> M
     return Messages(sender, receiver, sends["created_ns"] / 1e9, recvs["created_ns"] / 1e9, sends["step"])
 
 
-def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, list[tuple[float, float, int]]]:
-    """For each rank the times in which it waited and for whom: (begin, end, rank), in order and without overlaps."""
-    found: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
+def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, list[Span]]:
+    """For each rank the times in which it waited and for whom, in order and without overlaps."""
+    found: dict[int, list[Span]] = defaultdict(list)
     for one in meetings:
         whom = np.array(one.ranks)[one.last]
         for i, rank in enumerate(one.ranks):
@@ -166,7 +169,7 @@ def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, list[tuple[float, f
     return {rank: _disjoint(sorted(spans)) for rank, spans in found.items()}
 
 
-def _disjoint(spans: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+def _disjoint(spans: list[Span]) -> list[Span]:
     end, kept = 0.0, []
     for begin, until, whom in spans:
         if until > max(begin, end):
@@ -175,31 +178,52 @@ def _disjoint(spans: list[tuple[float, float, int]]) -> list[tuple[float, float,
     return kept
 
 
-def wait_shares(
+@dataclass(frozen=True)
+class Waited:
+    """Who waited for whom, as far as the boxes show it."""
+
+    spans: Mapping[int, Sequence[Span]] = field(default_factory=dict)  # by rank
+    covered_s: float = 0.0  # what the boxes show
+    whole: bool = True  # they show all of it
+
+    def during(self, rank: int, begin: float, end: float, calling_s: float) -> dict[int, float]:
+        """Rank -> seconds that this one waited for it between two times, in which it made calls for so long. What the boxes do
+        not show any more was like the rest."""
+        found: dict[int, float] = defaultdict(float)
+        for low, high, whom in self.spans.get(rank, ()):
+            if low < end and high > begin:
+                found[whom] += min(high, end) - max(low, begin)
+        scale = 1.0 if self.whole else calling_s / max(self.covered_s, sum(found.values()), 1e-9)
+        return {w: s * scale for w, s in found.items() if s * scale >= MIN_SHARE * calling_s}
+
+
+def find_waits(
     batches: Sequence[Sequence[RankTrace]],
     begin: float,
     end: float,
     without: Sequence[tuple[float, float]] = (),
-) -> Mapping[int, Mapping[int, float]]:
-    """rank -> rank that it waited for -> share of the time from `begin` to `end`, as far as the boxes reach back.
+) -> Waited:
+    """All waits between `begin` and `end`.
 
     A batch has one box of each rank: the newest, and those that ended meanwhile together with the ones that they trained
     with. Waits that touch the times of `without` are left out: they are booked to something else.
     """
-    since, until = int(begin * 1e9), int(end * 1e9)
+    since, until = int((begin - LONGEST_S) * 1e9), int(end * 1e9)
     meetings = [one for traces in batches for one in find_meetings(traces, since, until)]
-    shares: dict[int, dict[int, float]] = {}
     if not meetings:
-        return shares
-    first = min(float(one.arrived.min()) for one in meetings)
+        return Waited()
+    first = max(begin, min(float(one.arrived.min()) for one in meetings))
     last = max(float(one.arrived.max()) for one in meetings)
     covered = last - first - sum(max(0.0, min(last, high) - max(first, low)) for low, high in without)
-    for rank, spans in waits_by_rank(meetings).items():
-        by: dict[int, float] = defaultdict(float)
-        for low, high, whom in spans:
-            if not any(low < over and high > began for began, over in without):
-                by[whom] += high - low
-        total = sum(by.values())
-        scale = 1.0 / max(covered, total, 1e-9)
-        shares[rank] = {whom: seconds * scale for whom, seconds in by.items() if seconds * scale >= 0.002}
-    return shares
+    spans = {
+        rank: [span for span in found if not any(span[0] < high and span[1] > low for low, high in without)]
+        for rank, found in waits_by_rank(meetings).items()
+    }
+    whole = all(_reaches(trace, int(begin * 1e9)) for traces in batches for trace in traces)
+    return Waited(spans, covered, whole)
+
+
+def _reaches(trace: RankTrace, since_ns: int) -> bool:
+    """Whether the box has every call since then."""
+    calls = trace.calls
+    return not trace.header.dropped or (len(calls) > 0 and int(calls["created_ns"].min()) <= since_ns)

@@ -66,6 +66,7 @@ class Booked(msgspec.Struct, tag="row", array_like=True, frozen=True, gc=False):
     seconds: dict[str, float]  # rank-seconds by state
     step: int = -1  # the highest that was begun
     counts: dict[str, int] = {}  # how often a rank began to save, restore, heal, regroup
+    tokens: int = 0  # of steps that were done for the first time, of all ranks of this node until `end`
 
 
 class Outage(msgspec.Struct, tag="incident", array_like=True, frozen=True, gc=False):

@@ -57,6 +57,8 @@ def render_text(found: JobAccount, price: Price, window_s: float = 0.0) -> Itera
             yield f"  {kind:<11} {lost / total:>7.2%}  {duration(lost / max(found.ranks, 1)):>12} per rank{price.of(lost)}  ({STATES[kind]})"
     yield f"  {'sum':<11} {1:>7.2%}  {duration(total / max(found.ranks, 1)):>12} per rank{price.of(total)}"
     yield ""
+    if found.tokens:
+        yield f"{found.tokens:,.0f} tokens, {found.tokens / max(found.running_s, 1e-9):,.0f} per second."
     yield from _failures(found)
     if found.waiting_for:
         most = list(found.waiting_for.items())[:SHOWN]
@@ -116,6 +118,7 @@ def to_object(found: JobAccount, price: Price, window_s: float = 0.0) -> dict[st
         "running_s": found.running_s,
         "runs": found.runs,
         "step": found.step,
+        "tokens": found.tokens,
         "rank_seconds": {kind: found.seconds.get(kind, 0.0) for kind in STATES},
         "shares": {kind: found.seconds.get(kind, 0.0) / total for kind in STATES},
         "failures": len(found.failures),

@@ -46,6 +46,7 @@ class JobAccount:
     outages: tuple[Outage, ...]
     rows: tuple[Booked, ...] = ()
     step: int = -1
+    tokens: float = 0.0  # of all ranks, without steps done again; 0: scripts do not give them
     saves: dict[str, tuple[int, float]] = field(default_factory=dict)  # tier -> number, seconds of one
     damaged: int = 0
     crashed: int = 0  # runs whose agent ended without its last record
@@ -169,6 +170,7 @@ def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = fl
         outages=tuple(sorted(outages.values(), key=lambda one: one.begin)),
         rows=tuple(rows),
         step=max((row.step for row in rows), default=-1),
+        tokens=sum(row.tokens for row in rows),
         saves=_saves(nodes[0].rows.values()) if nodes else {},
         damaged=sum(ledger.damaged for ledger in ledgers),
         crashed=sum(node.crashed for node in nodes),
@@ -224,9 +226,8 @@ def _within(rows: Iterable[Booked], since: float, until: float) -> Iterable[Book
             yield row
         elif share > 0.0:
             part = {state: lost * share for state, lost in row.seconds.items()}
-            yield Booked(
-                row.number, max(row.begin, since), min(row.end, until), row.ranks, part, row.step, row.counts
-            )
+            begin, end, tokens = max(row.begin, since), min(row.end, until), round(row.tokens * share)
+            yield Booked(row.number, begin, end, row.ranks, part, row.step, row.counts, tokens)
 
 
 def overlap_share(row: Booked, since: float, until: float) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 
-MAGIC = b"ALLRANKS-HISTORY-1\n"
+MAGIC = b"ALLRANKS-HISTORY-2\n"
 HEAD_BYTES = 4096
 TIERS = ((1.0, 1800), (10.0, 1440), (60.0, 1440))  # (seconds, rows)
 FILE_NAME = "history"
@@ -34,6 +34,7 @@ class Sample:
     step_p50_s: float = NONE
     step_p99_s: float = NONE
     loss: float = NONE
+    tokens_per_s: float = NONE
     alive: float = NONE  # replicas, or ranks of a whole job
     total: float = NONE
     level: float = 0.0  # 0 good, 1 warn, 2 bad

@@ -85,9 +85,14 @@ def _training(status: Status) -> list[Metric]:
     missing = max(0, training.replicas - training.members)
     states = {labels(state=state): float(int(training.state == state)) for state in ("good", "warn", "bad")}
     unusual = "Seconds without a step when that is unusually long, else 0"
+    tokens, mfu = (
+        {"": value} if value is not None else {} for value in (training.tokens_per_s, training.mfu)
+    )
     return [
         ("step_max", "gauge", "Highest step of any replica", step),
         ("steps_per_second", "gauge", "Steps per second, 0 when none is made", training.steps_per_s or 0.0),
+        ("tokens_per_second", "gauge", "Tokens per second of all ranks, when scripts give them", tokens),
+        ("mfu_ratio", "gauge", "Share of the GPUs' dense bf16 peak that is used, when it is known", mfu),
         ("stalled_seconds", "gauge", unusual, training.stalled_s),
         ("replicas_missing", "gauge", "Replicas that were lost or evicted and are not back", missing),
         (

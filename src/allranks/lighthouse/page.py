@@ -70,6 +70,7 @@ def take_sample(service: Service, training: TrainingStatus, cells: str) -> Sampl
         step_p50_s=_known(times and times[0]),
         step_p99_s=_known(times and times[1]),
         loss=_known(loss),
+        tokens_per_s=0.0 if idle and service.agents.ranks.work().tokens else _known(training.tokens_per_s),
         alive=float(alive),
         total=float(training.replicas or ranks),
         level=float(LEVELS.index(training.state) if training.state in LEVELS else 1),

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from allranks.lighthouse.differences import Differences
 from allranks.model.cluster import DOING, NodeAnswer, NodeReport
+from allranks.model.job_state import StepWork
 
 T = TypeVar("T")
 MAX_RANK = 1_000_000
@@ -44,7 +45,7 @@ class RankTable:
             return
         self.version += 1
         if lost:
-            self.reports[agent] = replace(report, doing="d" * len(report.ranks))
+            self.reports[agent] = replace(report, doing="d" * len(report.ranks), work=StepWork())
         else:
             del self.reports[agent], self.heard[agent]
 
@@ -72,6 +73,9 @@ class RankTable:
             if report.loss and report.ranks
         ]
         return min(given)[1] if given else None
+
+    def work(self) -> StepWork:
+        return sum((report.work for report in self.reports.values()), StepWork())
 
     def token_file(self) -> str:
         return next(

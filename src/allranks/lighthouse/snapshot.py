@@ -68,6 +68,7 @@ def make_scene(service: Service) -> Scene:
         over=state.over,
         leading=service.leading,
         leader=service.leader,
+        work=service.agents.ranks.work(),
         joining=alive - state.members - state.evicted.keys() - state.cooling.keys(),
     )
 

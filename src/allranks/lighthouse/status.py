@@ -50,6 +50,8 @@ class TrainingStatus:
     word: str = ""  # the state in one word (model/job_state.py: StateLine)
     calls: int = 0  # finished by all ranks, of a script without step marks
     calls_per_s: float | None = None
+    tokens_per_s: float | None = None  # None: the script does not say how many a step has, or no step is made
+    mfu: float | None = None  # the share of the GPUs' peak; None: operations or peak are not known
 
 
 @dataclass(frozen=True)

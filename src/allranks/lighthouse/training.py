@@ -14,7 +14,7 @@ from statistics import median
 from allranks.lighthouse.status import Departed, StatusEvent, TrainingStatus
 from allranks.model.cluster import AGENT
 from allranks.model.formatting import age
-from allranks.model.job_state import AgentState, JobFacts, OpenIncident, describe
+from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StepWork, describe
 
 NOTE_S = 0.05  # steps that follow each other faster are noted together
 RATE_S = 15.0  # the speed is measured over so long
@@ -69,6 +69,7 @@ class Scene:
     leading: bool = True
     leader: str = ""
     joining: Collection[str] = ()  # connected, not evicted, and not in the quorum yet
+    work: StepWork = field(default_factory=StepWork)  # of all ranks in one step
 
 
 @dataclass
@@ -180,7 +181,7 @@ class TrainingView:
         calls = None if stalled or facts.calls_per_s is None else round(facts.calls_per_s, 3)
         return TrainingStatus(
             line.text, line.level, facts.step, rate, round(stalled, 1), facts.members, facts.replicas,
-            line.state, facts.calls, calls,
+            line.state, facts.calls, calls, facts.tokens_per_s if rate else None, facts.mfu if rate else None,
         )  # fmt: skip
 
     def facts(self, scene: Scene) -> JobFacts:
@@ -210,6 +211,7 @@ class TrainingView:
             over=scene.over,
             leading=scene.leading,
             leader=scene.leader,
+            work=scene.work,
         )
 
     def _absent(self, scene: Scene) -> list[Departed]:

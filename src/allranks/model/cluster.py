@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from allranks.model.job_state import StepWork
+
 #: Spoken in the hello. Raised when a message changes in a way that an older peer would misread.
 PROTOCOL_VERSION = 2
 
@@ -276,6 +278,7 @@ class GpuReport:
     celsius: int = -1
     watts: int = -1
     pids: tuple[int, ...] = ()  # of processes that use it, where that can be told
+    name: str = ""  # "NVIDIA H100 80GB HBM3"
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,7 @@ class NodeReport:
     memory_mb: tuple[int, ...] = ()  # resident
     places: tuple[str, ...] = ()  # the call that it is in, "" when in none or not read
     loss: tuple[float, ...] = ()  # the newest that the script has given, if it does
+    work: StepWork = field(default_factory=StepWork)  # of these ranks
     gpus: tuple[GpuReport, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # process groups of these ranks: members
     token_file: str = ""  # where the job token is, on this node
@@ -347,6 +351,7 @@ class RankRow:
     gpu: str = ""  # "97 %, 61.0 GB" of the GPU that it uses, where that is known
     box: str = ""  # its black box; "" of a rank of another node
     name: str = ""  # "rollout 1" in a job of several worlds
+    tokens: float = 0.0  # of its last whole step; 0: not given
 
 
 @dataclass(frozen=True)

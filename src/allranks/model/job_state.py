@@ -35,6 +35,18 @@ class OpenIncident:
 
 
 @dataclass(frozen=True)
+class StepWork:
+    """What ranks do in one step, as their step marks say; 0: not known."""
+
+    tokens: float = 0.0
+    flops: float = 0.0
+    peak: float = 0.0  # floating-point operations per second that their GPUs could do
+
+    def __add__(self, other: StepWork) -> StepWork:
+        return StepWork(self.tokens + other.tokens, self.flops + other.flops, self.peak + other.peak)
+
+
+@dataclass(frozen=True)
 class JobFacts:
     """Everything that the line may depend on. Seconds; None and -1: not known."""
 
@@ -56,6 +68,17 @@ class JobFacts:
     over: bool = False
     leading: bool = True
     leader: str = ""
+    work: StepWork = StepWork()  # of all ranks
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.steps_per_s * self.work.tokens if self.steps_per_s and self.work.tokens else None
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the GPUs' peak that the training uses."""
+        known = self.steps_per_s and self.work.flops and self.work.peak
+        return self.steps_per_s * self.work.flops / self.work.peak if self.steps_per_s and known else None
 
 
 @dataclass(frozen=True)
@@ -149,6 +172,8 @@ def _training(facts: JobFacts) -> StateLine:
         last = f", the last one {age(facts.silent_s)} ago" if late else pace
         return StateLine("training", level, f"Running: {facts.calls:,} calls finished{last}{rest}")
     pace = "" if facts.steps_per_s is None or late else f", {speed(facts.steps_per_s, 'step')}"
+    pace += f", {facts.tokens_per_s:,.0f} tokens/s" if pace and facts.tokens_per_s else ""
+    pace += f", MFU {facts.mfu:.0%}" if pace and facts.mfu else ""
     last = f", the last step {age(facts.silent_s)} ago" if late else pace
     begun = f": step {facts.step:,}" if facts.step >= 0 else ""
     return StateLine("training", level, f"Training{begun}{last}{rest}")

@@ -3,6 +3,7 @@ const Charts = (function () {
   const PANELS = [
     { title: "Step time", unit: "s", series: [["step_p50_s", "median of the ranks", "--accent"], ["step_p99_s", "99th percentile", "--warn"]] },
     { title: "Steps per second", unit: "/s", series: [["steps_per_s", "steps", "--accent"]] },
+    { title: "Tokens per second", unit: "/s", series: [["tokens_per_s", "tokens of all ranks", "--accent"]] },
     { title: "Calls per second", unit: "/s", series: [["calls_per_s", "calls of all ranks", "--accent"]] },
     { title: "Loss", unit: "", series: [["loss", "loss", "--accent"]], free: true },
     { title: "Alive", unit: "", series: [["alive", "alive", "--good"], ["total", "of", "--soft"]], steps: true },

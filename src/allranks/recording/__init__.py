@@ -89,13 +89,21 @@ def current() -> Recorder | None:
     return _current if _current is not None and _current.active_process else None
 
 
-def step(number: int, label: str | None = None, *, loss: float | None = None) -> None:
+def step(
+    number: int,
+    label: str | None = None,
+    *,
+    loss: float | None = None,
+    tokens: float | None = None,
+    flops: float | None = None,
+) -> None:
     """The progress mark: training step `number` begins now. Nothing happens when nothing is recorded.
 
-    `loss`, a number and not a tensor on a GPU, is drawn on the page of the job.
+    `loss`, a number and not a tensor on a GPU, is drawn on the page of the job. `tokens` and `flops` are this rank's part of the
+    step: the job shows tokens per second, and its MFU where the peak of its GPUs is known. Marks of one step are added up.
     """
     if _current is not None:
-        _current.step(number, label, loss)
+        _current.step(number, label, loss, tokens, flops)
 
 
 def phase(name: str) -> None:

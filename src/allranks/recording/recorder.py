@@ -48,6 +48,9 @@ class Recorder:
         self._complaints: set[str] = set()
         self._first = 0  # the phase of the first step, while it lasts
         self._steps = 0
+        self._work: tuple[int, float, float] | None = (
+            None  # the step that is counted, its tokens and operations
+        )
         self._named = 0  # the phase that the program named
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -146,10 +149,19 @@ class Recorder:
 
     # -- what the user says -------------------------------------------------------------------------------------
 
-    def step(self, number: int, label: str | None = None, loss: float | None = None) -> None:
+    def step(
+        self,
+        number: int,
+        label: str | None = None,
+        loss: float | None = None,
+        tokens: float | None = None,
+        flops: float | None = None,
+    ) -> None:
         """Marks the progress of the training: step `number` begins now. `label` is kept with the next calls."""
         if self.writer is not None:
             self._told(self._step, self.writer, number, label, loss)
+            if tokens is not None or flops is not None:
+                self._told(self._count, self.writer.box, number, tokens, flops)
 
     def _step(self, writer: CallWriter, number: int, label: str | None, loss: float | None = None) -> None:
         number = operator.index(number)
@@ -157,7 +169,7 @@ class Recorder:
             writer.label = writer.box.intern(Item.NAME, label) if label else 0
         writer.ring.set_step(number, writer.label)
         if loss is not None:
-            writer.box.set_loss(float(loss))
+            writer.box.set_floats(loss=float(loss))
         writer.box.set(step_ns=time.time_ns(), step=number)
         if self._steps < 2:
             self._steps += 1
@@ -165,6 +177,16 @@ class Recorder:
                 self._first = phases.begin(phases.FIRST)
             else:
                 phases.end(self._first)
+
+    def _count(self, box: Box, number: int, tokens: float | None, flops: float | None) -> None:
+        """The box has the sums of the last whole step; until there is one, those of the first mark."""
+        given = (number, float(tokens or 0), float(flops or 0))
+        before = self._work or given
+        if before[0] != number or not self._work:
+            box.set_floats(tokens=before[1], flops=before[2])
+            self._work = given
+        else:
+            self._work = (number, before[1] + given[1], before[2] + given[2])
 
     @contextlib.contextmanager
     def expect(self, phase: str, up_to_s: float) -> Iterator[None]:

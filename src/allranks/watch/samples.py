@@ -53,6 +53,8 @@ class RankSample:
     joined: bool = False  # it has begun to make a process group
     phases: tuple[PhaseMark, ...] = ()  # what it did besides steps
     loss: float = 0.0  # that the script gave with the last step mark; 0: none
+    tokens: float = 0.0  # of its last whole step, and floating-point operations; 0: none given
+    flops: float = 0.0
     name: str = ""  # "rollout 1" in a job of several worlds
 
     @property
@@ -135,6 +137,8 @@ def read_sample(path: str | Path) -> RankSample | None:
         joined=head.inside > 0 or head.setups > 0,
         phases=read_phases(page),
         loss=head.loss,
+        tokens=head.tokens,
+        flops=head.flops,
     )
 
 
