@@ -50,7 +50,7 @@ class JobFacts:
     replicas: int = 0  # those there and those missed; 0: a whole job
     nodes: int = 0
     begun: bool = False
-    gone: str = ""  # no replica is there: "left" in good order, or "lost"
+    gone: str = ""  # no replica is there: "left" in good order, or "lost"; "ended": no rank of the job runs
     missing: str = ""  # ", replica-2 back in about 20 s"
     waiting: str = ""  # why there is no new quorum
     over: bool = False
@@ -116,7 +116,9 @@ def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
 
 
 def _not_training(facts: JobFacts) -> StateLine | None:
-    """It has not begun yet, or nobody is there any more."""
+    """It has not begun yet, or no process is left."""
+    if facts.gone == "ended":
+        return StateLine("stopped", "bad", f"Stopped: no rank runs any more{_last(facts)}")
     if not facts.begun:
         why = f": {facts.waiting}" if facts.waiting else facts.missing
         return StateLine("starting", "warn", f"Starting{_count(facts)}{why}")
@@ -124,7 +126,8 @@ def _not_training(facts: JobFacts) -> StateLine | None:
         text = f"No replica trains: they have left{_last(facts)}{facts.missing}"
         return StateLine("stopped", "warn", text)
     if facts.gone:
-        text = f"Stopped: no replica is connected{_last(facts)}{facts.missing}"
+        kind = "replica" if facts.replicas else "agent"
+        text = f"Stopped: no {kind} is connected{_last(facts)}{facts.missing}"
         return StateLine("stopped", "bad", text)
     return None
 
