@@ -124,6 +124,7 @@ def test_a_job_whose_agent_has_ended_is_not_starting(tmp_path: Path) -> None:
         (tmp_path / "job.json").write_text(json.dumps({"job": "j", "pid": pid}))
         lines.append(Overview(tmp_path).look().line)
     assert lines == ["Starting", "Stopped: no rank runs any more"]
+    assert list(render(Overview(tmp_path).look())) == ["j: no rank has started", lines[-1]]
     dead = (replace(row(0, "died"), alive=False),)
     said = describe(local_facts(dead, (), watched=True))
     assert said.text == "Stopped: no rank runs any more; the last step was 7"

@@ -267,6 +267,13 @@ def test_a_whole_job_whose_agents_are_lost_has_no_replica_to_miss() -> None:
         assert describe(facts).text == f"Stopped: no {kind} is connected; the last step was 20"
 
 
+def test_a_job_that_hangs_before_its_first_call_has_no_time_since_its_last_one() -> None:
+    """ "Hung for 1 s", whatever the time."""
+    hung = JobFacts(agents=(AgentState("hung", "rank 1 never joined"),))
+    assert describe(hung).text == "Hung: rank 1 never joined"
+    assert describe(JobFacts(agents=(AgentState("stalled"),))).text == "Looking into it: no progress"
+
+
 def test_before_the_first_quorum_the_job_starts() -> None:
     """A replica that has only asked makes no steps."""
     view = TrainingView(Clock())

@@ -58,8 +58,10 @@ def render_text(found: JobAccount, price: Price, window_s: float = 0.0) -> Itera
     yield f"  {'sum':<11} {1:>7.2%}  {duration(total / max(found.ranks, 1)):>12} per rank{price.of(total)}"
     yield ""
     yield from _failures(found)
-    if found.waiting_for:
-        most = list(found.waiting_for.items())[:SHOWN]
+    most = [(rank, seconds) for rank, seconds in found.waiting_for.items() if seconds >= 0.0005 * total][
+        :SHOWN
+    ]
+    if most:
         yield "Waited for: " + ", ".join(f"rank {rank} {seconds / total:.2%}" for rank, seconds in most)
     if len(found.by_node) > 1:
         shares = {node: _share(states) for node, states in found.by_node.items()}

@@ -92,7 +92,8 @@ def _trouble(facts: JobFacts) -> StateLine | None:
     stalled = [agent for agent in facts.agents if agent.motion == "stalled"]
     if stalled:
         cause = next((agent.sentence for agent in stalled if agent.sentence), "")
-        text = f"Looking into it: no progress for {age(facts.silent_s)}{_at(facts)}{_count(facts)}"
+        lasts = f" for {age(facts.silent_s)}" if facts.silent_s else ""
+        text = f"Looking into it: no progress{lasts}{_at(facts)}{_count(facts)}"
         return StateLine("looking", "warn", f"{text}; {cause}" if cause else text)
     if hang is not None:
         what = hang.outcome or hang.sentence
@@ -109,9 +110,8 @@ def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
     agents = [agent for agent in facts.agents if agent.motion == "hung"]
     cause = hang.sentence if hang is not None else next((a.sentence for a in agents if a.sentence), "")
     done = "" if hang is None else hang.outcome or hang.decided
-    text = f"Hung for {age(facts.silent_s)}{_at(facts)}" + (
-        f": {cause[:1].lower()}{cause[1:]}" if cause else ""
-    )
+    lasts = f" for {age(facts.silent_s)}" if facts.silent_s else ""  # not known before the first call
+    text = f"Hung{lasts}{_at(facts)}" + (f": {cause[:1].lower()}{cause[1:]}" if cause else "")
     return StateLine("hung", "bad", f"{text.rstrip('.')}. {done[:1].upper()}{done[1:]}" if done else text)
 
 

@@ -154,7 +154,7 @@ def _join_timed(timed: Mapping[int, bool | None], marked: Mapping[int, RankMarks
     if moving and moving * 2 >= len(timed):
         how = f"{moving} of {len(timed)} ranks make progress, the others were heard lately"
         return HangDecision(False, how)
-    return HangDecision(None, "the last marks are too fresh: look again")
+    return HangDecision(None, "the last progress is too recent: run it again in 10 s")
 
 
 def _by_snapshots(
