@@ -15,6 +15,7 @@ from allranks.cli.terminal import answer, use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
+from allranks.model.formatting import count
 from allranks.model.parsing import printable, without_secrets
 
 _MARKS = {
@@ -157,7 +158,7 @@ def _explain(args: argparse.Namespace) -> int:
 def render_explanation(found: Explanation) -> Iterator[str]:
     """The cause first, what followed from it after."""
     if found.first is None:
-        yield f"no known failure in {found.lines} lines"
+        yield f"no known failure in {count(found.lines, 'line')}"
     else:
         line = found.first.line
         who = f"rank {line.rank}, " if line.rank is not None else ""
