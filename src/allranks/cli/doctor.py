@@ -168,9 +168,9 @@ def render_explanation(found: Explanation) -> Iterator[str]:
         yield f"  what to do: {found.first.hint}"
     for path, why in found.unreadable:
         yield f"not read to its end: {path}: {why}"
-    for match, count in found.others:
+    for match, times in found.others:
         word = "also" if match.pattern.level != "symptom" else "followed from it"
-        yield f"{word}: {match.pattern.id.replace('_', ' ')}, {count} times, first at {match.line.path}:{match.line.number}"
+        yield f"{word}: {match.pattern.id.replace('_', ' ')}, {count(times, 'time')}, first at {match.line.path}:{match.line.number}"
 
 
 def _as_json(found: Explanation) -> dict[str, object]:
