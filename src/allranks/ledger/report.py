@@ -228,6 +228,7 @@ def render_page(found: JobAccount, price: Price, made_s: float) -> str:
         waterfall=bars,
         waterfall_height=24 * len(bars) + 4,
         timeline=timeline(found),
+        span=(pages.stamp(found.begin), pages.stamp(found.end)),
         legend=[(kind, COLOURS[kind]) for kind in lost],
         states=[
             pages.Row((kind, f"{s / total:.2%}", duration(s / max(found.ranks, 1)), STATES[kind]))
