@@ -126,7 +126,7 @@ def _start(manager: CheckpointManager, mode: str, trains: bool) -> str:
         assert not manager.wait_for_pending_saves(60), "the save should have failed"
         failed = str(manager.saves.failures[-1])
         assert sys.executable not in failed, "the store must fail, not the start of the helper"
-        return "training goes on"
+        return "training continues"
     return {0: "step 1", OLDER: "the other tier's", STEPS[0]: "next older", STEPS[1]: "newest"}[step]
 
 

@@ -93,6 +93,8 @@ def test_while_the_job_moves_nobody_is_marked(tmp_path: Path) -> None:
         async with app.run_test(size=(120, 24)) as pilot:
             table = await ready(app, pilot)
             assert not any("wait" in str(one) for key in "0123" for one in table.get_row(key))
+            await app.query("*").remove()
+            app.show(view_of(4))  # a state that was read while the screen was closed was an exception
 
     asyncio.run(drive())
 

@@ -115,6 +115,21 @@ def test_without_a_lighthouse_the_line_is_made_of_boxes_and_incidents() -> None:
     assert describe(local_facts([done], [], watched=False)).text == "Finished at step 7"
 
 
+def test_a_job_whose_agent_has_ended_is_not_starting(tmp_path: Path) -> None:
+    """It was "Starting" for ever when no rank had come so far, and an unmodified script had "no replica"."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    lines = []
+    for pid in (os.getpid(), ended.pid):
+        (tmp_path / "job.json").write_text(json.dumps({"job": "j", "pid": pid}))
+        lines.append(Overview(tmp_path).look().line)
+    assert lines == ["Starting", "Stopped: no rank runs any more"]
+    assert list(render(Overview(tmp_path).look())) == ["j: no rank has started", lines[-1]]
+    dead = (replace(row(0, "died"), alive=False),)
+    said = describe(local_facts(dead, (), watched=True))
+    assert said.text == "Stopped: no rank runs any more; the last step was 7"
+
+
 def test_the_line_is_that_of_the_page_word_for_word(tmp_path: Path) -> None:
     """With the ranks of other nodes, and GPUs, as their agents report them."""
     server = ServerOptions(job="llama-pretrain-42")

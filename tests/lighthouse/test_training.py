@@ -14,7 +14,7 @@ from allranks.lighthouse.metrics import render_metrics
 from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import Status, StatusEvent
 from allranks.lighthouse.training import Scene, TrainingView
-from allranks.model.job_state import AgentState, OpenIncident
+from allranks.model.job_state import AgentState, JobFacts, OpenIncident, describe
 
 from .without_sockets import Desk, on_loop
 
@@ -258,6 +258,20 @@ def test_replicas_that_left_do_not_train() -> None:
         "No replica trains: they have left; the last step was 20",
         "warn",
     )
+
+
+def test_a_whole_job_whose_agents_are_lost_has_no_replica_to_miss() -> None:
+    """Its line spoke of replicas that it never had."""
+    for replicas, kind in ((0, "agent"), (2, "replica")):
+        facts = JobFacts(begun=True, gone="lost", step=20, replicas=replicas)
+        assert describe(facts).text == f"Stopped: no {kind} is connected; the last step was 20"
+
+
+def test_a_job_that_hangs_before_its_first_call_has_no_time_since_its_last_one() -> None:
+    """ "Hung for 1 s", whatever the time."""
+    hung = JobFacts(agents=(AgentState("hung", "rank 1 never joined"),))
+    assert describe(hung).text == "Hung: rank 1 never joined"
+    assert describe(JobFacts(agents=(AgentState("stalled"),))).text == "Looking into it: no progress"
 
 
 def test_before_the_first_quorum_the_job_starts() -> None:

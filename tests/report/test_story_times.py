@@ -49,9 +49,9 @@ def test_the_victim_of_a_kill_is_not_guilty() -> None:
 def test_what_was_not_done_is_said_in_plain_words() -> None:
     """ "stuck_before_collective of rank 2 (confidence 0.95) (--recovery on does it)" was an identifier in prose."""
     would = Action(
-        "dry_run", "would restart job: rank 2: stuck before collective (95% sure) (--recovery on does it)"
+        "dry_run", "would restart the job: rank 2: stuck before collective (95% sure) (--recovery on does it)"
     )
-    assert decision(would) == "Nothing was done (dry run): would restart job with --recovery on"
+    assert decision(would) == "Nothing was done: --recovery on would restart the job"
     assert decision(replace(would, done=True)) == "" == decision(None)
     assert round(lasted(DEATH, BEGIN + 99), 3) == 0.637
 

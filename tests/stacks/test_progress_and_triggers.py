@@ -58,6 +58,8 @@ def test_the_clock_decides_where_it_is_known() -> None:
     decide = lambda *marks: decide_progress({m.rank: m for m in marks}, {}, {}, Stillness())  # noqa: E731
     assert decide(_timed(0, steps, 160.0)).hung is True
     assert decide(_timed(0, steps, 100.5)).hung is False
+    assert decide(_timed(0, steps, 100.5)).reason == "the rank makes progress"
+    assert decide(_timed(0, steps, 160.0)).reason == "1 of 1 rank made no progress for 61 s"
     assert decide(_timed(0, steps, 106.0)).hung is None
     assert decide(_timed(0, steps, 160.0, expect_until_s=500.0)).hung is None
     slow = [30.0 * number for number in range(10)]

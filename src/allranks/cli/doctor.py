@@ -15,6 +15,7 @@ from allranks.cli.terminal import answer, use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
 from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
+from allranks.model.formatting import count
 from allranks.model.parsing import printable, without_secrets
 
 _MARKS = {
@@ -157,7 +158,7 @@ def _explain(args: argparse.Namespace) -> int:
 def render_explanation(found: Explanation) -> Iterator[str]:
     """The cause first, what followed from it after."""
     if found.first is None:
-        yield f"no known failure in {found.lines} lines"
+        yield f"no known failure in {count(found.lines, 'line')}"
     else:
         line = found.first.line
         who = f"rank {line.rank}, " if line.rank is not None else ""
@@ -167,9 +168,9 @@ def render_explanation(found: Explanation) -> Iterator[str]:
         yield f"  what to do: {found.first.hint}"
     for path, why in found.unreadable:
         yield f"not read to its end: {path}: {why}"
-    for match, count in found.others:
+    for match, times in found.others:
         word = "also" if match.pattern.level != "symptom" else "followed from it"
-        yield f"{word}: {match.pattern.id.replace('_', ' ')}, {count} times, first at {match.line.path}:{match.line.number}"
+        yield f"{word}: {match.pattern.id.replace('_', ' ')}, {count(times, 'time')}, first at {match.line.path}:{match.line.number}"
 
 
 def _as_json(found: Explanation) -> dict[str, object]:

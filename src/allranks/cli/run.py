@@ -154,7 +154,8 @@ def _run(
         "job": name, "lighthouse": lighthouse, "incidents": str(incidents.absolute()), "logs": str(Path(log_dir).absolute()),
     }  # fmt: skip
     write_job(folder, {**facts, "pid": os.getpid()})
-    _say(f"job {name}: black boxes in {folder}, logs in {log_dir}, job token in {folder / TOKEN_FILE}")
+    logs = f"; logs in {log_dir}" if flag_value(torchrun, "--log-dir") else ""
+    _say(f"job {name}: black boxes{'' if logs else ', logs'} and job token in {folder}{logs}")
     if lighthouse and not options.lighthouse and may_have_several_nodes(torchrun):
         _say(ALONE)
     _say(describe_protection(options, settings))

@@ -24,6 +24,7 @@ from allranks.cli.stacks_tree import finding_json, render
 from allranks.cli.terminal import check_folder, check_target, note, write_whole
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import InputError
+from allranks.model.formatting import count
 from allranks.model.options import check_options, option
 from allranks.model.parsing import printable
 from allranks.model.stacks import Capture, JobLook, StacksReport
@@ -224,7 +225,9 @@ def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture
     for job, targets in jobs.items():
         ranks = [target for target in targets if target.child is None]
         of_job = f" of job {job}" if job else ""
-        _say(f"{len(ranks)} ranks and {len(targets) - len(ranks)} child processes{of_job}")
+        children = len(targets) - len(ranks)
+        below = f" and {count(children, 'child process', 'child processes')}" if children else ""
+        _say(f"{count(len(ranks), 'rank')}{below}{of_job}")
         path = folder / _file_name(job) if folder is not None and job else folder
         captures[job] = collect(targets, replace(how, raw_folder=path), _say)
         if others := find_others(scan(), targets):

@@ -75,6 +75,9 @@ def render(
     yield _cut(headline(view), width)
     said = _wrap(view.line, width)
     yield from (f"\x1b[{LEVELS[view.level]}m{line}\x1b[0m" if colour else line for line in said)
+    if not view.rows:
+        yield from (f"incident {printable(text, len(text))}" for text in view.incidents)
+        return
     waiters = count_waiters(view)
     if height == UNLIMITED and len(view.rows) > MANY_RANKS:
         yield from _summary(view, waiters, colour)
@@ -141,6 +144,8 @@ def _summary(view: JobView, waiters: Counter[int], colour: bool) -> Iterator[str
 
 
 def headline(view: JobView) -> str:
+    if not view.rows:
+        return f"{view.job}: no rank has started"
     alive = sum(row.alive for row in view.rows)
     return f"{view.job}: {alive:,} of {count(len(view.rows), 'rank')} {'runs' if alive == 1 else 'run'}"
 

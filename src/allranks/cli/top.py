@@ -112,6 +112,8 @@ class Top(App[int]):
 
     def show(self, view: JobView) -> None:
         """Puts a new state on the screen; the cursor stays at its rank."""
+        if not self.is_running or not self.query("#line"):
+            return  # the screen was closed while the job was read
         self.view = view
         text = Text(f"{headline(view)}\n")
         text.append(view.line, style=LEVELS.get(view.level, ""))

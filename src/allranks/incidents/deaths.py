@@ -16,6 +16,7 @@ from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import decide_leaving
 from allranks.model.cluster import FOLLOW_S, Gathering
 from allranks.model.diagnosis import Action, Failure, Finding, Incident, Moment
+from allranks.model.formatting import ranks_text
 from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths, find_first
 from allranks.watch.samples import ProcessId, RankSample, last_good, read_sample, read_samples
 
@@ -265,10 +266,11 @@ class DeathIncidents:
             return known
         samples = read_samples(self.options.folder)
         step = max((s.step for s in samples if s.rank in ranks), default=-1)
-        sentence = f"rank {', '.join(map(str, ranks))} is cut off although its process runs: {reason}"
+        runs = "its process runs" if len(ranks) == 1 else "their processes run"
+        sentence = f"{ranks_text(ranks)} lost the lighthouse, but {runs} (the lighthouse: {reason})"
         opened = self.pipeline.open("partition", sentence, samples, ranks=ranks, step=step)
         verdict = Finding(
-            "none_finished", ranks, f"{sentence} (the network, not the program)", confidence=0.9
+            "none_finished", ranks, f"{sentence}: a fault of the network, not of the program", confidence=0.9
         )
         why = "it comes back by itself when the network does; the others continue training"
         noticed = Moment("noticed", at, "by the lighthouse; its agent sees the process run")

@@ -173,7 +173,7 @@ class Overview:
         if seen.line is None:
             told = read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))
             incidents = [incident for incident in told if incident.get("job") == job]
-        line = seen.line or describe(local_facts(rows, incidents, watched=bool(facts.get("pid"))))
+        line = seen.line or describe(local_facts(rows, incidents, watched=_agent_runs(facts)))
         if seen.line is None and lighthouse and any(row.alive for row in rows):
             line = replace(line, text=f"{line.text} (the lighthouse at {lighthouse} does not answer)")
         return JobView(
@@ -269,7 +269,7 @@ def ask_lighthouse(address: str) -> LighthouseView:
 
 
 def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bool) -> JobFacts:
-    """The same without a lighthouse, from black boxes and the folder of incidents."""
+    """The same without a lighthouse, from black boxes and the folder of incidents; `watched`: its agent runs."""
     opened = tuple(
         OpenIncident(str(one.get("kind")), _sentence(one), _result(one))
         for one in incidents
@@ -279,6 +279,7 @@ def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bo
     speeds = sorted(row.steps_per_s for row in alive if row.steps_per_s)
     motion = find_motion(opened)
     cause = next((one.sentence for one in reversed(opened) if one.kind in ("hang", "stall")), "")
+    begun = any(row.calls_completed or row.step >= 0 for row in rows)
     return JobFacts(
         agents=(AgentState(motion, cause),) if watched and alive else (),
         incidents=opened if alive else (),
@@ -286,11 +287,16 @@ def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bo
         steps_per_s=speeds[len(speeds) // 2] if speeds else None,
         calls=sum(row.calls_completed for row in rows),
         silent_s=min((row.silent_s for row in alive if row.silent_s is not None), default=0.0),
-        begun=any(row.calls_completed or row.step >= 0 for row in rows),
+        begun=begun,
         over=bool(rows) and not alive and all(row.doing == "exit" for row in rows),
-        gone="" if alive else "lost",
+        gone="" if alive or (watched and not begun) else "ended",
         work=StepWork(sum(row.tokens for row in alive)),
     )
+
+
+def _agent_runs(facts: Mapping[str, object]) -> bool:
+    pid = facts.get("pid")
+    return isinstance(pid, int) and is_alive(pid)
 
 
 def with_nodes(rows: Sequence[RankRow], nodes: Iterable[Mapping[str, Any]]) -> tuple[RankRow, ...]:

@@ -98,6 +98,13 @@ CERTAIN_MISMATCH = frozenset(
 PROGRAM_FAULT = CERTAIN_MISMATCH | {"extra_collective", "p2p_mismatch", "setup_mismatch"}
 
 
+_DOES = {
+    "restart_job": "restart the job",
+    "restart_rank": "restart the rank",
+    "evict": "evict the replica",
+} | {"command": "run the command"}
+
+
 @dataclass(frozen=True)
 class Costs:
     """Expected seconds of lost training."""
@@ -151,7 +158,7 @@ def decide_action(now_s: float, case: HangFacts, state: PolicyState, options: Po
     else:
         reason = f"{_why(case, wanted)}; {weigh(case).sentence}"
         if not options.acts(case.mode):
-            kind, reason = "dry_run", f"would {wanted.replace('_', ' ')}: {reason} (--recovery on does it)"
+            kind, reason = "dry_run", f"would {_DOES.get(wanted, wanted)}: {reason} (--recovery on does it)"
     return Action(kind, reason, case.ranks, replica, options.command)
 
 

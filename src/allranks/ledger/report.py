@@ -60,8 +60,10 @@ def render_text(found: JobAccount, price: Price, window_s: float = 0.0) -> Itera
     if found.tokens:
         yield f"{found.tokens:,.0f} tokens, {found.tokens / max(found.running_s, 1e-9):,.0f} per second."
     yield from _failures(found)
-    if found.waiting_for:
-        most = list(found.waiting_for.items())[:SHOWN]
+    most = [(rank, seconds) for rank, seconds in found.waiting_for.items() if seconds >= 0.0005 * total][
+        :SHOWN
+    ]
+    if most:
         yield "Waited for: " + ", ".join(f"rank {rank} {seconds / total:.2%}" for rank, seconds in most)
     if len(found.by_node) > 1:
         shares = {node: _share(states) for node, states in found.by_node.items()}
@@ -229,6 +231,7 @@ def render_page(found: JobAccount, price: Price, made_s: float) -> str:
         waterfall=bars,
         waterfall_height=24 * len(bars) + 4,
         timeline=timeline(found),
+        span=(pages.stamp(found.begin), pages.stamp(found.end)),
         legend=[(kind, COLOURS[kind]) for kind in lost],
         states=[
             pages.Row((kind, f"{s / total:.2%}", duration(s / max(found.ranks, 1)), STATES[kind]))

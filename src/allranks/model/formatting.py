@@ -58,9 +58,9 @@ def rename(text: str, worlds: Sequence[World]) -> str:
     return _RANKS.sub(told, text) if worlds else text
 
 
-def count(number: int, word: str) -> str:
-    """ "1 rank", "1,024 ranks"."""
-    return f"{number:,} {word}{'s' if number != 1 else ''}"
+def count(number: int, word: str, several: str = "") -> str:
+    """ "1 rank", "1,024 ranks", "2 child processes"."""
+    return f"{number:,} {word if number == 1 else several or f'{word}s'}"
 
 
 def duration(seconds: float) -> str:

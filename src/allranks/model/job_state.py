@@ -62,7 +62,7 @@ class JobFacts:
     replicas: int = 0  # those there and those missed; 0: a whole job
     nodes: int = 0
     begun: bool = False
-    gone: str = ""  # no replica is there: "left" in good order, or "lost"
+    gone: str = ""  # no replica is there: "left" in good order, or "lost"; "ended": no rank of the job runs
     missing: str = ""  # ", replica-2 back in about 20 s"
     waiting: str = ""  # why there is no new quorum
     over: bool = False
@@ -115,7 +115,8 @@ def _trouble(facts: JobFacts) -> StateLine | None:
     stalled = [agent for agent in facts.agents if agent.motion == "stalled"]
     if stalled:
         cause = next((agent.sentence for agent in stalled if agent.sentence), "")
-        text = f"Looking into it: no progress for {age(facts.silent_s)}{_at(facts)}{_count(facts)}"
+        lasts = f" for {age(facts.silent_s)}" if facts.silent_s else ""
+        text = f"Looking into it: no progress{lasts}{_at(facts)}{_count(facts)}"
         return StateLine("looking", "warn", f"{text}; {cause}" if cause else text)
     if hang is not None:
         what = hang.outcome or hang.sentence
@@ -132,14 +133,15 @@ def _hung(facts: JobFacts, hang: OpenIncident | None) -> StateLine:
     agents = [agent for agent in facts.agents if agent.motion == "hung"]
     cause = hang.sentence if hang is not None else next((a.sentence for a in agents if a.sentence), "")
     done = "" if hang is None else hang.outcome or hang.decided
-    text = f"Hung for {age(facts.silent_s)}{_at(facts)}" + (
-        f": {cause[:1].lower()}{cause[1:]}" if cause else ""
-    )
+    lasts = f" for {age(facts.silent_s)}" if facts.silent_s else ""  # not known before the first call
+    text = f"Hung{lasts}{_at(facts)}" + (f": {cause[:1].lower()}{cause[1:]}" if cause else "")
     return StateLine("hung", "bad", f"{text.rstrip('.')}. {done[:1].upper()}{done[1:]}" if done else text)
 
 
 def _not_training(facts: JobFacts) -> StateLine | None:
-    """It has not begun yet, or nobody is there any more."""
+    """It has not begun yet, or no process is left."""
+    if facts.gone == "ended":
+        return StateLine("stopped", "bad", f"Stopped: no rank runs any more{_last(facts)}")
     if not facts.begun:
         why = f": {facts.waiting}" if facts.waiting else facts.missing
         return StateLine("starting", "warn", f"Starting{_count(facts)}{why}")
@@ -147,7 +149,8 @@ def _not_training(facts: JobFacts) -> StateLine | None:
         text = f"No replica trains: they have left{_last(facts)}{facts.missing}"
         return StateLine("stopped", "warn", text)
     if facts.gone:
-        text = f"Stopped: no replica is connected{_last(facts)}{facts.missing}"
+        kind = "replica" if facts.replicas else "agent"
+        text = f"Stopped: no {kind} is connected{_last(facts)}{facts.missing}"
         return StateLine("stopped", "bad", text)
     return None
 

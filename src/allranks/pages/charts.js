@@ -2,16 +2,16 @@
 const Charts = (function () {
   const PANELS = [
     { title: "Step time", unit: "s", series: [["step_p50_s", "median of the ranks", "--accent"], ["step_p99_s", "99th percentile", "--warn"]] },
-    { title: "Steps per second", unit: "/s", series: [["steps_per_s", "steps", "--accent"]] },
+    { title: "Steps per second", unit: "/s", series: [["steps_per_s", "", "--accent"]] },
     { title: "Tokens per second", unit: "/s", series: [["tokens_per_s", "tokens of all ranks", "--accent"]] },
     { title: "Calls per second", unit: "/s", series: [["calls_per_s", "calls of all ranks", "--accent"]] },
-    { title: "Loss", unit: "", series: [["loss", "loss", "--accent"]], free: true },
-    { title: "Alive", unit: "", series: [["alive", "alive", "--good"], ["total", "of", "--soft"]], steps: true },
+    { title: "Loss", unit: "", series: [["loss", "", "--accent"]], free: true },
+    { title: "Alive", unit: "", series: [["alive", "", "--good"], ["total", "of", "--soft"]], steps: true },
   ];
   const TIER_S = { 900: 1, 10800: 10, 86400: 60 };
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const show = (v) => v === null || v === undefined || Number.isNaN(v) ? "–" : Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : Math.abs(v) >= 100 ? v.toFixed(0) : Math.abs(v) >= 1 || v === 0 ? String(+v.toFixed(2)) : v.toPrecision(3);
-  const seconds = (v) => v === null || v === undefined ? "–" : v < 0.001 ? (v * 1e6).toFixed(0) + " µs" : v < 1 ? +(v * 1e3).toPrecision(3) + " ms" : show(v) + " s";
+  const seconds = (v) => v === null || v === undefined ? "–" : v === 0 ? "0 s" : v < 0.001 ? (v * 1e6).toFixed(0) + " µs" : v < 1 ? +(v * 1e3).toPrecision(3) + " ms" : show(v) + " s";
   let data = { at: [] }, span = 900, zoomed = null, plots = [], incidents = [], box = null, clock = 0;
 
   function format(panel, v) { return panel.unit === "s" ? seconds(v) : show(v) + (v === null || v === undefined ? "" : panel.unit); }
@@ -36,7 +36,7 @@ const Charts = (function () {
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: '12px system-ui, "DejaVu Sans", sans-serif' };
     const label = (u) => {
       const i = u.cursor.idx ?? u.data[0].length - 1, at = u.cursor.idx === null || u.cursor.idx === undefined ? "" : new Date(u.data[0][i] * 1000).toLocaleTimeString("en-GB") + " · ";
-      values.textContent = at + panel.series.map(([key, words], k) => `${words} ${format(panel, u.data[k + 1][i])}`).join(panel.steps ? " " : " · ");
+      values.textContent = at + panel.series.map(([key, words], k) => `${words} ${format(panel, u.data[k + 1][i])}`.trim()).join(panel.steps ? " " : " · ");
     };
     const u = new uPlot({
       width: Math.max(200, holder.clientWidth), height: last ? 120 : 100, legend: { show: false }, padding: [8, 28, last ? 0 : 8, 0],

@@ -23,6 +23,7 @@
     numbers(v);
     Ranks.show(v.cells, v.guilty, v.cell);
     text($("grid-title"), v.cell === "rank" ? "Ranks" : "Replicas");
+    $("which").placeholder = v.cell;
     $("grid-part").hidden = !v.cells;
     Charts.push(v.sample, v.incidents.filter((i) => i.kind !== "request"));
     incidents(v); replicas(v); log(v); goodput(v);
@@ -151,7 +152,7 @@
     const states = Object.entries(v.replicas), part = $("replica-part");
     part.hidden = !states.length;
     if (!states.length) return;
-    text($("who"), "Replicas: " + states.sort((a, b) => b[1] - a[1]).map(([state, n]) => `${digits.format(n)} ${WORDS[state] || state}`).join(", "));
+    text($("who"), "Replicas: " + states.sort((a, b) => b[1] - a[1]).map(([state, n]) => `${digits.format(n)} ${WORDS[state] || state}${state === "member" && n !== 1 ? "s" : ""}`).join(", "));
     const key = JSON.stringify(v.odd);
     if ($("odd").dataset.key !== key) {
       $("odd").dataset.key = key;

@@ -1,6 +1,6 @@
 // The grid of ranks: one cell each, up to 100,000, on a canvas; grouped by node or by a kind of process group.
 const Ranks = (function () {
-  const NAMES = { c: "computes", w: "in a call", s: "sleeps", h: "heals", d: "dead", e: "ended", g: "guilty", ".": "not known" };
+  const NAMES = { c: "computing", w: "in a call", s: "sleeping", h: "healing", d: "dead", e: "ended", g: "guilty", ".": "unknown" };
   const TONES = { c: "--cell-c", w: "--cell-w", s: "--cell-s", h: "--cell-h", d: "--cell-d", e: "--cell-e", g: "--bad", ".": "--line" };
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   let canvas, tip, cells = "", guilty = new Set(), layout = { nodes: [], groups: {} }, by = "node", places = [], size = 16, nodeOf = new Map(), word = "rank", drawn = "";
@@ -28,6 +28,10 @@ const Ranks = (function () {
     return [["", [...cells].map((_, r) => r)]];
   }
   function side(count, width) { return Math.max(3, Math.min(26, Math.floor(Math.sqrt(width * 460 / Math.max(1, count))) - 3)); }
+  function odd(small) {  // guilty ranks; in a large job also the few that sleep or are dead
+    const found = small ? ["s", "d"].flatMap((letter) => { const ranks = [...cells].flatMap((c, r) => c === letter ? [[r, c]] : []); return ranks.length <= 8 ? ranks : []; }) : [];
+    return [...found, ...[...guilty].map((r) => [r, "g"])];
+  }
   function draw() {
     const count = cells.length, list = blocks(), width = canvas.parentElement.clientWidth, dpr = devicePixelRatio || 1;
     size = side(count, width);
@@ -56,9 +60,9 @@ const Ranks = (function () {
       for (let r = 0; r < count; r++) if (cells[r] === letter && places[r]) g.fillRect(places[r][0], places[r][1], size, size);
     }
     const out = size < 10 ? 4 : 0;  // among thousands it must still be seen
-    for (const r of guilty) if (places[r]) {
+    for (const [r, letter] of odd(out)) if (places[r]) {
       g.fillStyle = css("--back"); g.fillRect(places[r][0] - out - 2, places[r][1] - out - 2, size + 2 * out + 4, size + 2 * out + 4);
-      g.fillStyle = tones.g; g.fillRect(places[r][0] - out, places[r][1] - out, size + 2 * out, size + 2 * out);
+      g.fillStyle = tones[letter]; g.fillRect(places[r][0] - out, places[r][1] - out, size + 2 * out, size + 2 * out);
     }
     legend();
   }

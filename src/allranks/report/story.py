@@ -88,7 +88,7 @@ def decision(action: Action | None) -> str:
     if action is None or action.done:
         return ""
     if action.kind == "dry_run":
-        return f"Nothing was done (dry run): {action.reason.partition(':')[0]} with --recovery on"
+        return f"Nothing was done: --recovery on {action.reason.partition(':')[0]}"
     return f"Nothing was done: {action.reason}"
 
 

@@ -300,7 +300,7 @@ def _evidence_text(match: PatternMatch, thread: ThreadView) -> str:
     text = match.pattern.says
     for word, value in words.items():
         text = text.replace("{" + word + "}", value)
-    return " ".join(text.split()).replace(" )", ")").replace("()", "").strip()
+    return " ".join(text.split()).replace(" )", ")").replace("(, ", "(").replace("()", "").strip()
 
 
 def _native(thread: ThreadView) -> str:

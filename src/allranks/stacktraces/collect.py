@@ -19,6 +19,7 @@ from pathlib import Path
 
 from allranks.blackbox.header import process_state
 from allranks.errors import ConfigurationError
+from allranks.model.formatting import count
 from allranks.model.stacks import (
     Capture,
     ProcessCapture,
@@ -140,7 +141,7 @@ class _Collection:
         if self.options.native != "never" and self.pyspy:
             chosen = self._suspects()
             if chosen:
-                self.say(f"native stacks of {len(chosen)} processes")
+                self.say(f"native stacks of {count(len(chosen), 'process', 'processes')}")
             list(pool.map(self._read_native, chosen))
         if self.options.faulthandler_signal is not None:
             for case in self.cases:

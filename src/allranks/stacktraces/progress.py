@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from allranks.model.formatting import count
 from allranks.model.stacks import WAITS, RankMarks, StackFrame
 from allranks.stacktraces.causes import Cause
 from allranks.stacktraces.views import ProcessView, ThreadView, user_frame
@@ -144,14 +145,16 @@ def _join_timed(timed: Mapping[int, bool | None], marked: Mapping[int, RankMarks
     moving = sum(1 for moves in timed.values() if moves)
     if still:
         ages = [(marked[rank].seen_s or 0.0) - marked[rank].marks[-1].at_s for rank in still]
-        how = f"{len(still)} of {len(timed)} ranks have made no progress for {max(ages):.0f} s"
+        how = f"{len(still)} of {count(len(timed), 'rank')} made no progress for {max(ages):.0f} s"
         return HangDecision(True, how)
     if moving and moving == len(timed):
-        return HangDecision(False, f"all {moving} ranks make progress")
+        return HangDecision(
+            False, f"all {moving} ranks make progress" if moving > 1 else "the rank makes progress"
+        )
     if moving and moving * 2 >= len(timed):
         how = f"{moving} of {len(timed)} ranks make progress, the others were heard lately"
         return HangDecision(False, how)
-    return HangDecision(None, "the last marks are too fresh: look again")
+    return HangDecision(None, "the last progress is too recent: run it again in 10 s")
 
 
 def _by_snapshots(

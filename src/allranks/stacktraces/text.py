@@ -197,7 +197,7 @@ def _tree_lines(roots: Sequence[Node], culprits: frozenset[int]) -> Iterator[str
     count = 0
     for root in roots:
         name = {"main": "main thread", "child": "child processes, main thread"}.get(root.role, root.role)
-        yield f"{name} · ranks {compress(root.ranks)}"
+        yield f"{name} · rank{'s' if len(root.ranks) > 1 else ''} {compress(root.ranks)}"
         for line in _branches(root, "  ", culprits):
             count += 1
             if count > MAX_LINES:
