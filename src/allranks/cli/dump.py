@@ -317,7 +317,7 @@ def _print_list(headers: list[Header], as_json: bool) -> None:
         rows.append(row)
     lines = [
         f"{row['job']}  rank {row['rank']}/{row['world_size']}  attempt {row['attempt']}  pid {row['pid']}  "
-        f"step {row['step'] if int(row['step']) >= 0 else '-'}  calls {row['completed']}/{row['calls']}  {row['state']}"
+        f"step {'-' if row['step'] == -1 else row['step']}  calls {row['completed']}/{row['calls']}  {row['state']}"
         for row in rows
     ]
     answer(as_json, {"schema": 1, "boxes": rows}, map(printable, lines))
