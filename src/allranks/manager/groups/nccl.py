@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
 from allranks.manager.groups.native_calls import abandoned, silenced
 from allranks.manager.groups.teardown import destroy_later, ended, start_attended
+from allranks.torch_private import can_wait_until_connected, wait_until_connected, with_limit
 
 log = logging.getLogger("allranks.manager")
 
@@ -141,14 +141,14 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def make_beside(self, meeting: GroupSpec) -> object:
         """Without an operation: one that waits for a member, beside one of the group that works, could stop both."""
         backend = self._connect(meeting)
-        if hasattr(backend, "_comm_ptr"):
+        if can_wait_until_connected(backend):
             try:
                 wait_for_members(meeting, "connected", self.timeout_s)
             except (RuntimeError, GroupAborted):
                 self.discard(backend)
                 raise
             with torch.cuda.device(self.device or torch.device("cuda", 0)):
-                backend._comm_ptr()  # waits until all have connected, and keeps the interpreter waiting
+                wait_until_connected(backend)
         return backend
 
     def _begin(self, made: Any) -> Any:
@@ -174,8 +174,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         device = self.device or torch.device("cuda", 0)
         limit_s = meeting.limit_s or self.timeout_s
         wait_for_members(meeting, "here", limit_s)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout_s)
+        options = with_limit(dist.ProcessGroupNCCL.Options(), self.timeout_s)
         options.global_ranks_in_group = list(meeting.global_ranks or range(meeting.world_size))
         options.group_name = meeting.name or f"allranks_{meeting.number}"
         if hasattr(options, "config"):
