@@ -238,10 +238,11 @@ def with_metrics(text: str) -> str:
 
 
 def _metrics() -> Iterator[str]:
+    from allranks.model.metrics import SPENT
+
     from allranks.lighthouse.status import ReplicaStatus, Status
     from allranks.lighthouse.web import render_metrics
     from allranks.model.cluster import PublishedIncident
-    from allranks.model.metrics import SPENT
 
     row = ReplicaStatus("r", "s", "n", "member", 1, 1, 0.0, "", 0.0, "", 1)
     incident = PublishedIncident("i", "x", kind="hang", cause="x")
