@@ -56,12 +56,15 @@ class Backend:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroupNCCL]:
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "0")  # which a group would set for good
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
     monkeypatch.setattr(nccl.torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ProcessGroupNCCL, "_begin", lambda self, made: made)
     Backend.made, Backend.how, Backend.release = [], "", threading.Event()
-    yield ProcessGroupNCCL(5.0, device="cuda:0")
+    made = ProcessGroupNCCL(5.0, device="cuda:0")
+    yield made
     Backend.release.set()
+    made.shutdown()
     wait_until(lambda: all(thread.name != MAKING for thread in threading.enumerate()))
 
 
