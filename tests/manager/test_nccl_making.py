@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+from allranks.drill.ranks import Ranks
 from allranks.errors import GroupAborted
+from allranks.lighthouse.options import Options
+from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.groups import nccl
+from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall, abandoned
 from allranks.manager.groups.nccl import ProcessGroupNCCL
+from allranks.manager.manager import Manager
+from allranks.manager.optimizer import Optimizer
 
-from .cluster import LIMIT_S
+from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
 
 MAKING = "allranks-making"
 
@@ -26,6 +37,7 @@ class Backend:
 
     Options = type("Options", (), {})
     made: list[Backend] = []
+    launched: list[Backend] = []
     how = ""
     release = threading.Event()
 
@@ -40,17 +52,27 @@ class Backend:
             Backend.release.wait(LIMIT_S)
 
     def abort(self) -> None:
+        if Backend.how == "aborts slowly":
+            Backend.release.wait(LIMIT_S)
         self.aborted.set()
+
+    @staticmethod
+    def launch(group: ProcessGroupNCCL, made: Backend) -> Backend:
+        Backend.launched.append(made)
+        return made
 
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroupNCCL]:
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "0")  # which a group would set for good
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
     monkeypatch.setattr(nccl.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(ProcessGroupNCCL, "_begin", lambda self, made: made)
-    Backend.made, Backend.how, Backend.release = [], "", threading.Event()
-    yield ProcessGroupNCCL(5.0, device="cuda:0")
+    monkeypatch.setattr(ProcessGroupNCCL, "_launch", Backend.launch)
+    Backend.made, Backend.launched, Backend.how, Backend.release = [], [], "", threading.Event()
+    made = ProcessGroupNCCL(5.0, device="cuda:0")
+    yield made
     Backend.release.set()
+    made.shutdown()
     wait_until(lambda: all(thread.name != MAKING for thread in threading.enumerate()))
 
 
@@ -105,6 +127,24 @@ def test_a_connect_that_never_returns_does_not_delay_the_next_group(group: Proce
     assert not stuck.is_alive()
     Backend.release.set()
     assert Backend.made[0].aborted.wait(LIMIT_S)  # late, and unwanted
+    assert Backend.launched == [Backend.made[1]]  # an operation with a dead member would keep the device
+
+
+def test_no_group_gets_its_first_operation_while_another_communicator_is_being_ended(
+    group: ProcessGroupNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the end of one waits for the other's operation, and that for a member that dies meanwhile."""
+    monkeypatch.setattr(nccl, "_ENDED_S", LIMIT_S)
+    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=1))
+    Backend.how = "aborts slowly"
+    group.abort("r1 is gone")
+    next_one = threading.Thread(target=_meet, args=(group, GroupSpec(dist.HashStore(), 0, 1, number=2)))
+    next_one.start()
+    wait_until(lambda: len(Backend.made) == 2)
+    assert Backend.launched == Backend.made[:1]
+    Backend.release.set()
+    next_one.join(LIMIT_S)
+    assert Backend.launched == Backend.made
 
 
 def test_a_call_knows_that_it_was_abandoned() -> None:
@@ -123,3 +163,65 @@ def test_a_call_knows_that_it_was_abandoned() -> None:
     assert seen.wait(LIMIT_S)
     assert not abandoned()
     ending.join()
+
+
+# ---- a real job over gloo, whose groups are made as NCCL makes them when a member dies ----
+
+
+class StuckGroup(ProcessGroupGloo):
+    """The making of a group of three never returns: its newcomer dies in it, once the others are there."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        super().__init__(30.0)
+        self.place, self.folder = rank, folder
+
+    def _make(self, meeting: GroupSpec) -> object:
+        if meeting.world_size < 3:
+            return super()._make(meeting)
+        (self.folder / f"making-{self.place}").touch()
+        if self.place == 2:
+            wait_until(lambda: all((self.folder / f"making-{rank}").exists() for rank in range(2)))
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+        raise AssertionError("it never returns")
+
+
+def _train(rank: int, world: int, address: str, folder_name: str) -> tuple[str, int, int]:
+    folder = Path(folder_name)
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    model = nn.Linear(8, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    if rank == 2:
+        wait_until((folder / "go").exists)
+    manager = Manager(
+        StuckGroup(rank, folder), state=[model, inner], lighthouse_addr=address, replica_id=f"r{rank}",
+        rank=0, world_size=1, timeout=30, quorum_timeout=30,
+    )  # fmt: skip
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    after = 0  # steps since the newcomer has died
+    while after < 3:
+        optimizer.zero_grad()
+        ddp(batch(manager.current_step(), 8)).square().mean().backward()
+        count = manager.num_participants()
+        if optimizer.step() and count == 2:
+            (folder / "go").touch()
+            after += (folder / f"making-{rank}").exists()
+    left = sum(thread.name == MAKING for thread in threading.enumerate())
+    state = fingerprint(model, inner)
+    manager.shutdown()
+    return state, left, manager.current_step()
+
+
+def test_the_others_train_on_while_the_making_of_a_group_with_a_dead_member_never_returns(
+    tmp_path: Path,
+) -> None:
+    with (
+        LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=2.0)) as lighthouse,
+        Ranks(_train, 3, args=(lighthouse.address, str(tmp_path)), backend=None) as ranks,
+    ):
+        first, second, dead = ranks.join(LIMIT_S).values()
+    assert dead.exit_code == -signal.SIGKILL
+    assert first.exit_code == second.exit_code == 0, (first.error, second.error)
+    assert first.value[0] == second.value[0]
+    assert first.value[1] == second.value[1] == 1  # the thread is still in it

@@ -308,3 +308,24 @@ def test_a_prepared_group_is_used_only_when_every_member_has_it() -> None:
     assert agreed([ready, other, newcomer]) == ""
     assert agreed([ready, without, newcomer]) == ""
     assert agreed([newcomer, newcomer]) == ""
+
+
+@pytest.mark.parametrize("first_step_done", [True, False])
+def test_no_group_is_made_beside_the_first_step_of_the_running_one(
+    next_group: NextGroup, monkeypatch: pytest.MonkeyPatch, first_step_done: bool
+) -> None:
+    """On a GPU its collectives did not end then."""
+    monkeypatch.setattr(prepared_group, "_FIRST_STEP_S", LIMIT_S)
+    begun = threading.Event()
+    monkeypatch.setattr(prepared_group.GroupPreparation, "make", lambda self: begun.set())
+    quorum = Quorum(1, 1, (member("a"), member("c")))
+    said = [ReplicaClaim.decode(one.data) for one in quorum.members]
+    generation = Generation(quorum, decide(said, 1), 0, 0, next_group.group, VoteMesh())
+    next_group.training.generation, generation.together = generation, first_step_done
+    b = Newcomer("b")
+    assert next_group.prepare(waits(b))
+    assert b.invitation().world_size == 3  # it computes its first step meanwhile
+    if not first_step_done:
+        assert not begun.wait(3 * prepared_group._LOOK_S)
+        generation.together = True
+    assert begun.wait(LIMIT_S)

@@ -12,24 +12,11 @@ from typing import Any
 
 import pytest
 
+from allranks import torch_private
+from allranks.errors import ConfigurationError
 from allranks.recording import torch_internals
 from allranks.recording.torch_internals import missing
-from allranks.recording.torch_names import C10D, PRIVATE, RECORDED
-
-PATTERN = re.compile(
-    r"\btorch\.(?:\w+\.)*_[a-z]\w*|\bdistributed_c10d\b|\._(?:world|get_backend|device_types|torchdynamo)\w*"
-)
-
-
-def test_only_one_file_of_the_recorder_knows_private_names_of_torch() -> None:
-    """Where a new version of torch breaks something, this is where to look."""
-    home = Path(torch_internals.__file__)
-    strangers = {}
-    for path in home.parent.glob("*.py"):
-        code = re.sub(r'""".*?"""|#.*|"[^"\n]*"', "", path.read_text(), flags=re.DOTALL)
-        if path not in (home, home.with_name("torch_names.py")) and (found := PATTERN.findall(code)):
-            strangers[path.name] = found
-    assert strangers == {}
+from allranks.torch_private import C10D, PRIVATE, RECORDED
 
 
 def _look_up(name: str) -> Any:
@@ -58,26 +45,41 @@ def test_a_private_name_of_torch_is_there_and_takes_what_we_give_it(name: str) -
     assert PRIVATE[name][0] in (_look_up(name).__doc__ or "")
 
 
-USED = re.compile(
-    r"\b(?:torch|dist|c10d|distributed_c10d|backend|group|proxy|options)((?:\.\w+)*)\.(_[a-z]\w*)",
-    re.IGNORECASE,
+PATTERN = re.compile(
+    r"\b(?:torch|dist)\.(?:\w+\.)*_[a-z]\w*|\bfrom torch\S*\._\w+|\bfrom torch\S* import _\w+|\b(?:distributed_)?c10d\._[a-z]\w*"
+    r"|\b(?:backend|group|proxy|options|inductor|iterator|loader)\._[a-z]\w*|\._(?:world|get_backend|device_types|torchdynamo)\w*",
 )
 
 
-def test_no_other_private_name_of_torch_is_used() -> None:
-    """Each one is in recording/torch_names.py, with what it costs when it is gone."""
-    source = Path(torch_internals.__file__).parents[1]
-    known = {word for name in PRIVATE for word in name.split(".")} | {"_inductor"}  # looked for, never called
-    unknown = {}
-    for path in source.rglob("*.py"):
+def test_only_two_files_know_private_names_of_torch() -> None:
+    """Where a new version of torch breaks something, these are where to look."""
+    homes = [Path(torch_internals.__file__), Path(torch_private.__file__)]
+    found = {}
+    for path in homes[1].parent.rglob("*.py"):
         text = path.read_text()
-        if "torch" not in text or path.parent.name == "torchft":
+        if path in homes or not re.search(r"^\s*(?:import|from) torch", text, re.MULTILINE):
             continue
         code = re.sub(r'""".*?"""|#.*|"[^"\n]*"', "", text, flags=re.DOTALL)
-        found = {word for _, word in USED.findall(code) if not word.startswith("__")} - known
-        if found and re.search(r"^\s*(?:import|from) torch", text, re.MULTILINE):
-            unknown[str(path.relative_to(source))] = found
-    assert unknown == {}
+        if names := PATTERN.findall(code):
+            found[str(path.relative_to(homes[1].parent))] = names
+    assert found == {}
+
+
+def test_a_name_that_is_gone_is_named_with_the_versions_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch_private.c10d, "_get_default_store")
+    with pytest.raises(
+        ConfigurationError, match=r"has no _get_default_store: use a version from 2\.13 and 2\.15"
+    ):
+        torch_private.default_store()
+
+
+def test_what_torch_copies_in_one_call_is_copied_one_by_one_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch_private.torch, "_foreach_copy_")
+    targets = [torch_private.torch.zeros(2), torch_private.torch.zeros(3)]
+    torch_private.copy_all(targets, [torch_private.torch.ones(2), torch_private.torch.ones(3)])
+    assert all(bool(target.all()) for target in targets)
 
 
 BUILD = """

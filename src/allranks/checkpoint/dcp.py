@@ -27,9 +27,9 @@ import torch
 from torch.distributed.checkpoint import metadata as facts
 from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.futures import Future
 
+from allranks import torch_private
 from allranks.checkpoint.checksum import best_algorithm, checksum
 from allranks.checkpoint.manifest import FileLayout, Index, Shard, StoredShard, encode_manifest, lay_out
 from allranks.checkpoint.restore.into_state import skeletons
@@ -185,7 +185,7 @@ def _common(metadata: facts.Metadata, results: Sequence[Sequence[storage.WriteRe
         for name, entry in metadata.state_dict_metadata.items()
     }
     paths = metadata.planner_data or {}
-    nested = unflatten_state_dict(values, {name: paths.get(name, (name,)) for name in values})
+    nested = torch_private.unflatten(values, {name: paths.get(name, (name,)) for name in values})
     return flatten({"step": step, **nested}).skeleton
 
 
@@ -264,5 +264,5 @@ def _objects(checkpoint: Opened) -> dict[str, object]:
     common, _ = skeletons(checkpoint, 0)
     tensors = {name: torch.empty(0) for name in tensor_names(common)}
     tensors.update(read_whole(checkpoint, tensor_names(common, ("$ndarray",))))
-    flat, _ = flatten_state_dict(unflatten(common, tensors))
+    flat, _ = torch_private.flatten(unflatten(common, tensors))
     return {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}

@@ -231,9 +231,9 @@ def is_dtensor(value: object) -> bool:
 
 def local_chunk(like: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(sizes, offsets) of this rank's chunk of a DTensor, or of anything with its shape, mesh and placements."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from allranks import torch_private  # needs torch.distributed
 
-    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    sizes, offsets = torch_private.local_chunk(like)
     return tuple(sizes), tuple(offsets)
 
 

@@ -25,6 +25,7 @@ from allranks.manager.groups.generation import Generation
 from allranks.manager.heal.state import local_of
 from allranks.manager.manager import Manager
 from allranks.manager.work import ManagedWork
+from allranks.torch_private import after_backward, copy_all
 
 _FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early; as torch's DDP
 _LARGE_BYTES = 64 << 10  # gradients of this size are worth a call each
@@ -78,7 +79,7 @@ class Bucket:
                 torch.div(gradient, divisor, out=part)  # one pass over memory
             return buffer
         if local:
-            torch._foreach_copy_(present, local)
+            copy_all(present, local)
         if divisor > 1:
             buffer.div_(divisor)
         return buffer
@@ -198,7 +199,7 @@ class DistributedDataParallel(nn.Module):
             return
         if not backward.running:
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            after_backward(self._finish)
         _place_like(parameter)
         bucket.missing -= 1
         while backward.next < len(self._buckets) and self._buckets[backward.next].missing <= 0:

@@ -39,7 +39,8 @@ log = logging.getLogger("allranks.manager")
 
 _INVITATION = "allranks/invitation"
 _POLL_S = 0.005
-_LOOK_S = 0.1  # how often somebody who waits for a notice looks by himself
+_LOOK_S = 0.1
+_FIRST_STEP_S = 10.0  # a first step may fail again and again: newcomers do not wait longer for it
 _STORE_S = 10.0  # of reaching a store
 _ANSWER_S = 10.0  # within which every newcomer must have read its invitation
 _DEATH_S = 0.5  # after which the lighthouse, too, knows of a death that closed its connections
@@ -297,10 +298,11 @@ class NextGroup:
 
     def _wait_for_first_step(self, generation: Generation, preparation: GroupPreparation) -> None:
         """Of the running group: beside its first collectives no other group is made. They did not end on a GPU then."""
+        deadline = time.monotonic() + _FIRST_STEP_S
         changed = self.training.changed
         with changed:
             while generation.usable and not (generation.together or generation.voters == 1):
-                if preparation.cancelled or self.training.closing:
+                if preparation.cancelled or self.training.closing or time.monotonic() > deadline:
                     break
                 changed.wait(_LOOK_S)
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from allranks import recording as record
+from allranks import torch_private
 from allranks.channel.frames import loopback
 from allranks.channel.keys import Keyring, find_token
 from allranks.errors import LighthouseError, LighthouseUnreachable
@@ -186,7 +187,7 @@ class ManagerResources:
         if options.world_size == 1:
             return None
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
+            store = torch_private.default_store()
         else:
             limit = timedelta(seconds=options.connect_timeout_s)
             host = options.store_host or loopback()

@@ -1,6 +1,6 @@
-"""Every name of torch that is not public, and what is lost where a version of torch lacks it. Runs in the rank.
+"""What the recorder calls of torch that is not public; allranks/torch_private.py lists the names. Runs in the rank.
 
-Other files of `record` use torch's public names and this file. `missing` is asked when recording starts.
+Other files of `recording` use torch's public names and this file. `missing` is asked when recording starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp, distributed_c10d
 
 from allranks.recording.options import TORCH_ERRORS
-from allranks.recording.torch_names import C10D, PRIVATE, RECORDED
+from allranks.torch_private import C10D, PRIVATE, RECORDED
 
 Backend = c10d.Backend
 Torch: TypeAlias = Any  # something of torch that has no type of its own, or another one in each version

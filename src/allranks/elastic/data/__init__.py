@@ -168,17 +168,18 @@ class ElasticDataLoader:
 
     def _gone(self, error: Exception) -> str:
         """The pids of dead workers, "" when the error has another cause (one raised inside a worker, say)."""
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is None or str(error).startswith("Caught "):
-            return ""
-        for worker in iterator._workers:
+        from allranks.torch_private import loader_workers
+
+        workers = [] if str(error).startswith("Caught ") else loader_workers(self._loader)
+        for worker in workers:
             worker.join(timeout=0.5)  # a pipe can break a moment before its process is reaped
-        return ", ".join(str(worker.pid) for worker in iterator._workers if not worker.is_alive())
+        return ", ".join(str(worker.pid) for worker in workers if not worker.is_alive())
 
     def close(self) -> None:
+        from allranks.torch_private import stop_loader
+
         loader, self._loader = self._loader, None
-        if loader is not None and getattr(loader, "_iterator", None) is not None:
-            loader._iterator._shutdown_workers()
+        stop_loader(loader)
 
     def _take_plan(self, plan: BatchPlan, rank: int) -> None:
         self.plan = plan

@@ -10,13 +10,13 @@ import contextlib
 import os
 import threading
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from allranks.channel.frames import loopback, own_address
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.sockets import SocketSet, abort_connecting, inodes, listening_ports
+from allranks.torch_private import gloo_options, limit_operations
 
 _creation = threading.Lock()
 
@@ -46,9 +46,7 @@ class GlooMesh:
     def connect(self, meeting: GroupSpec, timeout_s: float) -> object:
         """Makes the backend: all members must do so at the same time. One that was aborted meanwhile is cut."""
         port = self.port
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [self._device]
-        options._timeout = timedelta(seconds=meeting.limit_s or timeout_s)
+        options = gloo_options(self._device, meeting.limit_s or timeout_s)
         options.group_name = meeting.name
         options.global_ranks_in_group = list(meeting.global_ranks)
         with self._lock:
@@ -59,7 +57,7 @@ class GlooMesh:
         with contextlib.ExitStack() as undo:
             undo.callback(self._connected, meeting, None)
             backend = dist.ProcessGroupGloo(meeting.store, meeting.rank, meeting.world_size, options)
-            backend._set_default_timeout(timedelta(seconds=timeout_s))
+            limit_operations(backend, timeout_s)
             sockets.take(*ports, before)
             undo.pop_all()
         if not self._connected(meeting, sockets):

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from allranks.channel.frames import split_address
 from allranks.errors import ConfigurationError
+from allranks.torch_private import is_known, register_group, unregister_group
 
 Seconds: TypeAlias = "float | timedelta"
 
@@ -56,17 +56,17 @@ class RegisteredGroup:
         dist.Backend.register_backend(full, lambda *_: self, devices=devices)
         if not dist.is_initialized():  # there is nothing yet that a group of torch could be a part of
             self._registered = full
-            c10d._register_process_group(full, self)
+            register_group(full, self)
             return self
         return dist.new_group(ranks=[dist.get_rank()], backend=full, group_desc=full)
 
     def unregister(self) -> None:
         """torch forgets the group."""
         assert isinstance(self, dist.ProcessGroup)
-        if self in c10d._world.pg_map:
+        if is_known(self):
             dist.destroy_process_group(self)
         elif self._registered is not None:
-            c10d._unregister_process_group(self._registered)
+            unregister_group(self._registered)
         self._registered = None
 
     def _set_group_name(self, name: str) -> None:

@@ -14,8 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
 from allranks.manager.groups.native_calls import abandoned, silenced
 from allranks.manager.groups.teardown import destroy_later, ended, start_attended
+from allranks.torch_private import can_wait_until_connected, wait_until_connected, with_limit
 
 log = logging.getLogger("allranks.manager")
 
@@ -37,10 +37,12 @@ CONNECT_AT_ONCE = {"NCCL_RUNTIME_CONNECT": "0"}
 #: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
 _SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _POLL_S = 0.002
-_TAKEN_S = 2.0  # more than a GPU needs to be given an operation
+_TAKEN_S = 0.5  # more than a GPU needs to be given an operation
+_ENDED_S = 1.5  # more than the end of a communicator takes, unless it waits for the device
 _IDLE_STEPS = 10  # with the next group, before the one before it is ended
 _lock = threading.Lock()
 _users: Counter[str] = Counter()  # of variables that we have set
+_ending: set[threading.Thread] = set()  # each ends communicators
 
 
 class ProcessGroupNCCL(ReconfigurableGroup):
@@ -128,7 +130,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         with self._guard:
             retired, self._retired = self._retired, []
         if retired:
-            start_attended("allranks-nccl-end", _end, retired)
+            _start_ending("allranks-nccl-end", _end, retired)
 
     def _make(self, meeting: GroupSpec) -> object:
         """The communicator is ready when this returns.
@@ -141,17 +143,30 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def make_beside(self, meeting: GroupSpec) -> object:
         """Without an operation: one that waits for a member, beside one of the group that works, could stop both."""
         backend = self._connect(meeting)
-        if hasattr(backend, "_comm_ptr"):
+        if can_wait_until_connected(backend):
             try:
                 wait_for_members(meeting, "connected", self.timeout_s)
             except (RuntimeError, GroupAborted):
                 self.discard(backend)
                 raise
             with torch.cuda.device(self.device or torch.device("cuda", 0)):
-                backend._comm_ptr()  # waits until all have connected, and keeps the interpreter waiting
+                wait_until_connected(backend)
+            wait_for_endings()  # here nobody waits for us
         return backend
 
     def _begin(self, made: Any) -> Any:
+        """The first operation, when no other communicator is being ended.
+
+        That waits for the device and keeps the driver's lock. If a member died now, our operation would keep the device, our
+        abort would wait for the lock, and nothing would move in this process until torch's limit of time.
+        """
+        wait_for_endings()
+        if abandoned():  # a member is dead, and nobody would abort the operation
+            self.discard(made)
+            raise GroupAborted("called off")
+        return self._launch(made)
+
+    def _launch(self, made: Any) -> Any:
         """Gives the communicator its first operation, on memory that is there: an allocation would wait for an abort."""
         device, began = self.device or torch.device("cuda", 0), time.monotonic()
         with torch.cuda.device(device):
@@ -174,8 +189,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         device = self.device or torch.device("cuda", 0)
         limit_s = meeting.limit_s or self.timeout_s
         wait_for_members(meeting, "here", limit_s)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout_s)
+        options = with_limit(dist.ProcessGroupNCCL.Options(), self.timeout_s)
         options.global_ranks_in_group = list(meeting.global_ranks or range(meeting.world_size))
         options.group_name = meeting.name or f"allranks_{meeting.number}"
         if hasattr(options, "config"):
@@ -199,7 +213,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         destroy_later(backend, (), self.slow_to_destroy, self._take_down(backend, threading.Lock()))
 
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
-        return None if backend is None else start_attended("allranks-nccl-abort", _abort, backend, gate)
+        return None if backend is None else _start_ending("allranks-nccl-abort", _abort, backend, gate)
 
 
 def wait_for_members(meeting: GroupSpec, what: str, limit_s: float) -> None:
@@ -218,6 +232,23 @@ def wait_for_members(meeting: GroupSpec, what: str, limit_s: float) -> None:
         time.sleep(_POLL_S)
     if abandoned():
         raise GroupAborted("called off")
+
+
+def wait_for_endings() -> None:
+    """Until no communicator of this process is being ended, but not for one that cannot end before the next one works."""
+    deadline = time.monotonic() + _ENDED_S
+    with _lock:
+        ending = list(_ending)
+    for thread in ending:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _start_ending(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
+    thread = start_attended(name, target, *args)
+    with _lock:
+        _ending.difference_update([each for each in _ending if not each.is_alive()])
+        _ending.add(thread)
+    return thread
 
 
 @contextlib.contextmanager

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from allranks.torch_private import compile_workers
 
 EXIT_S = 2.0  # the longest that the end of a process waits for teardowns
 _POLL_S = 0.02
@@ -81,12 +82,13 @@ def _take_threads() -> set[threading.Thread]:
 
 def end_compile_workers() -> None:
     """The worker processes of torch.compile are asked to end, and not waited for: at exit torch would, for seconds."""
-    inductor = sys.modules.get("torch._inductor.async_compile")
-    if inductor is None:
+    workers = compile_workers()
+    if workers is None:
         return
-    start_thread("allranks-workers", inductor.shutdown_compile_workers)
+    end, running = workers
+    start_thread("allranks-workers", end)
     deadline = time.monotonic() + EXIT_S
-    while any(getattr(pool, "running", False) for pool in list(inductor._pool_set)):
+    while running():
         if time.monotonic() > deadline:
             return
         time.sleep(_POLL_S)
