@@ -141,9 +141,14 @@ def test_no_group_gets_its_first_operation_while_another_communicator_is_being_e
     next_one = threading.Thread(target=_meet, args=(group, GroupSpec(dist.HashStore(), 0, 1, number=2)))
     next_one.start()
     wait_until(lambda: len(Backend.made) == 2)
+    after_commit = threading.Thread(target=group.drop_retired)  # the next step's operations follow it
+    after_commit.start()
     assert Backend.launched == Backend.made[:1]
+    assert after_commit.is_alive()
     Backend.release.set()
     next_one.join(LIMIT_S)
+    after_commit.join(LIMIT_S)
+    assert not after_commit.is_alive()
     assert Backend.launched == Backend.made
 
 

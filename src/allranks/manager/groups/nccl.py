@@ -37,7 +37,7 @@ CONNECT_AT_ONCE = {"NCCL_RUNTIME_CONNECT": "0"}
 #: Read by torch when a group is made: its watchdog must not end the process when we abort the group.
 _SURVIVE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _POLL_S = 0.002
-_TAKEN_S = 0.5  # more than a GPU needs to be given an operation
+_TAKEN_S = 2.0  # more than a GPU needs to be given an operation
 _ENDED_S = 1.5  # more than the end of a communicator takes, unless it waits for the device
 _IDLE_STEPS = 10  # with the next group, before the one before it is ended
 _lock = threading.Lock()
@@ -119,12 +119,13 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         The end of a communicator waits for what the device does, and keeps the driver's lock. Beside a collective whose
         member is dead it does not end before that is aborted, and the abort waits for an operation that waits for the
         lock. After `_TAKEN_S` it waits no more, and torch asks the aborted communicator for its limit of time
-        whether it has taken the operation.
+        whether it has taken the operation. So the next step begins when all ends are over.
         """
         if self._retired:
             self._steps += 1
             if self._steps >= _IDLE_STEPS:
                 self._end_retired()
+        wait_for_endings()
 
     def _end_retired(self) -> None:
         with self._guard:
