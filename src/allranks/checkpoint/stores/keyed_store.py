@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
-from allranks.checkpoint.stores.pointer import POINTER, check_list, decode, encode
+from allranks.checkpoint.stores.listing import POINTER, check_list, decode, encode
 from allranks.errors import CheckpointValidationError
 
 if TYPE_CHECKING:
