@@ -9,7 +9,6 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from allranks.diagnosis.align import is_box
 from allranks.diagnosis.alignment import broken_habit
 from allranks.diagnosis.job import Family, GroupView, Job, Now
 from allranks.diagnosis.kinds import CAUSES, KINDS, fill, lines, say
@@ -228,7 +227,7 @@ class Context:
         verb = "failed"
         if set(states.values()) == {int(State.TIMED_OUT)}:
             # A dump says that such a call was put away, not why.
-            told = all(is_box(self.job.ranks[r].trace) or self._outlived(r, blocked.rows[r]) for r in states)
+            told = all(self.job.ranks[r].trace.is_box or self._outlived(r, blocked.rows[r]) for r in states)
             verb = "timed out" if told else "failed or timed out"
         return f"{call} {verb} on {ranks_text(states)}"
 

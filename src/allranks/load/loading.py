@@ -168,15 +168,14 @@ def _ranked(load: Share) -> tuple[list[TraceFile], list[FileNote]]:
         if rank is None and load.options.number_unknown:
             used = {*(file.rank for file in files), *names.values()}
             rank = next(number for number in range(len(used) + 1) if number not in used)
-        made = raw.kind.startswith("black box") and any(group.store for group in raw.groups)
+        made = raw.is_box and any(group.store for group in raw.groups)
         rank = -1 if rank is None and made else rank
         if rank is None or (load.options.ranks is not None and rank not in load.options.ranks):
             unknown = "its rank is not in the file or its name"
             problem = unknown if rank is None else "not among the selected ranks"
             notes.append(FileNote(source.path, rank, raw.kind, "skipped", problem))
             continue
-        is_box = raw.kind.startswith("black box")
-        attempt = raw.header.attempt if is_box else attempt_of_name(source.path)
+        attempt = raw.header.attempt if raw.is_box else attempt_of_name(source.path)
         files.append(TraceFile(source.path, rank, attempt, _dated(source, raw)))
     return files, notes
 
