@@ -21,9 +21,8 @@ to have ended tells nothing but the order of its calls.
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -52,33 +51,30 @@ _QUORUM = re.compile(r"^(replicas|votes)/(\d+)(/\d+)?$")
 def forget_past_quorums(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """The traces without calls of groups of replicas that a later quorum has replaced: who was lost left them unfinished there,
     and the others continued in the next group."""
-    newest = max((_number(name) for name in {g.name for t in traces for g in t.groups}), default=-1)
-    return [_without(trace, newest) for trace in traces] if newest >= 0 else list(traces)
+    newest = max((_quorum(name) for name in {g.name for t in traces for g in t.groups}), default=-1)
+    if newest < 0:
+        return list(traces)
+    return [_with_groups(trace, lambda name: not 0 <= _quorum(name) < newest) for trace in traces]
 
 
 def without_replica_groups(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """The traces without calls of groups of replicas: the ranks of one replica are in different ones of the same name."""
-    return [_without(trace, sys.maxsize) for trace in traces]
+    return [_with_groups(trace, lambda name: _quorum(name) < 0) for trace in traces]
 
 
 def only_replica_groups(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """The traces with the calls of the newest groups of replicas only."""
-    found = forget_past_quorums(traces)
-    inside = [
-        [i for i, group in enumerate(t.groups) if not group.name.startswith("replicas/")] for t in found
-    ]
-    kept = [~np.isin(t.calls["group"], past) for t, past in zip(found, inside, strict=True)]
-    return [replace(t, calls=t.calls[rows]) for t, rows in zip(found, kept, strict=True)]
+    return [_with_groups(t, lambda name: name.startswith("replicas/")) for t in forget_past_quorums(traces)]
 
 
-def _without(trace: RankTrace, newest: int) -> RankTrace:
-    past = [index for index, group in enumerate(trace.groups) if 0 <= _number(group.name) < newest]
-    if not past or not len(trace.calls):
+def _with_groups(trace: RankTrace, wanted: Callable[[str], bool]) -> RankTrace:
+    others = [index for index, group in enumerate(trace.groups) if not wanted(group.name)]
+    if not others or not len(trace.calls):
         return trace
-    return replace(trace, calls=trace.calls[~np.isin(trace.calls["group"], past)])
+    return replace(trace, calls=trace.calls[~np.isin(trace.calls["group"], others)])
 
 
-def _number(name: str) -> int:
+def _quorum(name: str) -> int:
     """The quorum of a group's name; -1 for groups of any other kind."""
     found = _QUORUM.match(name)
     return int(found[2]) if found else -1
@@ -99,9 +95,10 @@ def align(
     groups, numbers = resolve_groups(by_rank, pg_filters)
     programs = Programs(tables)
     # All that needs a rank's rows is done at once: they come from afar, and there may be gigabytes of them.
-    placed = {
-        rank: (programs.place(by_rank[rank]), call_states(by_rank[rank].calls)) for rank in sorted(by_rank)
-    }
+    placed = {}
+    for rank in sorted(by_rank):
+        calls = by_rank[rank].calls
+        placed[rank] = programs.place(by_rank[rank]), _STATES[calls["state"] | (calls["flags"] << 3)]
     ranks = {}
     for rank, (program, states) in placed.items():
         seen_ns = _seen_ns(by_rank[rank], now_ns)
@@ -113,14 +110,8 @@ def align(
     return Job(ranks, tuple(groups), tables, world, tuple(sorted(expected - set(ranks))), now_ns, ended)
 
 
-def call_states(calls: np.ndarray) -> np.ndarray:
-    """Now per call, from its state and flags alone: one look into a table, because there may be 32 million."""
-    states: np.ndarray = _STATES[calls["state"] | (calls["flags"] << 3)]
-    return states
-
-
 def _state_table() -> np.ndarray:
-    """Now by state | flags << 3."""
+    """Now by state | flags << 3: one look for each call, because there may be 32 million."""
     code = np.arange(1 << 16)
     state, flags = code & 7, code >> 3
     retired, unknown = (flags & int(Flag.RETIRED)) != 0, (flags & int(Flag.STATE_UNKNOWN)) != 0
