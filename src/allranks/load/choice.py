@@ -39,8 +39,6 @@ class FileChoice:
 
     chosen: tuple[TraceFile, ...]
     dropped: tuple[tuple[TraceFile, str], ...]
-    attempts: tuple[int, ...]
-    attempt: int | None
 
 
 def choose(candidates: list[TraceFile], wanted: int | None) -> list[FileChoice]:
@@ -107,7 +105,7 @@ def _choose_attempt(candidates: list[TraceFile], wanted: int | None) -> FileChoi
     if wanted is not None and wanted not in attempts:
         raise InputError(f"no attempt {wanted} here; found {', '.join(map(str, attempts)) or 'none'}")
     if wanted is None and len(attempts) > 1 and attempts_overlap(candidates, numbered):
-        return _newest_processes(candidates, attempts)
+        return _newest_processes(candidates)
     picked = wanted if wanted is not None else _newest(candidates, numbered)
     dropped = []
     by_rank: dict[int, list[TraceFile]] = defaultdict(list)
@@ -125,7 +123,7 @@ def _choose_attempt(candidates: list[TraceFile], wanted: int | None) -> FileChoi
         best, *rest = sorted(files, key=_goodness, reverse=True) if len(files) > 1 else files
         chosen.append(best)
         dropped += [(other, f"rank {rank} is read from {best.path}") for other in rest]
-    return FileChoice(tuple(chosen), tuple(dropped), attempts, picked)
+    return FileChoice(tuple(chosen), tuple(dropped))
 
 
 def attempts_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> bool:
@@ -149,7 +147,7 @@ def attempts_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> b
     return any(ended[earlier] > begun[later] + OVERLAP_NS for earlier, later in pairs)
 
 
-def _newest_processes(candidates: list[TraceFile], attempts: tuple[int, ...]) -> FileChoice:
+def _newest_processes(candidates: list[TraceFile]) -> FileChoice:
     """Of every rank the file of its newest process, whatever its attempt."""
     by_start = sorted(candidates, key=lambda c: (c.raw.header.start_ns, c.path))
     newest = {candidate.rank: candidate for candidate in by_start}
@@ -159,7 +157,7 @@ def _newest_processes(candidates: list[TraceFile], attempts: tuple[int, ...]) ->
         for c in candidates
         if newest[c.rank] is not c
     ]
-    return FileChoice(chosen, tuple(dropped), attempts, attempts[-1])
+    return FileChoice(chosen, tuple(dropped))
 
 
 def number_attempts(candidates: list[TraceFile]) -> dict[str, int]:

@@ -121,14 +121,14 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
         FileNote(c.path, c.rank, c.raw.kind, "skipped", reason) for x in choices for c, reason in x.dropped
     ]
     notes += _failures(load)
-    other = [source.location for source, error in load.failed if error.kind == "stacks"]
     order = {source.path: index for index, (source, _) in enumerate(load.raws)}
     notes.sort(key=lambda note: (note.rank is None, note.rank or 0, order.get(note.path, 0), note.path))
     absent = (load.options.ranks or frozenset()) - {trace.header.rank for trace in traces}
     if absent and not load.options.allow_nothing:
         there = [note.rank for note in notes if note.rank is not None]
         raise InputError(f"no dump of {ranks_text(absent)}", hint=f"There are dumps of {ranks_text(there)}.")
-    if not traces and not other and not load.options.allow_nothing:
+    stacks = any(error.kind == "stacks" for _, error in load.failed)
+    if not traces and not stacks and not load.options.allow_nothing:
         shown = ", ".join(map(str, paths))
         if not notes:
             raise InputError(
@@ -137,7 +137,7 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
         details = [f"  {note.path}: {note.kind}: {note.note}" for note in notes[:10]]
         details += [f"  … and {len(notes) - 10} more"] if len(notes) > 10 else []
         raise InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint="\n".join(details))
-    return LoadResult(traces, notes, other, choices[0].attempts, choices[0].attempt)
+    return LoadResult(traces, notes)
 
 
 def _join_worlds(files: Sequence[TraceFile], tables: Tables) -> None:
