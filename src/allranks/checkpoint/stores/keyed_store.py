@@ -3,7 +3,7 @@
 Torch-free. There is no rename, so file names carry the attempt, and the conditional put of the manifest is the
 commit.
 
-Lists of objects may be out of date. None is believed against the pointer (`pointer.py`), and nothing is deleted before the
+Lists of objects may be out of date. None is believed against the pointer (`listing.py`), and nothing is deleted before the
 objects themselves have been asked: a file goes when no manifest that could name it is there.
 """
 
