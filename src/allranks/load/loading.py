@@ -221,12 +221,11 @@ class Reader:
 
     options: LoadOptions
     tables: Tables = field(default_factory=Tables)
-    arena: Arena = field(default_factory=Arena)
 
     @cached_property
-    def heap(self) -> HeapCache:
-        """What the heaps of black boxes share."""
-        return HeapCache(self.tables)
+    def boxes(self) -> tuple[Arena, HeapCache]:
+        """What black boxes share."""
+        return Arena(), HeapCache(self.tables)
 
     @cached_property
     def dumps(self) -> DumpReader:
@@ -252,14 +251,14 @@ class Reader:
         try:
             head = os.pread(fd, HEAD_BYTES, 0)
             if head.startswith(MAGIC):
-                return self._read_box(OpenFile(fd, self.arena))
+                return self._read_box(OpenFile(fd, self.boxes[0]))
         finally:
             os.close(fd)
         return self._read_known(source, head)
 
     def _read_box(self, file: File) -> Raw:
         try:
-            return read_box(file, self.heap, self.options.max_box_bytes, self.options.newest_calls)
+            return read_box(file, self.boxes[1], self.options.max_box_bytes, self.options.newest_calls)
         except InputError as error:
             raise Unreadable(str(error), kind="black box") from error
 
