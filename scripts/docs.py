@@ -55,8 +55,8 @@ def pages() -> dict[Path, str]:
 
 def commands_page() -> Iterator[str]:
     """Every command with its arguments, flags and examples, from argparse."""
-    from allranks.cli import COMMANDS, make_parser
-    from allranks.cli.catalog import EXAMPLES, GROUPS
+    from allranks.cli import COMMANDS, GROUPS, make_parser
+    from allranks.cli.parser import EXAMPLES
 
     yield from (FRONT, "# Commands", "", NOTE, "")
     yield "Exit codes of every command: 0 nothing wrong, 1 a fault was found, 2 the command failed."

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend, StorageReader, StorageWriter
-from allranks.checkpoint.inspect import verify_checkpoint
+from allranks.checkpoint.restore.opened_checkpoint import verify_checkpoint
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.drill.ranks import Ranks
 

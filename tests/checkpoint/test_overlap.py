@@ -15,7 +15,7 @@ from allranks.checkpoint import (
     CheckpointTier,
     create_checkpoint_state,
 )
-from allranks.checkpoint.save import staging
+from allranks.checkpoint.save import snapshot
 
 from .jobs import make_job, same, same_state, train_step
 
@@ -25,7 +25,7 @@ class SlowCopy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        real = staging._copy_one
+        real = snapshot._copy_one
 
         def copy_one(source: torch.Tensor, target: torch.Tensor) -> None:
             if threading.current_thread().name == "allranks-checkpoint-copy":
@@ -33,7 +33,7 @@ class SlowCopy:
                 assert self.go.wait(30)
             real(source, target)
 
-        monkeypatch.setattr(staging, "_copy_one", copy_one)
+        monkeypatch.setattr(snapshot, "_copy_one", copy_one)
 
 
 def test_the_optimizer_waits_for_the_copy_and_the_forward_pass_does_not(

@@ -23,8 +23,8 @@ from allranks.checkpoint import (
 )
 from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.manifest import MANIFEST
+from allranks.checkpoint.restore.into_state import load_legacy
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.torch_files import load_legacy
 from allranks.checkpoint.save.plan import find_pieces, local_tensors, make_plan
 from allranks.checkpoint.save.snapshot import flatten_state
 from allranks.checkpoint.save.writer import Peers, SaveJob, write_checkpoint

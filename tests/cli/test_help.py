@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from tests.box_files import box_bytes
 
-from allranks.cli import COMMANDS, main, make_parser
-from allranks.cli.catalog import EXAMPLES, GROUPS
+from allranks.cli import COMMANDS, GROUPS, main, make_parser
+from allranks.cli.parser import EXAMPLES
 from allranks.cli.status import CLEAR, render
 from allranks.cli.terminal import use_color
 from allranks.model.cluster import JobView, RankRow

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from allranks.cli import COMMANDS, main, make_parser
-from allranks.cli.catalog import EXAMPLES
+from allranks.cli.parser import EXAMPLES
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

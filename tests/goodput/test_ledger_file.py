@@ -225,11 +225,10 @@ def test_python_and_the_command_read_the_same(
 
 
 def test_metrics_get_the_seconds_by_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allranks.lighthouse.metrics import spent_metrics
-    from allranks.model import metrics
+    from allranks.lighthouse.metrics import render, spent_metrics
 
     assert spent_metrics() == []
     monkeypatch.setattr("allranks.lighthouse.metrics.SPENT", [keep(tmp_path, 60.0).spent])
-    lines = list(metrics.render(spent_metrics()))
+    lines = list(render(spent_metrics()))
     assert any(line.startswith("allranks_goodput_ratio 0.9") for line in lines)
     assert any(line.startswith('allranks_rank_seconds{state="useful"} 2') for line in lines)

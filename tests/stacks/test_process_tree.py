@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cli.stacks_tree import finding_json
+from allranks.cli.stacks import finding_json
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
 from allranks.model.stacks import GroupCall, JobLook, Process, ProcessLink, StackFrame, ThreadLook, WaitFor

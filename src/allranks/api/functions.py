@@ -1,5 +1,5 @@
-"""The functions behind `allranks.diagnose`, `allranks.stacks` and `allranks.load_checkpoint_index`, and what they return: each
-result shows itself in a notebook and turns into JSON and pandas.
+"""The functions behind `allranks.diagnose`, `allranks.stacks`, `allranks.jobs` and their like, and what they return: each result shows
+itself in a notebook and turns into JSON and pandas.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from allranks.errors import InputError
-from allranks.incidents.job_overview import Overview, find_job, recorded_jobs
-from allranks.model.cluster import JobView
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.stacks import Capture, StacksReport
 from allranks.model.trace import RankTrace
-from allranks.watch.samples import read_samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
 
     from allranks.checkpoint.restore.opened_checkpoint import Opened
     from allranks.ledger.summary import JobAccount
+    from allranks.model.cluster import JobView
 
 
 MAX_PAGE = 8 << 20  # characters; a larger page would make the notebook slow
@@ -438,6 +436,9 @@ class RecordedJob:
 
 def jobs() -> list[RecordedJob]:
     """The jobs that this user recorded on this node, the newest first."""
+    from allranks.incidents.job_overview import recorded_jobs
+    from allranks.watch.samples import read_samples
+
     found = []
     for folder in recorded_jobs():
         samples = read_samples(folder)
@@ -447,4 +448,6 @@ def jobs() -> list[RecordedJob]:
 
 def status(job: str | Path | None = None) -> JobView:
     """The ranks of a job, by its name or folder: step, call, who waits for whom. Without one: the newest that runs."""
+    from allranks.incidents.job_overview import Overview, find_job
+
     return Overview(find_job(None if job is None else str(job))).look()

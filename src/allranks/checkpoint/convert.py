@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from allranks.checkpoint.config import CheckpointLoadConfig
-from allranks.checkpoint.restore.into_state import read_state
+from allranks.checkpoint.restore.into_state import damage_of, read_legacy, read_state
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.torch_files import damage_of, read_legacy
 from allranks.checkpoint.state import CheckpointState, StateDict, state_of
 from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.checkpoint.stores.backends import Backend

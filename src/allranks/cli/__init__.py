@@ -48,6 +48,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
 
+#: Heading -> commands, in the order of `allranks --help`.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
+    "Keep my job running": ("run", "record", "watch", "lighthouse", "slurm", "drill"),
+    "Where does the time go": ("goodput", "slow", "advise", "history"),
+    "Lose nothing": ("checkpoint", "config", "index"),
+    "Read dumps": ("frtrace",),
+    "This machine": ("demo", "doctor", "mcp", "etcd", "completion"),
+}
 #: Commands that read dumps with numpy; their start-up time counts.
 READING = frozenset({"diagnose", "frtrace", "dump", "replay"})
 #: Commands that may use obstore: one was aborted behind its answer, most likely by threads that met the interpreter's end.
@@ -178,8 +187,6 @@ def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
 
 def program_help() -> str:
     """What `allranks --help` prints: commands by what people come for."""
-    from allranks.cli.catalog import GROUPS
-
     about = "Finds out why a distributed PyTorch job hangs, and keeps it training when\nmachines fail."
     lines = ["usage: allranks COMMAND …", "", about, ""]
     for heading, names in GROUPS.items():

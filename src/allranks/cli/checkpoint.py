@@ -140,7 +140,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.inspect import verify_checkpoint
+    from allranks.checkpoint.restore.opened_checkpoint import verify_checkpoint
 
     results, moved = [], {}
     with _store_and_names(args.checkpoint, args.option) as (store, names):
@@ -166,7 +166,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _copy(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.inspect import copy_checkpoint
+    from allranks.checkpoint.restore.opened_checkpoint import copy_checkpoint
     from allranks.checkpoint.stores.listing import has_manifest
 
     with _checkpoint(args.checkpoint, args.option) as (source, name):
@@ -186,7 +186,7 @@ def _copy(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from allranks.checkpoint.inspect import verify_checkpoint
+    from allranks.checkpoint.restore.opened_checkpoint import verify_checkpoint
     from allranks.checkpoint.stores.listing import decide, list_verified, remove
 
     with _store(args.store, args.option) as store:
@@ -316,8 +316,7 @@ def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, 
 
 
 def _bytes_of(store: Store, name: str) -> int:
-    from allranks.checkpoint.inspect import shard_bytes
-    from allranks.checkpoint.restore.opened_checkpoint import opened
+    from allranks.checkpoint.restore.opened_checkpoint import opened, shard_bytes
     from allranks.errors import CheckpointError
 
     try:

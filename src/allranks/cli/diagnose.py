@@ -191,7 +191,7 @@ def _load(paths: list[str], options: DiagnoseFlags, all_calls: bool) -> LoadResu
 def _transformed(options: DiagnoseFlags, traces: list[RankTrace]) -> list[RankTrace]:
     if not options.transform_ft:
         return traces
-    from allranks.diagnosis.align import transform_ft
+    from allranks.load.choice import transform_ft
 
     return [transform_ft(trace, options.group_world_size) for trace in traces]
 

@@ -58,9 +58,9 @@ def main(args: argparse.Namespace) -> int:
 def _lines(args: argparse.Namespace) -> Iterator[str]:
     import time
 
-    from allranks.diagnosis.align import transform_ft
     from allranks.frtrace import analyse, check_filters, render_blocks
     from allranks.load import LoadOptions, load_paths
+    from allranks.load.choice import transform_ft
     from allranks.report.text import render_entries
 
     loaded = load_paths([args.trace_dir], LoadOptions(prefix=args.prefix))

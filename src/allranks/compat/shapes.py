@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.checkpoint.stores.backends import MemorySnapshotBackend
-from allranks.elastic.index import BuildRequest, build_index
-from allranks.elastic.index.documents import HasEncode
+from allranks.elastic.index import BuildRequest, HasEncode, build_index
 from allranks.elastic.index.file import IndexHeader
 
 

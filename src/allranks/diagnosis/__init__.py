@@ -3,9 +3,8 @@
 verdict  diagnose(): all steps in order; the root cause first. Read this one first
 
 What the job is:
-align    RankTrace per rank → Job (job): groups as the whole job knows them, one lane per (group, rank)
+align    RankTrace per rank → Job (job): groups as the whole job knows them, one lane per (group, rank), states that can be
 job      the operations, and what ranks of one program share, worked out once
-false_completions  completions that cannot be, taken back
 
 What does not fit, and who waits:
 match    calls of one collective compared across ranks; p2p: sends and receives paired

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnosis.align import is_box, is_hook
 from allranks.diagnosis.alignment import (
     MAX_CALLS,
     CallDifference,
@@ -199,7 +198,7 @@ def _lone_waiter(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> 
 
 def _unrecorded(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -> str:
     """What NCCL's own recorder cannot have seen, where several ranks lack together."""
-    own = any(not is_box(context.job.ranks[rank].trace) for rank in ranks)
+    own = any(not context.job.ranks[rank].trace.is_box for rank in ranks)
     if len(ranks) < 2 or not own or not context.group(blocked).backend.startswith("nccl"):
         return ""
     return say("unrecorded", ranks=ranks_text(ranks))
@@ -266,12 +265,12 @@ def _without_file(context: Context, blocked: Blocked, ranks: tuple[int, ...]) ->
     if len(unread) == len(ranks):  # they may be inside the call like the others
         return lacking(context, "unread", blocked, ranks, problem=unread[0], problems="\n".join(unread))
     seen = [now for now in known if now.cause == "gone"]
-    if not seen and all(is_hook(context.job.ranks[rank].trace) for rank in blocked.rows):
+    if not seen and all(context.job.ranks[rank].trace.is_hook for rank in blocked.rows):
         return lacking(context, "did_not_dump", blocked, ranks, it="it" if len(ranks) == 1 else "them")
     many = len(ranks) * 2 > len(group.members) and len(ranks) > 2
     several = len(ranks) > 1  # each of them may be another's victim, or only not collected
     # A black box survives its process: one that is missing was more likely not collected.
-    boxes = all(is_box(context.job.ranks[rank].trace) for rank in blocked.rows)
+    boxes = all(context.job.ranks[rank].trace.is_box for rank in blocked.rows)
     sure = 0.9 if seen else 0.3 if many else 0.45 if boxes or several else 0.6
     missing = ranks_text(blocked.missing) if blocked.missing else ""
     how = seen[0].evidence if seen else ""

@@ -1,90 +1,83 @@
-"""RankTrace per rank → Job: groups as the whole job knows them, and one lane of collectives per (group, rank). Pure.
+"""RankTrace per rank → Job: groups as the whole job knows them, one lane of collectives per (group, rank), states that can be. Pure.
 
 Alignment is by per-group sequence number. Record ids are per process and say nothing across ranks. A lane knows
 how far its ring reaches back (`first`), how far it got (`last`), and whether its end may have been cut off.
 
 Two ranks mean the same group when name, library and members agree. Where a rank does not know the members (gloo's
 own recorder, once there are subgroups) it joins the group of that name that lists it, if there is exactly one.
+Groups of replicas that come and go are made anew with every quorum: what failed in an earlier one is history.
 
-Before that, of replicas that come and go: their groups are made anew with every quorum, and what failed in an earlier one
-is history (`forget_past_quorums`). torchft numbers the ranks of each replica from 0: `--transform-ft` moves them to where
-they are in the whole job.
+States of NCCL's own recorder that cannot be are set right. It marks a coalesced collective as completed although a member never
+entered it. Two things look alike in the dumps: a rank that never came while the others are in the call, and a rank whose dump was
+merely taken earlier. What separates them is the late rank's own clock: when its file holds a time later than the others' completion, it
+had still not entered when the call was said to be over, and the completion is false. Without such a time nothing is certain; it is
+worth a word only where all the others are in that very call.
+
+torch takes the CUDA events of synchronous calls again for later ones: as long as a later call is pending, all that had its event
+before read "scheduled". So a collective that has ended on one rank has been reached by all, and a rank of which nothing is said
+to have ended tells nothing but the order of its calls.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from allranks.diagnosis.job import GroupView, Job, JobTables, Lane, Now, Program, Programs, RankCalls
+from allranks.diagnosis.job import (
+    GroupView,
+    Job,
+    JobTables,
+    Lane,
+    Now,
+    Program,
+    Programs,
+    RankCalls,
+    is_synchronising,
+)
+from allranks.diagnosis.p2p import CLOCKS_NS, newest_ns
+from allranks.diagnosis.waits import is_too_old, lowest_end
 from allranks.model.trace import Flag, Group, RankTrace, State
 
+VAGUE = ("", "undefined")  # descriptions that say nothing
+#: Of a rank with fewer calls none need have ended.
+MIN_UNTOLD = 3
 _QUORUM = re.compile(r"^(replicas|votes)/(\d+)(/\d+)?$")
 
 
 def forget_past_quorums(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """The traces without calls of groups of replicas that a later quorum has replaced.
-
-    Members that were lost left their calls unfinished there, and the survivors went on in the next group: neither
-    says anything about the present.
-    """
-    names = {group.name for trace in traces for group in trace.groups}
-    newest = max(map(_number, names), default=-1)
+    """The traces without calls of groups of replicas that a later quorum has replaced: who was lost left them unfinished there,
+    and the others continued in the next group."""
+    newest = max((_quorum(name) for name in {g.name for t in traces for g in t.groups}), default=-1)
     if newest < 0:
         return list(traces)
-    return [_without(trace, newest) for trace in traces]
+    return [_with_groups(trace, lambda name: not 0 <= _quorum(name) < newest) for trace in traces]
 
 
 def without_replica_groups(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """The traces without calls of groups of replicas: the ranks of one replica are in different ones of the same name."""
-    return [_without(trace, sys.maxsize) for trace in traces]
+    return [_with_groups(trace, lambda name: _quorum(name) < 0) for trace in traces]
 
 
 def only_replica_groups(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """The traces with the calls of the newest groups of replicas only."""
-    found = forget_past_quorums(traces)
-    inside = [
-        [i for i, group in enumerate(t.groups) if not group.name.startswith("replicas/")] for t in found
-    ]
-    kept = [~np.isin(t.calls["group"], past) for t, past in zip(found, inside, strict=True)]
-    return [replace(t, calls=t.calls[rows]) for t, rows in zip(found, kept, strict=True)]
+    return [_with_groups(t, lambda name: name.startswith("replicas/")) for t in forget_past_quorums(traces)]
 
 
-def _without(trace: RankTrace, newest: int) -> RankTrace:
-    past = [index for index, group in enumerate(trace.groups) if 0 <= _number(group.name) < newest]
-    if not past or not len(trace.calls):
+def _with_groups(trace: RankTrace, wanted: Callable[[str], bool]) -> RankTrace:
+    others = [index for index, group in enumerate(trace.groups) if not wanted(group.name)]
+    if not others or not len(trace.calls):
         return trace
-    return replace(trace, calls=trace.calls[~np.isin(trace.calls["group"], past)])
+    return replace(trace, calls=trace.calls[~np.isin(trace.calls["group"], others)])
 
 
-def _number(name: str) -> int:
+def _quorum(name: str) -> int:
     """The quorum of a group's name; -1 for groups of any other kind."""
     found = _QUORUM.match(name)
     return int(found[2]) if found else -1
-
-
-def transform_ft(trace: RankTrace, group_world_size: int) -> RankTrace:
-    """The trace with the default group's members, and the peers in it, moved by the replica's first rank."""
-    rank = trace.header.rank
-    if rank is None or group_world_size < 1:
-        return trace
-    offset = rank // group_world_size * group_world_size
-    if offset == 0:
-        return trace
-    moved = [index for index, group in enumerate(trace.groups) if group.desc == "default_pg" and group.ranks]
-    groups = list(trace.groups)
-    calls = trace.calls.copy()
-    for index in moved:
-        groups[index] = replace(groups[index], ranks=tuple(rank + offset for rank in groups[index].ranks))
-        for column in ("peer", "root"):
-            rows = (calls["group"] == index) & (calls[column] >= 0)
-            calls[column][rows] += offset
-    return replace(trace, groups=tuple(groups), calls=calls)
 
 
 def align(
@@ -102,9 +95,10 @@ def align(
     groups, numbers = resolve_groups(by_rank, pg_filters)
     programs = Programs(tables)
     # All that needs a rank's rows is done at once: they come from afar, and there may be gigabytes of them.
-    placed = {
-        rank: (programs.place(by_rank[rank]), call_states(by_rank[rank].calls)) for rank in sorted(by_rank)
-    }
+    placed = {}
+    for rank in sorted(by_rank):
+        calls = by_rank[rank].calls
+        placed[rank] = programs.place(by_rank[rank]), _STATES[calls["state"] | (calls["flags"] << 3)]
     ranks = {}
     for rank, (program, states) in placed.items():
         seen_ns = _seen_ns(by_rank[rank], now_ns)
@@ -116,14 +110,8 @@ def align(
     return Job(ranks, tuple(groups), tables, world, tuple(sorted(expected - set(ranks))), now_ns, ended)
 
 
-def call_states(calls: np.ndarray) -> np.ndarray:
-    """Now per call, from its state and flags alone: one look into a table, because there may be 32 million."""
-    states: np.ndarray = _STATES[calls["state"] | (calls["flags"] << 3)]
-    return states
-
-
 def _state_table() -> np.ndarray:
-    """Now by state | flags << 3."""
+    """Now by state | flags << 3: one look for each call, because there may be 32 million."""
     code = np.arange(1 << 16)
     state, flags = code & 7, code >> 3
     retired, unknown = (flags & int(Flag.RETIRED)) != 0, (flags & int(Flag.STATE_UNKNOWN)) != 0
@@ -136,16 +124,6 @@ def _state_table() -> np.ndarray:
 
 
 _STATES = _state_table()
-
-
-def is_box(trace: RankTrace) -> bool:
-    """Whether the trace is a black box, which is read live."""
-    return trace.kind.startswith("black box")
-
-
-def is_hook(trace: RankTrace) -> bool:
-    """Whether torch's hook recorded the trace, which records backends without a recorder of their own."""
-    return trace.kind.startswith("torch hook")
 
 
 def _view(
@@ -161,7 +139,7 @@ def _view(
 def _seen_ns(trace: RankTrace, now_ns: int) -> int:
     """When the rank was as its trace shows it; 0 unknown. A black box tells its last write, not when it was read, nor
     when its process was killed."""
-    if is_box(trace) and (now_ns or not trace.progress.closed):
+    if trace.is_box and (now_ns or not trace.progress.closed):
         return now_ns
     return trace.header.written_ns
 
@@ -188,7 +166,7 @@ def _complete(group: GroupView, ranks: dict[int, RankCalls], expected: frozenset
     """Settles the members, and gives members that never called anything in the group an empty lane."""
     members = group.members
     if not group.members_known:
-        members = tuple(sorted(expected if is_world(group) else group.lanes))
+        members = tuple(sorted(expected if group.is_world else group.lanes))
         group = replace(group, members=members, order=members)
     empty = np.zeros(0, np.int64)
     for rank in members:
@@ -200,9 +178,6 @@ def _complete(group: GroupView, ranks: dict[int, RankCalls], expected: frozenset
 
 def _wrapped(trace: RankTrace) -> bool:
     return trace.header.dropped > 0 or (len(trace.calls) > 0 and int(trace.calls["begin"][0]) > 1)
-
-
-VAGUE = ("", "undefined")
 
 
 @dataclass
@@ -304,7 +279,8 @@ def _label(
     for index, draft in enumerate(drafts):
         label = described[index] if described[index] in unique else draft.name
         if names[draft.name] > 1 and label == draft.name:
-            label = f"{draft.name or 'unnamed'}{_short(draft)}"
+            library = f" ({draft.backend})" if draft.backend else ""  # tells groups of equal name apart
+            label = f"{draft.name or 'unnamed'}{_members(draft)}{library}"
         if pg_filters and not pg_filters & {draft.name, draft.desc, label}:
             continue
         keep[index] = len(views)
@@ -312,11 +288,6 @@ def _label(
         named = (draft.name, draft.desc, draft.backend, label or "unnamed")
         views.append(GroupView(len(views), *named, draft.members or (), known, draft.order))
     return views, {rank: keep[own] for rank, own in numbers.items()}
-
-
-def _short(draft: _Draft) -> str:
-    """Tells groups of equal name apart."""
-    return _members(draft) + (f" ({draft.backend})" if draft.backend else "")
 
 
 def _described(draft: _Draft, only_one: bool) -> str:
@@ -332,11 +303,6 @@ def _members(draft: _Draft) -> str:
     return f"[{shown}]" if shown else ""
 
 
-def is_world(group: GroupView) -> bool:
-    """Whether this is the group of all ranks."""
-    return group.desc == "default_pg" or group.name == "0"
-
-
 def _world_size(by_rank: dict[int, RankTrace]) -> int:
     """As most ranks say: one may have been given a wrong number. The larger one on a tie; 0 unknown."""
     sizes = Counter(trace.header.world_size or 0 for trace in by_rank.values())
@@ -349,7 +315,186 @@ def expected_ranks(by_rank: dict[int, RankTrace], groups: list[GroupView]) -> fr
     for group in groups:
         expected.update(group.members)
     expected.update(range(_world_size(by_rank)))
-    worlds = [group for group in groups if is_world(group)]
+    worlds = [group for group in groups if group.is_world]
     if any(not group.members_known for group in worlds) and by_rank:
         expected.update(range(max(by_rank) + 1))
     return frozenset(expected)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A coalesced collective said to be over on `rows`, which the `late` ranks never entered."""
+
+    group: int
+    seq: int
+    rows: dict[int, int]  # rank → row
+    late: tuple[int, ...]
+    proven: bool
+
+
+def settle_states(job: Job) -> tuple[Job, list[Doubt]]:
+    """The job with states that can be; and at most one doubt per group, about the first collective that somebody lacks."""
+    job = _reopen_unseen(_finish_known(job))
+    doubts = [doubt for group in job.groups if (doubt := _doubt(job, group)) is not None]
+    return _reopen(job, doubts), doubts
+
+
+def _finish_known(job: Job) -> Job:
+    """The job with the calls of NCCL's dumps taken for finished that must be, whatever their state says."""
+    changed = {}
+    for rank, view in job.ranks.items():
+        if not view.trace.is_box and len(view.now) >= MIN_UNTOLD and _is_untold(job, view):
+            changed[rank] = view.now.copy()
+            changed[rank][:-1] = np.where(view.now[:-1] == Now.OPEN, Now.LEFT, view.now[:-1])
+    whole = [g for g in job.groups if g.backend.startswith("nccl") and all(r in job.ranks for r in g.members)]
+    lacked = any(lowest_end(group) < group.last for group in whole)
+    for group in whole:
+        _finish_reached(job, group, changed)
+        if lacked:
+            _finish_shared(job, group, changed)
+    if not changed:
+        return job
+    return replace(job, ranks={r: replace(v, now=changed.get(r, v.now)) for r, v in job.ranks.items()})
+
+
+def _is_untold(job: Job, view: RankCalls) -> bool:
+    """Whether not one call of a rank, all of them NCCL's, is said to have ended."""
+    if bool(((view.now != Now.OPEN) & (view.now != Now.UNKNOWN)).any()):
+        return False
+    return all(
+        number >= 0 and job.groups[number].backend.startswith("nccl") for number in set(view.group.tolist())
+    )
+
+
+def _finish_reached(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -> None:
+    """Calls before one that ended on some rank have ended on all: nobody can be inside it without them."""
+    lanes = [
+        lane for lane in group.lanes.values() if len(lane.rows) and not job.ranks[lane.rank].trace.is_box
+    ]
+    hook = [lane for lane in lanes if job.ranks[lane.rank].trace.is_hook]  # it looks once a second
+    behind = hook or [lane for lane in lanes if job.ranks[lane.rank].now[lane.rows[0]] == Now.OPEN]
+    if not behind or (len(behind) == len(lanes) and not hook):
+        return
+    reached = max((_last_ended(job.ranks[lane.rank], lane) for lane in lanes), default=-1)
+    for lane in behind:
+        now = changed.setdefault(lane.rank, job.ranks[lane.rank].now.copy())
+        rows = lane.rows[lane.seqs <= min(reached, lane.last - 1)]
+        if hook:  # on the root of a call they may disagree
+            rooted = ~is_synchronising(job.ranks[lane.rank].family[rows]) & (now[rows] == Now.OPEN)
+            rows = rows[: int(np.argmax(rooted))] if rooted.any() else rows
+        now[rows[(now[rows] == Now.OPEN) | (now[rows] == Now.LEFT)]] = Now.DONE
+
+
+def _finish_shared(job: Job, group: GroupView, changed: dict[int, np.ndarray]) -> None:
+    """Calls that all members have entered, where somebody lacks in another: that one holds them up, or the state is old.
+    Not of calls with a root, on which ranks may disagree, nor of calls that differ, nor of ranks that have ended."""
+    floor, found, made = lowest_end(group), [], dict[int, object]()
+    for lane in group.lanes.values():
+        view = job.ranks[lane.rank]
+        now = changed.get(lane.rank, view.now)
+        rows = lane.rows[lane.seqs <= floor]
+        rows = rows[now[rows] == Now.OPEN]
+        if not len(rows) and not view.trace.is_hook:
+            return  # it has left what another is still in
+        if view.trace.progress.closed or not is_synchronising(view.family[rows]).all():
+            return
+        found.append((lane.rank, rows))
+        for row in rows.tolist():
+            call = view.trace.calls[row]
+            kind = (view.family[row], view.trace.shapes[call["shapes"]], call["reduce_op"])
+            if made.setdefault(int(call["seq"]), kind) != kind:
+                return
+    for rank, rows in found:
+        changed.setdefault(rank, job.ranks[rank].now.copy())[rows] = Now.UNKNOWN
+
+
+def _last_ended(view: RankCalls, lane: Lane) -> int:
+    """The last collective of a lane that has ended and that nobody can end alone; -1 when there is none."""
+    rows = lane.rows[(view.now[lane.rows] == Now.DONE) & is_synchronising(view.family[lane.rows])]
+    rows = rows[~_is_coalesced(view, rows)] if len(rows) else rows
+    return int(view.trace.calls["seq"][rows[-1]]) if len(rows) else -1
+
+
+def _reopen_unseen(job: Job) -> Job:
+    """The job with collectives open that somebody has not entered and that were put away when they were issued."""
+    changed: dict[int, np.ndarray] = {}
+    for group in job.groups:
+        floor = lowest_end(group) if all(rank in job.ranks for rank in group.members) else group.last
+        for lane in group.lanes.values() if floor < group.last else ():
+            view = job.ranks[lane.rank]
+            rows = lane.rows[lane.seqs > floor]
+            rows = rows[(view.trace.calls["flags"][rows] & Flag.ENDED_UNSEEN) != 0]
+            rows = rows[is_synchronising(view.family[rows])]
+            if len(rows):
+                changed.setdefault(lane.rank, view.now.copy())[rows] = Now.OPEN
+    return replace(job, ranks={r: replace(v, now=changed.get(r, v.now)) for r, v in job.ranks.items()})
+
+
+def _reopen(job: Job, doubts: Iterable[Doubt]) -> Job:
+    """The job with every false completion, and those behind it, taken for unfinished."""
+    ranks = dict(job.ranks)
+    for doubt in doubts:
+        for rank in doubt.rows if doubt.proven else ():
+            lane = job.groups[doubt.group].lanes[rank]
+            rows = lane.rows[lane.seqs >= doubt.seq]
+            now = ranks[rank].now.copy()
+            now[rows[now[rows] == Now.DONE]] = Now.OPEN
+            ranks[rank] = replace(ranks[rank], now=now)
+    return replace(job, ranks=ranks)
+
+
+def _doubt(job: Job, group: GroupView) -> Doubt | None:
+    """About the first call behind what all have entered, if it is said to be over wherever it was made."""
+    if not group.backend.startswith("nccl") or not all(rank in job.ranks for rank in group.members):
+        return None
+    whole = [lane for lane in group.lanes.values() if not lane.cut and not job.ranks[lane.rank].trace.is_box]
+    lanes = [lane for lane in whole if len(lane.seqs) or not lane.wrapped]  # those that show their end
+    floor = min((lane.last for lane in lanes), default=group.last)
+    ahead = [lane for lane in group.lanes.values() if lane.last > floor]
+    if not ahead or not all(_only_coalesced_ended(job.ranks[lane.rank], lane, floor) for lane in ahead):
+        return None
+    late = tuple(lane.rank for lane in lanes if lane.last == floor)
+    seq = min(int(lane.seqs[lane.seqs > floor][0]) for lane in ahead)
+    rows = {lane.rank: row for lane in ahead if (row := lane.row(seq)) >= 0}
+    ends = [_ended_ns(job.ranks[rank], row) for rank, row in rows.items()]
+    if not ends or min(ends) < 0:
+        return None
+    over_ns = min(filter(None, ends), default=0)
+    # by their own clocks they had not entered when the call was said to be over
+    proven = tuple(r for r in late if over_ns and newest_ns(job.ranks[r]) >= over_ns + CLOCKS_NS)
+    return Doubt(group.index, seq, rows, proven, True) if proven else _unproven(job, group, seq, rows, late)
+
+
+def _unproven(
+    job: Job, group: GroupView, seq: int, rows: dict[int, int], late: tuple[int, ...]
+) -> Doubt | None:
+    """Worth a word only where all the others are in that very call, having issued nothing behind it in any group, and few are late."""
+    entered = min(int(job.ranks[rank].trace.calls["created_ns"][row]) for rank, row in rows.items())
+    suspects = tuple(rank for rank in late if not is_too_old(job, rank, entered))
+    views = [job.ranks[rank] for rank in rows]
+    inside = all((int(v.group[-1]), int(v.trace.calls["seq"][-1])) == (group.index, seq) for v in views)
+    few = 0 < len(suspects) * 2 <= len(group.members)
+    return Doubt(group.index, seq, rows, suspects, False) if inside and few else None
+
+
+def _is_coalesced(view: RankCalls, rows: np.ndarray) -> np.ndarray:
+    """Per row: whether the call stands for a coalesced group."""
+    calls = view.trace.calls[rows]
+    by_name = np.array([view.trace.names[op].endswith("coalesced") for op in calls["op"].tolist()], bool)
+    coalesced: np.ndarray = by_name | ((calls["flags"] & Flag.COALESCED_END) != 0)
+    return coalesced
+
+
+def _only_coalesced_ended(view: RankCalls, lane: Lane, floor: int) -> bool:
+    """Whether no ordinary collective behind `floor` is done: one that is proves that everybody went on."""
+    rows = lane.rows[lane.seqs > floor]
+    done = view.now[rows] == Now.DONE
+    ordinary = done & ~_is_coalesced(view, rows) & is_synchronising(view.family[rows])
+    return not bool(ordinary.any())
+
+
+def _ended_ns(view: RankCalls, row: int) -> int:
+    """When a coalesced call was said to be over; 0 unknown, -1 when it is open or no such call."""
+    if view.now[row] != Now.DONE or not bool(_is_coalesced(view, np.array([row]))[0]):
+        return -1
+    return int(view.trace.calls["completed_ns"][row])

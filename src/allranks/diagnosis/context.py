@@ -9,7 +9,6 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from allranks.diagnosis.align import is_box
 from allranks.diagnosis.alignment import broken_habit
 from allranks.diagnosis.job import Family, GroupView, Job, Now
 from allranks.diagnosis.kinds import CAUSES, KINDS, fill, lines, say
@@ -20,17 +19,26 @@ from allranks.model.formatting import count, duration, ranks_text, rename
 from allranks.model.stacks import is_user_file
 from allranks.model.trace import Frame, State, World
 
+#: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
+SHORT_RING = 64
+_ENDS = {Now.DONE: "finished", Now.LEFT: "finished", Now.FAILED: "failed", Now.OPEN: "not finished"}
+Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
 #: Files of torch and of the machinery around a call; not a project of the user's in a folder called torch or accelerate.
 _INTERNAL = re.compile(
     r"(?:(?:site|dist)-packages|lib|pytorch)/torch/|(?:^|/)torch/(?:_|overrides\.py|(?:distributed|nn|autograd|utils|optim)/)"
     r"|(?:(?:site|dist)-packages|torchft|accelerate/src)/(?:torchft|accelerate)/|/allranks/recording/|/deepspeed/comm"
     r"|<frozen|/contextlib\.py|/threading\.py|/multiprocessing/|^<|\.so(?![a-z])|\.cpp$"
 )
-
 #: Errors that a rank gets because another one has gone.
 _SECONDARY = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|[Tt]imed? ?out|aborted|remote (?:worker|process)|ncclRemoteError"
 )
+#: Causes of stacks whose names say little, or too much: a rank that waits for any file is in "checkpoint_io".
+_DOING = {
+    "checkpoint_io": "file I/O",
+    "gil_held_native": "C code that holds the GIL",
+    "d_state": "uninterruptible sleep",
+}
 
 
 def is_secondary(text: str) -> bool:
@@ -96,14 +104,6 @@ def line_in(text: str) -> str:
     return found[1] if found else ""
 
 
-#: Causes of stacks whose names say little, or too much: a rank that waits for any file is in "checkpoint_io".
-_DOING = {
-    "checkpoint_io": "file I/O",
-    "gil_held_native": "C code that holds the GIL",
-    "d_state": "uninterruptible sleep",
-}
-
-
 def doing(cause: str) -> str:
     """What a rank does by its stacks, in brackets behind its line; "" where they do not tell."""
     return f" ({_DOING.get(cause, cause.replace('_', ' '))})" if cause not in ("", "unknown") else ""
@@ -133,12 +133,6 @@ def with_names(found: Diagnosis, worlds: Sequence[World]) -> Diagnosis:
     return replace(
         found, verdict=verdict, findings=findings, summary=all_of(found.summary), worlds=tuple(worlds)
     )
-
-
-#: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
-SHORT_RING = 64
-_ENDS = {Now.DONE: "finished", Now.LEFT: "finished", Now.FAILED: "failed", Now.OPEN: "not finished"}
-Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -228,7 +222,7 @@ class Context:
         verb = "failed"
         if set(states.values()) == {int(State.TIMED_OUT)}:
             # A dump says that such a call was put away, not why.
-            told = all(is_box(self.job.ranks[r].trace) or self._outlived(r, blocked.rows[r]) for r in states)
+            told = all(self.job.ranks[r].trace.is_box or self._outlived(r, blocked.rows[r]) for r in states)
             verb = "timed out" if told else "failed or timed out"
         return f"{call} {verb} on {ranks_text(states)}"
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnosis.align import is_box, is_hook
 from allranks.diagnosis.context import Context, call_text, is_secondary, one_line, place, ranks_wait, who
 from allranks.diagnosis.job import ROOTED, Family, Now
 from allranks.diagnosis.kinds import say
@@ -21,7 +20,7 @@ def explain_alone(context: Context, every: list[Blocked]) -> Finding | None:
     """The first unfinished call of the only rank with a dump, of a group whose members that dump does not name: nobody can be
     blamed, however long it has lasted, and nothing is known to be right."""
     ((rank, view),) = context.job.ranks.items()
-    if is_box(view.trace) or context.seen or any(context.group(b).members_known for b in every):
+    if view.trace.is_box or context.seen or any(context.group(b).members_known for b in every):
         return None
     blocked = min(every, key=lambda one: one.rows[rank])
     return _finding(context, "alone", blocked, (), who=who(context.job, (rank,)))
@@ -134,7 +133,7 @@ def _some_left(context: Context, blocked: Blocked) -> Finding | None:
     wait = context.waited(blocked)
     lasting = wait is not None and wait >= context.patience.limit_s
     view = context.job.ranks[rank]
-    unknown = is_hook(view.trace) and int(view.trace.calls["root"][row]) < 0
+    unknown = view.trace.is_hook and int(view.trace.calls["root"][row]) < 0
     if int(view.family[row]) in ROOTED and (went_on or lasting) and (unknown or not certain):
         return _root_guess(context, blocked)
     if wait is None:

@@ -392,6 +392,11 @@ class GroupView:
     def last(self) -> int:
         return max((lane.last for lane in self.lanes.values()), default=-1)
 
+    @property
+    def is_world(self) -> bool:
+        """Whether this is the group of all ranks."""
+        return self.desc == "default_pg" or self.name == "0"
+
 
 class JobTables:
     """Numbers that mean the same on all ranks. Traces of one load share their tables, so this is mostly a no-op."""

@@ -15,7 +15,6 @@ from math import prod
 
 import numpy as np
 
-from allranks.diagnosis.align import is_box
 from allranks.diagnosis.job import (
     EVEN_ONLY,
     REDUCING,
@@ -479,7 +478,7 @@ def _cover(sides: list[set[int]]) -> tuple[int, ...]:
 def _splits(job: Job, rank: int, row: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """(elements to each rank, elements from each rank); None when not recorded."""
     shapes = job.shapes(rank, row)
-    even = is_box(job.ranks[rank].trace)  # our recorder keeps splits: a call without them has equal ones
+    even = job.ranks[rank].trace.is_box  # our recorder keeps splits: a call without them has equal ones
     gives = _elements(shapes.inputs, shapes.input_splits, size, even)
     takes = _elements(shapes.outputs, shapes.output_splits, size, even)
     return (gives, takes) if gives and takes else None

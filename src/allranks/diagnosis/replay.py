@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from allranks.diagnosis.align import is_world
 from allranks.diagnosis.context import user_frames
 from allranks.diagnosis.job import EVEN_ONLY, Family, GroupView, Job, Now, RankCalls, is_p2p
 from allranks.model.diagnosis import Finding
@@ -114,7 +113,7 @@ def plan_replay(
     shared, groups = {}, [tuple(range(len(ranks)))]
     for group in job.groups:
         members = tuple(number[rank] for rank in group.order or group.members if rank in number)
-        if is_world(group):
+        if group.is_world:
             shared[group.index] = 0
         elif len(members) > 1:
             shared[group.index] = len(groups)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from allranks.diagnosis.absent import explain_ranks, unread_ranks
-from allranks.diagnosis.align import align, forget_past_quorums, is_hook
+from allranks.diagnosis.align import Doubt, align, forget_past_quorums, settle_states
 from allranks.diagnosis.context import Context, ranks_wait, with_names
-from allranks.diagnosis.false_completions import Doubt, find_doubts, finish_known, reopen, reopen_unseen
 from allranks.diagnosis.job import GroupView
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import Mismatch, find_mismatches
@@ -100,12 +99,8 @@ def _diagnose(
 ) -> Diagnosis:
     damaged = frozenset(note.rank for note in files if note.status == "damaged" and note.rank is not None)
     seen = {**unread_ranks(files, {trace.header.rank for trace in traces}), **seen}
-    job = align(
-        traces, cut=damaged, now_ns=options.now_ns, pg_filters=options.pg_filters, ended=options.ended
-    )
-    job = reopen_unseen(finish_known(job))
-    doubts = find_doubts(job)
-    job = reopen(job, doubts)
+    groups, now_ns, ended = options.pg_filters, options.now_ns, options.ended
+    job, doubts = settle_states(align(traces, cut=damaged, now_ns=now_ns, pg_filters=groups, ended=ended))
     mismatches = find_mismatches(job)
     waits, p2p_mismatches = match_p2p(job)
     patience = usual_pause(job, options.quiet_s)
@@ -244,7 +239,7 @@ def _passed_over(context: Context) -> list[Weighed]:
     waiting = {rank for blocked in context.blocked if blocked.p2p is None for rank in blocked.rows}
     for blocked in context.blocked:
         peer = blocked.missing[0] if blocked.p2p is not None and len(blocked.missing) == 1 else -1
-        if peer in waiting and is_hook(context.job.ranks[peer].trace):
+        if peer in waiting and context.job.ranks[peer].trace.is_hook:
             finding = replace(explain_ranks(context, blocked, (peer,)), cause="p2p_mismatch")
             found.append((context.graph.weight((peer,)), 1, finding))
     return found

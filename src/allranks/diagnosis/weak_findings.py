@@ -12,10 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from allranks.diagnosis.absent import UNREAD, explain_ranks, lacking
-from allranks.diagnosis.align import is_box, is_hook
+from allranks.diagnosis.align import Doubt
 from allranks.diagnosis.alignment import find_shift
 from allranks.diagnosis.context import Context, in_words, is_secondary, line_in, one_line, place
-from allranks.diagnosis.false_completions import Doubt
 from allranks.diagnosis.job import GroupView, Job, Lane, Now, is_synchronising
 from allranks.diagnosis.mismatches import left_program
 from allranks.diagnosis.p2p import newest_ns
@@ -99,7 +98,7 @@ def _ended(ends: dict[int, str]) -> dict[str, object]:
 def _no_progress(context: Context) -> Finding | None:
     """Nobody is in a call, and nobody has made one for much longer than ever before: a wait that is no collective?"""
     job = context.job
-    boxes = [view for view in job.ranks.values() if is_box(view.trace) and not view.trace.progress.closed]
+    boxes = [view for view in job.ranks.values() if view.trace.is_box and not view.trace.progress.closed]
     if not job.now_ns or len(boxes) < 2 or len(boxes) < len(job.ranks):
         return None
     said = [(v.trace.progress, v.trace.header.start_ns, newest_ns(v)) for v in boxes]
@@ -146,7 +145,7 @@ def _gone_unnoticed(context: Context) -> Finding | None:
         last = max(lane.last for lane in lanes)
         rows = {lane.rank: lane.row(last) for lane in lanes if lane.last == last}
         traces = [context.job.ranks[rank].trace for rank in rows]
-        if any(is_box(trace) or is_hook(trace) for trace in traces) or any(
+        if any(trace.is_box or trace.is_hook for trace in traces) or any(
             context.seen[rank].cause == UNREAD for rank in gone if rank in context.seen
         ):
             continue  # boxes of other nodes are merely elsewhere; of torch's hook only ranks that wait leave a dump

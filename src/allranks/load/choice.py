@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from allranks.errors import InputError
-from allranks.model.trace import Group, Raw, World
+from allranks.model.trace import Group, RankTrace, Raw, World
 
 OVERLAP_NS = 1_000_000_000  # clocks of nodes may differ by less than this
 
@@ -39,8 +39,6 @@ class FileChoice:
 
     chosen: tuple[TraceFile, ...]
     dropped: tuple[tuple[TraceFile, str], ...]
-    attempts: tuple[int, ...]
-    attempt: int | None
 
 
 def choose(candidates: list[TraceFile], wanted: int | None) -> list[FileChoice]:
@@ -73,8 +71,8 @@ def _newest_job(candidates: list[TraceFile]) -> tuple[list[TraceFile], list[tupl
 
 def _newer_kind(candidates: list[TraceFile]) -> tuple[list[TraceFile], list[tuple[TraceFile, str]]]:
     """Dumps with ranks that the job of the black boxes does not have are of another job: (the newer files, the others)."""
-    boxes = [c for c in candidates if c.raw.kind.startswith("black box")]
-    dumps = [c for c in candidates if not c.raw.kind.startswith("black box")]
+    boxes = [c for c in candidates if c.raw.is_box]
+    dumps = [c for c in candidates if not c.raw.is_box]
     size, needed = _world_of(boxes), _world_of(dumps)
     known = any((c.raw.header.world_size or 0) > 1 for c in boxes)
     if not known or needed <= size:
@@ -95,7 +93,7 @@ def _world_of(files: list[TraceFile]) -> int:
 def _job_of(candidate: TraceFile) -> tuple[str, str]:
     """("job", its name) of a black box; of a dump, which knows no name, ("ranks", those of its largest group)."""
     raw = candidate.raw
-    if raw.kind.startswith("black box"):
+    if raw.is_box:
         return "job", raw.header.job
     ranks = max((group.ranks for group in raw.groups), key=len, default=())
     return "ranks", f"{ranks[0]}-{ranks[-1]}" if candidate.rank in ranks else ""
@@ -107,7 +105,7 @@ def _choose_attempt(candidates: list[TraceFile], wanted: int | None) -> FileChoi
     if wanted is not None and wanted not in attempts:
         raise InputError(f"no attempt {wanted} here; found {', '.join(map(str, attempts)) or 'none'}")
     if wanted is None and len(attempts) > 1 and attempts_overlap(candidates, numbered):
-        return _newest_processes(candidates, attempts)
+        return _newest_processes(candidates)
     picked = wanted if wanted is not None else _newest(candidates, numbered)
     dropped = []
     by_rank: dict[int, list[TraceFile]] = defaultdict(list)
@@ -125,7 +123,7 @@ def _choose_attempt(candidates: list[TraceFile], wanted: int | None) -> FileChoi
         best, *rest = sorted(files, key=_goodness, reverse=True) if len(files) > 1 else files
         chosen.append(best)
         dropped += [(other, f"rank {rank} is read from {best.path}") for other in rest]
-    return FileChoice(tuple(chosen), tuple(dropped), attempts, picked)
+    return FileChoice(tuple(chosen), tuple(dropped))
 
 
 def attempts_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> bool:
@@ -135,7 +133,7 @@ def attempts_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> b
     A restart of the whole job ends every rank before any begins again. Only black boxes tell when they began. A rank may
     live on without a trace of it: it hangs since before the other began again.
     """
-    if not all(c.raw.kind.startswith("black box") and c.raw.header.start_ns for c in candidates):
+    if not all(c.raw.is_box and c.raw.header.start_ns for c in candidates):
         return False
     if any(group.name.startswith("replicas/") for c in candidates for group in c.raw.groups):
         return True
@@ -149,7 +147,7 @@ def attempts_overlap(candidates: list[TraceFile], numbered: dict[str, int]) -> b
     return any(ended[earlier] > begun[later] + OVERLAP_NS for earlier, later in pairs)
 
 
-def _newest_processes(candidates: list[TraceFile], attempts: tuple[int, ...]) -> FileChoice:
+def _newest_processes(candidates: list[TraceFile]) -> FileChoice:
     """Of every rank the file of its newest process, whatever its attempt."""
     by_start = sorted(candidates, key=lambda c: (c.raw.header.start_ns, c.path))
     newest = {candidate.rank: candidate for candidate in by_start}
@@ -159,7 +157,7 @@ def _newest_processes(candidates: list[TraceFile], attempts: tuple[int, ...]) ->
         for c in candidates
         if newest[c.rank] is not c
     ]
-    return FileChoice(chosen, tuple(dropped), attempts, attempts[-1])
+    return FileChoice(chosen, tuple(dropped))
 
 
 def number_attempts(candidates: list[TraceFile]) -> dict[str, int]:
@@ -205,7 +203,7 @@ def _goodness(candidate: TraceFile) -> tuple[bool, bool, bool, int, bool, bool, 
     raw = candidate.raw
     return (
         not raw.damaged,
-        raw.kind.startswith("black box") and len(raw.calls) > 0,
+        raw.is_box and len(raw.calls) > 0,
         len(raw.calls) > 0,
         raw.last_event_ns(),
         bool(len(raw.calls) and raw.calls["stack"].any()),
@@ -216,7 +214,7 @@ def _goodness(candidate: TraceFile) -> tuple[bool, bool, bool, int, bool, bool, 
 
 def split_worlds(files: Sequence[TraceFile]) -> list[list[TraceFile]]:
     """The files of each world. All are one where no rank number is used twice at a time; dumps know no world."""
-    boxes = [f for f in files if f.raw.kind.startswith("black box")]
+    boxes = [f for f in files if f.raw.is_box]
     replicas = any(g.name.startswith("replicas/") for f in boxes for g in f.raw.groups)
     if replicas or not _clash(boxes):
         return [[*files]]
@@ -230,7 +228,7 @@ def split_worlds(files: Sequence[TraceFile]) -> list[list[TraceFile]]:
             worlds.append([*group])
         else:
             known += group
-    worlds[0] += [f for f in files if not f.raw.kind.startswith("black box")]
+    worlds[0] += [f for f in files if not f.raw.is_box]
     return [_numbered(world) for world in worlds]
 
 
@@ -378,3 +376,23 @@ def _move(
                     table[np.minimum(old, len(table) - 1)] if listed is not None else old + offset
                 )
     raw.groups = tuple(groups)
+
+
+def transform_ft(trace: RankTrace, group_world_size: int) -> RankTrace:
+    """torchft numbers the ranks of each replica from 0: the trace with the default group's members, and the peers in it, moved by the
+    replica's first rank."""
+    rank = trace.header.rank
+    if rank is None or group_world_size < 1:
+        return trace
+    offset = rank // group_world_size * group_world_size
+    if offset == 0:
+        return trace
+    moved = [index for index, group in enumerate(trace.groups) if group.desc == "default_pg" and group.ranks]
+    groups = list(trace.groups)
+    calls = trace.calls.copy()
+    for index in moved:
+        groups[index] = replace(groups[index], ranks=tuple(rank + offset for rank in groups[index].ranks))
+        for column in ("peer", "root"):
+            rows = (calls["group"] == index) & (calls[column] >= 0)
+            calls[column][rows] += offset
+    return replace(trace, groups=tuple(groups), calls=calls)

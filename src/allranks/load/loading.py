@@ -121,14 +121,14 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
         FileNote(c.path, c.rank, c.raw.kind, "skipped", reason) for x in choices for c, reason in x.dropped
     ]
     notes += _failures(load)
-    other = [source.location for source, error in load.failed if error.kind == "stacks"]
     order = {source.path: index for index, (source, _) in enumerate(load.raws)}
     notes.sort(key=lambda note: (note.rank is None, note.rank or 0, order.get(note.path, 0), note.path))
     absent = (load.options.ranks or frozenset()) - {trace.header.rank for trace in traces}
     if absent and not load.options.allow_nothing:
         there = [note.rank for note in notes if note.rank is not None]
         raise InputError(f"no dump of {ranks_text(absent)}", hint=f"There are dumps of {ranks_text(there)}.")
-    if not traces and not other and not load.options.allow_nothing:
+    stacks = any(error.kind == "stacks" for _, error in load.failed)
+    if not traces and not stacks and not load.options.allow_nothing:
         shown = ", ".join(map(str, paths))
         if not notes:
             raise InputError(
@@ -137,7 +137,7 @@ def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
         details = [f"  {note.path}: {note.kind}: {note.note}" for note in notes[:10]]
         details += [f"  … and {len(notes) - 10} more"] if len(notes) > 10 else []
         raise InputError(f"{shown}: none of {len(notes)} files is a readable dump", hint="\n".join(details))
-    return LoadResult(traces, notes, other, choices[0].attempts, choices[0].attempt)
+    return LoadResult(traces, notes)
 
 
 def _join_worlds(files: Sequence[TraceFile], tables: Tables) -> None:
@@ -168,15 +168,14 @@ def _ranked(load: Share) -> tuple[list[TraceFile], list[FileNote]]:
         if rank is None and load.options.number_unknown:
             used = {*(file.rank for file in files), *names.values()}
             rank = next(number for number in range(len(used) + 1) if number not in used)
-        made = raw.kind.startswith("black box") and any(group.store for group in raw.groups)
+        made = raw.is_box and any(group.store for group in raw.groups)
         rank = -1 if rank is None and made else rank
         if rank is None or (load.options.ranks is not None and rank not in load.options.ranks):
             unknown = "its rank is not in the file or its name"
             problem = unknown if rank is None else "not among the selected ranks"
             notes.append(FileNote(source.path, rank, raw.kind, "skipped", problem))
             continue
-        is_box = raw.kind.startswith("black box")
-        attempt = raw.header.attempt if is_box else attempt_of_name(source.path)
+        attempt = raw.header.attempt if raw.is_box else attempt_of_name(source.path)
         files.append(TraceFile(source.path, rank, attempt, _dated(source, raw)))
     return files, notes
 
@@ -222,12 +221,11 @@ class Reader:
 
     options: LoadOptions
     tables: Tables = field(default_factory=Tables)
-    arena: Arena = field(default_factory=Arena)
 
     @cached_property
-    def heap(self) -> HeapCache:
-        """What the heaps of black boxes share."""
-        return HeapCache(self.tables)
+    def boxes(self) -> tuple[Arena, HeapCache]:
+        """What black boxes share."""
+        return Arena(), HeapCache(self.tables)
 
     @cached_property
     def dumps(self) -> DumpReader:
@@ -253,14 +251,14 @@ class Reader:
         try:
             head = os.pread(fd, HEAD_BYTES, 0)
             if head.startswith(MAGIC):
-                return self._read_box(OpenFile(fd, self.arena))
+                return self._read_box(OpenFile(fd, self.boxes[0]))
         finally:
             os.close(fd)
         return self._read_known(source, head)
 
     def _read_box(self, file: File) -> Raw:
         try:
-            return read_box(file, self.heap, self.options.max_box_bytes, self.options.newest_calls)
+            return read_box(file, self.boxes[1], self.options.max_box_bytes, self.options.newest_calls)
         except InputError as error:
             raise Unreadable(str(error), kind="black box") from error
 

@@ -42,6 +42,16 @@ VARYING = (
     *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
 )
 
+#: Below this many bytes the plain way is as fast.
+MIN_BYTES = 16384
+#: More patterns than this share of the entries, and nothing is gained.
+MAX_PATTERN_SHARE = 0.5
+MAX_LAYOUTS = 256
+#: So few entries of one length are not worth a layout: they are read as they are.
+FEW = 6
+#: column of CALL ← key of VARYING
+COLUMNS = tuple((column, key) for column, key in NUMBERS if key in VARYING)
+MAX_ENTRY_BYTES = 4096
 Token = tuple[int, int, int]  # opcode, operand offset, operand bytes
 
 
@@ -59,6 +69,10 @@ class Layout:
     numbers: np.dtype  # fields named as in VARYING, at their offsets
     puts: tuple[tuple[int, int], ...]  # (offset, bytes) of the memo numbers that an entry defines
     gets: tuple[tuple[int, int], ...]  # (offset, bytes) of the memo numbers that it uses
+
+
+#: Layouts learnt from earlier files, by key numbers and length: the ranks of a job write alike.
+LayoutCache = defaultdict[tuple[tuple[tuple[int, str], ...], int], list[Layout]]
 
 
 def scan(data: bytes, start: int, stop: int | None = None) -> Iterator[Token]:
@@ -226,22 +240,6 @@ def _followed_by(content: np.ndarray, places: np.ndarray, gap: int, wanted: byte
     for byte, expected in enumerate(wanted, start=gap):
         places = places[content[places + byte] == expected]
     return places
-
-
-#: Below this many bytes the plain way is as fast.
-MIN_BYTES = 16384
-#: More patterns than this share of the entries, and nothing is gained.
-MAX_PATTERN_SHARE = 0.5
-MAX_LAYOUTS = 256
-#: So few entries of one length are not worth a layout: they are read as they are.
-FEW = 6
-#: column of CALL ← key of VARYING
-COLUMNS = tuple((column, key) for column, key in NUMBERS if key in VARYING)
-MAX_ENTRY_BYTES = 4096
-
-
-#: Layouts learnt from earlier files, by key numbers and length: the ranks of a job write alike.
-LayoutCache = defaultdict[tuple[tuple[tuple[int, str], ...], int], list[Layout]]
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,11 @@ class LoadOptions:
 class LoadResult:
     """Everything that was readable, and a note on every file, readable or not.
 
-    At most one trace per rank, in rank order. `other` are paths of our stack bundles and captures, which
-    `stacks` reads. `attempts` are the numbers found; `attempt` the one that was chosen.
+    At most one trace per rank, in rank order.
     """
 
     traces: list[RankTrace] = field(default_factory=list)
     files: list[FileNote] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
-    attempts: tuple[int, ...] = ()
-    attempt: int | None = None
 
 
 class Unreadable(Exception):

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from allranks.channel.probe import find_unreachable
+from allranks.channel.frames import find_unreachable
 from allranks.manager.groups.teardown import start_thread
 from allranks.model.cluster import Member, Quorum, addresses_of
 

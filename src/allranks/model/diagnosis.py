@@ -12,10 +12,14 @@ from typing import Any, Literal
 
 from allranks.model.trace import Frame, World
 
+INCIDENT_SCHEMA = 1
+#: A stall becomes a hang when it is known that it will not end by itself.
+Kind = Literal["stall", "hang", "death", "partition", "request", "slow"]
+ActionKind = Literal[
+    "none", "dry_run", "collect", "evict", "set_aside", "restart_rank", "restart_job", "leave_node", "command"
+]
 Severity = Literal["root", "consequence", "warning"]
 Status = Literal["ok", "fault", "unclear"]
-
-
 #: Stated confidence, and the share of such verdicts whose ranks and cause are right: benchmarks/results/verdicts.json.
 CALIBRATION = ((0.9, 0.9885), (0.8, 0.9837), (0.6, 0.884), (0.4, 0.7457), (0.0, 0.4))
 
@@ -113,15 +117,6 @@ class Diagnosis:
     groups: tuple[GroupSummary, ...] = ()
     hosts: tuple[tuple[int, str], ...] = ()  # (rank, host), where known
     worlds: tuple[World, ...] = ()  # of a job of several: which ranks have which role
-
-
-SCHEMA = 1
-
-#: A stall becomes a hang when it is known that it will not end by itself.
-Kind = Literal["stall", "hang", "death", "partition", "request", "slow"]
-ActionKind = Literal[
-    "none", "dry_run", "collect", "evict", "set_aside", "restart_rank", "restart_job", "leave_node", "command"
-]
 
 
 def describe_exit(code: int) -> str:

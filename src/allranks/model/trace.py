@@ -197,6 +197,16 @@ class RankTrace:
     destroyed: dict[int, int] = field(default_factory=dict)  # group -> when destroy_process_group was called
     older: int = 0  # earlier calls that are in the file and were not read
 
+    @property
+    def is_box(self) -> bool:
+        """Whether it is a black box, which is read live."""
+        return self.kind.startswith("black box")
+
+    @property
+    def is_hook(self) -> bool:
+        """Whether torch's hook recorded it, which records backends without a recorder of their own."""
+        return self.kind.startswith("torch hook")
+
     def parts(self, index: int) -> np.ndarray:
         """Indices of the calls inside the coalesced batch that ends with call `index`, in order; empty for others."""
         calls, end = self.calls, self.calls[index]
@@ -230,6 +240,10 @@ class Raw:
     destroyed: dict[int, int] = field(default_factory=dict)
     older: int = 0
     rank_hint: int | None = None  # the rank that its own sends and receives give away
+
+    @property
+    def is_box(self) -> bool:
+        return self.kind.startswith("black box")
 
     def as_trace(
         self,

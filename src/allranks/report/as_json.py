@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
-from allranks.model.diagnosis import SCHEMA as INCIDENT_SCHEMA
-from allranks.model.diagnosis import Diagnosis, Finding, Incident
+from allranks.model.diagnosis import INCIDENT_SCHEMA, Diagnosis, Finding, Incident
 
 SCHEMA = 1
 Json = dict[str, object]

@@ -17,9 +17,16 @@ from allranks import errors
 from allranks.checkpoint.config import CheckpointLoadConfig, CheckpointTier
 from allranks.checkpoint.group import RankGroup
 from allranks.checkpoint.restore import candidates
-from allranks.checkpoint.restore.into_state import Live, copy_into, load_state, prepare_into, read_state
+from allranks.checkpoint.restore.into_state import (
+    Live,
+    copy_into,
+    is_legacy,
+    load_legacy,
+    load_state,
+    prepare_into,
+    read_state,
+)
 from allranks.checkpoint.restore.opened_checkpoint import opened
-from allranks.checkpoint.restore.torch_files import is_legacy, load_legacy
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.stores import (
     Store,

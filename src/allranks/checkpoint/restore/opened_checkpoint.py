@@ -1,22 +1,36 @@
-"""A checkpoint opened for reading: its manifest and indexes, checked, and its data files. Torch-free."""
+"""A checkpoint opened for reading: its manifest and indexes, checked, and its data files; verified byte by byte, or copied to another
+store. Torch-free."""
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from allranks.checkpoint import checksum as checksums
-from allranks.checkpoint import manifest as manifests
-from allranks.checkpoint.stores import DataReader, Store, quoted, store_arguments
-from allranks.errors import CheckpointDamaged
+from allranks.checkpoint.manifest import (
+    MANIFEST,
+    Index,
+    Manifest,
+    Part,
+    StoredShard,
+    decode_index,
+    decode_manifest,
+    encode_manifest,
+    lay_out,
+)
+from allranks.checkpoint.save.writer import data_file, part_file, write_index
+from allranks.checkpoint.stores import Attempt, DataReader, Store, quoted, reason_of, store_arguments
+from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
 #: Requests under way at once towards a store where each read is a request, and the bytes of each.
 REQUESTS = 8
 REQUEST_BYTES = 16 << 20
+Progress = Callable[[int], None]  # bytes since the last call
 
 
 @dataclass
@@ -25,23 +39,23 @@ class Opened:
 
     store: Store
     name: str
-    manifest: manifests.Manifest
-    indexes: tuple[manifests.Index, ...]
+    manifest: Manifest
+    indexes: tuple[Index, ...]
     progress: Callable[[int], None] | None = None  # called with the bytes of every shard that was checked
     _sources: dict[str, DataReader] = field(default_factory=dict)
     _requests: ThreadPoolExecutor | None = None
-    _table: dict[str, list[tuple[manifests.Index, manifests.StoredShard]]] | None = None
+    _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
 
     @property
     def path(self) -> str:
         """How the checkpoint is called towards the user."""
         return self.store.path_of(self.name)
 
-    def shards(self) -> Iterator[tuple[manifests.Index, manifests.StoredShard]]:
+    def shards(self) -> Iterator[tuple[Index, StoredShard]]:
         """Every stored shard with the index that names it."""
         return ((index, stored) for index in self.indexes for stored in index.shards)
 
-    def table(self) -> dict[str, list[tuple[manifests.Index, manifests.StoredShard]]]:
+    def table(self) -> dict[str, list[tuple[Index, StoredShard]]]:
         """Tensor name → its stored shards; a chunk that two ranks wrote is listed once."""
         if self._table is None:
             self._table = {}
@@ -59,7 +73,7 @@ class Opened:
             self._sources[file] = self._open(file)
         return self._sources[file]
 
-    def read_shard(self, index: manifests.Index, stored: manifests.StoredShard, view: memoryview) -> None:
+    def read_shard(self, index: Index, stored: StoredShard, view: memoryview) -> None:
         """Reads a shard's bytes into `view` and checks them; CheckpointDamaged names what is damaged."""
         source = self.source(stored.file)
         if source.wide_reads:
@@ -72,7 +86,7 @@ class Opened:
             )
             self._check_pieces(index, stored, pieces)
 
-    def read_run(self, run: Sequence[tuple[manifests.Index, manifests.StoredShard, memoryview]]) -> None:
+    def read_run(self, run: Sequence[tuple[Index, StoredShard, memoryview]]) -> None:
         """Reads neighbouring shards of one file, each into its own memory, and checks them: small ones with one
         read."""
         first, last = run[0][1], run[-1][1]
@@ -85,7 +99,7 @@ class Opened:
         for index, stored, view in run:
             self.check(index, stored, view)
 
-    def check_shard(self, index: manifests.Index, stored: manifests.StoredShard) -> None:
+    def check_shard(self, index: Index, stored: StoredShard) -> None:
         """Reads a shard and keeps nothing of it; CheckpointDamaged names what is damaged."""
         length = stored.shard.bytes
         if self.source(stored.file).wide_reads:
@@ -95,11 +109,11 @@ class Opened:
             pieces = (scratch[: min(left, len(scratch))] for left in range(length, 0, -len(scratch) or -1))
             self._check_pieces(index, stored, pieces)
 
-    def check(self, index: manifests.Index, stored: manifests.StoredShard, view: memoryview) -> None:
+    def check(self, index: Index, stored: StoredShard, view: memoryview) -> None:
         """Checks bytes that were read some other way."""
         self._compare(checksums.checksum(view, index.algorithm), stored)
 
-    def _compare(self, found: str, stored: manifests.StoredShard) -> None:
+    def _compare(self, found: str, stored: StoredShard) -> None:
         if self.progress is not None:
             self.progress(stored.shard.bytes)
         if found != stored.checksum:
@@ -113,9 +127,7 @@ class Opened:
         if self._requests is not None:
             self._requests.shutdown()
 
-    def _check_pieces(
-        self, index: manifests.Index, stored: manifests.StoredShard, pieces: Iterable[memoryview]
-    ) -> None:
+    def _check_pieces(self, index: Index, stored: StoredShard, pieces: Iterable[memoryview]) -> None:
         """Reads a shard piece by piece; each is hashed while it is in the core's cache."""
         source, hasher, at = self.source(stored.file), checksums.new_hasher(index.algorithm), stored.start
         with self._whole(stored):
@@ -126,7 +138,7 @@ class Opened:
         self._compare(hasher.hexdigest(), stored)
 
     @contextmanager
-    def _whole(self, stored: manifests.StoredShard) -> Iterator[None]:
+    def _whole(self, stored: StoredShard) -> Iterator[None]:
         """A file that ends too early is a damaged one."""
         try:
             yield
@@ -177,11 +189,11 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
     with ExitStack() as stack:
         try:
             stack.enter_context(store.reading(name))
-            manifest = manifests.decode_manifest(store.read(name, manifests.MANIFEST), store.path_of(name))
+            manifest = decode_manifest(store.read(name, MANIFEST), store.path_of(name))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointDamaged(
-                f"no manifest: not a complete checkpoint ({manifests.MANIFEST} is missing)",
-                missing_keys=(manifests.MANIFEST,),
+                f"no manifest: not a complete checkpoint ({MANIFEST} is missing)",
+                missing_keys=(MANIFEST,),
                 tier=store.tier,
                 path=store.path_of(name),
                 hint=f"of another program? allranks checkpoint import {quoted(store.path_of(name))} STORE",
@@ -196,7 +208,7 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
         yield checkpoint
 
 
-def _read_index(store: Store, name: str, part: manifests.Part) -> manifests.Index:
+def _read_index(store: Store, name: str, part: Part) -> Index:
     path, problem = store.path_of(name), ""
     try:
         data = store.read(name, part.index)
@@ -208,4 +220,103 @@ def _read_index(store: Store, name: str, part: manifests.Part) -> manifests.Inde
         raise CheckpointDamaged(
             f"{part.index} {problem}", invalid_keys=(part.index,), tier=store.tier, path=path
         )
-    return manifests.decode_index(data, f"{path}/{part.index}")
+    return decode_index(data, f"{path}/{part.index}")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` found: `problems` is empty when every byte is what was written."""
+
+    path: str
+    step: int
+    tensors: int
+    bytes: int
+    problems: tuple[str, ...]
+
+
+def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
+    """Reads everything and compares every checksum; continues after the first problem."""
+    try:
+        with opened(store, name, progress) as checkpoint:
+            return _verify(checkpoint)
+    except CheckpointValidationError as error:
+        return Verified(store.path_of(name), -1, 0, 0, (error.reason,))
+
+
+def copy_checkpoint(
+    source: Store, name: str, target: Store, new_name: str, progress: Progress = lambda _: None
+) -> Manifest:
+    """Copies a checkpoint, verified on the way."""
+    attempt = Attempt(new_name, secrets.token_hex(6))
+    with opened(source, name, progress) as checkpoint:
+        old = checkpoint.manifest
+        with ExitStack() as undo:
+            undo.callback(target.abandon, attempt)
+            parts = tuple(_copy_part(checkpoint, index, target, attempt) for index in checkpoint.indexes)
+            manifest = replace(old, attempt=attempt.token, parts=parts)
+            target.commit(attempt, encode_manifest(manifest))
+            undo.pop_all()
+        return manifest
+
+
+def shard_bytes(checkpoint: Opened) -> int:
+    """Bytes of all tensors."""
+    return sum(stored.shard.bytes for _, stored in checkpoint.shards())
+
+
+def _verify(checkpoint: Opened) -> Verified:
+    shards, bad = list(checkpoint.shards()), _damaged_files(checkpoint)
+    found: dict[int, str] = {}
+
+    def verify(numbered: tuple[int, tuple[Index, StoredShard]]) -> None:
+        number, (index, stored) = numbered
+        try:
+            checkpoint.check_shard(index, stored)
+        except CheckpointDamaged as error:
+            found[number] = error.reason
+        except OSError as error:
+            found[number] = f"{stored.file}: {reason_of(error)}"
+
+    checksums.in_threads(
+        checksums.cores(), [one for one in enumerate(shards) if one[1][1].file not in bad], verify
+    )
+    problems = [*bad.values(), *(found[number] for number in sorted(found))]
+    return Verified(
+        checkpoint.path,
+        checkpoint.manifest.step,
+        len(shards),
+        shard_bytes(checkpoint),
+        tuple(dict.fromkeys(problems)),
+    )
+
+
+def _damaged_files(checkpoint: Opened) -> dict[str, str]:
+    """Data file → what is wrong with its size or header; files of empty ranks have a header, too."""
+    bad = {}
+    named = [file.file for index in checkpoint.indexes for file in index.files]
+    for file in dict.fromkeys([*named, *(stored.file for _, stored in checkpoint.shards())]):
+        try:
+            checkpoint.source(file)
+        except CheckpointDamaged as error:
+            bad[file] = error.reason
+        except OSError as error:
+            bad[file] = f"{file}: {reason_of(error)}"
+    return bad
+
+
+def _copy_part(checkpoint: Opened, index: Index, target: Store, attempt: Attempt) -> Part:
+    name = part_file(target, attempt, index.rank, "safetensors")
+    layout = lay_out([stored.shard for stored in index.shards])
+    places = {stored.shard: stored for stored in index.shards}
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(layout.header)
+        for placed in layout.placed:
+            view = memoryview(bytearray(placed.shard.bytes))
+            checkpoint.read_shard(index, places[placed.shard], view)
+            yield view
+
+    target.write(attempt, name, pieces(), layout.bytes)
+    stored = tuple(StoredShard(p.shard, name, p.start, places[p.shard].checksum) for p in layout.placed)
+    file = data_file(name, layout, index.algorithm)
+    return write_index(target, attempt, replace(index, files=(file,), shards=stored))

@@ -24,8 +24,7 @@ from allranks.checkpoint.config import AsyncSavePolicy, BusyPolicy, CheckpointCo
 from allranks.checkpoint.group import RankGroup, TierLocations
 from allranks.checkpoint.save.helper_client import HelperClient, SaveOrder
 from allranks.checkpoint.save.plan import Plan, Planner, fingerprint, local_tensors
-from allranks.checkpoint.save.snapshot import FlatState, StateSnapshot, flatten_state
-from allranks.checkpoint.save.staging import Copy
+from allranks.checkpoint.save.snapshot import Copy, FlatState, StateSnapshot, flatten_state
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.stores import Attempt, checkpoint_name

@@ -23,7 +23,7 @@ import allranks
 from allranks.channel.frames import JsonReader, send_json
 from allranks.checkpoint.manifest import Shard
 from allranks.checkpoint.save.helper import SOCKET_FD, Message, job_to_json, saved_from_json
-from allranks.checkpoint.save.staging import SharedArena
+from allranks.checkpoint.save.snapshot import SharedArena
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.errors import CheckpointSaveError
 

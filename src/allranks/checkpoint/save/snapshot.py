@@ -1,4 +1,13 @@
-"""One state of one rank in shared memory: where it came from, who still needs it, and how it gets back.
+"""One state of one rank in shared memory: the copy, who still needs it, and how it gets back. The copy is the only part of a save
+that training can feel.
+
+An `SharedArena` is allocated once and used for every save. A memfd has no name to leak and lives exactly as long as a process
+holds it. On a CUDA machine the memory is registered with the driver, so that the copy out of the device is a plain DMA.
+
+Tensors that only the optimizer changes (its parameters and its state) are copied in the background during the
+next forward and backward; `Copy.wait` stands before the optimizer's next step. Everything else (buffers such as
+running means change in the forward pass) is copied before `start` returns. A tensor that was changed meanwhile
+all the same is noticed by its version counter, and the copy is thrown away: never a torn state.
 
 A `StateSnapshot` is held by the memory tier and by saves under way. When the last holder lets go, its arena goes back
 to the `ArenaPool`, to be used again: there is no allocation per save.
@@ -6,22 +15,237 @@ to the `ArenaPool`, to be used again: there is no allocation per save.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import math
+import mmap
+import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from allranks.checkpoint.checksum import best_algorithm, checksum
+from allranks.checkpoint.manifest import padded
 from allranks.checkpoint.save.plan import Plan, local_tensors
-from allranks.checkpoint.save.staging import SharedArena, Stager
 from allranks.checkpoint.state import PER_RANK, CheckpointState, StateDict
 from allranks.checkpoint.tensors import Flat, as_dtensor, flatten, is_dtensor, local_chunk, unflatten
 from allranks.errors import CheckpointDamaged
 
 #: Hashing a snapshot is a matter of memory bandwidth; nothing waits longer than this for it.
 SEAL_LIMIT_S = 600.0
+_ids = itertools.count(1)
+
+
+class SharedArena:
+    """A block of shared memory. `view` is its bytes; `fd` is what the helper maps."""
+
+    def __init__(self, length: int) -> None:
+        self.id = next(_ids)
+        self.bytes = max(padded(length), mmap.PAGESIZE)
+        self.fd = os.memfd_create(f"allranks-checkpoint-{self.id}", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.bytes)
+        self._map = mmap.mmap(self.fd, self.bytes)
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.pinned = _pin(self.address, self.bytes)
+        self._closer = weakref.finalize(self, _close, self.fd, self.address if self.pinned else 0)
+
+    def tensor(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+        """A tensor over a part of the block; it keeps the mapping alive, not the arena."""
+        count = math.prod(sizes)
+        if count == 0:
+            return torch.empty(sizes, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(sizes)
+
+    def close(self) -> None:
+        """Gives the memory back as soon as no tensor over it is left."""
+        self._closer()
+
+
+def _close(fd: int, pinned_address: int) -> None:
+    if pinned_address:
+        torch.cuda.cudart().cudaHostUnregister(pinned_address)
+    os.close(fd)
+
+
+def _pin(address: int, length: int) -> bool:
+    """Registers the memory for DMA; False without CUDA, or where the driver refuses."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return False
+    return bool(int(torch.cuda.cudart().cudaHostRegister(address, length, 0)) == 0)
+
+
+_Pair = tuple[torch.Tensor, torch.Tensor]  # source, destination
+#: A copy in the caller's time is shared by two threads from this size on.
+_SPLIT_BYTES = 8 << 20
+
+
+class TornCopy(Exception):
+    """A tensor changed while it was being copied, by something other than an attached optimizer's step."""
+
+
+@dataclass
+class Copy:
+    """A copy under way. `wait` returns when the sources may change; it raises nothing."""
+
+    error: BaseException | None = None
+    _left: list[_Pair] = field(default_factory=list)  # not copied yet, the next one last
+    _helping: threading.Lock = field(default_factory=threading.Lock)
+    _host_done: threading.Event = field(default_factory=threading.Event)
+    _events: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)  # by number of the device
+    _thread: threading.Thread | None = None
+
+    def wait(self) -> None:
+        """Blocks until the sources may change, and copies what is left together with the copy thread.
+
+        On CUDA only the device waits, not the caller.
+        """
+        for device, event in self._events:
+            torch.cuda.current_stream(device).wait_event(event)
+        with self._helping:
+            self._copy_left()
+        self._host_done.wait()
+
+    def _copy_left(self) -> None:
+        """Copies until nothing is left; what goes wrong is kept in `error`."""
+        try:
+            while self.error is None:
+                _copy_one(*self._left.pop())
+        except IndexError:
+            return
+        except BaseException as error:
+            self.error = error
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Blocks until the bytes are in the arena and `after` has run; False at the limit."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+
+class Stager:
+    """Copies snapshots into one arena by one plan; the destination tensors are made once."""
+
+    def __init__(self, arena: SharedArena, plan: Plan) -> None:
+        self.arena = arena
+        self.plan = plan
+        header = plan.layout.header
+        arena.view[: len(header)] = header
+        self._targets = [
+            arena.tensor(one.start, one.piece.dtype, one.piece.shard.sizes)
+            for one in (*plan.owned, *plan.extra)
+        ]
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def start(
+        self,
+        sources: Sequence[torch.Tensor],
+        may_wait: Callable[[torch.Tensor], bool],
+        after: Callable[[BaseException | None], None],
+        background: bool,
+    ) -> Copy:
+        """Begins a copy. `may_wait(source)`: nothing but an attached optimizer changes it. `after(error)` runs
+        last, in the background thread, or in this one when nothing is left for the background."""
+        pairs = list(zip(sources, self._targets, strict=True))
+        copy = Copy()
+        later = [pair for pair in pairs if background and may_wait(pair[0])]
+        late = {id(source) for source, _ in later}
+        now = [pair for pair in pairs if id(pair[0]) not in late]
+        self._copy_device(copy, pairs, late)
+        _copy_host([pair for pair in now if pair[0].device.type == "cpu"])
+        later = [pair for pair in later if pair[0].device.type == "cpu"]
+        if not later and not copy._events:
+            copy._host_done.set()
+            after(None)
+            return copy
+        copy._left = later[::-1]
+        versions = [(source, source._version) for source, _ in later]
+        copy._thread = threading.Thread(
+            target=_finish, args=(copy, versions, pairs, after), name="allranks-checkpoint-copy", daemon=True
+        )
+        copy._thread.start()
+        if not background:
+            copy._thread.join()
+        return copy
+
+    def _copy_device(self, copy: Copy, pairs: Sequence[_Pair], late: set[int]) -> None:
+        """Queues device copies: those that must not wait on the current stream, the others on a side stream."""
+        devices = {source.device.index for source, _ in pairs if source.device.type == "cuda"}
+        for index in devices:
+            mine = [pair for pair in pairs if pair[0].device.type == "cuda" and pair[0].device.index == index]
+            current = torch.cuda.current_stream(index)
+            side = self._streams.setdefault(index, torch.cuda.Stream(device=index))
+            for source, target in [pair for pair in mine if id(pair[0]) not in late]:
+                target.copy_(source, non_blocking=True)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for source, target in [pair for pair in mine if id(pair[0]) in late]:
+                    target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(side)
+            copy._events.append((index, event))
+
+
+def _finish(
+    copy: Copy,
+    versions: Sequence[tuple[torch.Tensor, int]],
+    pairs: Sequence[_Pair],
+    after: Callable[[BaseException | None], None],
+) -> None:
+    """Body of the copy thread. `pairs` only keeps device tensors alive until they are copied."""
+    copy._copy_left()
+    try:
+        with copy._helping:  # a helping thread has copied its last one, too
+            changed = [source for source, version in versions if source._version != version]
+        if changed:
+            raise TornCopy(
+                f"a tensor of shape {tuple(changed[0].shape)} was changed while it was copied, by something other "
+                "than the step of an attached optimizer: attach every optimizer, or set overlap_copy=False"
+            )
+        copy._host_done.set()
+        for _, event in copy._events:
+            event.synchronize()
+    except BaseException as error:
+        copy.error = copy.error or error
+    copy._host_done.set()
+    after(copy.error)
+
+
+def _copy_host(pairs: Sequence[_Pair]) -> None:
+    """Copies in the caller's time, with a second thread for the half of it when it is worth one."""
+    total = sum(source.nbytes for source, _ in pairs)
+    if total < _SPLIT_BYTES:
+        _copy_all(pairs)
+        return
+    halves: tuple[list[_Pair], list[_Pair]] = ([], [])
+    sizes = [0, 0]
+    for pair in sorted(pairs, key=lambda pair: -pair[0].nbytes):
+        lighter = 0 if sizes[0] <= sizes[1] else 1
+        halves[lighter].append(pair)
+        sizes[lighter] += pair[0].nbytes
+    other = threading.Thread(target=_copy_all, args=(halves[1],), name="allranks-copy")
+    other.start()
+    _copy_all(halves[0])
+    other.join()
+
+
+def _copy_all(pairs: Sequence[_Pair]) -> None:
+    for source, target in pairs:
+        _copy_one(source, target)
+
+
+def _copy_one(source: torch.Tensor, target: torch.Tensor) -> None:
+    """memmove where both are plain memory: it frees the GIL and starts no threads of torch's own."""
+    plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
+    if plain and source.dtype == target.dtype:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from pathlib import Path
 from allranks.checkpoint.checksum import best_algorithm
 from allranks.checkpoint.config import CheckpointLoadConfig
 from allranks.checkpoint.group import RankGroup
-from allranks.checkpoint.inspect import verify_checkpoint
-from allranks.checkpoint.restore.into_state import load_state
-from allranks.checkpoint.restore.torch_files import is_legacy, load_legacy
+from allranks.checkpoint.restore.into_state import is_legacy, load_legacy, load_state
+from allranks.checkpoint.restore.opened_checkpoint import verify_checkpoint
 from allranks.checkpoint.save.plan import Planner, find_pieces, fingerprint, make_plan
 from allranks.checkpoint.save.snapshot import ArenaPool, StateSnapshot, flatten_state
 from allranks.checkpoint.save.writer import SaveJob, write_checkpoint

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from allranks.checkpoint.manifest import MANIFEST, PAGE_BYTES
 from allranks.checkpoint.stores import MAX_JSON_BYTES, Attempt, KnownMount, Pieces, StoreSpec
-from allranks.checkpoint.stores.pointer import POINTER, check_list, decode, encode
+from allranks.checkpoint.stores.listing import POINTER, check_list, decode, encode
 from allranks.errors import CheckpointDamaged
 
 QUARANTINE = "quarantine"

@@ -3,7 +3,7 @@
 Torch-free. There is no rename, so file names carry the attempt, and the conditional put of the manifest is the
 commit.
 
-Lists of objects may be out of date. None is believed against the pointer (`pointer.py`), and nothing is deleted before the
+Lists of objects may be out of date. None is believed against the pointer (`listing.py`), and nothing is deleted before the
 objects themselves have been asked: a file goes when no manifest that could name it is there.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from allranks.checkpoint.manifest import MANIFEST, decode_manifest
 from allranks.checkpoint.stores import Attempt, Pieces, StoreSpec
-from allranks.checkpoint.stores.pointer import POINTER, check_list, decode, encode
+from allranks.checkpoint.stores.listing import POINTER, check_list, decode, encode
 from allranks.errors import CheckpointValidationError
 
 if TYPE_CHECKING:

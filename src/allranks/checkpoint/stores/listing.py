@@ -1,13 +1,25 @@
-"""What a store holds, and which of it may go: a pure decision, and the one place that acts on it. Torch-free."""
+"""What a store holds, and which of it may go: a pure decision, and the one place that acts on it. Torch-free.
+
+A list may be out of date or cut short; what is asked for by its name is as it is. So the names of the newest checkpoints are kept in
+one small file, which is written after every commit, and every list is compared with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import errno
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from allranks.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
 from allranks.checkpoint.stores import Store
 from allranks.errors import CheckpointValidationError
+from allranks.model.parsing import printable
+
+POINTER = ".allranks.json"
+#: Names that are kept in it, newest last.
+MOST = 256
+INCOMPLETE = "is not complete"
 
 
 @dataclass(frozen=True)
@@ -113,3 +125,27 @@ def list_verified(store: Store, good: Callable[[str], bool]) -> list[Listed]:
             break
         found[one.name] = replace(one, problem="damaged")
     return list(found.values())
+
+
+def decode(data: bytes) -> list[str]:
+    """The names in the file; none if it is damaged, which the next commit repairs."""
+    try:
+        found = json.loads(data)["checkpoints"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+    names = found if isinstance(found, list) else []
+    return [name for name in names if isinstance(name, str) and "/" not in name and name[:1] not in ("", ".")]
+
+
+def encode(names: Iterable[str], add: str = "", drop: Iterable[str] = ()) -> bytes:
+    """The file with one name more, or some less."""
+    gone = {add, *drop}
+    kept = [name for name in names if name not in gone] + ([add] if add else [])
+    return json.dumps({"checkpoints": kept[-MOST:]}).encode() + b"\n"
+
+
+def check_list(what: str, suspects: Iterable[str], there: Callable[[str], bool]) -> None:
+    """Raises OSError if one of the files that a list lacks is there; a file is asked for by its name."""
+    for path in sorted(suspects):
+        if there(path):
+            raise OSError(errno.EIO, printable(f"{what} {INCOMPLETE}: {path} is there, and not in it", 240))

@@ -16,7 +16,7 @@ from typing import Any
 
 from allranks.checkpoint.stores import MAX_JSON_BYTES, Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
-from allranks.checkpoint.stores.pointer import INCOMPLETE, POINTER
+from allranks.checkpoint.stores.listing import INCOMPLETE, POINTER
 from allranks.errors import ConfigurationError, require
 from allranks.model.parsing import printable
 

@@ -1,7 +1,7 @@
 """The sections and keys of a job's file: frozen dataclasses of options, most of them made from the options of the parts.
 
 Each default is written once: here, or in the options class that a section is made from. An option's `title` is the word used
-for it in messages; relations between keys are checked in `validate.py`, so that one wrong value does not hide them.
+for it in messages; relations between keys are checked in `__init__.py`, so that one wrong value does not hide them.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from allranks.channel import frames
+from allranks.channel.frames import find_unreachable
 from allranks.channel.keys import Keyring, is_proof, prove
-from allranks.channel.probe import find_unreachable
 from allranks.lighthouse import messages
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.reactor import MAX_FRAME, FrameSocket, Reactor, ReactorTimer
