@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allranks.diagnosis import diagnose
+from allranks.diagnosis.divergence import find_divergence
 from allranks.model.trace import RankTrace
 
 from .histories import STUCK, Do, run
@@ -53,3 +54,19 @@ def test_groups_of_any_other_name_are_never_forgotten() -> None:
     """Only the groups of replicas carry the number of a quorum."""
     verdict = diagnose(after(named(job(1, 1), "dp/1"), job(-1, 2))).verdict
     assert verdict is not None and verdict.ranks == (1,)
+
+
+def test_a_replica_that_reduces_another_size_is_named_while_it_runs() -> None:
+    """In the newest quorum only, and not because it is at another step, as one that heals is."""
+
+    def replicas(quorum: int, odd: int, step: int) -> list[RankTrace]:
+        programs = {rank: [Do("all_reduce", size=3 if rank == odd else 4)] * 4 for rank in range(3)}
+        traces = named(run({"world": (0, 1, 2)}, programs, backend="nccl").traces(), f"replicas/{quorum}")
+        traces[1].calls["step"] = step
+        return traces
+
+    assert find_divergence(replicas(2, -1, 7), 10**18, of_replicas=True) is None
+    assert find_divergence(after(replicas(1, 2, 0), replicas(2, -1, 0)), 10**18, of_replicas=True) is None
+    found = find_divergence(after(replicas(1, -1, 0), replicas(2, 2, 0)), 10**18, of_replicas=True)
+    assert found is not None and (found.cause, found.ranks) == ("size_mismatch", (2,))
+    assert find_divergence(replicas(2, 2, 0), 10**18) is None  # inside replicas nothing differs

@@ -277,10 +277,10 @@ def test_looks_become_rarer_and_do_not_miss_a_limit() -> None:
 
 
 def test_activity_is_of_threads_that_may_wake_another() -> None:
-    """Those of Python, a timer's, too, and the first thread of a child; not a progress bar's, nor native ones."""
+    """Those of Python, a timer's, too, and the first thread of a child; not a progress bar's, a pool's, nor native ones."""
 
-    def stack(tid: int, file: str) -> ThreadStack:
-        return ThreadStack(tid, "", (StackFrame("f", file, 1),))
+    def stack(tid: int, file: str, name: str = "f") -> ThreadStack:
+        return ThreadStack(tid, "", (StackFrame(name, file, 1),))
 
     def facts(switches: int) -> tuple[ThreadFacts, ...]:
         futex = {"state": "S", "syscall": "futex", "wait_s": -1.0}
@@ -289,10 +289,16 @@ def test_activity_is_of_threads_that_may_wake_another() -> None:
             ThreadFacts(2, ticks=4, args=(0, 0x109), switches=switches, **futex),  # type: ignore[arg-type]
             ThreadFacts(3, ticks=90),
             ThreadFacts(4, ticks=90),
+            ThreadFacts(5, ticks=90),
         )
 
     library = "/usr/lib/python3.11/threading.py"
-    stacks = (stack(1, "train.py"), stack(2, library), stack(4, "/x/site-packages/tqdm/_monitor.py"))
+    stacks = (
+        stack(1, "train.py"),
+        stack(2, library),
+        stack(4, "/x/site-packages/tqdm/_monitor.py"),
+        stack(5, "pool.py", "Pool._handle_workers"),
+    )
     shots = tuple(Snapshot(n, stacks=stacks, facts=facts(n)) for n in range(2))
     sleeps = ThreadFacts(9, state="S", syscall="clock_nanosleep", wait_s=40.0)
     child = ProcessCapture(1, child=0, snapshots=(Snapshot(0, facts=(sleeps,)),))

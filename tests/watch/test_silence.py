@@ -89,6 +89,14 @@ def test_first_steps_get_the_warm_up_limit() -> None:
     assert look(61, state, [sample(0, 0)])[0] is True
 
 
+def test_a_silence_after_calls_that_differed_is_looked_at_early() -> None:
+    """Also in the first steps; new processes begin anew."""
+    state = replace(observe(0.0, NoticeState(), [sample(0, 0)], OPTIONS), diverged=True)
+    assert limit_s(state, OPTIONS) == 10
+    assert limit_s(observe(1.0, state, [sample(0, 0)], OPTIONS), OPTIONS) == 10
+    assert limit_s(observe(1.0, state, [sample(0, 0, start_ns=2)], OPTIONS), OPTIONS) == 60
+
+
 def test_an_announced_phase_is_silence_by_consent() -> None:
     """`allranks.expect` on any rank stops suspicion until its time is over."""
     now, state = trained(step_s=0.1)

@@ -27,7 +27,7 @@ from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOption
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.slow import SlowRanks
 from allranks.model.cluster import write_health
-from allranks.model.diagnosis import Incident
+from allranks.model.diagnosis import Finding, Incident
 from allranks.model.trace import RankTrace
 from allranks.watch.calls import CallComparison, CallWindows, read_calls
 from allranks.watch.exits import ExitWatcher
@@ -154,8 +154,12 @@ class Watch:
             worlds[options.replica_of(sample.rank)].append(sample)
         worlds[EVERYBODY] = samples
         for number, ranks in worlds.items():
-            if (found := self._calls[number].look(now_s, ranks)) is not None:
-                self.pipeline.note_divergence(found)
+            self._note_divergence(self._calls[number].look(now_s, ranks))
+
+    def _note_divergence(self, found: Finding | None) -> None:
+        if found is not None:
+            self.pipeline.note_divergence(found)
+            self.history.note_divergence()
 
     def compare_nodes(self, agents: tuple[str, ...]) -> None:
         """Calls of our ranks and those of other agents may differ: they are read and compared. From any thread; quick."""
@@ -174,9 +178,7 @@ class Watch:
                     if asked is None or not asked.agents:
                         return
                     peers.wait(asked, PARTS_S)
-                    found = self._nodes.judge(self._of_all_nodes(Path(name)))
-                if found is not None:
-                    self.pipeline.note_divergence(found)
+                    self._note_divergence(self._nodes.judge(self._of_all_nodes(Path(name))))
         finally:
             self._comparing.release()
 

@@ -22,6 +22,7 @@ from allranks.model.stacks import (
     Capture,
     ProcessCapture,
     RankState,
+    StackFrame,
     StacksReport,
     ThreadFacts,
     is_user_file,
@@ -357,8 +358,13 @@ def _telling(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]
     """The main thread, and those that run Python and may wake it."""
     stacks = process.snapshots[-1].stacks
     python = [one for one in stacks if any(not frame.native for frame in one.frames)]
-    able = {one.tid for one in python if not any(part in f.file for f in one.frames for part in _BACKGROUND)}
+    able = {one.tid for one in python if not any(map(_is_background, one.frames))}
     return [fact.tid for number, fact in enumerate(facts) if number == 0 or fact.tid in able]
+
+
+def _is_background(frame: StackFrame) -> bool:
+    """Also the thread of a pool that replaces workers: the result of one that died never comes."""
+    return any(part in frame.file for part in _BACKGROUND) or frame.name.endswith("_handle_workers")
 
 
 def _thread(first: ThreadFacts, last: ThreadFacts) -> ThreadWait:

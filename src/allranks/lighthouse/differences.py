@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from allranks.model.cluster import NodeReport
 
 STILL_S = 1.2  # that all ranks must wait at least
-MAX_ASKED = 64  # agents; with more of them only those that differ are asked
+MAX_ASKED = 64  # agents; with more of them only those that differ are asked,
+SOME = 8  # and a few others: most of them show what is usual
 KEPT, MAX_GROUPS = 64, 4096  # windows of a group; groups, of all attempts
 FIRST_S, LAST_S = 10.0, 600.0  # between two looks at a group whose hashes differ
 
@@ -32,6 +33,7 @@ class Differences:
     _groups: dict[str, _Known] = field(default_factory=dict)
     _moved_s: float = 0.0  # when a rank was last seen to move
     _still: bool = False  # all have waited since
+    _awake: set[str] = field(default_factory=set)  # agents with a rank that does not wait
     _longest_s: float = 0.0  # that all waited, and went on
     _looks: int = 0  # at the present wait
 
@@ -39,14 +41,15 @@ class Differences:
         self, now_s: float, report: NodeReport, before: NodeReport | None, reports: Mapping[str, NodeReport]
     ) -> tuple[str, ...]:
         """The agents with which the reporter should compare calls; () when nothing differs."""
-        others = tuple(sorted(name for name, one in reports.items() if one.ranks and name != report.agent))
-        if not others:
+        if len(reports) < 2:
             return ()
-        differs = [self._differs(now_s, key, report) for key in report.windows]
-        if self._wait(now_s, before, report, reports) and len(others) <= MAX_ASKED:
-            return others
-        found = tuple(dict.fromkeys(agent for agent in differs if agent))
-        return tuple(dict.fromkeys((*found, *others)))[: max(len(found), 8)] if found else ()
+        differs = [agent for key in report.windows if (agent := self._differs(now_s, key, report))]
+        waits = self._wait(now_s, before, report, reports) and len(reports) <= MAX_ASKED
+        if not waits and not differs:
+            return ()
+        others = sorted(name for name, one in reports.items() if one.ranks and name != report.agent)
+        found = tuple(dict.fromkeys((*differs, *others)))
+        return found if waits else found[: max(len(differs), SOME)]
 
     def _differs(self, now_s: float, key: str, report: NodeReport) -> str:
         """The agent that told another hash of the same calls; "" when there is none, or they were looked at lately."""
@@ -69,7 +72,11 @@ class Differences:
     ) -> bool:
         """Whether all ranks have waited in calls for longer than ever before, and it is time to look (again)."""
         moved = before is None or before.calls != report.calls
-        if moved or any(letter != "w" for one in reports.values() for letter in one.doing):
+        if report.doing.strip("w"):
+            self._awake.add(report.agent)
+        else:
+            self._awake.discard(report.agent)
+        if moved or self._awake & reports.keys():
             if self._still:
                 self._longest_s = max(self._longest_s, now_s - self._moved_s)
             self._moved_s, self._still, self._looks = now_s, False, 0

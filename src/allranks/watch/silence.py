@@ -130,6 +130,7 @@ class NoticeState:
     extended: int = 0  # inspections in a row that did not settle it
     # of the last action: a silence that began before it was ended by it and proves nothing
     acted_s: float = 0.0
+    diverged: bool = False  # calls of these processes were seen to differ: a silence is not usual
 
 
 def observe(
@@ -137,15 +138,16 @@ def observe(
 ) -> NoticeState:
     """The state after one more sample of the ranks."""
     ranks: dict[int, RankHistory] = {}
-    extended = state.extended
+    extended, diverged = state.extended, state.diverged
     for sample in samples:
         known, mark = state.ranks.get(sample.rank), options.progress(sample)
         if known is None or known.process != sample.process:
             known = RankHistory(sample.process, mark, now_s, marked_ns=sample.step_ns, stepped_s=now_s)
+            diverged = False
         elif known.mark != mark:
             known, extended = known.after(sample, now_s, state.acted_s, options), 0
         ranks[sample.rank] = known
-    return replace(state, ranks=ranks, extended=extended)
+    return replace(state, ranks=ranks, extended=extended, diverged=diverged)
 
 
 def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm] = ()) -> float:
@@ -157,7 +159,7 @@ def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm
     # a rank that has just been restarted does not make the others slow
     if not histories or not _tells(state, rhythms):
         base = _young_limit_s(base, state, options, rhythms)
-    if contradict(rhythms):
+    if state.diverged or contradict(rhythms):
         base = options.floor_s
     limit = min(base, _before_retry_s(FIRST_LOOK, usual, options)) * (1 + _extension(state.extended))
     if state.extended == 1:
@@ -417,6 +419,11 @@ class ProgressHistory:
         with self._lock:
             for _ in range(times):
                 self._state = extend_deadline(self._state, time.monotonic(), self.options)
+
+    def note_divergence(self) -> None:
+        """Calls of the ranks differ: the next silence is looked at early."""
+        with self._lock:
+            self._state = replace(self._state, diverged=True)
 
     def mark_resumed(self) -> None:
         """An action ends this silence: it does not make the job look slow from now on."""
