@@ -194,3 +194,11 @@ def test_a_server_without_requests_is_not_waited_for_by_who_takes_work_from_it()
     takes = replace(ASKS, wait=replace(ASKS.wait, strong=False))
     assert answer(process(1, takes, links=(CLIENT,)), router)[0] == "moving"
     assert answer(process(1, ASKS, links=(CLIENT,)), router)[0] == "stuck"
+
+
+def test_an_idle_process_is_not_missed_by_one_that_forms_a_group() -> None:
+    """A restarted actor waits for members that will not come again; the idle one beside it has no part in that."""
+    joins = process(1, thread(1, "rendezvous", 36), ppid=9)
+    waits = process(2, thread(1, "event", 5), ppid=9)
+    assert answer(joins, process(3, IDLE, ppid=9)) == ("stuck", {(1, 36)})
+    assert answer(joins, waits, process(3, IDLE, ppid=9)) == ("stuck", {(2, 5)})

@@ -319,7 +319,7 @@ class _Finder:
         if met := self._at_store(unit) if unit.thread.wait.ends else []:
             return [n for n in met if self.units[n].thread.wait.kind != "rendezvous"]
         missing = [p for p in self._siblings(unit) if not self._collects(p)]
-        return [n for p in missing for n in self._whole(p.where)]
+        return [n for p in missing for n in self._whole(p.where) if self.units[n].active]
 
     def _store(self, number: int, unit: Unit) -> list[int]:
         """All that are connected to the store and do not wait for a key themselves."""

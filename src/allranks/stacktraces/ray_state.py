@@ -25,21 +25,30 @@ _WORKER_LOG = re.compile(r"worker-(\w+)-(?!ffffffff)\w+-(\d+)\.out$")
 Rows = Sequence[Mapping[str, object]]
 
 
-def read_tasks(entries: Iterable[ProcessEntry], processes: Sequence[Process]) -> tuple[RayTask, ...]:
-    """The calls that have not ended; () where no dashboard is among the processes, or it does not answer."""
+def read_tasks(
+    entries: Iterable[ProcessEntry], processes: Sequence[Process]
+) -> tuple[tuple[RayTask, ...], str]:
+    """The calls that have not ended; none where no dashboard is among the processes, or it does not answer. And what a person can
+    do about that."""
     boards = {entry.pid for entry in entries if "ray/dashboard/dashboard.py" in entry.title}
     links = [link for one in processes if one.pid in boards for link in one.links if link.kind == "listen"]
     for port in dict.fromkeys(link.end.rsplit(" ", 1)[-1] for link in links):
         tables = []
         try:
             for path in _ASKED:
-                answer = web_client.get(f"127.0.0.1:{port}", f"/api/v0/{path}", LIMIT_S)
+                token = os.environ.get("RAY_AUTH_TOKEN", "")
+                answer = web_client.get(f"127.0.0.1:{port}", f"/api/v0/{path}", LIMIT_S, token=token)
+                if answer.status in (401, 403):
+                    return (
+                        (),
+                        "Ray's state API asks for a token, which RAY_AUTH_TOKEN would hold: who runs which call is not known",
+                    )
                 tables.append(json.loads(answer.body)["data"]["result"]["result"])
         except (OSError, AllranksError, ValueError, KeyError, TypeError):
             continue
         ips = {m[1] for entry in entries if (m := re.search(r"--node_ip_address=(\S+)", entry.title))}
-        return parse_tasks(*tables, ips, processes[0].node)
-    return ()
+        return parse_tasks(*tables, ips, processes[0].node), ""
+    return (), ""
 
 
 def parse_tasks(nodes: Rows, actors: Rows, tasks: Rows, local: set[str], node: str) -> tuple[RayTask, ...]:

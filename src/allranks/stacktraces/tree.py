@@ -290,11 +290,11 @@ class _Look:
         ]
         rules = self.options.rules or load_roles()
         entries = {pid: case.entry for pid, case in self.cases.items()}
-        tasks = ray_state.read_tasks(entries.values(), found)
+        tasks, note = ray_state.read_tasks(entries.values(), found)
         found = ray_state.with_tasks(found, tasks) if tasks else found
         found += ray_state.ended_actors(entries.values(), self.node)
         named = give_roles(self._with_fifos(found), entries, rules)
-        return JobLook(named, seconds, self._notes(), tasks)
+        return JobLook(named, seconds, (*self._notes(), *([note] if note else [])), tasks)
 
     def _with_fifos(self, processes: list[Process]) -> list[Process]:
         """Marks threads whose function still mentions a FIFO that another one opens."""
