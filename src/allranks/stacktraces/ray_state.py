@@ -47,7 +47,8 @@ def read_tasks(
         except (OSError, AllranksError, ValueError, KeyError, TypeError):
             continue
         ips = {m[1] for entry in entries if (m := re.search(r"--node_ip_address=(\S+)", entry.title))}
-        return parse_tasks(*tables, ips, processes[0].node), ""
+        nodes, actors, tasks = tables
+        return parse_tasks(nodes, actors, tasks, ips, processes[0].node), ""
     return (), ""
 
 
