@@ -24,8 +24,8 @@ import time
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes
 
-#: Until the watch has begun; its first look is after 30 s.
-SETTLE_S = 8.0
+#: So long without a clock tick, and the watch has begun; its first look is after 30 s.
+SETTLE_S, SETTLE_LIMIT_S = 2.0, 20.0
 
 
 def wait(number: int, queue: multiprocessing.Queue, ready: multiprocessing.Semaphore) -> None:  # type: ignore[type-arg]
@@ -72,13 +72,22 @@ def at_rest(first: int, seconds: float) -> float:
         ]
         watch = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            time.sleep(SETTLE_S)
+            settle(watch.pid)
             began, used = time.monotonic(), _ticks(watch.pid)
             time.sleep(seconds)
             return 100 * (_ticks(watch.pid) - used) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
         finally:
             watch.terminate()
             watch.wait()
+
+
+def settle(pid: int) -> None:
+    """Until a process has imported what it needs."""
+    until, used, since = time.monotonic() + SETTLE_LIMIT_S, 0, time.monotonic()
+    while time.monotonic() < until and time.monotonic() - since < SETTLE_S:
+        time.sleep(0.1)
+        if (now := _ticks(pid)) > used + 1:
+            used, since = now, time.monotonic()
 
 
 def _ticks(pid: int) -> int:

@@ -174,3 +174,31 @@ def test_of_ranks_that_wait_for_each_other_the_minority_is_blamed() -> None:
         process(3, waits, links=links(3, 1, 2)),
     )
     assert answer(*ranks, store) == ("stuck", {(2, 14)})
+
+
+def test_who_was_killed_comes_before_those_that_ended_after_it() -> None:
+    """The trainer looks for a file that the exporter will not write any more; alone such a loop is no hang."""
+    polls = process(1, thread(1, "poll", 17))
+    failed = process(2, alive=False, ended="exit code 1")
+    killed = process(3, alive=False, ended="killed by SIGKILL")
+    assert answer(polls) == ("unclear", set())
+    assert answer(polls, failed) == ("stuck", {(1, 17), (2, 0)})
+    assert answer(polls, failed, killed) == ("stuck", {(1, 17), (3, 0)})
+    moving = process(4, thread(1, "work", 8, moved=True))
+    assert answer(polls, failed, moving)[0] == "moving"
+
+
+def test_a_server_without_requests_is_not_waited_for_by_who_takes_work_from_it() -> None:
+    """An engine waits for the next request of a router that has none; one that waits for an answer needs it."""
+    router = process(2, IDLE, links=(SERVER,))
+    takes = replace(ASKS, wait=replace(ASKS.wait, strong=False))
+    assert answer(process(1, takes, links=(CLIENT,)), router)[0] == "moving"
+    assert answer(process(1, ASKS, links=(CLIENT,)), router)[0] == "stuck"
+
+
+def test_an_idle_process_is_not_missed_by_one_that_forms_a_group() -> None:
+    """A restarted actor waits for members that will not come again; the idle one beside it has no part in that."""
+    joins = process(1, thread(1, "rendezvous", 36), ppid=9)
+    waits = process(2, thread(1, "event", 5), ppid=9)
+    assert answer(joins, process(3, IDLE, ppid=9)) == ("stuck", {(1, 36)})
+    assert answer(joins, waits, process(3, IDLE, ppid=9)) == ("stuck", {(2, 5)})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from allranks.incidents.node_report import BoxFacts, build_report, parse_gpus, step_time, work_of
 from allranks.incidents.rank_logs import find_logs, tail
+from allranks.lighthouse.ranks import RankTable
 from allranks.model.cluster import GpuReport
 from allranks.model.job_state import JobFacts, StepWork, describe
 from allranks.recording import Recorder, RecorderOptions
@@ -35,6 +36,17 @@ def test_a_rank_that_sleeps_does_not_compute() -> None:
         and report.places[0] == "all_reduce #15"
         and report.ranks == (0, 1, 2, 3, 4, 5)
     )
+
+
+def test_ranks_of_several_worlds_are_reported_by_role_and_number() -> None:
+    """Two processes are rank 0 of their worlds; a job of one world has no names."""
+    seen = [sample(0, name="trainer 0"), sample(1, name="rollout 0")]
+    table = RankTable()
+    table.note(build_report("a", "n", seen, {}, BoxFacts(), (), NOW), NOW)
+    (node,) = table.nodes()["nodes"]  # type: ignore[misc]
+    assert node["names"] == ("trainer 0", "rollout 0")
+    assert (table.detail(1, ()) or {})["name"] == "rollout 0"
+    assert build_report("a", "n", [sample(0)], {}, BoxFacts(), (), NOW).names == ()
 
 
 def test_the_step_time_is_measured_between_two_reports() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
+from allranks.lighthouse.service import Service
 from allranks.lighthouse.web import http_protocol
 from pages.gallery import Visit, gallery, running_browser
 from pages.jobs import replica_job, whole_job
@@ -159,6 +161,28 @@ def test_a_cell_opens_the_drawer_of_its_rank(browser: Any, lighthouse: Lighthous
     assert drawer.locator(".source .hit").count() == 1
     visit.page.keyboard.press("Escape")
     assert not drawer.is_visible()
+    visit.page.close()
+
+
+def test_a_job_of_several_worlds_is_shown_by_role_and_number(browser: Any, lighthouse: Lighthouse) -> None:
+    """One block for each role, and no bare rank in the tip or the drawer."""
+
+    def two_worlds(service: Service) -> None:
+        whole_job(service, 6)
+        table = service.agents.ranks
+        names = tuple(f"{role} {n}" for role, count in (("trainer", 4), ("rollout", 2)) for n in range(count))
+        table.note(replace(table.reports["agent-0"], names=names), service.now())
+
+    lighthouse.call(two_worlds)
+    visit = visit_job(browser, lighthouse)
+    visit.page.wait_for_function("() => Ranks.placeOf(4) && Ranks.name(4) === 'rollout 0'")
+    trainer, rollout = (visit.page.evaluate(f"Ranks.placeOf({rank})") for rank in (3, 4))
+    assert rollout[0] == 0 and rollout[1] > trainer[1]
+    assert visit.page.locator("#by option").first.inner_text() == "by role"
+    visit.page.locator("#grid").hover(position={"x": rollout[0] + 4, "y": rollout[1] + 4})
+    assert visit.page.inner_text("#cell-tip").startswith("rollout 0: ")
+    visit.page.locator("#grid").click(position={"x": rollout[0] + 4, "y": rollout[1] + 4})
+    assert visit.page.locator("#drawer h2").inner_text() == "rollout 0"
     visit.page.close()
 
 

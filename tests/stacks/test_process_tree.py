@@ -210,6 +210,57 @@ def test_who_ends_a_wait_and_what_polls() -> None:
     assert (source.is_poll(CODE, 22), source.is_poll(CODE, 24)) == (True, False)
 
 
+LOOPS = """
+def environment(queue, stop):
+    while True:
+        queue.put(1)
+        sleep(7)
+    while not stop.is_set():
+        queue.put(1)
+        sleep(7)
+def wait(stop, path):
+    while not stop.is_set():
+        sleep(1)
+    while True:
+        if path.exists():
+            break
+        sleep(1)
+def serve(socket):
+    while True:
+        try:
+            request = socket.recv()
+        except OSError:
+            return
+        socket.send(request)
+        socket.recv()
+def train(socket):
+    while socket.step < 10:
+        socket.recv()
+"""
+
+
+@pytest.mark.parametrize(("line", "polls"), [(5, False), (8, False), (11, True), (15, True)])
+def test_a_loop_that_works_and_sleeps_does_not_poll(line: int, polls: bool) -> None:
+    assert source.is_poll(LOOPS, line) == polls
+
+
+@pytest.mark.parametrize(("line", "takes"), [(19, True), (22, False), (23, False), (26, False)])
+def test_the_first_wait_of_an_endless_loop_is_for_work(line: int, takes: bool) -> None:
+    """Who waits there needs nobody: an engine without requests is idle."""
+    assert source.takes_work(LOOPS, line) == takes
+
+
+def test_a_process_without_a_name_is_called_by_its_parent() -> None:
+    """`python -c`, and one that has ended: its title is gone."""
+    family = [
+        Process(1, title="python x.py reward"),
+        Process(2, 1, title="python3 -c code"),
+        Process(3, 1, alive=False),
+    ]
+    named = give_roles(family, {1: None, 2: None, 3: None}, load_roles())  # type: ignore[dict-item]
+    assert {one.name for one in named[1:]} == {"subprocess of reward 0", "subprocess of reward 1"}
+
+
 @pytest.mark.parametrize(("status", "text"), [(9, "killed by SIGKILL"), (256, "exit code 1"), (0, "")])
 def test_how_a_process_ended(status: int, text: str) -> None:
     assert how_ended(status) == text

@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,7 +150,11 @@ def process_state(pid: int) -> str:
 
     "X" while it is being taken down: a GPU's memory takes half a second.
     """
-    fields = process_stat(pid)
+    return task_state(process_stat(pid))
+
+
+def task_state(fields: Sequence[str]) -> str:
+    """`process_state` of fields that were read already."""
     exiting = len(fields) > 6 and fields[0] != "Z" and int(fields[6]) & _PF_EXITING
     return "X" if exiting else "".join(fields[:1])
 

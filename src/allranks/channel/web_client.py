@@ -46,12 +46,13 @@ class WebAnswer:
             return None
 
 
-def get(address: str, path: str, timeout_s: float, limit: int = 16 << 20) -> WebAnswer:
+def get(address: str, path: str, timeout_s: float, limit: int = 16 << 20, token: str = "") -> WebAnswer:
     """GET of a path at HOST:PORT; OSError when no whole answer came in time or it is not HTTP."""
-    if not address.isprintable() or " " in address:
+    if not (address.isprintable() and token.isprintable()) or " " in address:
         raise ValueError(f"{address!r} is not HOST:PORT")
     deadline = time.monotonic() + timeout_s
-    head = f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n"
+    head = f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
+    head += f"Authorization: Bearer {token}\r\n\r\n" if token else "\r\n"
     data = bytearray()
     with socket.create_connection(split_address(address), timeout_s) as sock:
         sock.sendall(head.encode())

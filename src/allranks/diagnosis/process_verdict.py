@@ -97,6 +97,12 @@ class Root:
         return unit.thread.main and not beside and unit.thread.wait.kind not in ("child", "thread", "poll")
 
     @property
+    def polls(self) -> bool:
+        """Whether a main thread waits for something that somebody else would have to make."""
+        unit = self.units[0]
+        return self.still and unit.thread.main and unit.thread.wait.kind == "poll" and not unit.process.system
+
+    @property
     def rank(self) -> tuple[int, int, int]:
         """The best one first."""
         stopped = any(u.thread.wait.kind == "stopped" for u in self.units)
@@ -117,8 +123,12 @@ def explain_processes(look: JobLook) -> ProcessFinding:
     roots = [Root(waits, _smallest_circle(waits, nodes)) for nodes in waits.graph.sinks()]
     stuck = sorted((root for root in roots if root.accused), key=lambda root: root.rank)
     dead = [p for p in look.processes if not p.alive and p.ended and not p.system]
-    if dead and stuck:
-        return _dead(look, dead, stuck[0])
+    # what was killed may have made others end, not the other way round
+    dead = [p for p in dead if p.ended.startswith("killed")] or dead
+    works = any(not u.still and not u.process.system for u in waits.units)
+    missed = stuck or [root for root in roots if root.polls and not works]
+    if dead and missed:
+        return _dead(look, dead, missed[0])
     if stuck:
         return _stuck(look, [root for root in stuck if root.rank[:2] == stuck[0].rank[:2]])
     return _retries(look, waits) or _lost_task(look, waits) or _not_stuck(look, waits, roots)

@@ -236,7 +236,10 @@ class _Finder:
         return [n for n in here if self.units[n].active] or [n for n in here if self.units[n].thread.main]
 
     def _ray(self, number: int, unit: Unit) -> list[int]:
-        """Actors that this process is connected to and that run something."""
+        """Those that run its calls, where Ray says so; else actors that it is connected to and that run something."""
+        if calls := [one for one in self.look.tasks if one.caller == unit.process.where]:
+            workers = dict.fromkeys(one.worker for one in calls if one.worker is not None)
+            return [n for where in workers for n in self._whole(where) if n != number]
         peers = {
             p.where for one in unit.process.links for p, _ in self.ends.get(one.peer, ()) if one.kind == "tcp"
         }
@@ -316,7 +319,7 @@ class _Finder:
         if met := self._at_store(unit) if unit.thread.wait.ends else []:
             return [n for n in met if self.units[n].thread.wait.kind != "rendezvous"]
         missing = [p for p in self._siblings(unit) if not self._collects(p)]
-        return [n for p in missing for n in self._whole(p.where)]
+        return [n for p in missing for n in self._whole(p.where) if self.units[n].active]
 
     def _store(self, number: int, unit: Unit) -> list[int]:
         """All that are connected to the store and do not wait for a key themselves."""

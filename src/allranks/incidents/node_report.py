@@ -62,6 +62,7 @@ def build_report(
         agent=agent,
         node=node,
         ranks=tuple(sample.rank for sample in samples),
+        names=tuple(sample.name for sample in samples) if any(sample.name for sample in samples) else (),
         pids=tuple(sample.pid for sample in samples),
         doing="".join(letter_of(sample, now, asleep) for sample in samples),
         steps=tuple(sample.step for sample in samples),
@@ -213,7 +214,8 @@ class NodeReporter:
         """One report."""
         now = time.time()
         self._known.update(self.ranks())
-        samples = [sample for sample in read_samples(self.folder) if sample.rank in self._known]
+        # of several worlds the launcher knows only its own
+        samples = [one for one in read_samples(self.folder) if one.name or one.rank in self._known]
         self._read_boxes(samples, now)
         report = build_report(
             self.client.options.replica, self.node, samples, self._before, self._boxes, self._gpus, now

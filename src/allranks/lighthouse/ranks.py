@@ -33,7 +33,11 @@ class RankTable:
             report = replace(report, ranks=(), doing="")
         before = self.reports.get(report.agent)
         self.reports[report.agent], self.heard[report.agent] = report, now
-        if before is None or (before.ranks, before.gpus) != (report.ranks, report.gpus):
+        if before is None or (before.ranks, before.names, before.gpus) != (
+            report.ranks,
+            report.names,
+            report.gpus,
+        ):
             self.version += 1
         every_s = max(1.0, len(self.reports) / AGENTS_PER_S)
         return NodeAnswer(every_s, self._differences.find(now, report, before, self.reports))
@@ -88,6 +92,7 @@ class RankTable:
             {
                 "node": one.node,
                 "ranks": one.ranks,
+                "names": one.names,
                 "gpus": one.gpus,
                 "pids": one.pids,
                 "doing": one.doing,
@@ -112,6 +117,7 @@ class RankTable:
         pid = _entry(report.pids, at, 0)
         return {
             "rank": rank,
+            "name": _entry(report.names, at, ""),
             "node": report.node,
             "pid": pid,
             "doing": DOING.get(report.doing[at], ""),

@@ -288,6 +288,7 @@ class NodeReport:
     agent: str = ""
     node: str = ""
     ranks: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()  # "rollout 1", in a job of several worlds
     pids: tuple[int, ...] = ()
     doing: str = ""  # one letter of DOING for each
     steps: tuple[int, ...] = ()

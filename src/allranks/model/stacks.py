@@ -379,12 +379,24 @@ class Process:
 
 
 @dataclass(frozen=True)
+class RayTask:
+    """A call of Ray that has not ended, as Ray's state API tells."""
+
+    name: str  # "Reward.score"
+    caller: Where
+    worker: Where | None = None  # the process that runs it; None: it has none yet
+    state: str = ""
+    needs: str = ""  # "64 CPU"
+
+
+@dataclass(frozen=True)
 class JobLook:
     """A job as it was seen for `seconds`, on one node or joined from several."""
 
     processes: tuple[Process, ...] = ()
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    tasks: tuple[RayTask, ...] = ()
 
 
 @dataclass(frozen=True)

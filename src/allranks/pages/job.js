@@ -132,7 +132,8 @@
     if (view.cell !== "rank") { $("replica-part").hidden = false; $("replica-part").open = true; $("filter").value = ""; table(); return; }
     const box = $("drawer-body");
     $("drawer").hidden = false;
-    box.replaceChildren(make("h2", `Rank ${number}`), make("p", "Loading…", "soft"));
+    const title = Ranks.name(number);
+    box.replaceChildren(make("h2", title), make("p", "Loading…", "soft"));
     try {
       const r = await read("/api/ranks/" + number), facts = [];
       const add = (name, value) => { if (value) { const row = make("div"); row.append(make("dt", name), make("dd", value)); facts.push(row); } };
@@ -141,10 +142,10 @@
       for (const g of r.gpus || []) add(`GPU ${g.index}`, [g.busy >= 0 && `${g.busy} % busy`, g.used_mb >= 0 && `${(g.used_mb / 1000).toFixed(1)} GB`, g.celsius >= 0 && `${g.celsius} °C`, g.watts >= 0 && `${g.watts} W`].filter(Boolean).join(", "));
       const list = make("dl", "", "facts");
       list.append(...facts);
-      box.replaceChildren(make("h2", `Rank ${number}`), list);
+      box.replaceChildren(make("h2", title), list);
       if (r.evidence) box.append(make("p", `From incident ${r.evidence.incident}:`, "soft"), ...parts(r.evidence));
       else box.append(make("p", "No stack of this rank was taken. “Stacks now” takes those of all ranks.", "soft"));
-    } catch (error) { box.replaceChildren(make("h2", `Rank ${number}`), make("p", String(error), "soft")); }
+    } catch (error) { box.replaceChildren(make("h2", title), make("p", String(error), "soft")); }
   }
 
   // ---- replicas: a summary; the table on demand

@@ -3,8 +3,8 @@ const Ranks = (function () {
   const NAMES = { c: "computing", w: "in a call", s: "sleeping", h: "healing", d: "dead", e: "ended", g: "guilty", ".": "unknown" };
   const TONES = { c: "--cell-c", w: "--cell-w", s: "--cell-s", h: "--cell-h", d: "--cell-d", e: "--cell-e", g: "--bad", ".": "--line" };
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  let canvas, tip, cells = "", guilty = new Set(), layout = { nodes: [], groups: {} }, by = "node", places = [], size = 16, nodeOf = new Map(), word = "rank", drawn = "";
-  let onPick = () => {};
+  let canvas, tip, cells = "", guilty = new Set(), layout = { nodes: [], groups: {} }, by = "", places = [], size = 16, nodeOf = new Map(), word = "rank", drawn = "";
+  let onPick = () => {}, names = new Map();
 
   function kinds() {
     const found = new Map();
@@ -15,8 +15,14 @@ const Ranks = (function () {
     }
     return new Map([...found].filter(([, groups]) => groups.length > 1));
   }
+  function roles() {
+    const found = new Map();
+    for (const [rank, name] of names) { const role = name.replace(/ \d+$/, ""); found.set(role, [...found.get(role) || [], rank]); }
+    return [...found];
+  }
   function blocks() {
-    if (by !== "node" && kinds().has(by)) {
+    if ((by || "role") === "role" && names.size) return roles();
+    if (kinds().has(by)) {
       const listed = kinds().get(by).sort((a, b) => a[1][0] - b[1][0]), seen = new Set(listed.flatMap(([, ranks]) => ranks));
       const rest = [...cells].map((_, r) => r).filter((r) => !seen.has(r));
       return [...listed, ...rest.length ? [["others", rest]] : []];
@@ -91,7 +97,7 @@ const Ranks = (function () {
         tip.hidden = rank < 0;
         if (rank < 0) return;
         const node = nodeOf.get(rank);
-        tip.textContent = `${word} ${rank}: ${NAMES[guilty.has(rank) ? "g" : cells[rank]] || ""}${node ? ", " + node : ""}`;
+        tip.textContent = `${names.get(rank) || `${word} ${rank}`}: ${NAMES[guilty.has(rank) ? "g" : cells[rank]] || ""}${node ? ", " + node : ""}`;
         const box = canvas.parentElement.getBoundingClientRect();
         tip.style.left = Math.min(event.clientX - box.left + 12, Math.max(0, box.width - tip.offsetWidth)) + "px"; tip.style.top = event.clientY - box.top + 14 + "px";
       });
@@ -102,11 +108,11 @@ const Ranks = (function () {
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
     },
     place(found) {
-      layout = found; nodeOf = new Map();
-      for (const node of layout.nodes) for (const rank of node.ranks) nodeOf.set(rank, node.node);
-      const select = document.getElementById("by"), names = ["node", ...kinds().keys()];
-      select.hidden = names.length < 2;
-      if (select.dataset.key !== names.join()) { select.dataset.key = names.join(); select.replaceChildren(...names.map((name) => new Option("by " + name, name, false, name === by))); }
+      layout = found; nodeOf = new Map(); names = new Map();
+      for (const node of layout.nodes) node.ranks.forEach((rank, at) => { nodeOf.set(rank, node.node); if (node.names[at]) names.set(rank, node.names[at]); });
+      const select = document.getElementById("by"), ways = [...names.size ? ["role"] : [], "node", ...kinds().keys()];
+      select.hidden = ways.length < 2;
+      if (select.dataset.key !== ways.join()) { select.dataset.key = ways.join(); select.replaceChildren(...ways.map((name) => new Option("by " + name, name, false, name === by))); }
       draw();
     },
     show(letters, named, name) {
@@ -116,6 +122,7 @@ const Ranks = (function () {
       draw();
     },
     node: (rank) => nodeOf.get(rank),
+    name: (rank) => names.get(rank) || `Rank ${rank}`,
     placeOf: (rank) => places[rank],
   };
 })();

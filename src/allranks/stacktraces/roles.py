@@ -86,6 +86,13 @@ def give_roles(
         _with_role(one, entries.get(one.pid), rules, one.pid == root and len(processes) > 1)
         for one in processes
     ]
+    roles = {one.pid: one.role for one in named}
+    named = [
+        replace(one, role=f"subprocess of {roles[one.ppid]}")
+        if _is_nobody(one) and one.ppid in roles
+        else one
+        for one in named
+    ]
     ranks = [one.rank for one in named if one.role == "rank"]
     if len(set(ranks)) < len(ranks):  # several worlds: their programs tell them apart
         named = [
@@ -131,7 +138,12 @@ def _with_role(
     said = role_of_command(process.title)
     plain = said if f".py {said}" in process.title else ""
     name = seen["function"] or plain or _first_function(process) or ("driver" if root else said)
-    return replace(process, role=name.replace("_", " ") or "process")
+    return replace(process, role=name.replace("_", " ").strip() or "process")
+
+
+def _is_nobody(process: Process) -> bool:
+    """Whether nothing tells what a process does: `python -c`, or one that has ended."""
+    return not process.system and bool(re.fullmatch(r"process|python[\d.]*", process.role))
 
 
 def _target(process: Process) -> str:

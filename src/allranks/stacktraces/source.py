@@ -100,12 +100,42 @@ def _method_calls(tree: ast.AST, line: int = 0) -> Iterator[tuple[ast.expr, str]
             yield node.func.value, node.func.attr
 
 
-def is_poll(text: str, line: int) -> bool:
-    """Whether a line sleeps in a `while` loop that tests a condition or does little else: it waits for a change."""
+def _loop(text: str, line: int) -> ast.While | None:
+    """The `while` loop that is the innermost loop around a line."""
     loops = [
         s for s in _last_function(_around(text, line)) if isinstance(s, ast.While | ast.For | ast.AsyncFor)
     ]
-    return bool(loops) and isinstance(loops[-1], ast.While)
+    return loops[-1] if loops and isinstance(loops[-1], ast.While) else None
+
+
+def in_loop(text: str, line: int) -> bool:
+    """Whether a line is in a `while` loop."""
+    return _loop(text, line) is not None
+
+
+def is_poll(text: str, line: int) -> bool:
+    """Whether a line sleeps in a `while` loop that tests a condition or does little else: it waits for a change. One that works
+    and then sleeps, for ever or until somebody stops it, does not."""
+    loop = _loop(text, line)
+    if loop is None:
+        return False
+    nodes = [*_own_nodes(loop)]
+    tests = [n for test in _exits(loop, nodes) for n in ast.walk(test)]
+    asked = {_last_word(n.func) for n in tests if isinstance(n, ast.Call)}
+    own = all(isinstance(n, ast.Constant) for n in tests) or (bool(asked) and asked <= _OWN_CALLS)
+    called = {_last_word(n.func) for n in nodes if isinstance(n, ast.Call)}
+    return not own or called <= _OWN_CALLS | {"sleep", "print", "info", "debug"}
+
+
+def takes_work(text: str, line: int) -> bool:
+    """Whether a line begins a round of a loop without end: what it waits for there is its next work."""
+    loop = _loop(text, line)
+    if loop is None or any(isinstance(n, ast.Compare) for n in ast.walk(loop.test)):
+        return False
+    first: ast.stmt = loop.body[0]
+    while isinstance(first, ast.With | ast.Try) and first.body[0].lineno <= line:
+        first = first.body[0]
+    return first.lineno <= line <= (first.end_lineno or first.lineno)
 
 
 #: Calls whose result says nothing of another process.
@@ -113,6 +143,11 @@ _OWN_CALLS = frozenset(
     {
         "is_set",
         "is_alive",
+        "exists",
+        "is_file",
+        "isfile",
+        "glob",
+        "listdir",
         "time",
         "monotonic",
         "perf_counter",

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from allranks.blackbox.header import process_stat
 from allranks.errors import InputError
 from allranks.model.parsing import from_json
 from allranks.model.stacks import (
@@ -32,7 +33,7 @@ from allranks.model.stacks import (
     ThreadLook,
     ThreadStack,
 )
-from allranks.stacktraces import debuggers, source
+from allranks.stacktraces import debuggers, ray_state, source
 from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines
 from allranks.stacktraces.extras import FileLocks, file_locks, read_extras
@@ -70,12 +71,15 @@ class LookOptions:
     workers: int = 4
 
 
-def find_tree(pids: Sequence[int]) -> list[ProcessEntry]:
-    """These processes and all below them, of the same user; never our own."""
+def find_tree(pids: Sequence[int], known: Mapping[int, ProcessEntry] | None = None) -> list[ProcessEntry]:
+    """These processes and all below them, of the same user; never our own. `known` ones are not read again."""
     parents: dict[int, list[int]] = {}
+    same: dict[int, ProcessEntry] = {}
     for name in os.listdir(PROC):
-        fields = read_proc(int(name), "stat").rsplit(")", 1)[-1].split() if name.isdigit() else []
-        if len(fields) > 3:
+        fields = process_stat(int(name)) if name.isdigit() else []
+        if len(fields) > 19:
+            if known and (one := known.get(int(name))) and one.start_ticks == int(fields[19]):
+                same[one.pid] = one
             for above in {int(fields[1]), int(fields[3])}:  # its parent; the leader of its session
                 parents.setdefault(above, []).append(int(name))
     users = {_owner(pid) for pid in pids} - {-1}
@@ -87,7 +91,7 @@ def find_tree(pids: Sequence[int]) -> list[ProcessEntry]:
         pid = todo.pop(0)
         if pid in found or pid == os.getpid() or _owner(pid) not in users:
             continue
-        if (entry := read_entry(pid)) is not None:
+        if (entry := same.get(pid) or read_entry(pid)) is not None:
             found[pid] = entry
             todo += parents.get(pid, [])
     return list(found.values())
@@ -162,7 +166,10 @@ def read_looks(folders: Sequence[str | Path]) -> JobLook:
         raise InputError(f"no {LOOK} in {', '.join(map(str, folders))}")
     notes = tuple(dict.fromkeys(note for look in looks for note in look.notes))
     return JobLook(
-        tuple(p for look in looks for p in look.processes), min(look.seconds for look in looks), notes
+        tuple(p for look in looks for p in look.processes),
+        min(look.seconds for look in looks),
+        notes,
+        tuple(dict.fromkeys(task for look in looks for task in look.tasks)),
     )
 
 
@@ -282,9 +289,12 @@ class _Look:
             for pid, case in self.cases.items()
         ]
         rules = self.options.rules or load_roles()
-        found += ended_actors([case.entry for case in self.cases.values()], self.node)
-        named = give_roles(self._with_fifos(found), {p: c.entry for p, c in self.cases.items()}, rules)
-        return JobLook(named, seconds, self._notes())
+        entries = {pid: case.entry for pid, case in self.cases.items()}
+        tasks, note = ray_state.read_tasks(entries.values(), found)
+        found = ray_state.with_tasks(found, tasks) if tasks else found
+        found += ray_state.ended_actors(entries.values(), self.node)
+        named = give_roles(self._with_fifos(found), entries, rules)
+        return JobLook(named, seconds, (*self._notes(), *([note] if note else [])), tasks)
 
     def _with_fifos(self, processes: list[Process]) -> list[Process]:
         """Marks threads whose function still mentions a FIFO that another one opens."""
@@ -362,6 +372,7 @@ class _Look:
             first=frozenset(f.tid for f in shots[0].facts) | {one.tid for one in shots[0].stacks if one.tid},
             extras=extras,
             lockers=tuple(one for pids in locks.held.values() for one in pids if one != entry.pid),
+            seconds=time.time() - (shots[0].at_s or time.time()),
         )
         loops = any(
             frame.file.endswith("asyncio/base_events.py") for one in shots[-1].stacks for frame in one.frames
@@ -390,41 +401,6 @@ def _in_call(thread: ThreadLook, call: GroupCall) -> ThreadLook:
         return thread
     says = f"waits in {call.op} #{call.number} of group {call.name or 'without a name'}"
     return replace(thread, wait=replace(thread.wait, says=says, operation=call.op))
-
-
-_LOG_FOLDER = re.compile(r"--log[_-]dir=(\S+)")
-_WORKER_LOG = re.compile(r"worker-(\w+)-(?!ffffffff)\w+-(\d+)\.out$")
-
-
-def ended_actors(entries: Iterable[ProcessEntry], node: str) -> list[Process]:
-    """Actors of Ray that have ended without saying so: their logs are there, their processes are not. Ray waits for its
-    workers itself, so no other trace is left."""
-    folders = {match[1] for entry in entries if (match := _LOG_FOLDER.search(entry.title))}
-    found = []
-    for path in (path for folder in folders for path in Path(folder).glob("worker-*.out")):
-        match = _WORKER_LOG.match(path.name)
-        if match is None or os.path.exists(PROC / match[2]):
-            continue
-        name = re.search(r"^:actor_name:(\w+)", _tail(path, first=True), re.MULTILINE)
-        core = "".join(_tail(path.parent / f"python-core-worker-{match[1]}_{match[2]}.log").splitlines()[-5:])
-        if name is not None and not re.search(r"(?i)\bexit|shut|disconnect", core):
-            found.append(
-                Process(
-                    int(match[2]), node=node, title=f"ray::{name[1]}", alive=False, ended="killed, or crashed"
-                )
-            )
-    return found
-
-
-def _tail(path: Path, first: bool = False) -> str:
-    """The end of a log file, or its beginning."""
-    try:
-        with path.open("rb") as file:
-            if not first:
-                file.seek(max(0, path.stat().st_size - 4096))
-            return file.read(4096).decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def how_ended(status: int) -> str:

@@ -6,7 +6,7 @@ into another thread or process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
@@ -14,11 +14,10 @@ from importlib import resources
 from allranks.model.stacks import ProcessLink, StackFrame, ThreadLook, ThreadStack, WaitFor, is_user_file
 from allranks.model.yaml_tree import read_yaml
 from allranks.stacktraces import source
+from allranks.stacktraces.movement import ReadText, asks_again, has_moved, is_busy
 from allranks.stacktraces.patterns import StackPattern, frame_matches, match_thread
 from allranks.stacktraces.views import ProcessView, ThreadView, user_frame
 
-#: Reads a source file of the process; "" when it cannot be read.
-ReadText = Callable[[str], str]
 SHORT_S = 30.0  # a sleep that ends sooner is not a hang by itself
 
 
@@ -61,6 +60,7 @@ class Surroundings:
     first: frozenset[int] = frozenset()  # threads that were there at the first look
     extras: Mapping[int, ThreadExtra] = field(default_factory=dict)
     lockers: tuple[int, ...] = ()  # other processes that hold locks on files
+    seconds: float = 0.0  # from the first look to the last
 
 
 def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[ThreadLook, ...]:
@@ -122,23 +122,35 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
     wait = _find_wait(thread, extra, around)
     if not thread.main and user_frame(frames) is None:
         wait = replace(wait, strong=False)  # a library's own thread
+    elif wait.kind in _TAKES and _takes_work(frames, around):
+        wait = replace(wait, strong=False)
     holds = tuple(name for frame in frames[:40] for name in _held(frame, around.text))
     serving = next((i for i, frame in enumerate(frames) if _is(frame, _table()["serves"])), None)
-    if (again := _asks_again(thread, around)) is not None:
+    if (again := asks_again(thread, around.text)) is not None:
         wait = WaitFor("poll", "asks again and again, and gets the same answer", operation="retry")
+    new = thread.tid is not None and thread.tid not in around.first
     return ThreadLook(
         tid=thread.tid or 0,
         name=thread.name,
         wait=wait,
         frames=frames,
         main=thread.main,
-        moved=again is None and _moved(thread, around),
-        busy=any(fact.state == "R" for fact in thread.facts) or (thread.ticks_moved or 0) > 5,
+        moved=again is None and has_moved(thread, new, around.seconds),
+        busy=is_busy(thread, wait.kind == "poll", around.seconds),
         holds=tuple(dict.fromkeys(holds)),
         handles=serving is not None and user_frame(frames[:serving]) is not None,
         thread_key=_thread_key(frames, extra),
         user=again or user_frame(frames),
     )
+
+
+#: Waits at the head of a loop that are for the next work.
+_TAKES = frozenset({"answer", "socket", "pipe", "queue"})
+
+
+def _takes_work(frames: Sequence[StackFrame], around: Surroundings) -> bool:
+    user = user_frame(frames)
+    return user is not None and source.takes_work(around.text(user.file), user.line)
 
 
 def _is(frame: StackFrame, patterns: Sequence[str]) -> bool:
@@ -147,39 +159,6 @@ def _is(frame: StackFrame, patterns: Sequence[str]) -> bool:
 
 def _held(frame: StackFrame, text: ReadText) -> tuple[str, ...]:
     return source.held_locks(text(frame.file), frame.line) if is_user_file(frame.file) else ()
-
-
-def _asks_again(thread: ThreadView, around: Surroundings) -> StackFrame | None:
-    """The line of a thread that was in one and the same loop of requests and sleeps whenever we looked."""
-    if len(thread.paths) < 2 or not any(map(_sleeps, thread.paths)):
-        return None
-    loops = [
-        {
-            (f.file, f.name, start): f
-            for f in path
-            if is_user_file(f.file) and (start := source.retry_loop(around.text(f.file), f.line))
-        }
-        for path in thread.paths
-    ]
-    common = set(loops[0]).intersection(*loops[1:])
-    if not common:
-        return None
-    best = next((found for found, path in zip(loops, thread.paths, strict=True) if _sleeps(path)), loops[-1])
-    return next(frame for key, frame in best.items() if key in common)
-
-
-def _sleeps(path: Sequence[StackFrame]) -> bool:
-    """Whether the innermost line of a stack is a sleep of the user's code."""
-    return bool(path) and "sleep(" in path[0].source
-
-
-def _moved(thread: ThreadView, around: Surroundings) -> bool:
-    """Whether the thread did something while we looked. A wait that polls wakes up and is no movement."""
-    paths = {tuple((f.file, f.name, f.line) for f in path if f is not None) for path in thread.paths}
-    users = {next(((f.file, f.line) for f in path if user_frame([f])), None) for path in thread.paths}
-    if thread.tid is not None and thread.tid not in around.first:
-        return True  # it was started while we looked
-    return len(users) > 1 or (len(paths) > 1 and (thread.ticks_moved or 0) > 2)
 
 
 def _thread_key(frames: Sequence[StackFrame], extra: ThreadExtra) -> str:
@@ -434,7 +413,7 @@ def _is_consumer(thread: ThreadView, around: Surroundings) -> bool:
     user = user_frame(thread.python)
     if user is None:
         return True
-    return not thread.main and source.is_poll(around.text(user.file), user.line)
+    return not thread.main and source.in_loop(around.text(user.file), user.line)
 
 
 def _ends(extra: ThreadExtra, around: Surroundings) -> tuple[str, ...]:

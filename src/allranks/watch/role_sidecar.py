@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from allranks.blackbox.header import find_header, process_stat, process_state
+from allranks.blackbox.header import find_header, process_stat, task_state
 from allranks.blackbox.reader import read_trace
 from allranks.channel import web_client
 from allranks.diagnosis.process_verdict import explain_processes
@@ -39,11 +39,11 @@ ENGINE = re.compile(r"(?i)vllm|sglang")
 MAX_PORTS, METRICS_LIMIT_S, RESTART_LIMIT_S = 8, 1.0, 600.0
 #: Between two looks for a silence that settled nothing.
 LOOK_AGAIN_S, LOOK_SELDOM_S = 30.0, 600.0
-#: Processes that are sampled every two seconds; more of them less often.
-PER_SAMPLE = 25
+#: Processes that are sampled every two seconds; more of them less often, and half as often while none moves.
+PER_SAMPLE = 50
 POLL_S = 1.0
-#: A new process may change its title: so often all are read again.
-READ_AGAIN = 3
+#: A new process may change its title: so often, and while it is so young, it is read again.
+READ_AGAIN, TITLE_S = 3, 60.0
 #: A process that polls never looks silent: looks at these times, then every ten minutes. Two must agree.
 CHECKS_S, CHECK_EVERY_S, AGREE_S = (30.0, 60.0, 120.0, 240.0, 480.0), 600.0, 20.0
 
@@ -84,6 +84,7 @@ class RoleSidecar(Sidecar):
         self._phases = PhaseHistory()
         self._phase_names: dict[tuple[str, int], str] = {}
         self._samples: list[RankSample] = []
+        self._fresh, self._moves = False, True  # they were read since the last decision, and differed
         self._sampled_s = -SAMPLE_S
         self._look_from_s = 0.0  # after the start: no look for a silence before
         self._suspect: frozenset[tuple[int, str, int]] = frozenset()  # of the last look: pid, file, line
@@ -97,9 +98,12 @@ class RoleSidecar(Sidecar):
             if self._has_new():
                 self._rescan()
             self._scanned_s = now
-        if now - self._sampled_s >= SAMPLE_S * max(1.0, len(self._processes) / PER_SAMPLE):
+        rest = 1.0 if self._moves else 2.0
+        if now - self._sampled_s >= SAMPLE_S * rest * max(1.0, len(self._processes) / PER_SAMPLE):
+            before = [sample.mark for sample in self._samples]
             found = [self._sample_role(now, one) for one in self._processes]
             self._samples = [sample for sample, sure in found if sure] or [sample for sample, _ in found]
+            self._fresh, self._moves = True, before != [sample.mark for sample in self._samples]
             self._sampled_s = now
             self._follow_phases(now)
         return self._samples
@@ -117,7 +121,8 @@ class RoleSidecar(Sidecar):
 
     def _rescan(self) -> None:
         """The processes of the job, their roles, boxes and metrics."""
-        entries = {one.pid: one for one in find_tree(self._roots)}
+        old = {e.pid: e for e in self._entries.values() if _age_s(e.start_ticks) > TITLE_S}
+        entries = {one.pid: one for one in find_tree(self._roots, old)}
         known = {one.pid: one for one in self._processes}
         bare = [
             Process(e.pid, e.ppid, title=e.title, started_s=float(e.start_ticks)) for e in entries.values()
@@ -148,7 +153,8 @@ class RoleSidecar(Sidecar):
     def _sample_role(self, now: float, process: Process) -> tuple[RankSample, bool]:
         """One process as the history of silences takes it, and whether its signs are certain."""
         pid, number = process.pid, self._numbers.setdefault(process.pid, len(self._numbers))
-        alive = process_state(pid) not in ("", "Z", "X")
+        state, done = work_done(pid)
+        alive = state not in ("", "Z", "X")
         box = self._boxes.get(pid)
         sample = read_sample(box.path) if box is not None else None
         if sample is not None and sample.takes_part:
@@ -156,7 +162,7 @@ class RoleSidecar(Sidecar):
         address, work = self._ports.get(pid, ""), self._work_of.get(pid, RoleWork())
         metrics = _read_metrics(address) if address else None
         if metrics is not None or not address:  # an engine that does not answer has not moved
-            work = work.after(now, _work_done(pid), _log_bytes(pid), metrics)
+            work = work.after(now, done, _log_bytes(pid), metrics)
         self._work_of[pid] = work
         calls = work.moves + 1
         start = self._entries[pid].start_ticks if pid in self._entries else 0
@@ -185,6 +191,9 @@ class RoleSidecar(Sidecar):
     def _decide(self, now: float, samples: list[RankSample]) -> str:
         if not self._points:
             self._points = (now + CHECK_EVERY_S,)
+        if not (self._fresh or self.options.slow_ms or now >= self._points[0]):
+            return ""  # as at the last sample
+        self._fresh = False
         reason = super()._decide(now, samples)
         if reason.startswith("no progress") and now < self._look_from_s:
             self._stalls = 0
@@ -246,12 +255,13 @@ def _read_metrics(address: str) -> EngineMetrics | None:
     return parse_metrics(answer.body.decode("utf-8", "replace")) if answer.status == 200 else None
 
 
-def _work_done(pid: int) -> tuple[int, int]:
-    """Clock ticks of all its threads, context switches of its first one."""
+def work_done(pid: int) -> tuple[str, tuple[int, int]]:
+    """The state of a process; clock ticks of all its threads, and how often its first one was given a processor."""
     fields = process_stat(pid)
-    ticks = int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
-    lines = read_proc(pid, "status").rsplit("voluntary_ctxt_switches:", 2)[1:]
-    return ticks, sum(int(line.split()[0]) for line in lines)
+    if len(fields) < 14:
+        return "", (0, 0)
+    words = read_proc(pid, "schedstat").split()
+    return task_state(fields), (int(fields[11]) + int(fields[12]), int(words[2]) if len(words) > 2 else 0)
 
 
 def _log_bytes(pid: int) -> int:
@@ -264,3 +274,7 @@ def _log_bytes(pid: int) -> int:
             continue
         total += facts.st_size if stat.S_ISREG(facts.st_mode) else 0
     return total
+
+
+def _age_s(start_ticks: int) -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
