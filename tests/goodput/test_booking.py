@@ -190,3 +190,16 @@ def test_ranks_that_get_other_numbers_by_a_resize_are_booked_once() -> None:
     assert sum(found.values()) == near(2 * 47.0)
     assert found["useful"] == near(2 * (18.0 + 20.0))
     assert "idle" not in found
+
+
+def test_tokens_count_once_although_steps_are_done_again() -> None:
+    """From the first look at a process on; a restart from step 20 does ten steps a second time."""
+    rank = PaperRank(0)
+    rank.start(0.0)
+    rank.steps(1.0, 0, 31, 1.0)
+    rank.kill(31.5)
+    rank.start(35.0)
+    rank.steps(36.0, 20, 41, 1.0)
+    rank.changes = [(at, replace(sample, tokens=100.0)) for at, sample in rank.changes]
+    rows = book([rank], 80.0)
+    assert rows[-1].step == 60 and sum(row.tokens for row in rows) == pytest.approx(100 * 60, abs=100)

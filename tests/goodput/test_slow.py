@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from allranks.blackbox.phases import GC, PhaseMark
-from allranks.ledger.arrivals import find_waits
+from allranks.ledger.arrivals import find_meetings, find_waits
 from allranks.ledger.changes import find_change
-from allranks.ledger.slow import Lateness, find_slow
+from allranks.ledger.slow import Lateness, find_slow, own_times, read_events
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
 
 T0 = 1_790_000_000.0
@@ -30,34 +30,48 @@ EXPERT: Plan = [((0, 1, 2, 3), 0.5), ((4, 5, 6, 7), 0.5), (tuple(range(8)), 0.5)
 
 
 def record(
-    plan: Plan, factors: np.ndarray, hosts: Sequence[str] = ("a",) * 8, skew: Sequence[float] = (0.0,) * 8
+    plan: Plan,
+    factors: np.ndarray,
+    hosts: Sequence[str] = ("a",) * 8,
+    skew: Sequence[float] = (0.0,) * 8,
+    unwaited: Sequence[int] = (),
+    jitter: float = 0.005,
 ) -> tuple[list[RankTrace], float]:
     """Black boxes of a job whose rank r is `factors[r, s]` times as slow in step s, and how long its steps take."""
     ranks, steps = factors.shape
-    rows: list[list[tuple[int, float, float, int, int]]] = [[] for _ in range(ranks)]
+    chance = np.random.default_rng(11)
+    rows: list[list[tuple[int, float, float, int, int, int]]] = [[] for _ in range(ranks)]
     groups = list(dict.fromkeys(members for members, _ in plan))
     seqs = dict.fromkeys(groups, 0)
     free, begins = np.full(ranks, T0), []
     for step in range(steps):
         begins.append(free.max())
-        for members, share in plan:
+        for number, (members, share) in enumerate(plan):
             seqs[members] += 1
-            at = {rank: free[rank] + STEP_S * share * factors[rank, step] for rank in members}
+            own = STEP_S * share * chance.normal(1.0, jitter, ranks)
+            at = {rank: free[rank] + own[rank] * factors[rank, step] for rank in members}
             end = max(at.values()) + COMM_S
             for rank in members:
-                rows[rank].append((groups.index(members) + 1, at[rank], end, seqs[members], step))
-                free[rank] = end
+                rows[rank].append((groups.index(members) + 1, at[rank], end, seqs[members], step, number))
+                free[rank] = at[rank] if number in unwaited else end
     table = (Group(""), *(Group(f"g{number}", ranks=members) for number, members in enumerate(groups)))
     traces = []
     for rank in range(ranks):
         calls = np.zeros(len(rows[rank]), CALL)
-        for index, (group, at, end, seq, step) in enumerate(rows[rank]):
+        for index, (group, at, end, seq, step, line) in enumerate(rows[rank]):
             ns = [round((t + skew[rank]) * 1e9) for t in (at, end)]
             calls[index]["created_ns"], calls[index]["completed_ns"] = ns
             calls[index]["group"], calls[index]["seq"], calls[index]["step"] = group, seq, step
             calls[index]["op"], calls[index]["state"], calls[index]["in_numel"] = 1, State.COMPLETED, 16
+            calls[index]["stack"] = line
         traces.append(
-            RankTrace(TraceHeader(rank, ranks, hosts[rank]), calls, table, ("", "all_reduce"), stacks=((),))
+            RankTrace(
+                TraceHeader(rank, ranks, hosts[rank]),
+                calls,
+                table,
+                ("", "all_reduce"),
+                stacks=((),) * len(plan),
+            )
         )
     return traces, float(np.mean(np.diff(begins)))
 
@@ -81,6 +95,23 @@ def test_the_predicted_step_is_the_step_without_the_delay(plan: Plan, slow: floa
     assert alone.step_s == pytest.approx(expected, rel=0.03)
     assert found.replayed_s == pytest.approx(found.step_s, rel=0.02)
     assert found.cause == "one rank always"
+
+
+@pytest.mark.parametrize("uneven", [0.01, 0.2], ids=["noise", "uneven inputs"])
+@pytest.mark.parametrize("unwaited", [(), (0, 1, 2, 3, 4, 5, 6, 7)], ids=["waits", "overlaps"])
+def test_a_call_that_ranks_do_not_wait_in_delays_nobody(unwaited: tuple[int, ...], uneven: float) -> None:
+    """A slow rank is a tenth slower, not a tenth for every call that overlaps with its computing."""
+    plan: Plan = [*[(pair, 0.25) for _ in range(4) for pair in ((0, 1), (2, 3))], ((0, 1, 2, 3), 0.01)]
+    factors = noise(5, ranks=4, width=uneven)
+    factors[2, 60:] *= 1.1
+    traces, _ = record(plan, factors, unwaited=unwaited, jitter=0.02)
+    waits = [one.blocks.all() for one in find_meetings(traces) if len(one.ranks) == 2]
+    assert waits == [not unwaited] * 2
+    ranks, events = read_events(find_meetings(traces))
+    own = own_times(ranks, events).own
+    assert np.median(own[2, 65:]) / np.median(own[[0, 1, 3], 65:]) == pytest.approx(
+        1.1, abs=0.03 + uneven / 2
+    )
 
 
 def test_clocks_of_hosts_may_differ() -> None:

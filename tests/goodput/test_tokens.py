@@ -83,4 +83,4 @@ def test_a_job_shows_its_tokens_per_second_mfu_and_gpus(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "allranks", "goodput", "allranks-incidents", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     account = json.loads(done.stdout)
-    assert account["tokens"] == pytest.approx(2000 * account["step"], abs=4000)
+    assert 0 < account["tokens"] <= 2000 * (account["step"] + 1)

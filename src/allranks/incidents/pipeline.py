@@ -253,6 +253,10 @@ class IncidentPipeline:
             self.publisher.write_page(opened)
         self.publisher.close()
 
+    def pause(self, seconds: float) -> bool:
+        """Waits, at most until the agent ends; whether it does."""
+        return self._closing.wait(seconds)
+
     def note_divergence(self, found: Finding) -> None:
         """Ranks make calls that differ: said at once, and kept for the incident that may come of it."""
         waits = f"{ranks_text(found.waiting)} wait" if found.waiting else "nobody waits yet"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.phases import GC, PhaseMark
+from allranks.errors import AllranksError
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import HangFacts, PolicyState, decide_slow
@@ -29,7 +30,7 @@ from allranks.watch.samples import RankSample, read_samples
 log = logging.getLogger("allranks.agent")
 
 SAMPLES, PROFILE = 5, 40  # looks at the stack: for a report, for a profile
-PAUSE_S = 0.2  # between two of them
+PAUSE_S, LIMIT_S = 0.2, 20.0  # between two of them; for all of them
 LATELY_S = 300.0
 
 
@@ -76,17 +77,19 @@ class SlowRanks:
         opened.update(action=action, closed=time.time())
 
     def _sample_stacks(self, own: RankSample, opened: IncidentFolder, looks: int) -> list[str]:
-        """Where the rank was, most often first; all stacks go into the incident's folder."""
+        """Where the rank was, most often first; all stacks go into the incident's folder. Ends with the rank or the job."""
         chosen = Selection(pids=(own.pid,), box_folders=(self.pipeline.options.folder,))
         options = CollectOptions(rounds=1, native="never")
         stacks: list[tuple[StackFrame, ...]] = []
-        for _ in range(looks):
+        targets, limit = None, time.monotonic() + LIMIT_S
+        while len(stacks) < looks and time.monotonic() < limit:
             try:
-                found = collect(find_targets(chosen), options)
-            except (OSError, ValueError) as error:
+                targets = targets or find_targets(chosen)
+                found = collect(targets, options)
+            except (OSError, ValueError, AllranksError) as error:
                 log.info("%s: stacks could not be read: %s", opened.current.id, error)
                 break
-            stacks += [
+            new = [
                 stack.frames
                 for process in found.processes
                 if process.pid == own.pid
@@ -94,7 +97,9 @@ class SlowRanks:
                 for stack in shot.stacks
                 if stack.tid == own.pid
             ]
-            time.sleep(PAUSE_S)  # so that the looks are of different moments
+            stacks += new
+            if not new or self.pipeline.pause(PAUSE_S):  # so that the looks are of different moments
+                break
         write_stacks(opened.path / "slow_stacks.txt", stacks)
         return describe_places(stacks)
 

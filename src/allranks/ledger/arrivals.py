@@ -1,7 +1,7 @@
 """When ranks came to their collectives, from black boxes: who waited for whom, and for how long. Pure.
 
-A call counts as waiting from the rank's own arrival until the last rank came. Of calls that overlap with computing (the
-buckets of one backward pass) only the last one waits. On one host arrivals are compared by the clock; between hosts by how
+A call counts as waiting from the rank's own arrival until the last rank came. Of the buckets of one backward pass, which overlap
+with computing, only the last one waits. Other calls that ranks do not wait in are told by what they do next (`waits_in`). On one host arrivals are compared by the clock; between hosts by how
 long each rank was inside the call, since their clocks differ: the rank that waits least came last.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,6 +21,8 @@ SYNCHRONISING = (
 )  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS = 3
+#: For telling whether ranks wait in a call: samples, the share without a pause, standard errors, and what lateness must tell.
+MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 3.0, 0.01, 1e-5
 MIN_SHARE = 0.002  # of the time: shorter waits are not told
 LONGEST_S = 60.0  # a wait that began longer before a stretch of time is not looked for
 Span = tuple[float, float, int]  # begin, end, the rank that was waited for
@@ -37,7 +39,12 @@ class Meetings:
     step: np.ndarray
     blocks: np.ndarray  # whether the rank waits in this call (and does not compute meanwhile)
     elements: np.ndarray  # of the input, ranks x collectives
-    waits_s: np.ndarray  # late, where it blocks
+    rows: np.ndarray  # of these calls in the box of each rank
+
+    @property
+    def waits_s(self) -> np.ndarray:
+        """Late, where it blocks."""
+        return np.where(self.blocks, self.late, 0.0)
 
     @property
     def last(self) -> np.ndarray:
@@ -48,9 +55,9 @@ class Meetings:
 
 def find_meetings(traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62) -> list[Meetings]:
     """One for each group with at least two of these ranks in it."""
-    lanes = find_lanes(traces, since_ns, until_ns)
-    found = [_match(name, lane) for (name, _), lane in lanes.items() if len(lane) > 1]
-    return [one for one in found if one is not None]
+    found = [_match(name, lane) for (name, _), lane in find_lanes(traces).items() if len(lane) > 1]
+    whole = _mark_unwaited([one for one in found if one is not None], traces)
+    return [part for one in whole if (part := _between(one, since_ns / 1e9, until_ns / 1e9)).arrived.size]
 
 
 Lane = dict[int, tuple[RankTrace, np.ndarray]]  # rank -> its box, and rows of its calls
@@ -83,22 +90,79 @@ def _match(name: str, lane: Lane) -> Meetings | None:
     if seqs is None or len(seqs) < MIN_CALLS:
         return None
     shape = len(ranks), len(seqs)
+    places = np.zeros(shape, int)
     arrived, ended, blocks, elements = np.zeros(shape), np.zeros(shape), np.ones(shape, bool), np.zeros(shape)
     step = np.full(len(seqs), -1)
     for i, rank in enumerate(ranks):
         trace, rows = lane[rank]
         calls, rows = trace.calls, rows[np.searchsorted(trace.calls["seq"][rows], seqs)]
         arrived[i], ended[i] = calls["created_ns"][rows] / 1e9, calls["completed_ns"][rows] / 1e9
-        blocks[i], elements[i] = ~overlaps(trace)[rows], calls["in_numel"][rows]
+        blocks[i], elements[i], places[i] = ~overlaps(trace)[rows], calls["in_numel"][rows], rows
         step = np.maximum(step, calls["step"][rows])
     hosts = {lane[rank][0].header.host for rank in ranks}
     done = (ended > 0).all(axis=0)
     took = np.where(ended > 0, ended - arrived, 0.0)
     late = arrived.max(axis=0) - arrived if len(hosts) == 1 else took - took.min(axis=0)
     if len(hosts) > 1:  # by the clock of the first rank
-        parts = (arrived[0] + late[0] - late, late, blocks, elements, step)
-        arrived, late, blocks, elements, step = (part[..., done] for part in parts)
-    return Meetings(name, ranks, arrived, late, step, blocks, elements, np.where(blocks, late, 0.0))
+        parts = (arrived[0] + late[0] - late, late, blocks, elements, step, places)
+        arrived, late, blocks, elements, step, places = (part[..., done] for part in parts)
+    return Meetings(name, ranks, arrived, late, step, blocks, elements, places)
+
+
+def _between(one: Meetings, since: float, until: float) -> Meetings:
+    """The collectives that all ranks began between these times."""
+    at = (one.arrived >= since).all(axis=0) & (one.arrived < until).all(axis=0)
+    parts = (one.arrived, one.late, one.step, one.blocks, one.elements, one.rows)
+    return Meetings(one.group, one.ranks, *(part[..., at] for part in parts)) if not at.all() else one
+
+
+def _mark_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) -> list[Meetings]:
+    """The same, with the calls that ranks do not wait in."""
+    calls = {trace.header.rank: trace.calls for trace in traces}
+    late = {rank: np.zeros(len(rows) + 1) for rank, rows in calls.items()}
+    for one in meetings:
+        for i, rank in enumerate(one.ranks):
+            late[rank][one.rows[i]] = one.late[i]
+    found = []
+    for one in meetings:
+        blocks, lines = one.blocks.copy(), calls[one.ranks[0]]["stack"][one.rows[0]]
+        for line in np.unique(lines):
+            at = lines == line
+            parts = [_around(calls[rank], late[rank], one.rows[i, at]) for i, rank in enumerate(one.ranks)]
+            if not waits_in(*np.concatenate(parts, axis=1)):
+                blocks[:, at] = False
+        found.append(replace(one, blocks=blocks))
+    return found
+
+
+def _around(calls: np.ndarray, late: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """For calls of one rank in which others came later: how late they came, the time from then until its next call, the time
+    since its call before, and how late others were there; each less what is usual for this rank."""
+    rows = rows[(rows > 0) & (rows < len(calls) - 1)]
+    rows = rows[late[rows] > 0]
+    created = (calls["created_ns"] - calls["created_ns"][:1]) / 1e9
+    after, before = created[rows + 1] - created[rows] - late[rows], created[rows] - created[rows - 1]
+    found = np.array([late[rows], after, before, late[rows - 1]])
+    usual: np.ndarray = found - np.median(found, axis=1, keepdims=True) if len(rows) else found
+    return usual
+
+
+def waits_in(late: np.ndarray, after: np.ndarray, before: np.ndarray, late_before: np.ndarray) -> bool:
+    """Whether ranks wait in a call for those that come late. One that waits takes its usual time from then on; one that does
+    not has that much less left to do. How fast a rank is in a step shows before the call too, so that is taken out."""
+    usual = after <= np.quantile(after, USUAL) if len(after) >= MIN_SAMPLES else np.zeros(0, bool)
+    if usual.sum() < MIN_SAMPLES:
+        return True
+    known = np.stack([before, late_before, np.ones(len(late))], axis=1)[usual]
+    rest = np.stack([late, after], axis=1)[usual]
+    rest = rest - known @ np.linalg.lstsq(known, rest, rcond=None)[0]  # what these do not explain
+    own = float(rest[:, 0] @ rest[:, 0])
+    if own <= max(TOLD * float(late[usual] @ late[usual]), len(rest) * SHORTEST_S**2):
+        return True  # it says nothing
+    slope = float(rest[:, 0] @ rest[:, 1]) / own
+    left = rest[:, 1] - slope * rest[:, 0]
+    error = np.sqrt(float(left @ left) / max(len(left) - 4, 1) / own)
+    return bool(abs(slope + 1) > 0.5 or slope + SURE * error > 0)
 
 
 def overlaps(trace: RankTrace) -> np.ndarray:
