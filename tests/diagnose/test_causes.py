@@ -242,6 +242,10 @@ def test_a_rank_that_ended_with_an_exception_died() -> None:
     traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
     traces[5] = replace(traces[5], progress=Progress(closed="exception: ValueError: bad batch"))
     assert "ValueError: bad batch" in expect(diagnose(traces), "rank_died", 5).sentence
+    ending = RankNow(5, "queue_wait", "train.py:5 in flush", "waits on a queue that nobody empties")
+    verdict = expect(diagnose(traces, stacks=[ending]), "rank_died", 5)
+    assert "its process has not ended, it is at train.py:5 in flush (queue wait)" in verdict.sentence
+    assert "rank 5 never entered" in verdict.sentence and ending.evidence in verdict.evidence
 
 
 def test_a_rank_whose_process_is_gone_died_even_inside_the_call() -> None:

@@ -169,7 +169,12 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     ranks = tuple(sorted(dead))
     how = dead[ranks[0]]
     sure = 0.8 if how == say("quick_failure") else 0.93
-    return lacking(context, "died", blocked, ranks, sure, how=how, line=line_in(how))
+    now = context.seen.get(ranks[0])
+    facts = {"how": how, "line": line_in(how)}
+    if now is None or now.cause in UNTELLING or not now.where:  # else it hangs in its end
+        return lacking(context, "died", blocked, ranks, sure, **facts)
+    facts |= {"now_at": now.where, "doing": doing(now.cause), "now_evidence": now.evidence}
+    return lacking(context, "died", blocked, ranks, sure, **facts)
 
 
 def _one_against_all(context: Context, blocked: Blocked, group: GroupView, ranks: tuple[int, ...]) -> bool:
