@@ -301,6 +301,10 @@ class HangInvestigator:
         limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s, self.history.trained)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
+        elif any(
+            map(self.pipeline.explained.covers, suspects)
+        ):  # stacks of an interpreter that ends tell nothing
+            case.outcome = StallOutcome("ended", "the job was stopped")
         else:
             case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
             case.outcome = judge_stall(case.looks, limits)

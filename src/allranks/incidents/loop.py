@@ -61,6 +61,7 @@ class Watch:
     hangs: HangInvestigator = field(init=False)
     slow: SlowRanks = field(init=False)
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
+    hung_at_end: bool = False  # whether the job hung when its ranks were asked to end
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
     windows: CallWindows = field(default_factory=CallWindows)
@@ -117,6 +118,7 @@ class Watch:
 
     def expect_end(self, pids: Iterable[int]) -> None:
         """These ranks are being asked to end: that they do, or take their time, is not an incident. From any thread."""
+        self.hung_at_end = self.hangs.motion[0] == "hung"
         self._asked_to_end.add(asked := tuple(pids))
         self.pipeline.explained.tell(asked, self.options.folder)
 

@@ -255,8 +255,9 @@ class IncidentPipeline:
 
     def note_divergence(self, found: Finding) -> None:
         """Ranks make calls that differ: said at once, and kept for the incident that may come of it."""
-        waits = f"{ranks_text(found.waiting)} wait" if found.waiting else "nobody waits yet"
-        log.warning("the calls of ranks differ: %s; %s", found.sentence, waits)
+        s = "s" if len(found.waiting) == 1 else ""
+        waits = f"; {ranks_text(found.waiting)} wait{s}" if found.waiting else ""
+        log.warning("the calls of ranks differ: %s%s", found.sentence, waits)
         self.diverged = (time.time(), found)
 
     # evidence

@@ -281,7 +281,8 @@ def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -
     )
     at = f"rank {state.rank} at {state.where or 'an unknown line'}"
     if len(left) == len(threads) or (left and inside):
-        return f"{at} sleeps for another {duration(min(left))}, and nothing else in it moves"
+        verb = _VERBS.get(state.cause, "waits")
+        return f"{at} {verb}, and nothing in it moves for another {duration(min(left))}"
     if inside:
         return f"{at} waits without limit, and no thread of it can wake another ({state.cause})"
     return ""
