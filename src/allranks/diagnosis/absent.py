@@ -140,7 +140,9 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
 def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
     facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.evidence}
-    found = lacking(context, "stuck_elsewhere", blocked, ranks, doing=doing(now.cause), **facts)
+    # when the job was stopped: nothing tells how long it had been there
+    sure, cause = (0.9, "missing_rank") if now.cause == "interrupted" else (0.0, "")
+    found = lacking(context, "stuck_elsewhere", blocked, ranks, sure, cause, doing=doing(now.cause), **facts)
     labels = (*("live" for _ in live), *found.stack_labels)
     return replace(found, where=now.where or found.where, stacks=(*live, *found.stacks), stack_labels=labels)
 
