@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.blackbox.phases import GC, PhaseMark
+from allranks.errors import AllranksError
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import HangFacts, PolicyState, decide_slow
@@ -83,7 +84,7 @@ class SlowRanks:
         for _ in range(looks):
             try:
                 found = collect(find_targets(chosen), options)
-            except (OSError, ValueError) as error:
+            except (AllranksError, OSError, ValueError) as error:  # it has ended, say
                 log.info("%s: stacks could not be read: %s", opened.current.id, error)
                 break
             stacks += [

@@ -104,6 +104,11 @@ class ProcessCapture:
     notes: tuple[str, ...] = ()  # what could not be collected, and why
     parallel: tuple[tuple[str, int], ...] = ()  # ("tp", 0), ("pp", 1) from the process title
 
+    @property
+    def is_helper(self) -> bool:
+        """Whether it is a process of ours beside the rank, and not a fork of the rank."""
+        return self.child is not None and " -m allranks." in self.title and ".launch." not in self.title
+
 
 @dataclass(frozen=True)
 class Mark:

@@ -261,7 +261,7 @@ def _classify_ranks(
     """What each rank does, with its child processes, by rank."""
     families: dict[int, list[ProcessCapture]] = {}
     for process in capture.processes:
-        if process.child is not None:
+        if process.child is not None and not process.is_helper:
             families.setdefault(process.rank, []).append(process)
     causes: dict[int, Cause] = {}
     views: dict[int, ProcessView] = {}
