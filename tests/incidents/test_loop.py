@@ -238,6 +238,18 @@ def test_what_is_read_from_ranks_that_are_asked_to_end_meanwhile_does_not_count(
     assert "sleeps at train.py:8 in load; the job was stopped" in story["timeline"][-1]["text"]
 
 
+def test_a_rank_that_raised_and_does_not_end_is_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exception has an incident of its own, which explains its end, and it hangs in an exit handler."""
+    answer_with(monkeypatch, VERDICT)
+    watch = dry_run(tmp_path, Hand())
+    watch.pipeline.explained.add([os.getpid()])
+    for at_s in (8.1, 10.7, 60.0):
+        look(watch, at_s)
+    assert [story["kind"] for story in read_incidents(tmp_path / "incidents")] == ["hang"]
+
+
 def test_a_second_hang_after_the_job_went_on_is_another_incident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,8 +301,8 @@ class HangInvestigator:
         limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s, self.history.trained)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
-        elif any(
-            map(self.pipeline.explained.covers, suspects)
+        elif all(
+            map(self.pipeline.asked_to_end.covers, suspects)
         ):  # stacks of an interpreter that ends tell nothing
             case.outcome = StallOutcome("ended", "the job was stopped")
         else:

@@ -238,6 +238,7 @@ class IncidentPipeline:
     publisher: IncidentPublisher = field(default_factory=IncidentPublisher)
     recoveries: Recoveries = field(default_factory=Recoveries)
     explained: Explained = field(default_factory=Explained)
+    asked_to_end: Explained = field(default_factory=Explained)  # the ranks that the launcher is ending
     peers: PeerAgents | None = None
     diverged: tuple[float, Finding] | None = None  # when ranks were seen to make calls that differ, and how
     _threads: list[threading.Thread] = field(default_factory=list)
