@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +26,16 @@ def test_a_port_in_use_is_said_once_with_a_way_out(capsys: pytest.CaptureFixture
     assert f"sport = :{port}" in said and "--bind 127.0.0.1:0" in said and "Errno" not in said
     text, hint = explain_listen(OSError(errno.EADDRNOTAVAIL, "x"), "10.9.9.9:1")
     assert "requested address" in text and "--bind" in hint
+
+
+def test_run_shows_its_own_notes_and_not_those_of_torch() -> None:
+    """Ctrl-C during the start showed torch's cache statistics as lines of allranks."""
+    program = (
+        "import logging; from allranks.cli import main; assert main(['run']) == 2\n"
+        "print([logging.getLogger(name).isEnabledFor(logging.INFO) for name in ('allranks.agent', 'torch')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[True, False]\n"
 
 
 def test_a_word_where_a_number_belongs_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,6 +242,26 @@ def test_a_rank_that_ended_with_an_exception_died() -> None:
     traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
     traces[5] = replace(traces[5], progress=Progress(closed="exception: ValueError: bad batch"))
     assert "ValueError: bad batch" in expect(diagnose(traces), "rank_died", 5).sentence
+    ending = RankNow(5, "queue_wait", "train.py:5 in flush", "waits on a queue that nobody empties")
+    verdict = expect(diagnose(traces, stacks=[ending]), "rank_died", 5)
+    assert "its process has not ended, it is at train.py:5 in flush (queue wait)" in verdict.sentence
+    assert "rank 5 never entered" in verdict.sentence and ending.evidence in verdict.evidence
+
+
+def test_ctrl_c_is_no_death_and_tells_where_a_rank_was() -> None:
+    """All ranks get it. Of a hang it names the line; of a job that trained it says nothing; nothing tells for how long."""
+    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "gloo")
+    lines = {5: 7}
+
+    def stopped(traces: list[RankTrace]) -> list[RankTrace]:
+        ends = [f"exception: KeyboardInterrupt (train.py:{lines.get(rank, 30)}): " for rank in range(8)]
+        return [replace(t, progress=Progress(closed=end)) for t, end in zip(traces, ends, strict=True)]
+
+    verdict = expect(diagnose(stopped(traces)), "missing_rank", 5)
+    assert "it is at train.py:7 (interrupted)" in verdict.sentence and verdict.where == "train.py:7"
+    ended = verdict_of(diagnose(stopped(traces), options=DiagnoseOptions(ended=True)))
+    assert ended.ranks == (5,) and ended.confidence < 0.6
+    assert diagnose(stopped(_traces(LAYOUT.programs(8), "gloo"))).status == "ok"
 
 
 def test_a_rank_whose_process_is_gone_died_even_inside_the_call() -> None:

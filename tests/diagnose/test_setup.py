@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from allranks.diagnosis import DiagnoseOptions, diagnose
-from allranks.model.diagnosis import Diagnosis
-from allranks.model.trace import Progress, Rendezvous
+from allranks.model.diagnosis import Diagnosis, RankNow
+from allranks.model.trace import Frame, Progress, Rendezvous
 
 from .histories import START_NS, STUCK, Do, expect, run, verdict_of
 
@@ -25,14 +26,14 @@ def test_ranks_that_are_still_in_init_process_group_are_named_as_such() -> None:
     assert "WORLD_SIZE" in verdict.advice[0]
 
 
-def _in_new_group(setups: tuple[int, ...]) -> Diagnosis:
+def _in_new_group(setups: tuple[int, ...], seen: Sequence[RankNow] = ()) -> Diagnosis:
     traces = run({"world": (0, 1, 2)}, {r: [Do("all_reduce")] * 5 for r in range(3)}, backend="gloo").traces()
     now = max(int(t.calls["completed_ns"].max()) for t in traces)
     boxes = [
         replace(t, kind="black box 2", progress=Progress(inside="new_group", inside_ns=now, setups=count))
         for t, count in zip(traces, setups, strict=True)
     ]
-    return diagnose(boxes, options=DiagnoseOptions(now_ns=now + 60 * 10**9))
+    return diagnose(boxes, stacks=seen, options=DiagnoseOptions(now_ns=now + 60 * 10**9))
 
 
 def test_a_rank_that_did_not_take_part_in_a_new_group_waits_in_another_one_than_the_rest() -> None:
@@ -43,6 +44,16 @@ def test_a_rank_that_did_not_take_part_in_a_new_group_waits_in_another_one_than_
     )
     assert "also of those outside the new group" in verdict.advice[0]
     expect(_in_new_group((1, 1, 1)), "order_inversion", 0, 1, 2)
+
+
+def test_the_lines_of_ranks_that_make_different_groups_come_from_their_stacks() -> None:
+    """Where they have been read, the user is not asked to read them."""
+    frames = (Frame("new_group", "/x/torch/distributed/distributed_c10d.py", 9), Frame("main", "train.py", 7))
+    seen = [RankNow(rank, "store_wait", "train.py:7 in main", stack=frames) for rank in range(3)]
+    verdict = expect(_in_new_group((1, 1, 2), seen), "order_inversion", 0, 1)
+    assert "one call of new_group (train.py:7 in main)" in verdict.sentence
+    assert verdict.where == "train.py:7 in main" and len(verdict.stacks) == 3
+    assert not any("allranks stacks" in text for text in verdict.missing_evidence)
 
 
 IN_INIT = Progress(inside="init_process_group", inside_ns=START_NS, setups=0)

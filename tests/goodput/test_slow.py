@@ -260,6 +260,17 @@ def test_a_rank_that_recovers_does_not_make_the_others_slow(ranks: int) -> None:
     assert told == [1]
 
 
+@pytest.mark.parametrize("seed", [3, 5, 8, 9])
+def test_a_busy_node_makes_no_rank_slower_than_the_others(seed: int) -> None:
+    """Other jobs take the processors: each of three ranks is late now and then, two of them later than the fastest."""
+    factors = noise(15, ranks=3, steps=300)
+    factors[:, 100:] *= np.exp(np.random.default_rng(seed).normal(0.0, 1.0, (3, 200)))
+    lateness = Lateness()
+    for seen in range(60, 301, 60):
+        traces, _ = record([((0, 1, 2), 1.0)], factors[:, :seen])
+        assert lateness.add(traces) == []
+
+
 def test_a_rank_that_has_left_is_not_compared() -> None:
     """The box of an evicted replica stays, and the others train on in a new group."""
     before, step_s = record([((0, 1, 2), 1.0)], noise(17, ranks=3, steps=100))

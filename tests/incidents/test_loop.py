@@ -194,6 +194,8 @@ def test_a_hang_that_goes_on_stays_one_incident_that_knows_how_long_it_lasts(
     assert (story["kind"], story["action"]["kind"], story["ranks"]) == ("hang", "dry_run", [1])
     assert story["durations_s"]["lasted"] > 100
     assert len(published) == 2  # before and after the action that was not taken
+    watch.expect_end([])
+    assert watch.hung_at_end  # the last line of the command repeats the verdict
     for rank in range(3):
         write_box(tmp_path / "boxes", rank, 31)
     look(watch, 124.0)
@@ -210,6 +212,42 @@ def test_ranks_that_are_asked_to_end_and_take_their_time_are_no_hang(
     watch.expect_end([os.getpid()])  # the writer of these boxes
     assert [look(watch, at) for at in (8.1, 10.7, 33.0)] == [None, None, None]
     assert read_incidents(tmp_path / "incidents") == []
+
+
+def test_what_is_read_from_ranks_that_are_asked_to_end_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C during the second look: its stacks are of an interpreter that ends. The first look stays."""
+    before = RankState(1, "sleep", "train.py:8 in load", "")
+    ranks = {0: RankState(0, "collective_wait", "", ""), 1: before}
+    answer_with(monkeypatch, VERDICT, StacksReport(hung=True, culprits=(1,), sentence="", ranks=ranks))
+    watch = dry_run(tmp_path, Hand())
+    look(watch, 8.1)
+    after = {**ranks, 1: replace(before, where="")}
+    answer_with(monkeypatch, VERDICT, StacksReport(hung=True, culprits=(1,), sentence="", ranks=after))
+    read = pipeline.read_incident
+
+    def read_while_ending(folder: Path) -> Evidence:
+        watch.expect_end([os.getpid()])
+        return read(folder)
+
+    monkeypatch.setattr(pipeline, "read_incident", read_while_ending)
+    look(watch, 60.0)
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["kind"] == "stall"
+    assert "sleeps at train.py:8 in load; the job was stopped" in story["timeline"][-1]["text"]
+
+
+def test_a_rank_that_raised_and_does_not_end_is_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exception has an incident of its own, which explains its end, and it hangs in an exit handler."""
+    answer_with(monkeypatch, VERDICT)
+    watch = dry_run(tmp_path, Hand())
+    watch.pipeline.explained.add([os.getpid()])
+    for at_s in (8.1, 10.7, 60.0):
+        look(watch, at_s)
+    assert [story["kind"] for story in read_incidents(tmp_path / "incidents")] == ["hang"]
 
 
 def test_a_second_hang_after_the_job_went_on_is_another_incident(

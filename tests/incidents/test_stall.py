@@ -117,18 +117,21 @@ def test_no_pause_lasts_for_longer_than_the_cap(kind: str) -> None:
 
 # Hangs that follow from what was seen, with a word of the reason.
 HANGS = {
-    "a sleep for a year": (looks("sleep", waits(YEAR)), "sleeps for another"),
+    "a sleep for a year": (looks("sleep", waits(YEAR)), "sleeps, and nothing in it moves for another"),
     "a sleep for a year while the other's wait on the device looks like work": (
         looks("sleep", waits(YEAR), other="native_call"),
-        "sleeps for another",
+        "sleeps, and nothing in it moves for another",
     ),
-    "C code that sleeps and keeps the GIL": (looks("gil_held_native", waits(YEAR)), "sleeps for another"),
+    "C code that sleeps and keeps the GIL": (
+        looks("gil_held_native", waits(YEAR)),
+        "waits, and nothing in it moves for another",
+    ),
     "a lock that it holds itself": (looks("lock_deadlock", Activity(5, (INSIDE,))), "without limit"),
     "two threads and two locks": (looks("lock_deadlock", Activity(5, (INSIDE, INSIDE))), "without limit"),
     "a queue that nobody fills": (looks("queue_wait", Activity(5, (INSIDE,))), "without limit"),
     "a command that sleeps for a year": (
         looks("subprocess_wait", Activity(5, (INSIDE,), (ThreadWait(YEAR, False),))),
-        "sleeps for another",
+        "waits for a command, and nothing in it moves for another",
     ),
     "a command that waits for input": (
         looks("subprocess_wait", Activity(5, (INSIDE,), (PIPED,))),
@@ -140,7 +143,11 @@ HANGS = {
     ),
     "a DataLoader whose worker sleeps for a year": (
         looks("dataloader_wait", Activity(5, (ThreadWait(5.0, False),), (ThreadWait(YEAR, False), INSIDE))),
-        "sleeps for another",
+        "waits for its DataLoader, and nothing in it moves for another",
+    ),
+    "a receive with torch's timeout, which no frame shows": (
+        looks("native_call", waits(1780.0), finding=replace(LATE, cause="p2p_mismatch")),
+        "is in native code, and nothing in it moves for another",
     ),
     "a mismatch": (looks("sleep", finding=replace(LATE, cause="size_mismatch")), "do not match"),
     "a mismatch of two ranks": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -23,10 +24,11 @@ from allranks.model.stacks import (
 from allranks.stacktraces import classify, read_capture
 from allranks.stacktraces.debuggers import ToolRun, explain_pyspy, parse_kernels, run_tool
 from allranks.stacktraces.patterns import load_patterns, parse_patterns
-from allranks.stacktraces.procfs import parse_syscall
+from allranks.stacktraces.procfs import parse_facts, parse_syscall, read_facts
 from allranks.stacktraces.text import grow_tree, render_text
 
 CASES = Path(__file__).parent / "cases"
+PROXY = "/usr/bin/python3 -S -s -m allranks.lighthouse.client.liveness_proxy --fd 8"
 
 
 def test_the_training_thread_behind_a_serving_main_thread_is_the_rank() -> None:
@@ -49,6 +51,39 @@ def test_the_training_thread_behind_a_serving_main_thread_is_the_rank() -> None:
     assert (state.cause, state.thread) == ("sleep", "TrainingThread(0)")
     assert state.where.startswith("t.py:7")
     assert any("load_batch" in line for line in render_text(classify(capture), grow_tree(capture)))
+
+
+def test_a_child_that_was_killed_is_named_by_the_rank_that_waits_for_its_queue() -> None:
+    """The out-of-memory killer took the producer: the parent, which never waits for it, reads from its pipe forever."""
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and stays as the parent left it
+    facts = parse_facts(json.dumps(read_facts(child))).threads
+    os.waitpid(child, 0)
+    assert facts[0].state == "Z"
+    waits = ThreadStack(
+        5,
+        "MainThread",
+        (StackFrame("get", "/x/multiprocessing/queues.py", 103), StackFrame("main", "/home/user/t.py", 9)),
+    )
+    shots = tuple(Snapshot(n, None, (waits,), (ThreadFacts(5, state="S", syscall="read"),)) for n in (1, 2))
+    producer = ProcessCapture(0, 0, child, snapshots=(Snapshot(2, None, (), facts),))
+    state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots), producer))).ranks[0]
+    assert state.cause == "queue_wait"
+    assert f"child 0 (pid {child}): was killed by SIGKILL" in state.evidence
+
+
+@pytest.mark.parametrize(("title", "cause"), [("sh -c sync", "subprocess_wait"), (PROXY, "queue_wait")])
+def test_our_own_helpers_are_not_commands_of_the_rank(title: str, cause: str) -> None:
+    """A rank with a Manager has a process for its liveness: a read from a pipe was called a wait for a command."""
+    reads = ThreadStack(5, "MainThread", (StackFrame("batch", "/home/user/t.py", 9),))
+    facts = (ThreadFacts(5, state="S", syscall="read", wchan="anon_pipe_read", wait_s=-1.0),)
+    shots = tuple(Snapshot(number, None, (reads,), facts) for number in (1, 2))
+    beside = tuple(Snapshot(n, None, (), (ThreadFacts(6, state="S", syscall="epoll_wait"),)) for n in (1, 2))
+    child = ProcessCapture(0, 0, 6, title=title, snapshots=beside)
+    state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots), child))).ranks[0]
+    assert state.cause == cause
 
 
 @pytest.mark.parametrize("name", ["", "MainThread"])

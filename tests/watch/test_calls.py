@@ -120,7 +120,7 @@ def test_the_incident_that_follows_tells_of_the_difference(
     pipeline = IncidentPipeline(WatchOptions(tmp_path, tmp_path / "incidents", "job"))
     with caplog.at_level(logging.WARNING):
         pipeline.note_divergence(finding)
-    assert "with 3, where ranks 0, 1 had 4; nobody waits yet" in caplog.text
+    assert "with 3, where ranks 0, 1 had 4\n" in caplog.text
     pipeline.open("hang", "silent", [])
     (story,) = read_incidents(tmp_path / "incidents")
     assert [moment["text"] for moment in story["timeline"] if moment["name"] == "calls differ"] == [

@@ -128,15 +128,13 @@ def _diagnose(
         part = bool(chosen or options.transform_ft or options.allow_incomplete_ranks)
         found = judge_dumps(loaded, traces, paths, how, chosen=part)
     if not traces and not options.json and all(note.status != "ok" for note in found.files):
-        logs = [note for note in found.files if note.kind == "text" and note.note != "empty file"]
-        more = ["Logs: `allranks doctor explain PATH` finds the first cause in them."] if logs else []
         lines = [f"  {note.path}: {note.status}, {note.note or note.kind}" for note in found.files[:20]]
         lines += [f"  … and {len(found.files) - 20} more"] if len(found.files) > 20 else []
-        hint = "\n".join([*lines, *more])
+        hint = "\n".join(lines)
         if not found.files:
             asked = "Give the folder that holds the dumps, or the name of a job that was recorded here."
             raise InputError(f"{', '.join(paths)}: there are no files in it", hint=asked)
-        kinds = "Dumps are files of torch's flight recorder, black boxes (*.box) and archives of them. Logs: `allranks doctor explain PATH`."
+        kinds = "Dumps are files of torch's flight recorder, black boxes (*.box) and archives of them. Logs: `allranks doctor explain PATH` finds the first cause in them."
         raise InputError("no dump among the files could be read", hint=f"{hint}\n{kinds}")
     return found
 

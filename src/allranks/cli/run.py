@@ -87,12 +87,9 @@ def main(args: argparse.Namespace) -> int:
     options, script = with_job_file(options, args, settings, script)
     in_file = (settings.get("recovery") or {}).get("webhooks") or ()
     options = replace(options, webhook=webhook_addresses(options.webhook, in_file, os.environ))
-    logging.basicConfig(
-        level=logging.DEBUG if options.verbose else logging.INFO,
-        stream=sys.stderr,
-        format="[allranks %(asctime)s] %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    # what torch and other libraries note for themselves, as at an interrupted start, is not ours to show
+    logging.basicConfig(stream=sys.stderr, format="[allranks %(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("allranks").setLevel(logging.DEBUG if options.verbose else logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines of ranks stay whole when several processes write
     # not imported: replicas do that themselves
@@ -243,7 +240,9 @@ def _run_whole(job: NodeJob, words: list[str]) -> int:
                 started, on_stop=agent.expect_end, why_not_again=agent.why_not_again, before_reaping=watch.before_reaping
             )  # fmt: skip
         code = launch(started)
-    if watch is not None and watch.pipeline.publisher.last and code not in (0, *STOPPED):
+    if watch is None or code == 0 or (code in STOPPED and not watch.hung_at_end):
+        return code
+    if watch.pipeline.publisher.last:
         _say(watch.pipeline.publisher.last)  # below torchrun's report, which has no line of the program
     return code
 

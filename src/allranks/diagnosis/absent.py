@@ -139,7 +139,9 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
 def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
     facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.evidence}
-    found = lacking(context, "stuck_elsewhere", blocked, ranks, doing=doing(now.cause), **facts)
+    # when the job was stopped: nothing tells how long it had been there
+    sure, cause = (0.9, "missing_rank") if now.cause == "interrupted" else (0.0, "")
+    found = lacking(context, "stuck_elsewhere", blocked, ranks, sure, cause, doing=doing(now.cause), **facts)
     labels = (*("live" for _ in live), *found.stack_labels)
     return replace(found, where=now.where or found.where, stacks=(*live, *found.stacks), stack_labels=labels)
 
@@ -168,7 +170,12 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     ranks = tuple(sorted(dead))
     how = dead[ranks[0]]
     sure = 0.8 if how == say("quick_failure") else 0.93
-    return lacking(context, "died", blocked, ranks, sure, how=how, line=line_in(how))
+    now = context.seen.get(ranks[0])
+    facts = {"how": how, "line": line_in(how)}
+    if now is None or now.cause in UNTELLING or not now.where:  # else it hangs in its end
+        return lacking(context, "died", blocked, ranks, sure, **facts)
+    facts |= {"now_at": now.where, "doing": doing(now.cause), "now_evidence": now.evidence}
+    return lacking(context, "died", blocked, ranks, sure, **facts)
 
 
 def _one_against_all(context: Context, blocked: Blocked, group: GroupView, ranks: tuple[int, ...]) -> bool:

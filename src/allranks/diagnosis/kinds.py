@@ -137,8 +137,8 @@ KINDS = {
         "{who} called destroy_process_group on group {label} and never entered {call}; {waiting}[left?; it has left the program]",
         _ENTERED, "", "make [{at}|this call] before any rank destroys the group, or on no rank"),
     "died": Kind("rank_died", 0.93,
-        "{who} died before it {entered}: {how}; {waiting}",
-        _ENTERED, "",
+        "{who} [now_at?never|died before it] {entered}: {how}[; its process has not ended, it is at {now_at}]{doing}; {waiting}",
+        _ENTERED + "\n{now_evidence}", "",
         "[look at {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]"),
     "went_on_without": Kind("missing_rank", 0.9,
         "{who} never entered {call}[ ({at})] but went on without it[, to {last}]; {waiting}",
@@ -291,10 +291,10 @@ KINDS = {
         "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|look at {line}, where rank {worst} ended"
         "|read the log of {ranks}]"),
     "different_groups": Kind("order_inversion", 0.6,
-        "{who} wait in one call of new_group{times}[, {ahead} in a later one], and no rank is missing: they make groups in different "
+        "{who} wait in one call of new_group[ ({line})]{times}[, {ahead} in a later one], and no rank is missing: they make groups in different "
         "order or with different members",
         "{waiters} entered new_group and did not leave it",
-        "the lines: run `allranks stacks`; the recorder does not keep the members that a rank passed to new_group", _SAME_GROUPS),
+        "[line?|the lines: run `allranks stacks`; ]the members that each rank passed to new_group: they are not recorded", _SAME_GROUPS),
     "fewer_groups": Kind("missing_rank", 0.8,
         "{who} made {fewer} of new_group fewer than {waiters}, and all of them wait in the next one{times}[" + _THERE + "]",
         "{waiters} entered {function} and did not leave it\n{now_evidence}", f"[now_at?|{_STACKS}]", _ALL_CALL),

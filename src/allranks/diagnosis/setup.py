@@ -272,8 +272,14 @@ def _all_inside(
     if len(waiting) == 1:
         return _fewer_groups(context, inside, next(iter(waiting)), ahead, times)
     facts = {"times": times, "ahead": ranks_text(ahead) if ahead else "", "waiters": ranks_text(inside)}
-    found = context.root("different_groups", tuple(sorted(waiting)), **facts)
-    return replace(found, waiting=tuple(sorted(inside)))
+    seen = [now for rank in sorted(inside) if (now := context.seen.get(rank)) is not None and now.where]
+    lines = tuple(dict.fromkeys(now.where for now in seen if now.rank in waiting))
+    found = context.root("different_groups", tuple(sorted(waiting)), line=" and ".join(lines[:3]), **facts)
+    stacks = tuple(((now.rank,), now.stack) for now in seen if now.stack)
+    labels = tuple("live" for _ in stacks)
+    return replace(
+        found, waiting=tuple(sorted(inside)), where="".join(lines[:1]), stacks=stacks, stack_labels=labels
+    )
 
 
 def _fewer_groups(

@@ -13,7 +13,7 @@ from itertools import chain
 
 from allranks.diagnosis.absent import explain_ranks, unread_ranks
 from allranks.diagnosis.align import Doubt, align, forget_past_quorums, settle_states
-from allranks.diagnosis.context import Context, ranks_wait, with_names
+from allranks.diagnosis.context import Context, line_in, ranks_wait, with_names
 from allranks.diagnosis.job import GroupView
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import Mismatch, find_mismatches
@@ -37,6 +37,7 @@ WAITING = frozenset({"missing_rank", "not_started", "p2p_mismatch", "order_inver
 #: Jobs with more calls than this are examined by their newest calls first, at least so many of each rank; a verdict
 #: of so much confidence settles it.
 LARGE_JOB, MIN_WINDOW, SETTLED = 6_000_000, 128, 0.7
+_INTERRUPTED = "exception: KeyboardInterrupt"
 
 
 #: (ranks that wait for it, whether it comes before others of this weight, the finding)
@@ -71,7 +72,7 @@ def diagnose(
     """
     options = options or DiagnoseOptions()
     seen = {now.rank: now for now in stacks}
-    given = list(traces)
+    given, seen = _without_interrupts(list(traces), seen)
     every = forget_past_quorums(given)
     older = sum(trace.older for trace in every)
     worlds = given[0].header.worlds if given else ()
@@ -82,8 +83,22 @@ def diagnose(
             examined = say("examined", number=newest)
             return with_names(replace(result, summary=(*result.summary, examined)), worlds)
     if older and options.whole is not None:
-        every = forget_past_quorums(list(options.whole()))
+        every = forget_past_quorums(_without_interrupts(list(options.whole()), seen)[0])
     return with_names(_diagnose(every, files, seen, options), worlds)
+
+
+def _without_interrupts(
+    traces: list[RankTrace], seen: dict[int, RankNow]
+) -> tuple[list[RankTrace], dict[int, RankNow]]:
+    """Ctrl-C ends a rank from outside, as a kill does: it is not an error of its own, and tells where the rank was."""
+    found = {t.header.rank: line_in(t.progress.closed) for t in traces if _INTERRUPTED in t.progress.closed}
+    if not found:
+        return traces, seen
+    lines = {rank: RankNow(rank, "interrupted", line) for rank, line in found.items() if line}
+    running = [
+        replace(t, progress=replace(t.progress, closed="")) if t.header.rank in found else t for t in traces
+    ]
+    return running, {**lines, **seen}
 
 
 def _window(given: list[RankTrace], every: list[RankTrace], older: int) -> int:

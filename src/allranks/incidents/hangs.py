@@ -298,9 +298,13 @@ class HangInvestigator:
     ) -> None:
         """What it is after one more look."""
         after, notice = read_samples(self.options.folder), self.options.notice
+        alive = [sample for sample in suspects if sample.alive]
         limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s, self.history.trained)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
+        elif alive and all(map(self.pipeline.asked_to_end.covers, alive)):
+            # stacks of an interpreter that ends tell nothing
+            case.outcome = StallOutcome("ended", "the job was stopped")
         else:
             case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
             case.outcome = judge_stall(case.looks, limits)

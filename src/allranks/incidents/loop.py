@@ -23,7 +23,7 @@ from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.hangs import Actor, HangInvestigator
 from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
-from allranks.incidents.pipeline import Explained, IncidentPipeline, WatchOptions
+from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.slow import SlowRanks
 from allranks.model.cluster import write_health
@@ -61,6 +61,7 @@ class Watch:
     hangs: HangInvestigator = field(init=False)
     slow: SlowRanks = field(init=False)
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
+    hung_at_end: bool = False  # whether the job hung when its ranks were asked to end
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
     _waiting: WaitingSentence = field(default_factory=WaitingSentence)
     windows: CallWindows = field(default_factory=CallWindows)
@@ -68,7 +69,6 @@ class Watch:
     _nodes: CallComparison = field(default_factory=CallComparison)
     _comparing: threading.Lock = field(default_factory=threading.Lock)
     _ours: dict[ProcessId, bool] = field(default_factory=dict)
-    _asked_to_end: Explained = field(default_factory=Explained)
     _stop: bool = False
     _thread: threading.Thread | None = None
     _examining: threading.Thread | None = None
@@ -117,7 +117,8 @@ class Watch:
 
     def expect_end(self, pids: Iterable[int]) -> None:
         """These ranks are being asked to end: that they do, or take their time, is not an incident. From any thread."""
-        self._asked_to_end.add(asked := tuple(pids))
+        self.hung_at_end = self.hangs.motion[0] == "hung"
+        self.pipeline.asked_to_end.add(asked := tuple(pids))
         self.pipeline.explained.tell(asked, self.options.folder)
 
     def before_reaping(self, pids: Iterable[int]) -> None:
@@ -202,7 +203,7 @@ class Watch:
             motion, reason = self.hangs.motion
             health = write_health(motion, self._waiting.read(running) or reason)
             self.on_look(max(s.step for s in running), calls, health)
-        return bool(running) and all(self._asked_to_end.covers(s) for s in ours or running)
+        return bool(running) and all(self.pipeline.asked_to_end.covers(s) for s in ours or running)
 
     def _examine(self, work: Callable[[], None]) -> None:
         if self._thread is None:

@@ -238,6 +238,7 @@ class IncidentPipeline:
     publisher: IncidentPublisher = field(default_factory=IncidentPublisher)
     recoveries: Recoveries = field(default_factory=Recoveries)
     explained: Explained = field(default_factory=Explained)
+    asked_to_end: Explained = field(default_factory=Explained)  # the ranks that the launcher is ending
     peers: PeerAgents | None = None
     diverged: tuple[float, Finding] | None = None  # when ranks were seen to make calls that differ, and how
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -259,8 +260,9 @@ class IncidentPipeline:
 
     def note_divergence(self, found: Finding) -> None:
         """Ranks make calls that differ: said at once, and kept for the incident that may come of it."""
-        waits = f"{ranks_text(found.waiting)} wait" if found.waiting else "nobody waits yet"
-        log.warning("the calls of ranks differ: %s; %s", found.sentence, waits)
+        s = "s" if len(found.waiting) == 1 else ""
+        waits = f"; {ranks_text(found.waiting)} wait{s}" if found.waiting else ""
+        log.warning("the calls of ranks differ: %s%s", found.sentence, waits)
         self.diverged = (time.time(), found)
 
     # evidence

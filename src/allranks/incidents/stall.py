@@ -282,7 +282,8 @@ def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -
     )
     at = f"rank {state.rank} at {state.where or 'an unknown line'}"
     if len(left) == len(threads) or (left and inside):
-        return f"{at} sleeps for another {duration(min(left))}, and nothing else in it moves"
+        verb = _VERBS.get(state.cause, "waits")
+        return f"{at} {verb}, and nothing in it moves for another {duration(min(left))}"
     if inside:
         return f"{at} waits without limit, and no thread of it can wake another ({state.cause})"
     return ""
@@ -340,18 +341,13 @@ def _activity(processes: Sequence[ProcessCapture]) -> Activity:
     found: tuple[list[ThreadWait], list[ThreadWait]] = ([], [])
     for process in processes:
         shots = [shot for shot in process.snapshots if shot.facts]
-        if not shots or _is_helper(process):
+        if not shots or process.is_helper:
             continue
         first, last = ({fact.tid: fact for fact in shot.facts} for shot in (shots[0], shots[-1]))
         for tid in _telling(process, shots[-1].facts):
             ticks += last[tid].ticks
             found[process.child is not None].append(_thread(first.get(tid, last[tid]), last[tid]))
     return Activity(ticks, tuple(found[0]), tuple(found[1]))
-
-
-def _is_helper(process: ProcessCapture) -> bool:
-    """Whether it is a process of ours beside the rank, and not a fork of the rank."""
-    return process.child is not None and " -m allranks." in process.title and ".launch." not in process.title
 
 
 def _telling(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]:

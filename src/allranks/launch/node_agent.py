@@ -135,8 +135,10 @@ class NodeAgent:
         """Our ranks are about to be asked to end. When the user stops this node, the others learn it before they miss it."""
         if self.watch is not None:
             self.watch.expect_end(pids)
-        if by_user and self.client is not None:
-            self.client.leave("stopped by a signal")
+        client = self.client
+        if by_user and client is not None:
+            self.client = None  # nothing is said to the lighthouse after this
+            client.leave("stopped by a signal")
 
     def _write_torch_dumps(self, folder: Path) -> None:
         """Ranks that were killed get the files that torch's variables ask for from their black boxes."""
@@ -416,10 +418,11 @@ class NodeAgent:
 
     def _ask(self, question: Callable[[Client], object]) -> bool:
         """Says something to the lighthouse; its absence never stops the agent."""
-        if self.client is None or not self.client.connected:
+        client = self.client
+        if client is None or not client.connected:
             return False
         try:
-            question(self.client)
+            question(client)
             return True
         except (AllranksError, OSError) as error:
             log.warning("lighthouse not notified: %s", error)

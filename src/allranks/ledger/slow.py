@@ -411,8 +411,8 @@ def _length_link(times: OwnTimes, events: Sequence[_Event]) -> float:
 def rank_change(times: OwnTimes, index: int, rank: int) -> ChangePoint | None:
     """When a rank became slower than the others, if it did."""
     others = np.sort(np.delete(times.own, index, axis=0), axis=0)[
-        (len(times.own) - 2) // 2
-    ]  # of two the faster
+        (len(times.own) - 1) // 2
+    ]  # of two the slower: by chance two of three ranks are later than the fastest
     return find_change(times.own[index] - others, others, times.at, rank)
 
 

@@ -65,6 +65,9 @@ class ThreadFacts:
     mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
     switches: int = 0  # context switches since the thread began
     wait_s: float | None = None  # how long its system call may last; -1 without limit, None when not known
+    ended: int | None = (
+        None  # the wait status of a process that has ended and that its parent has not waited for
+    )
     file: str = ""  # what that call waits on: "pipe:[7]", "socket:[8]"; "epoll 3": three descriptors
 
     @property
@@ -100,6 +103,11 @@ class ProcessCapture:
     kernels: tuple[str, ...] = ()  # device kernels that cuda-gdb saw
     notes: tuple[str, ...] = ()  # what could not be collected, and why
     parallel: tuple[tuple[str, int], ...] = ()  # ("tp", 0), ("pp", 1) from the process title
+
+    @property
+    def is_helper(self) -> bool:
+        """Whether it is a process of ours beside the rank, and not a fork of the rank."""
+        return self.child is not None and " -m allranks." in self.title and ".launch." not in self.title
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,10 @@ def main() -> None:
             sys.argv = words
             sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
             runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as error:  # no hook of Python sees it
+    except (
+        SystemExit,
+        KeyboardInterrupt,
+    ) as error:  # no hook of Python sees it, or the agent's entry catches it
         if recorder is not None:
             recorder.note_exit(error)
         raise

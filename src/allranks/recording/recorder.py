@@ -103,11 +103,11 @@ class Recorder:
         if self.box is not None and self.active_process:
             self._told(self.box.mark_closed, how, time.time_ns())
 
-    def note_exit(self, error: SystemExit) -> None:
-        """The program ends by sys.exit: notes a code that is not 0, the line, and what it was about to handle."""
+    def note_exit(self, error: SystemExit | KeyboardInterrupt) -> None:
+        """The program ends by sys.exit: notes a code that is not 0, the line, and what it was about to handle. Or by Ctrl-C."""
         self._told(self._note_exit, error)
 
-    def _note_exit(self, error: SystemExit) -> None:
+    def _note_exit(self, error: SystemExit | KeyboardInterrupt) -> None:
         if self.box is not None and self.active and (text := describe_exit(error)):
             self.box.mark_closed(text, time.time_ns())
             wake_agent()

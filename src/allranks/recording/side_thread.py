@@ -168,8 +168,11 @@ def _of_worker(text: str) -> tuple[str, str] | None:
     return _innermost(frames), f"{said} (in {found['who']})".lstrip()
 
 
-def describe_exit(error: SystemExit) -> str:
-    """ "exit code 3 (sys.exit at train.py:44): TEXT"; "" for 0. TEXT: of sys.exit, or of the exception that was being handled."""
+def describe_exit(error: SystemExit | KeyboardInterrupt) -> str:
+    """ "exit code 3 (sys.exit at train.py:44): TEXT"; "" for 0. TEXT: of sys.exit, or of the exception that was being handled.
+    An interrupt as any exception: where it came is where the program was."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"exception: KeyboardInterrupt ({user_line(error.__traceback__)}): "
     code, handled = error.code, error.__context__
     if not code:
         return ""

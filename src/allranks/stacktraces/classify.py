@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -260,7 +261,7 @@ def _classify_ranks(
     """What each rank does, with its child processes, by rank."""
     families: dict[int, list[ProcessCapture]] = {}
     for process in capture.processes:
-        if process.child is not None:
+        if process.child is not None and not process.is_helper:
             families.setdefault(process.rank, []).append(process)
     causes: dict[int, Cause] = {}
     views: dict[int, ProcessView] = {}
@@ -334,15 +335,38 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
 
 
 def _at(child: ChildState) -> str:
+    if child.cause == "gone":
+        return child.evidence
     return f"{child.cause} at {child.where}" if child.where else child.cause
 
 
 def _children(children: Sequence[ProcessCapture], table: Sequence[StackPattern]) -> tuple[ChildState, ...]:
     found = []
     for process in children:
+        if (ended := _how_ended(process)) is not None:
+            found.append(ChildState(process.child or 0, process.pid, "gone", "", ended))
+            continue
         cause, _ = find_cause(process, table)
         words = process.title.split(maxsplit=1)  # arguments may hold secrets
         program = f"program {words[0].rsplit('/', 1)[-1]}" if words and not cause.stack else ""
         known = (process.pid, cause.cause, cause.where or program, cause.evidence)
         found.append(ChildState(process.child or 0, *known))
     return tuple(found)
+
+
+def _how_ended(process: ProcessCapture) -> str | None:
+    """How a process ended that its parent has not waited for; None while it runs."""
+    facts = process.snapshots[-1].facts[:1] if process.snapshots else ()
+    if not facts or facts[0].state != "Z":
+        return None
+    if facts[0].ended is None:
+        return "has ended"
+    number, code = facts[0].ended & 0x7F, facts[0].ended >> 8 & 0xFF
+    return f"was killed by {_signal_name(number)}" if number else f"ended with exit code {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -376,7 +376,7 @@ MAX_SUSPECTS = 16
 #: Causes that Python frames and /proc have settled: native frames would add nothing.
 _SETTLED_TEXT = (
     "stopped d_state healthy dataloader_wait stdin_wait subprocess_wait child_process_wait "
-    "file_lock_wait pipe_write_blocked rendezvous_wait"
+    "file_lock_wait pipe_write_blocked rendezvous_wait gone"
 )
 _SETTLED = frozenset(_SETTLED_TEXT.split())
 _IDLE_CHILD = frozenset({"queue_wait", "healthy"})

@@ -216,6 +216,7 @@ def _threads(pid: int, only: Container[int] | None = None) -> Iterator[dict[str,
             **({"inner_tid": int(inner)} if int(inner) != tid else {}),
             "comm": stat[stat.find("(") + 1 : stat.rfind(")")],
             "state": fields[0],
+            **({"ended": int(fields[49])} if fields[0] == "Z" and len(fields) > 49 else {}),
             "utime": int(fields[11]),
             "stime": int(fields[12]),
             "switches": sum(int(value) for name, value in status.items() if name.endswith("ctxt_switches")),
@@ -401,7 +402,7 @@ def _is_thread(item: object) -> bool:
 
 def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
     name, args = parse_syscall(str(row.get("syscall") or ""), machine)
-    tid, owner = row["tid"], row.get("mutex_owner")
+    tid, owner, ended = row["tid"], row.get("mutex_owner"), row.get("ended")
     return ThreadFacts(
         tid=tid if isinstance(tid, int) else 0,
         comm=str(row.get("comm") or ""),
@@ -414,6 +415,7 @@ def _thread(row: dict[str, object], machine: str) -> ThreadFacts:
         kernel_stack=kernel_functions(str(row.get("kstack") or "")),
         mutex_owner=owner if isinstance(owner, int) else None,
         wait_s=float(limit) if isinstance(limit := row.get("wait_s"), int | float) else None,
+        ended=ended if isinstance(ended, int) else None,
         file=str(row.get("file") or "")[:64],
     )
 
