@@ -21,6 +21,7 @@ from allranks.model.stacks import GroupCall, JobLook, Process, ProcessLink, Stac
 from allranks.stacktraces import source
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.drawing import draw
+from allranks.stacktraces.drawing import draw
 from allranks.stacktraces.html import render_processes
 from allranks.stacktraces.roles import give_roles, load_roles, parse_roles, with_roles
 from allranks.stacktraces.tasks import line_at, read_tasks
@@ -102,6 +103,7 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert explain_processes(read_looks([tmp_path / "bundle"])) == found
     page = render_processes(look, found)
     assert "What must move first" in page and "refresh" in page
+    assert f"job.py:{found.guilty[0].line} in refresh" in draw(look, found)  # not the line of its main thread
     shape = finding_json(found, look)
     assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
 
