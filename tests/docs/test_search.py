@@ -48,7 +48,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "exactly-once data": ("tasks/elastic.md",),
     "delete old checkpoints": ("tasks/checkpoints.md",),
     "uninstall clean up /dev/shm": ("index.md",),
-    "slow rank straggler": ("understand/verdicts.md",),
+    "slow rank straggler": ("understand/verdicts.md", "tasks/goodput.md"),
     "long evaluation false alarm": ("understand/hangs.md",),
     "silent data corruption": ("understand/replicas.md", "performance.md"),
     "vLLM sglang": ("tasks/serving.md",),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import yaml
 
+from allranks.lighthouse import metrics
 from allranks.lighthouse.messages import Beat
 from allranks.lighthouse.metrics import render_metrics
+from allranks.lighthouse.page import take_sample
 from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import Status, StatusEvent
 from allranks.lighthouse.training import Scene, TrainingView
@@ -233,8 +237,11 @@ def test_a_restart_from_a_checkpoint_counts_from_there() -> None:
     assert view.describe(ALL).step == 10 and view.describe(ALL).steps_per_s is None
 
 
-def test_every_metric_is_documented_and_dashboard_and_alerts_use_what_exists() -> None:
-    """Names that drift apart would show empty panels and never alert."""
+def test_every_metric_is_documented_and_dashboard_and_alerts_use_what_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names that drift apart would show empty panels and never alert. Those of the ledger count, too."""
+    monkeypatch.setattr(metrics, "SPENT", [lambda: {"useful": 1.0}])
     docs = Path(__file__).parent.parent.parent / "docs"
     status = Status(1, "a", True, "", 1, 1, "", "", None, (), {}, {}, (), (), 1.0, 0.0, 0)
     made = {line.split()[2] for line in render_metrics(status) if line.startswith("# TYPE")}
@@ -265,6 +272,14 @@ def test_a_whole_job_whose_agents_are_lost_has_no_replica_to_miss() -> None:
     for replicas, kind in ((0, "agent"), (2, "replica")):
         facts = JobFacts(begun=True, gone="lost", step=20, replicas=replicas)
         assert describe(facts).text == f"Stopped: no {kind} is connected; the last step was 20"
+
+
+@on_loop
+async def test_a_lighthouse_that_knows_no_rank_yet_draws_none_as_dead() -> None:
+    """After its restart the chart of ranks that are alive fell to 0 for a moment."""
+    service = Desk().service
+    sample = take_sample(service, service.training.describe(Scene(0)), "")
+    assert math.isnan(sample.alive) and math.isnan(sample.total)
 
 
 def test_a_job_that_hangs_before_its_first_call_has_no_time_since_its_last_one() -> None:

@@ -17,7 +17,7 @@ HANG = (
     "Rank 1 (gpu-node-000) never entered all_reduce #60 of group default_pg; it is at gallery.py:40 in load_batch "
     "(sleep)"
 )
-DECIDED = "Not restarted: --recovery is dry-run; with --recovery on the job is restarted"
+DECIDED = "Nothing was done: --recovery on would restart the job"
 
 
 class Silent:

@@ -102,6 +102,7 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert explain_processes(read_looks([tmp_path / "bundle"])) == found
     page = render_processes(look, found)
     assert "What must move first" in page and "refresh" in page
+    assert f"job.py:{found.guilty[0].line} in refresh" in draw(look, found)  # not the line of its main thread
     shape = finding_json(found, look)
     assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
 

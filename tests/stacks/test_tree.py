@@ -50,6 +50,20 @@ def test_the_tree_parts_where_the_ranks_part_and_names_the_odd_one() -> None:
     assert node.looks == 2  # in both snapshots
 
 
+def test_how_python_imports_a_module_is_not_shown() -> None:
+    """A rank that imports torch had a hundred lines of importlib."""
+    importing = "<frozen importlib._bootstrap>"
+    frames = (StackFrame("<module>", "/x/torch/_ops.py", 11), StackFrame("_find_and_load", importing, 1176))
+    frames += (
+        StackFrame("<module>", "/home/user/train.py", 3),
+        StackFrame("_run_code", "<frozen runpy>", 88),
+    )
+    stack = ThreadStack(7, "MainThread", frames)
+    capture = Capture((ProcessCapture(0, None, 7, snapshots=(Snapshot(1, None, (stack,)),)),))
+    lines = list(render_text(classify(capture), grow_tree(capture)))
+    assert lines[-2:] == ["  [0] ◄ <module> (train.py:3)", "  <module> (_ops.py:11)"]
+
+
 def test_forked_children_are_cut_at_the_fork() -> None:
     """The worker's tree starts at its bootstrap, not in the training loop it was forked from."""
     roots = grow_tree(read_capture(CASES / "hangs" / "dataloader_worker_sleep"), all_threads=True)

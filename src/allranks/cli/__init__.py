@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mcp": ("mcp", "offer these commands to an AI agent as tools (MCP, on stdio)"),
     "goodput": ("goodput", "show where the time of a job went, and what it cost"),
     "slow": ("slow", "show what slow ranks cost each step, and why"),
-    "advise": ("advise", "tell what would raise the goodput of a job, and by how much"),
+    "advise": ("advise", "show what would raise the goodput of a job, and by how much"),
     "history": ("history", "list nodes that failed in earlier jobs"),
     "page": ("page", "open the page of a job in the browser"),
     "demo": ("demo", "show a hang, its verdict and a recovery on CPU, in a minute"),

@@ -90,7 +90,7 @@ class RunFlags:
     )
     recovery: str | None = option(
         None,
-        "what to do about a hang: evict the rank, only report what would be done, only collect evidence, nothing (default in replica mode: on, else dry-run)",
+        "what to do about a hang: act (evict or restart), only report what would be done, only collect evidence, nothing (default in replica mode: on, else dry-run)",
         choices=("on", "dry-run", "collect", "off"),
     )
     notice_s: float | None = option(

@@ -157,7 +157,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     (r"-stall: stalled: (no rank has made progress .*)", "bad", r"noticed: \1"),
     (r"-stall: (Rank \d+ .*?)(?:; story: .*)?$", "bad", r"verdict: \1"),
     (r"-stall: evict: (.*)", "action", r"action: \1"),
-    (r"\[allranks [\d:]+\] (?:\S+-death: )?(Rank \d+ died of SIGKILL)", "bad", r"\1"),
+    (r"\[allranks [\d:]+\] (?:\S+-death: )?(Rank \d+ died of SIGKILL)", "bad", r"kill -9: \1"),
     (r"\[allranks [\d:]+\] (quorum \d+: .*)", "good", r"\1"),
     (r"\[(rank \d+)\] allranks\.manager: (healed: .*)", "good", r"\1 \2"),
 )

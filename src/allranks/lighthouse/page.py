@@ -61,6 +61,7 @@ def take_sample(service: Service, training: TrainingStatus, cells: str) -> Sampl
     loss = service.agents.ranks.loss()
     ranks = len(cells) - cells.count(".")
     alive = training.members if training.replicas else ranks - cells.count("d") - cells.count("e")
+    total = training.replicas or ranks
     idle = training.word in ("looking", "hung", "stalled", "recovering", "stopped")
     return Sample(
         at=round(time.time(), 2),
@@ -71,8 +72,8 @@ def take_sample(service: Service, training: TrainingStatus, cells: str) -> Sampl
         step_p99_s=_known(times and times[1]),
         loss=_known(loss),
         tokens_per_s=0.0 if idle and service.agents.ranks.work().tokens else _known(training.tokens_per_s),
-        alive=float(alive),
-        total=float(training.replicas or ranks),
+        alive=_known(alive if total else None),
+        total=_known(total or None),
         level=float(LEVELS.index(training.state) if training.state in LEVELS else 1),
     )
 

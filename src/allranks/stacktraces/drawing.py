@@ -15,12 +15,18 @@ def draw(look: JobLook, finding: ProcessFinding) -> str:
     """The picture; "" where nobody waits for another process."""
     processes = {p.where: p for p in look.processes}
     guilty = {(g.node, g.pid) for g in finding.guilty}
+    held = {
+        (g.node, g.pid): f"{g.file.rsplit('/', 1)[-1]}:{g.line} in {g.function}"
+        for g in finding.guilty
+        if g.file
+    }
     edges = [(a, b) for a, b in finding.edges if a in processes and b in processes]
     levels = _levels(edges, guilty or {b for _, b in edges})
     boxes: dict[tuple[int, str, str, bool], list[Where]] = {}
     for where, level in levels.items():
         one = processes[where]
-        boxes.setdefault((level, one.role, one.does[1] or one.ended, where in guilty), []).append(where)
+        line = held.get(where) or one.does[1] or one.ended
+        boxes.setdefault((level, one.role, line, where in guilty), []).append(where)
     if len(levels) < 2 or len(boxes) > MAX_BOXES:
         return ""
     columns: dict[int, int] = {}

@@ -183,6 +183,8 @@ def _hint(selection: Selection, entries: Iterable[ProcessEntry]) -> str:
     """How else to find them. Root needs no hint at processes of other users: root sees them."""
     if selection.job and os.path.isdir(job_folder(selection.job)):  # False, too, where it cannot be looked at
         return f"Its ranks have ended; what they recorded: allranks diagnose {shlex.quote(selection.job)}"
+    if selection.pids:
+        return "Processes of a container have other numbers outside of it. `allranks stacks` without --pid finds the ranks."
     launchers = [e.uid for e in entries if e.uid >= 0 and _LAUNCHER.search(e.title[:MAX_TITLE])]
     return f"{_HINT}\n{hint_at_other_users(launchers if os.getuid() else ())}".strip()
 
@@ -190,7 +192,9 @@ def _hint(selection: Selection, entries: Iterable[ProcessEntry]) -> str:
 def _nothing(selection: Selection) -> str:
     host = socket.gethostname()
     if selection.pids:
-        return f"none of the processes {', '.join(map(str, selection.pids))} exists on {host}"
+        several = len(selection.pids) > 1
+        named = ", ".join(map(str, selection.pids))
+        return f"{'processes' if several else 'process'} {named} {'do' if several else 'does'} not exist on {host}"
     if selection.name:
         return f"no process on {host} matches {selection.name!r}"
     if selection.job:

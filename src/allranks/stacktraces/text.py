@@ -78,7 +78,8 @@ def _root(role: str, stacks: dict[tuple[StackFrame, ...], list[int]]) -> Node:
 
 
 def _from_user(frames: list[StackFrame]) -> list[StackFrame]:
-    """Without the outermost frames that only start the user's script: runpy and our own."""
+    """Without the outermost frames that only start the user's script, runpy and our own, and without how Python imports."""
+    frames = [frame for frame in frames if not frame.file.startswith("<frozen importlib")] or frames
     last = len(frames)
     while last and ("runpy" in frames[last - 1].file or "/allranks/" in frames[last - 1].file):
         last -= 1
