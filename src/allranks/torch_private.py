@@ -204,6 +204,6 @@ def loader_workers(loader: Torch) -> list[Torch]:
 
 def stop_loader(loader: Torch) -> None:
     """Ends the processes of a DataLoader."""
-    iterator = getattr(loader, "_iterator", None)
-    if hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
+    stop = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)
+    if stop is not None:
+        stop()

@@ -91,7 +91,11 @@ def _without_interrupts(
     traces: list[RankTrace], seen: dict[int, RankNow]
 ) -> tuple[list[RankTrace], dict[int, RankNow]]:
     """Ctrl-C ends a rank from outside, as a kill does: it is not an error of its own, and tells where the rank was."""
-    found = {t.header.rank: line_in(t.progress.closed) for t in traces if _INTERRUPTED in t.progress.closed}
+    found = {
+        t.header.rank: line_in(t.progress.closed)
+        for t in traces
+        if t.header.rank is not None and _INTERRUPTED in t.progress.closed
+    }
     if not found:
         return traces, seen
     lines = {rank: RankNow(rank, "interrupted", line) for rank, line in found.items() if line}
