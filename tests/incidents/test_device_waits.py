@@ -64,7 +64,10 @@ def judged(job: Path, cause: str, activity: Activity, other: str) -> tuple[Stall
 @pytest.mark.parametrize("other", ["native_call", "cuda_wait", "collective_wait"])
 @pytest.mark.parametrize(
     ("cause", "thread", "reason"),
-    [("sleep", SLEEP, "sleeps for another"), ("lock_deadlock", LOCK, "waits without limit")],
+    [
+        ("sleep", SLEEP, "sleeps, and nothing in it moves for another"),
+        ("lock_deadlock", LOCK, "waits without limit"),
+    ],
 )
 def test_a_rank_that_cannot_wake_is_a_hang_at_once(
     job: Path, cause: str, thread: ThreadWait, reason: str, other: str

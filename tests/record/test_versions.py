@@ -47,7 +47,7 @@ def test_a_private_name_of_torch_is_there_and_takes_what_we_give_it(name: str) -
 
 PATTERN = re.compile(
     r"\b(?:torch|dist)\.(?:\w+\.)*_[a-z]\w*|\bfrom torch\S*\._\w+|\bfrom torch\S* import _\w+|\b(?:distributed_)?c10d\._[a-z]\w*"
-    r"|\b(?:backend|group|proxy|options|inductor|iterator|loader)\._[a-z]\w*|\._(?:world|get_backend|device_types|torchdynamo)\w*",
+    r"|\b(?:backend|group|proxy|options|inductor|iterator)\._[a-z]\w*|\._(?:world|get_backend|device_types|torchdynamo)\w*",
 )
 
 
