@@ -146,6 +146,8 @@ _OWN_CALLS = frozenset(
         "is_set",
         "is_alive",
         "exists",
+        "Path",
+        "join",
         "is_file",
         "isfile",
         "glob",
