@@ -237,10 +237,17 @@ def serve(socket):
 def train(socket):
     while socket.step < 10:
         socket.recv()
+def take(path):
+    while True:
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            return
+        except FileExistsError:
+            sleep(1)
 """
 
 
-@pytest.mark.parametrize(("line", "polls"), [(5, False), (8, False), (11, True), (15, True)])
+@pytest.mark.parametrize(("line", "polls"), [(5, False), (8, False), (11, True), (15, True), (33, True)])
 def test_a_loop_that_works_and_sleeps_does_not_poll(line: int, polls: bool) -> None:
     assert source.is_poll(LOOPS, line) == polls
 

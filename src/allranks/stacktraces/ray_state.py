@@ -46,7 +46,7 @@ def read_tasks(
                 tables.append(json.loads(answer.body)["data"]["result"]["result"])
         except (OSError, AllranksError, ValueError, KeyError, TypeError):
             continue
-        ips = {m[1] for entry in entries if (m := re.search(r"--node_ip_address=(\S+)", entry.title))}
+        ips = {m[1] for entry in entries if (m := re.search(r"--node[-_]ip[-_]address=(\S+)", entry.title))}
         nodes, actors, tasks = tables
         return parse_tasks(nodes, actors, tasks, ips, processes[0].node), ""
     return (), ""

@@ -123,6 +123,8 @@ def is_poll(text: str, line: int) -> bool:
     tests = [n for test in _exits(loop, nodes) for n in ast.walk(test)]
     asked = {_last_word(n.func) for n in tests if isinstance(n, ast.Call)}
     own = all(isinstance(n, ast.Constant) for n in tests) or (bool(asked) and asked <= _OWN_CALLS)
+    tried = [part for n in nodes if isinstance(n, ast.Try) for part in (*n.body, *n.orelse)]
+    own = own and not any(isinstance(n, ast.Break | ast.Return) for part in tried for n in ast.walk(part))
     called = {_last_word(n.func) for n in nodes if isinstance(n, ast.Call)}
     return not own or called <= _OWN_CALLS | {"sleep", "print", "info", "debug"}
 
@@ -144,6 +146,8 @@ _OWN_CALLS = frozenset(
         "is_set",
         "is_alive",
         "exists",
+        "Path",
+        "join",
         "is_file",
         "isfile",
         "glob",
