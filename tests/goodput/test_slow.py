@@ -303,6 +303,21 @@ def test_looks_may_cut_a_step_in_two_and_the_boxes_forget() -> None:
     assert np.allclose(lateness.times.own[1], factors[1, lateness.times.steps] * STEP_S, rtol=0.05)
 
 
+def test_steps_are_measured_anew_when_it_turns_out_that_ranks_do_not_wait() -> None:
+    """One rank is always slow: its calls overlap with computing, which shows after some steps only. It did not become slow."""
+    plan: Plan = [*[(pair, 0.25) for _ in range(4) for pair in ((0, 1), (2, 3))], ((0, 1, 2, 3), 0.01)]
+    factors = noise(12, ranks=4, steps=300)
+    factors[2] *= 1.1
+    traces, _ = record(plan, factors, unwaited=range(8), jitter=0.02)
+    lateness = Lateness()
+    for calls in range(62, 1500, 62):
+        seen = [replace(trace, calls=trace.calls[max(0, calls - 700) : calls]) for trace in traces]
+        assert lateness.add(seen) == []
+    assert lateness.times is not None
+    first = lateness.times.own[:, :10]
+    assert np.median(first[2] / first[3]) == pytest.approx(1.1, abs=0.05)
+
+
 def pipeline(factors: np.ndarray, microbatches: int = 4) -> tuple[list[RankTrace], float]:
     """Two stages of two ranks: stage 0 sends to stage 1, gradients come back, then both ranks of a stage meet."""
     ranks, steps = factors.shape

@@ -40,6 +40,7 @@ class Meetings:
     blocks: np.ndarray  # whether the rank waits in this call (and does not compute meanwhile)
     elements: np.ndarray  # of the input, ranks x collectives
     rows: np.ndarray  # of these calls in the box of each rank
+    unwaited: tuple[int, ...] = ()  # stacks of calls that ranks do not wait in, as the first rank counts them
 
     @property
     def waits_s(self) -> np.ndarray:
@@ -112,8 +113,8 @@ def _match(name: str, lane: Lane) -> Meetings | None:
 def _between(one: Meetings, since: float, until: float) -> Meetings:
     """The collectives that all ranks began between these times."""
     at = (one.arrived >= since).all(axis=0) & (one.arrived < until).all(axis=0)
-    parts = (one.arrived, one.late, one.step, one.blocks, one.elements, one.rows)
-    return Meetings(one.group, one.ranks, *(part[..., at] for part in parts)) if not at.all() else one
+    names = ("arrived", "late", "step", "blocks", "elements", "rows")
+    return replace(one, **{name: getattr(one, name)[..., at] for name in names})
 
 
 def _mark_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) -> list[Meetings]:
@@ -125,13 +126,14 @@ def _mark_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) ->
             late[rank][one.rows[i]] = one.late[i]
     found = []
     for one in meetings:
-        blocks, lines = one.blocks.copy(), calls[one.ranks[0]]["stack"][one.rows[0]]
+        blocks, lines, unwaited = one.blocks.copy(), calls[one.ranks[0]]["stack"][one.rows[0]], []
         for line in np.unique(lines):
             at = lines == line
             parts = [_around(calls[rank], late[rank], one.rows[i, at]) for i, rank in enumerate(one.ranks)]
             if not waits_in(*np.concatenate(parts, axis=1)):
                 blocks[:, at] = False
-        found.append(replace(one, blocks=blocks))
+                unwaited.append(int(line))
+        found.append(replace(one, blocks=blocks, unwaited=tuple(unwaited)))
     return found
 
 

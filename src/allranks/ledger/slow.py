@@ -422,12 +422,18 @@ class Lateness:
 
     times: OwnTimes | None = None
     _told: dict[int, float] = field(default_factory=dict)  # rank -> when it became slow
+    _unwaited: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, traces: Sequence[RankTrace]) -> list[ChangePoint]:
         """With newer boxes of the same ranks: who became slow, each once."""
         old = self.times
         since_ns = int(old.at[-OVERLAP] * 1e9) if old is not None and len(old.at) > OVERLAP else 0
-        ranks, events = read_events(find_meetings(traces, since_ns), find_messages(traces, since_ns))
+        meetings = find_meetings(traces, since_ns)
+        unwaited = {(one.group, one.ranks): one.unwaited for one in meetings}
+        if old is not None and unwaited != self._unwaited:  # earlier steps were measured in another way
+            old, since_ns, meetings = None, 0, find_meetings(traces)
+        self._unwaited = unwaited
+        ranks, events = read_events(meetings, find_messages(traces, since_ns))
         if len(ranks) < MIN_RANKS:
             return []
         new = own_times(ranks, events)
