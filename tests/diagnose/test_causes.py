@@ -37,6 +37,11 @@ def _tail(calls: np.ndarray, **columns: int) -> np.ndarray:
     return calls
 
 
+def _lost(calls: np.ndarray, took_s: float) -> np.ndarray:
+    ended_ns = int(calls["created_ns"][-1]) + int(took_s * 1e9)
+    return _tail(calls, state=int(State.FAILED), completed_ns=ended_ns)
+
+
 @everywhere
 def test_a_healthy_job_has_nothing_wrong(flavour: str) -> None:
     """Uneven gathers, subgroups and broadcasts included."""
@@ -259,6 +264,11 @@ def test_ctrl_c_is_no_death_and_tells_where_a_rank_was() -> None:
 
     verdict = expect(diagnose(stopped(traces)), "missing_rank", 5)
     assert "it is at train.py:7 (interrupted)" in verdict.sentence and verdict.where == "train.py:7"
+    for took_s, sure in ((90, 0.9), (0.1, 0.35)):  # their connections broke when rank 5 ended
+        failed = [replace(t, calls=_lost(t.calls, took_s)) if t.header.rank != 5 else t for t in traces]
+        lost = verdict_of(diagnose(stopped(failed)))
+        found = (lost.cause, lost.ranks, lost.where, lost.confidence)
+        assert found == ("missing_rank", (5,), "train.py:7", sure), lost.sentence
     ended = verdict_of(diagnose(stopped(traces), options=DiagnoseOptions(ended=True)))
     assert ended.ranks == (5,) and ended.confidence < 0.6
     assert diagnose(stopped(_traces(LAYOUT.programs(8), "gloo"))).status == "ok"

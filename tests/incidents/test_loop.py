@@ -238,6 +238,20 @@ def test_what_is_read_from_ranks_that_are_asked_to_end_meanwhile_does_not_count(
     assert "sleeps at train.py:8 in load; the job was stopped" in story["timeline"][-1]["text"]
 
 
+def test_an_incident_without_stacks_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict "at an unknown line" did not tell that py-spy was not installed where the agent runs."""
+    shots = (Snapshot(0, facts=(ThreadFacts(1, state="S", syscall="read"),)),)
+    capture = Capture((ProcessCapture(0, snapshots=shots),), notes=("py-spy was not found",))
+    monkeypatch.setattr(pipeline, "find_targets", lambda chosen: [])
+    monkeypatch.setattr(pipeline, "collect", lambda targets, options: capture)
+    write_box(tmp_path, 0, 3)
+    whole = pipeline.IncidentPipeline(WatchOptions(tmp_path, tmp_path / "incidents", "job"))
+    opened = whole.open("stall", "silent", samples := read_samples(tmp_path))
+    whole.examine(opened, samples, Observed(), stacks_of=samples)
+    assert "py-spy was not found" in opened.current.missing
+    assert "stacks of rank 0: nothing could be read" in opened.current.missing
+
+
 def test_a_rank_that_raised_and_does_not_end_is_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

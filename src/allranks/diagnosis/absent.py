@@ -35,6 +35,7 @@ from allranks.model.diagnosis import FileNote, Finding, RankNow
 from allranks.model.formatting import ranks_text
 from allranks.model.trace import State
 
+ENDING_S = 5.0  # what a rank may take to end when it is interrupted
 #: Causes of `allranks stacks` that say the rank is inside a call after all, or say nothing.
 UNTELLING = frozenset({"", "unknown", "healthy", "collective_wait", "p2p_wait", "gone"})
 UNREAD = "unread"  # as the cause of a RankNow: the rank has a file that could not be read
@@ -139,11 +140,22 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
 def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
     facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.evidence}
-    # when the job was stopped: nothing tells how long it had been there
-    sure, cause = (0.9, "missing_rank") if now.cause == "interrupted" else (0.0, "")
+    sure, cause = 0.0, ""
+    if (
+        now.cause == "interrupted"
+    ):  # when the job was stopped: only the calls of the others tell how long it had been there
+        sure, cause = 0.35 if _broke_soon(context, blocked) else 0.9, "missing_rank"
     found = lacking(context, "stuck_elsewhere", blocked, ranks, sure, cause, doing=doing(now.cause), **facts)
     labels = (*("live" for _ in live), *found.stack_labels)
     return replace(found, where=now.where or found.where, stacks=(*live, *found.stacks), stack_labels=labels)
+
+
+def _broke_soon(context: Context, blocked: Blocked) -> bool:
+    """Whether all that waited in the call lost it within a usual pause: the job may have trained until it was stopped."""
+    calls = [context.job.ranks[rank].trace.calls[row] for rank, row in blocked.rows.items()]
+    took = [(int(call["completed_ns"]) - int(call["created_ns"])) / 1e9 for call in calls]
+    limit_s = max(context.patience.limit_s, ENDING_S)
+    return set(blocked.failed) >= set(blocked.rows) and max(took, default=0.0) < limit_s
 
 
 def death_of(context: Context, blocked: Blocked, rank: int) -> str:
@@ -153,6 +165,8 @@ def death_of(context: Context, blocked: Blocked, rank: int) -> str:
         return say("ended_with", text=one_line(closed))
     if now is not None and now.cause == "gone" and closed != "exit":
         return now.evidence or say("gone")
+    if now is not None and now.cause == "interrupted":  # by the user, and so were the calls of the others
+        return ""
     quick = any(_failed_quickly(context, r, blocked.rows[r]) for r in blocked.failed)
     return say("quick_failure") if quick and closed != "exit" else ""
 

@@ -342,7 +342,8 @@ class IncidentPipeline:
             capture = collect(find_targets(chosen), options)
             folder.mkdir(parents=True, exist_ok=True)
             write_bundle(capture, folder)
-            return {process.rank for process in capture.processes if process.snapshots}
+            missing.extend(capture.notes)  # no py-spy, say
+            return {p.rank for p in capture.processes if any(shot.stacks for shot in p.snapshots)}
 
         seen = attempt("stacks", work, missing)
         if seen is not None:
