@@ -224,6 +224,20 @@ def test_ranks_that_all_run_the_same_loop_are_hung_at_the_cap() -> None:
     assert judge_stall(in_a_loop(310, ("load", "a", "b", "c")), LIMITS).state == "stalled"
 
 
+def test_ranks_that_call_each_other_are_not_hung() -> None:
+    """RPC: a worker's main thread waits without limit while another thread answers. When nothing wakes any more, time tells."""
+    file = "/x/torch/distributed/rpc/api.py"
+    seen = []
+    for number, one in enumerate(looks("queue_wait", file=file, quiet_s=120, finding=None)):
+        assert one.report is not None
+        report = replace(one.report, ranks={r: replace(one.report.ranks[1], rank=r) for r in (0, 1)})
+        activity = {0: Activity(5, (INSIDE,), switches=number), 1: Activity(5, (INSIDE,))}
+        seen.append(replace(one, report=report, activity=activity))
+    assert judge_stall(seen, LIMITS).reason == "the ranks call each other (RPC)"
+    silent = [replace(one, activity={r: Activity(5, (INSIDE,)) for r in (0, 1)}) for one in seen]
+    assert (judge_stall(silent, LIMITS).state, judge_stall(silent, LIMITS).certain) == ("hung", False)
+
+
 def test_the_last_rank_whose_thread_sleeps_for_an_hour_is_hung() -> None:
     """The others have left; a thread that is not a daemon keeps the program from its end. While others work, nobody waits."""
     seen = looks(
@@ -312,4 +326,4 @@ def test_activity_is_of_threads_that_may_wake_another() -> None:
     proxy = replace(child, child=1, title="python -S -m allranks.lighthouse.client.liveness_proxy")
     found = find_activity([Capture((ProcessCapture(1, snapshots=shots), child, proxy))])
     threads = (INSIDE, replace(OUTSIDE, still=False))
-    assert found == {1: Activity(7, threads, (ThreadWait(40.0, False),))}
+    assert found == {1: Activity(7, threads, (ThreadWait(40.0, False),), switches=1)}

@@ -92,6 +92,7 @@ class Activity:
     ticks: int = 0  # CPU time of these threads
     threads: tuple[ThreadWait, ...] = ()  # of Python, but not those that only watch or report
     children: tuple[ThreadWait, ...] = ()  # the same of child processes; of another program its first one
+    switches: int = 0  # how often these threads have waited
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
         return StallOutcome("stalled", "one look cannot tell a pause from a hang")
     if reason := _certain(looks, limits):
         return StallOutcome("hung", reason, certain=True)
+    if _calls_remotely(looks):
+        return StallOutcome("stalled", "the ranks call each other (RPC)")
     if all(map(_all_wake, looks[-2:])):
         loop = _shared_loop(looks)
         if last.quiet_s < limits.cap_s or not (limits.trained or loop):
@@ -175,13 +178,26 @@ def _all_wake(look: Look) -> bool:
     return apart and 1 < len(mains) == len(states) and not any(main.still for main in mains)
 
 
+def _calls_remotely(looks: Sequence[Look]) -> bool:
+    """Whether all ranks are in RPC, and some thread has woken since the look before."""
+    before, last = looks[-2:]
+    states = list(last.report.ranks.values()) if last.report is not None else []
+    woke = [r for r, a in last.activity.items() if a.switches != before.activity.get(r, a).switches]
+    return bool(states and woke) and all(map(_serves, states))
+
+
+def _serves(state: RankState) -> bool:
+    """Whether it is in RPC: native threads run Python there when another rank asks for it."""
+    return any("/distributed/rpc/" in frame.file for frame in state.stack)
+
+
 def _shared_loop(looks: Sequence[Look]) -> str:
     """The loop that all ranks are in, by the last looks; "" when they are in several, or in calls of others (RPC)."""
     last = looks[-1].report
     states = list(last.ranks.values()) if last is not None else []
     frames = [next((f for f in state.stack if is_user_file(f.file)), None) for state in states]
     places = {(f.name, f.file) if f is not None else None for f in frames}
-    serving = any("/distributed/rpc/" in f.file for state in states for f in state.stack)
+    serving = any(map(_serves, states))
     same = all(_same_functions(state.rank, looks[-LOOP_LOOKS:]) for state in states)
     if len(places) != 1 or None in places or serving or not same:
         return ""
@@ -268,7 +284,12 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
 def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -> str:
     """Why a rank that the others wait for will not move; "" when it may."""
     before, now = (look.activity.get(state.rank, Activity()) for look in looks[-2:])
-    if not now.threads or state.cause == "stopped" or now.ticks - before.ticks > _STILL_TICKS:
+    if (
+        not now.threads
+        or state.cause == "stopped"
+        or now.ticks - before.ticks > _STILL_TICKS
+        or _serves(state)
+    ):
         return ""
     # a DataLoader asks its workers again and again
     threads = (*(() if state.cause == "dataloader_wait" else now.threads), *now.children)
@@ -337,7 +358,7 @@ def find_activity(captures: Sequence[Capture]) -> dict[int, Activity]:
 
 
 def _activity(processes: Sequence[ProcessCapture]) -> Activity:
-    ticks = 0
+    ticks = switches = 0
     found: tuple[list[ThreadWait], list[ThreadWait]] = ([], [])
     for process in processes:
         shots = [shot for shot in process.snapshots if shot.facts]
@@ -346,8 +367,9 @@ def _activity(processes: Sequence[ProcessCapture]) -> Activity:
         first, last = ({fact.tid: fact for fact in shot.facts} for shot in (shots[0], shots[-1]))
         for tid in _telling(process, shots[-1].facts):
             ticks += last[tid].ticks
+            switches += last[tid].switches
             found[process.child is not None].append(_thread(first.get(tid, last[tid]), last[tid]))
-    return Activity(ticks, tuple(found[0]), tuple(found[1]))
+    return Activity(ticks, tuple(found[0]), tuple(found[1]), switches)
 
 
 def _telling(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]:
