@@ -155,20 +155,27 @@ class Watch:
             worlds[options.replica_of(sample.rank)].append(sample)
         worlds[EVERYBODY] = samples
         for number, ranks in worlds.items():
-            self._note_divergence(self._calls[number].look(now_s, ranks))
+            found = self._calls[number].look(now_s, ranks)
+            if found is not None and number == EVERYBODY and self.pipeline.peers is not None:
+                self.compare_nodes(
+                    (), found
+                )  # which ranks are the odd ones is seen with those of the other nodes
+            else:
+                self._note_divergence(found)
 
     def _note_divergence(self, found: Finding | None) -> None:
         if found is not None:
             self.pipeline.note_divergence(found)
             self.history.note_divergence()
 
-    def compare_nodes(self, agents: tuple[str, ...]) -> None:
-        """Calls of our ranks and those of other agents may differ: they are read and compared. From any thread; quick."""
+    def compare_nodes(self, agents: tuple[str, ...], local: Finding | None = None) -> None:
+        """Calls of our ranks and those of other agents (all of them: ()) may differ: they are read and compared. `local`: what
+        our ranks show, named if no other agent answers. From any thread; quick."""
         if self.pipeline.peers is not None and self._comparing.acquire(blocking=False):
             peers = self.pipeline.peers
-            self.pipeline.start(lambda: self._compare_nodes(peers, agents), "allranks-compare")
+            self.pipeline.start(lambda: self._compare_nodes(peers, agents, local), "allranks-compare")
 
-    def _compare_nodes(self, peers: PeerAgents, agents: tuple[str, ...]) -> None:
+    def _compare_nodes(self, peers: PeerAgents, agents: tuple[str, ...], local: Finding | None) -> None:
         try:
             for _ in range(LOOKS):
                 with tempfile.TemporaryDirectory(prefix="allranks-calls-") as name:
@@ -177,6 +184,7 @@ class Watch:
                         incident, COMPARED, Path(name), stacks=False, alone=False, agents=agents
                     )
                     if asked is None or not asked.agents:
+                        self._note_divergence(local)
                         return
                     peers.wait(asked, PARTS_S)
                     self._note_divergence(self._nodes.judge(self._of_all_nodes(Path(name))))
