@@ -477,8 +477,6 @@ class Service:
             self._audience = (members, observers, members | observers)
         return self._audience[2]
 
-    # ---- actions ----------------------------------------------------------------------------------------
-
     def evict(self, name: str, reason: str) -> None:
         """Throws a replica out; it stays out until let in."""
         number, targets = self._number_of(name), self._concerned(name) | {name}
@@ -496,8 +494,7 @@ class Service:
         """Takes an eviction or a back-off back; False when there was none."""
         if not self.state.let_in(name):
             return False
-        members = self.state.members
         self.event_log.event("let_in", f"{name} may rejoin", name)
-        self.event_log.notify(LetIn(name), members | self.sessions.observers | {name})
+        self.event_log.notify(LetIn(name), self.state.members | self.sessions.observers | {name})
         self.coordinator.soon()
         return True
