@@ -10,7 +10,9 @@ from allranks.model.cluster import NodeReport
 
 def report(agent: str, rank: int, calls: int, doing: str = "c", **windows: dict[int, int]) -> NodeReport:
     """Of a node with one rank."""
-    return NodeReport(agent, agent, (rank,), (1,), doing, (0,), (calls,), windows=windows)
+    return NodeReport(
+        agent, agent, (rank,), pids=(1,), doing=doing, steps=(0,), calls=(calls,), windows=windows
+    )
 
 
 def test_nodes_whose_calls_hash_differently_are_asked_once_in_a_while() -> None:

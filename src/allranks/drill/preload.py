@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from allranks.drill.plan import DrillFault
 from allranks.drill.self_faults import STEP, around, inject
@@ -48,9 +48,9 @@ def tell(**facts: object) -> None:
     _marks().write(json.dumps({"at": time.time(), **facts}) + "\n")
 
 
-def _step(recorder: Recorder, number: int, label: str | None = None, loss: float | None = None) -> None:
+def _step(recorder: Recorder, number: int, *given: Any, **named: Any) -> None:
     global _marked_in
-    _original(recorder, number, label, loss)
+    _original(recorder, number, *given, **named)
     if os.getpid() != recorder.pid:
         return
     tell(step=number)
