@@ -16,13 +16,20 @@ from allranks.drill.ranks import Ranks
 from .boxes import ops, traces
 
 
+_made: list[
+    object
+] = []  # torch keeps one backend of type "custom"; the other would end while its peer still connects
+
+
 def _register(name: str) -> None:
     """A backend made in Python over gloo: its type is "custom", and it calls itself "gloo"."""
 
     def make(options: Any, _: object) -> dist.ProcessGroupGloo:
-        return dist.ProcessGroupGloo(
+        made = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, timeout=options.timeout
         )
+        _made.append(made)
+        return made
 
     dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
 
