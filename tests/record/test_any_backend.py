@@ -15,7 +15,6 @@ from allranks.drill.ranks import Ranks
 
 from .boxes import ops, traces
 
-
 _made: list[
     object
 ] = []  # torch keeps one backend of type "custom"; the other would end while its peer still connects
