@@ -69,7 +69,7 @@ def test_a_store_that_died_before_the_end_is_the_last_word(
     """Its folder has become a file. One that has everything says nothing."""
     with CheckpointManager(_config(tmp_path / "whole")) as manager:
         _train(manager, 13)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     with CheckpointManager(_config(tmp_path / "store")) as manager:
         model, optimizer = _train(manager, 10)
         assert manager.wait_for_pending_saves()
