@@ -26,6 +26,18 @@ def test_nodes_whose_calls_hash_differently_are_asked_once_in_a_while() -> None:
     assert times == [12, 32, 72, 152]
 
 
+def test_one_node_whose_own_ranks_differ_looks_and_not_all_of_them() -> None:
+    """In a large job every node may see the same. A node without others decides by itself."""
+    table = RankTable()
+    odd = replace(report("agent-a", 0, 10), differs=True)
+    assert table.note(odd, 0.0).compare == ("agent-a",)
+    for number in range(20):
+        table.note(report(f"agent-b{number:02}", 1 + number, 10), 1.0)
+    assert table.note(odd, 20.0).compare == tuple(f"agent-b{number:02}" for number in range(8))
+    assert table.note(replace(odd, agent="agent-b01"), 20.1).compare == ()
+    assert len(table.note(replace(odd, agent="agent-b01"), 40.0).compare) == 8
+
+
 def test_all_are_asked_when_every_rank_waits_for_longer_than_ever() -> None:
     """Not while one of them works, and not for a wait that the job has survived before."""
 

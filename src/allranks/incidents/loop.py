@@ -157,9 +157,7 @@ class Watch:
         for number, ranks in worlds.items():
             found = self._calls[number].look(now_s, ranks)
             if found is not None and number == EVERYBODY and self.pipeline.peers is not None:
-                self.compare_nodes(
-                    (), found
-                )  # which ranks are the odd ones is seen with those of the other nodes
+                self.windows.local = found  # which ranks are the odd ones is seen with those of other nodes
             else:
                 self._note_divergence(found)
 
@@ -168,14 +166,14 @@ class Watch:
             self.pipeline.note_divergence(found)
             self.history.note_divergence()
 
-    def compare_nodes(self, agents: tuple[str, ...], local: Finding | None = None) -> None:
-        """Calls of our ranks and those of other agents (all of them: ()) may differ: they are read and compared. `local`: what
-        our ranks show, named if no other agent answers. From any thread; quick."""
+    def compare_nodes(self, agents: tuple[str, ...]) -> None:
+        """Calls of our ranks and those of other agents may differ: they are read and compared. From any thread; quick."""
         if self.pipeline.peers is not None and self._comparing.acquire(blocking=False):
             peers = self.pipeline.peers
-            self.pipeline.start(lambda: self._compare_nodes(peers, agents, local), "allranks-compare")
+            self.pipeline.start(lambda: self._compare_nodes(peers, agents), "allranks-compare")
 
-    def _compare_nodes(self, peers: PeerAgents, agents: tuple[str, ...], local: Finding | None) -> None:
+    def _compare_nodes(self, peers: PeerAgents, agents: tuple[str, ...]) -> None:
+        local, self.windows.local = self.windows.local, None
         try:
             for _ in range(LOOKS):
                 with tempfile.TemporaryDirectory(prefix="allranks-calls-") as name:

@@ -23,6 +23,7 @@ from allranks.model.cluster import GpuReport, NodeAnswer, NodeReport
 from allranks.model.job_state import StepWork
 from allranks.model.trace import RankTrace
 from allranks.stacktraces.gpus import query_gpus
+from allranks.watch.calls import CallWindows
 from allranks.watch.samples import RankSample, read_samples, sleeps
 
 log = logging.getLogger("allranks.agent")
@@ -169,7 +170,7 @@ class NodeReporter:
     folder: Path
     node: str
     ranks: Callable[[], tuple[int, ...]]
-    windows: Callable[[], dict[str, dict[int, int]]] = dict
+    calls: CallWindows = field(default_factory=CallWindows)
     on_compare: Callable[[tuple[str, ...]], None] = lambda agents: (
         None
     )  # these agents' calls may differ from ours
@@ -222,7 +223,8 @@ class NodeReporter:
         )
         self._before = {sample.rank: sample for sample in samples}
         token = self.folder / TOKEN_FILE
-        return replace(report, token_file=str(token) if token.exists() else "", windows=self.windows())
+        told, differs = self.calls.told, self.calls.local is not None
+        return replace(report, token_file=str(token) if token.exists() else "", windows=told, differs=differs)
 
     def _read_boxes(self, samples: Sequence[RankSample], now: float) -> None:
         latest = max((sample.last_ns for sample in samples), default=0) / 1e9

@@ -164,7 +164,7 @@ class NodeAgent:
             options.folder,
             options.node,
             lambda: watch.ranks,
-            lambda: watch.windows.told,
+            watch.windows,
             watch.compare_nodes,
         )
         self._reporter.start()

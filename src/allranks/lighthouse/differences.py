@@ -36,19 +36,23 @@ class Differences:
     _awake: set[str] = field(default_factory=set)  # agents with a rank that does not wait
     _longest_s: float = 0.0  # that all waited, and went on
     _looks: int = 0  # at the present wait
+    _next_s: float = 0.0  # when the next node may look whose own ranks differ
 
     def find(
         self, now_s: float, report: NodeReport, before: NodeReport | None, reports: Mapping[str, NodeReport]
     ) -> tuple[str, ...]:
-        """The agents with which the reporter should compare calls; () when nothing differs."""
+        """The agents with which the reporter should compare calls, itself if there is no other; () when nothing differs."""
+        if report.differs and now_s >= self._next_s:  # one node: many may see the same
+            chosen = _others(report, reports)[:SOME] or [report.agent] * (len(reports) == 1)
+            self._next_s = now_s + FIRST_S if chosen else 0.0  # ranks of other nodes are about to start
+            return tuple(chosen)
         if len(reports) < 2:
             return ()
         differs = [agent for key in report.windows if (agent := self._differs(now_s, key, report))]
         waits = self._wait(now_s, before, report, reports) and len(reports) <= MAX_ASKED
         if not waits and not differs:
             return ()
-        others = sorted(name for name, one in reports.items() if one.ranks and name != report.agent)
-        found = tuple(dict.fromkeys((*differs, *others)))
+        found = tuple(dict.fromkeys((*differs, *_others(report, reports))))
         return found if waits else found[: max(len(differs), SOME)]
 
     def _differs(self, now_s: float, key: str, report: NodeReport) -> str:
@@ -86,3 +90,7 @@ class Differences:
             return False
         self._looks += 1
         return True
+
+
+def _others(report: NodeReport, reports: Mapping[str, NodeReport]) -> list[str]:
+    return sorted(name for name, one in reports.items() if one.ranks and name != report.agent)
