@@ -268,6 +268,20 @@ def test_a_line_cut_in_one_direction_heals(
     assert last["epoch"] == first["epoch"]
 
 
+def test_a_line_that_its_client_gives_up_is_not_a_death(
+    run_lighthouse: RunLighthouse, victims: Victims, proxy: Callable[[str], Proxy]
+) -> None:
+    """No answer arrives, so the client connects anew, again and again. It may train on: its name is not free yet."""
+    lighthouse = run_lighthouse("--heartbeat-timeout-ms", "1000")
+    between = proxy(lighthouse.address)
+    (a,) = victims(lighthouse.address, "a")
+    (b,) = victims(between.address, "b")
+    form([a, b])
+    between.drop["down"] = True
+    assert "silent" in b.notice("ConnectionLost")["reason"]
+    assert a.notice("MemberLost", replica="b")["certain"] is False
+
+
 def test_a_slow_line_is_not_a_death(
     run_lighthouse: RunLighthouse, victims: Victims, proxy: Callable[[str], Proxy]
 ) -> None:

@@ -18,6 +18,7 @@ from allranks.lighthouse.options import Options
 from .cluster import LIMIT_S, Cluster, Job, LighthouseProcess
 from .faults import Fault
 from .test_failures import assert_equal_states
+from .test_partitions import status
 
 JOB = Job(until_told=True, pause_s=0.02)
 HEALED = " healed: "  # as the log says it
@@ -100,6 +101,26 @@ def test_the_newest_state_wins_when_its_holder_returns(lighthouse: LighthousePro
     assert_equal_states(results)
     found = re.search(r"b drops its (\d+) steps after step 0 \(it holds step \1\): a holds step (\d+)", said)
     assert found is not None and int(found[1]) >= 3 and int(found[2]) >= held
+
+
+def test_a_fresh_replica_waits_for_a_frozen_holder() -> None:
+    """Nobody else has a state: the fresh one takes the holder's when it runs again, and does not start over."""
+    options = replace(OPTIONS, presume_dead_s=60.0)
+    with LighthouseProcess(options) as lighthouse, Cluster(lighthouse, JOB) as cluster:
+        cluster.start("a")
+        cluster.wait_for_progress("a", 10)
+        os.kill(cluster.pid("a"), signal.SIGSTOP)
+        cluster.start("b")
+        deadline = time.monotonic() + LIMIT_S
+        while "waiting for a" not in status(lighthouse)["waiting"]:
+            assert time.monotonic() < deadline, status(lighthouse)
+            time.sleep(0.02)
+        held = cluster.progress("a")
+        os.kill(cluster.pid("a"), signal.SIGCONT)
+        cluster.wait_for_progress("b", held + 3)
+        cluster.tell_to_stop()
+        assert_equal_states(cluster.results())
+        assert committed(cluster, "b")[0] >= held
 
 
 def test_a_holder_that_returns_too_late_names_both_states(lighthouse: LighthouseProcess) -> None:

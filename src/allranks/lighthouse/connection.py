@@ -431,7 +431,7 @@ class Connection(asyncio.Protocol):
             self.close()
         elif isinstance(message, messages.Died):
             self._session = None
-            service.accuse(session.replica, printable(message.reason))
+            service.accuse(session.replica, printable(message.reason), message.stopped)
         elif isinstance(message, Quorum):
             service.recalled(message)
         elif isinstance(message, messages.Probed):

@@ -117,7 +117,13 @@ def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait,
     askers = state.requesting_members if by_last else state.asking
     if not idle or not askers:
         return None
-    deadline = next(iter(askers.values())).asked_at + options.join_timeout_s
+    since = max(
+        [
+            next(iter(askers.values())).asked_at,
+            *(() if by_last or state.last is None else state.returned(idle)),
+        ]
+    )
+    deadline = since + options.join_timeout_s
     if now >= deadline:
         return None
     what, number = ("member", f" of quorum {state.number}") if by_last else ("connected replica", "")

@@ -106,9 +106,10 @@ class Leave:
 
 @dataclass(frozen=True)
 class Died:
-    """Said by the liveness proxy of a rank that is dead."""
+    """Said by the liveness proxy of a rank that is dead, or `stopped`: it does not train, but it holds its state."""
 
     reason: str
+    stopped: bool = False
 
 
 @dataclass(frozen=True)

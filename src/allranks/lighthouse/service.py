@@ -377,11 +377,13 @@ class Service:
             self._finishing.discard(session)
             self.finish(name)
 
-    def accuse(self, name: str, reason: str) -> bool:
-        """Somebody who can see it (its liveness proxy, its agent) says that a replica is dead."""
+    def accuse(self, name: str, reason: str, stopped: bool = False) -> bool:
+        """Somebody who can see it (its liveness proxy, its agent) says that a replica is dead, or stopped."""
         if name not in self.sessions.by_replica:
-            return False
-        self._lose(name, reason, certain=True)
+            if confirmed := self.state.confirm_death(name):
+                self.coordinator.soon()
+            return confirmed
+        self._lose(name, reason, certain=True, stopped=stopped)
         return True
 
     def disconnected(self, session: Session, peer: Peer, clean: bool) -> None:
@@ -433,7 +435,9 @@ class Service:
         since = replica.since if replica is not None and expected else session.heard
         self._lose(session.replica, f"{what} for {now - since:.2f} s", certain=False)
 
-    def _lose(self, name: str, reason: str, certain: bool, back_s: float | None = None) -> None:
+    def _lose(
+        self, name: str, reason: str, certain: bool, back_s: float | None = None, stopped: bool = False
+    ) -> None:
         """A replica is gone: note it, tell the others (its own other ranks too), decide again."""
         now = self.now()
         number, targets = self._number_of(name), self._concerned(name)
@@ -441,7 +445,7 @@ class Service:
         key = sessions[0].session if sessions else ""
         heard = min((each.heard for each in sessions), default=now)
         if name in self.state.replicas:
-            self.state.lose(now, name, reason, certain, back_s)
+            self.state.lose(now, name, reason, certain, back_s, stopped)
         notice = MemberLost(name, reason, key, number, round((now - heard) * 1000, 3), certain)
         self.names.lose(notice)
         frame = encode(notice)

@@ -49,6 +49,7 @@ class Gone:
     step: int = -1  # steps that its state had; -1: not known
     node: str = ""
     closed: bool = False  # its connection was closed: by its end, or that of its liveness proxy
+    stopped: bool = False  # it is frozen: it trains no more, but its state is not lost
 
 
 MAX_LOSERS = 20_000  # names whose losses are remembered, beyond the largest job
@@ -150,7 +151,15 @@ class QuorumState:
             replica.asking = None
             self._index(name)
 
-    def lose(self, now: float, name: str, reason: str, certain: bool, back_s: float | None = None) -> None:
+    def lose(
+        self,
+        now: float,
+        name: str,
+        reason: str,
+        certain: bool,
+        back_s: float | None = None,
+        stopped: bool = False,
+    ) -> None:
         """It died, froze or was cut off. If that is not certain it may train on, and come back: within `back_s`, or
         else presume_dead_s."""
         replica = self.replicas.pop(name)
@@ -160,7 +169,15 @@ class QuorumState:
         if len(self.losses) > MAX_LOSERS:
             del self.losses[next(iter(self.losses))]
         early = 0.0 if back_s is None else max(0.0, self.options.presume_dead_s - back_s)
-        self._depart(now - early, replica, reason, certain, closed=back_s is not None)
+        self._depart(now - early, replica, reason, certain, closed=back_s is not None, stopped=stopped)
+
+    def confirm_death(self, name: str) -> bool:
+        """One that was stopped, or silent, is dead: nobody waits for it. False when it is not known as gone."""
+        if name not in self.gone:
+            return False
+        self.gone[name] = replace(self.gone[name], certain=True, stopped=False)
+        self._index(name)
+        return True
 
     def leave(self, now: float, name: str, reason: str, step: int = -1) -> None:
         """It left in good order, with a state of `step` steps."""
@@ -169,6 +186,10 @@ class QuorumState:
         self._depart(now, replica, reason, certain=True, left=True)
         if name in self.gone:
             self.gone[name] = replace(self.gone[name], step=step)
+
+    def returned(self, names: Iterable[str]) -> list[float]:
+        """When those of them came back that were given up as members: they hold a state, and are about to ask."""
+        return [self.replicas[n].since for n in names if self._sessions.get(n) == self.replicas[n].session]
 
     def finish(self, now: float, name: str) -> bool:
         """A member that is gone was through with its training; False when nothing is known of it."""
@@ -232,7 +253,7 @@ class QuorumState:
             self.replicas[name].cooling_until = 0.0
             self._index(name)
         for name in [n for n in self.silent if now - self.gone[n].at >= self.options.presume_dead_s]:
-            self.gone[name] = replace(self.gone[name], certain=True)
+            self.gone[name] = replace(self.gone[name], certain=True, stopped=False)
             self._index(name)
         old = now - self.options.flap_window_s
         for name in [name for name, times in self.losses.items() if times[-1] < old]:
@@ -371,13 +392,19 @@ class QuorumState:
         certain: bool,
         left: bool = False,
         closed: bool = False,
+        stopped: bool = False,
     ) -> None:
         if self._note_departure(replica):
             certain = certain or replica.name in self.evicted  # nobody waits for one that was thrown out
             self.gone[replica.name] = Gone(
-                replica.session, now, reason, certain, left, node=replica.node, closed=closed
+                replica.session, now, reason, certain, left, node=replica.node, closed=closed, stopped=stopped
             )
         self._index(replica.name)
+        if not self.continuing:  # the state is with those that are stopped: who has none waits for them
+            for name, gone in list(self.gone.items()):
+                if gone.stopped and name not in self.evicted:
+                    self.gone[name] = replace(gone, certain=False, at=now)
+                    self._index(name)
 
     def _note_departure(self, replica: Replica) -> bool:
         """Whether it was a member; nobody waits for it from now on, also if the same session comes back."""
@@ -392,7 +419,7 @@ class QuorumState:
             if self.gone[name].session == session:
                 del self.gone[name]
             elif not self.replicas[name].cooling_until:
-                self.gone[name] = replace(self.gone[name], certain=True)
+                self.gone[name] = replace(self.gone[name], certain=True, stopped=False)
 
     def _wait_for_lease(self, name: str, session: str, node: str) -> None:
         """One process per name: another session may be a member when the old one cannot commit any more.

@@ -384,6 +384,8 @@ class Link:
         still takes connections and would cost us the time to wait for its word.
         """
         was_up = self.up
+        if self._line is not None:
+            self._line.abandon()
         self._shut()
         if self._closed:
             return

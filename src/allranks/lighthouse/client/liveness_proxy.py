@@ -24,6 +24,7 @@ from allranks.lighthouse import messages
 from allranks.lighthouse.client.link import Link
 from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.reactor import FrameSocket, Reactor
+from allranks.model.cluster import MemberLost
 
 _LOOK_S = 0.1  # how often the rank's process state is looked at while it is stopped; else with every beat
 _NO_BEAT_S = 0.5  # the same while beats are rare or the line is down
@@ -167,8 +168,11 @@ class LivenessProxy:
             self._asleep = True
             self._link.held.drop_all(shut=True)
             why = f"process {self._pid} is stopped (SIGSTOP) for {now - self._seen_running:.2f} s"
-            self._link.send(messages.encode(messages.Died(why)))
+            self._link.send(messages.encode(messages.Died(why, stopped=True)))
             self._link.close()
+            # the first that it reads when it runs again: the others continue without it, so it must not commit alone
+            lost = MemberLost(self._link.options.replica, f"declared lost: {why}", number=self._link.known[1])
+            self._line.send(messages.encode(lost))
 
     # ---- the end ----------------------------------------------------------------------------------------
 
