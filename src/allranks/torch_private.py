@@ -61,7 +61,10 @@ PRIVATE: dict[str, tuple[str, str]] = {
     ),
     f"{C10D}.ProcessGroupGloo._Options._devices": ("", "Manager has no gloo"),
     f"{C10D}.Backend.Options._timeout": ("", "Manager has no gloo and no NCCL"),
-    f"{C10D}.ProcessGroupNCCL._comm_ptr": ("", "a group beside another is made without waiting"),
+    f"{C10D}.ProcessGroupNCCL._comm_ptr": (
+        "",
+        "a group beside another is made without waiting; groups are aborted",
+    ),
     "torch._C._cuda_getDevice": ("", "calls without a Work are recorded as over at once"),
     "torch._C._cuda_getCurrentRawStream": ("", "calls without a Work are recorded as over at once"),
     "torch._C._CUDAGraph": ("", "calls under the capture of a graph look as if they never ended"),
@@ -133,13 +136,13 @@ def limit_operations(backend: Torch, limit_s: float) -> None:
 
 
 def can_wait_until_connected(backend: Torch) -> bool:
-    """Whether `wait_until_connected` does so."""
+    """Whether `communicator_of` does so."""
     return hasattr(backend, "_comm_ptr")
 
 
-def wait_until_connected(backend: Torch) -> None:
-    """Until all members of an NCCL group have connected; the interpreter waits meanwhile."""
-    backend._comm_ptr()
+def communicator_of(backend: Torch) -> int:
+    """NCCL's pointer, once all members have connected: the interpreter waits meanwhile. 0: this torch does not give it."""
+    return int(backend._comm_ptr()) if hasattr(backend, "_comm_ptr") else 0
 
 
 # -- tensors and autograd ---------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +152,49 @@ def test_no_group_gets_its_first_operation_while_another_communicator_is_being_e
     after_commit.join(LIMIT_S)
     assert not after_commit.is_alive()
     assert Backend.launched == Backend.made
+
+
+class Library:
+    """NCCL's own functions that end a communicator's kernels and keep its memory."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.quiet = threading.Event()
+
+    def ncclCommRevoke(self, communicator: ctypes.c_void_p, flags: int) -> int:
+        return 4 if self.refuses else nccl._IN_PROGRESS
+
+    def ncclCommGetAsyncError(self, communicator: ctypes.c_void_p, state: Any) -> int:
+        state._obj.value = nccl._SUCCESS if self.quiet.is_set() else nccl._IN_PROGRESS
+        return nccl._SUCCESS
+
+
+@pytest.mark.parametrize("how", ["revoked", "refused", "shut down"])
+def test_a_communicator_with_a_dead_member_is_revoked_and_ended_when_the_next_group_works(
+    group: ProcessGroupNCCL, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Where NCCL cannot revoke it, or the group is shut down, it is aborted at once."""
+    library = Library(refuses=how == "refused")
+    monkeypatch.setattr(nccl, "find_revoking_nccl", lambda: library)
+    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=1))
+    (old,) = Backend.made
+    group._communicators[id(old)] = 1
+    if how == "shut down":
+        group.shutdown()
+    else:
+        group.abort("r1 is gone")
+    if how != "revoked":
+        assert old.aborted.wait(LIMIT_S)
+        return
+    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=2))
+    assert Backend.launched == Backend.made  # although the old one is not quiet yet
+    library.quiet.set()
+    wait_until(lambda: bool(group._retired))
+    for _ in range(nccl._IDLE_STEPS - 1):
+        group.drop_retired()
+    assert not old.aborted.is_set()
+    group.drop_retired()
+    assert old.aborted.is_set()  # the next step begins after it
 
 
 def test_a_call_knows_that_it_was_abandoned() -> None:

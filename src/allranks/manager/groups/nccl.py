@@ -1,14 +1,16 @@
-"""NCCL for GPU tensors: the communicator is aborted and made again in place, the process lives on.
+"""NCCL for GPU tensors: the communicator is ended and made again in place, the process lives on.
 
 Runs in a rank with a GPU. `abort` ends the kernels that wait for a dead peer, so that the stream continues; the
-step is then tried again with a new communicator over the members that are left. torch's watchdog tells every
-peer that goes with a C++ stack trace: its log is silent while such a group is in use, unless TORCH_CPP_LOG_LEVEL
-is set. What goes wrong is raised, and told by the manager.
+step is then tried again with a new communicator over the members that are left. Where NCCL can, the old one is only
+revoked then, and its memory freed some steps later. torch's watchdog tells every peer that goes with a C++ stack
+trace: its log is silent while such a group is in use, unless TORCH_CPP_LOG_LEVEL is set. What goes wrong is raised,
+and told by the manager.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -25,7 +27,7 @@ from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec, Seconds
 from allranks.manager.groups.native_calls import abandoned, silenced
 from allranks.manager.groups.teardown import destroy_later, ended, start_attended
-from allranks.torch_private import can_wait_until_connected, wait_until_connected, with_limit
+from allranks.torch_private import can_wait_until_connected, communicator_of, with_limit
 
 log = logging.getLogger("allranks.manager")
 
@@ -40,6 +42,9 @@ _POLL_S = 0.002
 _TAKEN_S = 2.0  # more than a GPU needs to be given an operation
 _ENDED_S = 1.5  # more than the end of a communicator takes, unless it waits for the device
 _IDLE_STEPS = 10  # with the next group, before the one before it is ended
+_KEPT = 4  # communicators that wait for that; with more of them, the next commit ends them
+_REVOKED_S = 10.0  # more than it takes until nothing runs in a communicator
+_SUCCESS, _IN_PROGRESS = 0, 7  # as NCCL counts
 _lock = threading.Lock()
 _users: Counter[str] = Counter()  # of variables that we have set
 _ending: set[threading.Thread] = set()  # each ends communicators
@@ -63,8 +68,10 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         for name, value in CONNECT_AT_ONCE.items():
             os.environ.setdefault(name, value)
         self._quiet = contextlib.ExitStack()
-        self._retired: list[object] = []  # communicators that were left in good order
+        self._retired: list[tuple[object, bool]] = []  # nothing runs in them; and whether they were revoked
         self._steps = 0  # committed since the last of them was left
+        self._communicators: dict[int, int] = {}  # id of a backend -> NCCL's pointer
+        self._over = False
         self._alone: object = None  # the communicator of one that loaded NCCL
         self._probe: tuple[torch.cuda.Stream, torch.Tensor] | None = None
 
@@ -99,7 +106,8 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         with self._guard:
             idle = self._backend is not None and all(ended(work) for work in self._works)
             if idle:
-                self._retired.append(self._backend)
+                self._retired.append((self._backend, False))
+                self._communicators.pop(id(self._backend), None)
                 self._steps = 0
                 self._backend, self._error = None, GroupAborted(reason)
                 self._works.clear()
@@ -108,7 +116,8 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
     def shutdown(self) -> None:
         alone, self._alone = self._alone, None
-        self._retired += [alone] if alone is not None else []
+        self._retired += [(alone, False)] if alone is not None else []
+        self._over = True
         self._end_retired()
         super().shutdown()
         self._quiet.close()
@@ -123,7 +132,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         """
         if self._retired:
             self._steps += 1
-            if self._steps >= _IDLE_STEPS:
+            if self._steps >= _IDLE_STEPS or len(self._retired) > _KEPT:
                 self._end_retired()
         wait_for_endings()
 
@@ -151,7 +160,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
                 self.discard(backend)
                 raise
             with torch.cuda.device(self.device or torch.device("cuda", 0)):
-                wait_until_connected(backend)
+                communicator_of(backend)  # which waits until all have connected
             wait_for_endings()  # here nobody waits for us
         return backend
 
@@ -179,6 +188,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             try:
                 with torch.cuda.stream(stream):
                     made.allreduce([tensor], dist.AllreduceOptions())
+                self._communicators[id(made)] = communicator_of(made)
             except RuntimeError:
                 self.discard(made)
                 raise
@@ -214,7 +224,46 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         destroy_later(backend, (), self.slow_to_destroy, self._take_down(backend, threading.Lock()))
 
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
-        return None if backend is None else _start_ending("allranks-nccl-abort", _abort, backend, gate)
+        if backend is None:
+            return None
+        communicator, nccl = self._communicators.pop(id(backend), 0), find_revoking_nccl()
+        if communicator and nccl is not None and not self._over:
+            return start_attended("allranks-nccl-revoke", self._revoke, nccl, backend, communicator, gate)
+        return _start_ending("allranks-nccl-abort", _abort, backend, gate)
+
+    def _revoke(self, nccl: ctypes.CDLL, backend: object, communicator: int, gate: threading.Lock) -> None:
+        """Ends the kernels at once. What an abort does besides takes half a second, and then frees memory: that waits for the
+        device and keeps the driver's lock, so it comes when the next group works."""
+        with _not_taking(gate):
+            revoked = revoke(nccl, communicator)
+        if not revoked:
+            _start_ending("allranks-nccl-abort", _abort, backend, gate)
+            return
+        with self._guard:
+            self._retired.append((backend, True))
+            self._steps = 0
+
+
+def find_revoking_nccl() -> ctypes.CDLL | None:
+    """NCCL as torch has loaded it; None when it cannot revoke: before 2.28, or linked into torch."""
+    try:
+        nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return None
+    return nccl if hasattr(nccl, "ncclCommRevoke") else None
+
+
+def revoke(nccl: ctypes.CDLL, communicator: int) -> bool:
+    """Ends what runs in it; returns when nothing does. False: it cannot be revoked."""
+    began, pointer = time.monotonic(), ctypes.c_void_p(communicator)
+    if nccl.ncclCommRevoke(pointer, 0) not in (_SUCCESS, _IN_PROGRESS):
+        return False
+    state = ctypes.c_int(_IN_PROGRESS)
+    while state.value == _IN_PROGRESS and time.monotonic() - began < _REVOKED_S:
+        time.sleep(_POLL_S)
+        nccl.ncclCommGetAsyncError(pointer, ctypes.byref(state))
+    log.debug("NCCL communicator revoked in %.0f ms", (time.monotonic() - began) * 1e3)
+    return True
 
 
 def wait_for_members(meeting: GroupSpec, what: str, limit_s: float) -> None:
@@ -275,13 +324,13 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                     os.environ.pop(name, None)
 
 
-def _end(retired: list[Any]) -> None:
+def _end(retired: list[tuple[Any, bool]]) -> None:
     """Ends communicators in which nothing is in flight: half the time of an abort, and no peer is needed for it."""
     began = time.monotonic()
     while retired:
-        backend = retired.pop()
+        backend, revoked = retired.pop()
         try:
-            backend.shutdown()
+            backend.abort() if revoked else backend.shutdown()
         except RuntimeError as error:
             log.debug("NCCL shutdown: %s", str(error).splitlines()[0])
         destroy_later(backend, (), keep_at_exit=True)
@@ -289,19 +338,24 @@ def _end(retired: list[Any]) -> None:
     log.debug("idle NCCL communicators ended in %.0f ms", (time.monotonic() - began) * 1e3)
 
 
-def _abort(backend: Any, gate: threading.Lock) -> None:
-    """NCCL's abort may take hundreds of milliseconds: never on the thread that listens to the lighthouse.
-
-    Not while the backend takes an operation, which it does without its peers: torch would keep asking the dead
-    communicator whether it has been taken. Only a queue that is full would need the abort to move on.
-    """
+@contextlib.contextmanager
+def _not_taking(gate: threading.Lock) -> Iterator[None]:
+    """Not while the backend takes an operation, which it does without its peers: torch would keep asking the dead
+    communicator whether it has been taken. Only a queue that is full would need the end to move on."""
     taken = gate.acquire(timeout=_TAKEN_S)
-    began = time.monotonic()
     try:
-        backend.abort()
-        log.debug("NCCL communicator aborted in %.0f ms", (time.monotonic() - began) * 1e3)
-    except RuntimeError as error:
-        log.debug("NCCL abort: %s", str(error).splitlines()[0])
+        yield
     finally:
         if taken:
             gate.release()
+
+
+def _abort(backend: Any, gate: threading.Lock) -> None:
+    """NCCL's abort may take hundreds of milliseconds: never on the thread that listens to the lighthouse."""
+    with _not_taking(gate):
+        began = time.monotonic()
+        try:
+            backend.abort()
+            log.debug("NCCL communicator aborted in %.0f ms", (time.monotonic() - began) * 1e3)
+        except RuntimeError as error:
+            log.debug("NCCL abort: %s", str(error).splitlines()[0])
