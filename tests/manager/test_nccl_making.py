@@ -189,12 +189,32 @@ def test_a_communicator_with_a_dead_member_is_revoked_and_ended_when_the_next_gr
     group.meet(GroupSpec(dist.HashStore(), 0, 1, number=2))
     assert Backend.launched == Backend.made  # although the old one is not quiet yet
     library.quiet.set()
-    wait_until(lambda: bool(group._retired))
+    wait_until(lambda: bool(group._revoked))
     for _ in range(nccl._IDLE_STEPS - 1):
         group.drop_retired()
     assert not old.aborted.is_set()
     group.drop_retired()
     assert old.aborted.is_set()  # the next step begins after it
+
+
+def test_an_idle_communicator_is_revoked_before_it_is_ended_so_that_no_step_waits_for_it(
+    group: ProcessGroupNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library()
+    monkeypatch.setattr(nccl, "find_revoking_nccl", lambda: library)
+    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=1))
+    (old,) = Backend.made
+    group._communicators[id(old)] = 1
+    group.retire("r1 joins")
+    group.meet(GroupSpec(dist.HashStore(), 0, 1, number=2))
+    for _ in range(nccl._IDLE_STEPS):
+        group.drop_retired()
+    assert not group._retired and not group._revoked  # it is being revoked
+    library.quiet.set()
+    wait_until(lambda: bool(group._revoked))
+    for _ in range(nccl._IDLE_STEPS):
+        group.drop_retired()
+    assert old.aborted.is_set()
 
 
 def test_a_call_knows_that_it_was_abandoned() -> None:

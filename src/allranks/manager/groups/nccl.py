@@ -68,7 +68,8 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         for name, value in CONNECT_AT_ONCE.items():
             os.environ.setdefault(name, value)
         self._quiet = contextlib.ExitStack()
-        self._retired: list[tuple[object, bool]] = []  # nothing runs in them; and whether they were revoked
+        self._retired: list[object] = []  # communicators that were left in good order
+        self._revoked: list[object] = []  # nothing runs in them, and nothing can
         self._steps = 0  # committed since the last of them was left
         self._communicators: dict[int, int] = {}  # id of a backend -> NCCL's pointer
         self._over = False
@@ -106,8 +107,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         with self._guard:
             idle = self._backend is not None and all(ended(work) for work in self._works)
             if idle:
-                self._retired.append((self._backend, False))
-                self._communicators.pop(id(self._backend), None)
+                self._retired.append(self._backend)
                 self._steps = 0
                 self._backend, self._error = None, GroupAborted(reason)
                 self._works.clear()
@@ -116,7 +116,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
 
     def shutdown(self) -> None:
         alone, self._alone = self._alone, None
-        self._retired += [(alone, False)] if alone is not None else []
+        self._retired += [alone] if alone is not None else []
         self._over = True
         self._end_retired()
         super().shutdown()
@@ -130,17 +130,23 @@ class ProcessGroupNCCL(ReconfigurableGroup):
         lock. After `_TAKEN_S` it waits no more, and torch asks the aborted communicator for its limit of time
         whether it has taken the operation. So the next step begins when all ends are over.
         """
-        if self._retired:
+        if idle := len(self._retired) + len(self._revoked):
             self._steps += 1
-            if self._steps >= _IDLE_STEPS or len(self._retired) > _KEPT:
+            if self._steps >= _IDLE_STEPS or idle > _KEPT:
                 self._end_retired()
         wait_for_endings()
 
     def _end_retired(self) -> None:
+        """Those that were revoked; the others are revoked first, since their end takes as long and nobody should wait for it."""
         with self._guard:
             retired, self._retired = self._retired, []
-        if retired:
-            _start_ending("allranks-nccl-end", _end, retired)
+            revoked, self._revoked = self._revoked, []
+        ending = [(backend, True) for backend in revoked]
+        for backend in retired:
+            if self._start_revoking(backend, threading.Lock()) is None:
+                ending.append((backend, False))
+        if ending:
+            _start_ending("allranks-nccl-end", _end, ending)
 
     def _make(self, meeting: GroupSpec) -> object:
         """The communicator is ready when this returns.
@@ -226,10 +232,14 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         if backend is None:
             return None
+        revoking = self._start_revoking(backend, gate)
+        return revoking or _start_ending("allranks-nccl-abort", _abort, backend, gate)
+
+    def _start_revoking(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         communicator, nccl = self._communicators.pop(id(backend), 0), find_revoking_nccl()
-        if communicator and nccl is not None and not self._over:
-            return start_attended("allranks-nccl-revoke", self._revoke, nccl, backend, communicator, gate)
-        return _start_ending("allranks-nccl-abort", _abort, backend, gate)
+        if not communicator or nccl is None or self._over:
+            return None
+        return start_attended("allranks-nccl-revoke", self._revoke, nccl, backend, communicator, gate)
 
     def _revoke(self, nccl: ctypes.CDLL, backend: object, communicator: int, gate: threading.Lock) -> None:
         """Ends the kernels at once. What an abort does besides takes half a second, and then frees memory: that waits for the
@@ -240,7 +250,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             _start_ending("allranks-nccl-abort", _abort, backend, gate)
             return
         with self._guard:
-            self._retired.append((backend, True))
+            self._revoked.append(backend)
             self._steps = 0
 
 
