@@ -216,9 +216,8 @@ async def theirs(script: Path, quick: bool, say: Any) -> dict[str, Any]:
         crowd = GrpcCrowd(port, 2)
         await crowd.open()
         await crowd.quorum(0)
-        numbers["torchft_kill_s"] = round(
-            await crowd.one_quorum(0, 1), 3
-        )  # the other never asks again: it is dead
+        # the other never asks again: it is dead
+        numbers["torchft_kill_s"] = round(await crowd.one_quorum(0, 1), 3)
         await crowd.close()
     return numbers
 

@@ -152,9 +152,8 @@ def replicas_job(gpus: int, seconds: float, failures: list[Failure], mode: str, 
             out[replica] = failure.at + gone
             lost += size * max(0.0, out[replica] - begin)
             heapq.heappush(away, (out[replica], replica))
-    saves = (
-        1 - known.ours_save_s / 600.0 if ours else 1 - known.other_save_s / 600.0
-    )  # a save every ten minutes, for the worst case
+    # a save every ten minutes, for the worst case
+    saves = 1 - known.ours_save_s / 600.0 if ours else 1 - known.other_save_s / 600.0
     return max(0.0, 1 - lost / (gpus * seconds)) * saves * (1 - known.stragglers)
 
 

@@ -109,9 +109,8 @@ def worker(library: str, out: Path, steps: int) -> None:
     """
     import logging
 
-    os.environ.setdefault(
-        "NCCL_HOSTID", os.environ["ALLRANKS_REPLICA"]
-    )  # else NCCL refuses two ranks on one GPU
+    # else NCCL refuses two ranks on one GPU
+    os.environ.setdefault("NCCL_HOSTID", os.environ["ALLRANKS_REPLICA"])
     import torch
 
     logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(message)s")

@@ -267,9 +267,8 @@ def main() -> int:
         pack(*args.pack)
         return 0
     began = time.monotonic()
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # the other check would begin CUDA before ranks are forked
-    )
+    # the other check would begin CUDA before ranks are forked
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     gallery.preload()
     gallery._rank, gallery._position = rank_on_gpu, position
     gallery.ASLEEP_S = gallery.BUSY_S = 4.0 if args.backend == "nccl" else 2.0

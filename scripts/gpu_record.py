@@ -32,9 +32,8 @@ BACKEND = os.environ.get("BACKEND", "nccl")
 OUT = Path(os.environ["OUT"])
 WORLD = 4
 COST_ROUNDS = int(os.environ.get("COST_ROUNDS", "20"))
-COST_LIMIT_S = int(
-    os.environ.get("COST_LIMIT_S", "90")
-)  # ranks that share a GPU take milliseconds for a call
+# ranks that share a GPU take milliseconds for a call
+COST_LIMIT_S = int(os.environ.get("COST_LIMIT_S", "90"))
 DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
 failures = 0
 

@@ -307,9 +307,8 @@ class Program:
         import torch
         from torch import nn
 
-        width, layers = (
-            (64, 2) if CPU else (4096, 20)
-        )  # 20 x 67 MB of parameters, three times that with AdamW
+        # 20 x 67 MB of parameters, three times that with AdamW
+        width, layers = (64, 2) if CPU else (4096, 20)
         body = [nn.Linear(width, width, bias=False) for _ in range(layers)]
         model = nn.Sequential(nn.Embedding(1000, width), *body, nn.Linear(width, 1000)).to(self.device)
         return self.plain(model, inner=torch.optim.AdamW(model.parameters(), lr=1e-5))

@@ -173,9 +173,8 @@ def test_a_folder_without_permission_stops_the_start(tmp_path: Path) -> None:
     finally:
         folder.chmod(0o755)
     named = re.search(r"ls -ld '(.*)'", caught.value.hint)
-    assert named and str(folder).startswith(
-        named[1]
-    )  # the folder, or the one above it that is closed already
+    # the folder, or the one above it that is closed already
+    assert named and str(folder).startswith(named[1])
 
 
 def test_the_place_where_a_disk_is_mounted_is_a_store() -> None:

@@ -148,9 +148,8 @@ def test_keepers_with_different_clocks_delete_neither_what_is_being_saved_nor_wh
             keeper.start()
             stack.callback(keeper.close)
         addresses = ",".join(keeper.address for keeper in keepers)
-        for node in range(
-            3
-        ):  # each rank writes to its own node's keeper and the next, and asks its own first
+        # each rank writes to its own node's keeper and the next, and asks its own first
+        for node in range(3):
             half = f"checkpoint_step_00000002/rank-{node:05d}-0123456789ab.safetensors"
             store = open_store(StoreSpec(f"peer://{addresses}/job", {"token": "a secret", "node": str(node)}))
             stack.callback(store.close)

@@ -16,9 +16,8 @@ from allranks.drill.ranks import Ranks
 
 def save_and_load(rank: int, world_size: int, config: CheckpointConfig) -> int:
     """One rank."""
-    torch.manual_seed(
-        0
-    )  # replicas: no optimizer and no DDP, whose imports would take longer than all the rest
+    # replicas: no optimizer and no DDP, whose imports would take longer than all the rest
+    torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     with CheckpointManager(config) as manager:
         manager.step(1, model)

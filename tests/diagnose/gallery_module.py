@@ -37,9 +37,8 @@ def outcome(path: Path, files: str, folder: Path) -> Any:
     place = folder / name
     if not place.exists():
         with tarfile.open(path) as archive:
-            safe: Any = (
-                {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-            )  # not in Debian's 3.11.2
+            # not in Debian's 3.11.2
+            safe: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
             archive.extractall(place, **safe)
     known = json.loads((place / "truth.json").read_text())
     boxes, now_ns = files == "boxes", known["now_ns"]

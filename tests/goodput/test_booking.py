@@ -87,9 +87,8 @@ def test_a_death_restarts_the_job_and_repeats_steps() -> None:
         rank.kill(21.5)
         rank.start(26.0)
         rank.phase("restoring", 28.0, 29.0)
-        rank.mark(
-            30.0, 10
-        )  # the checkpoint of step 10: steps 10-18 are done again, the first of them compiles
+        # the checkpoint of step 10: steps 10-18 are done again, the first of them compiles
+        rank.mark(30.0, 10)
         rank.steps(31.0, 11, 20, 1.0)
         rank.exit(51.0)
     found = totals(
@@ -169,9 +168,8 @@ def test_steps_that_were_done_again_between_two_looks_are_counted() -> None:
     rank.steps(9.0, 30, 50, 0.1)
     rank.exit(14.0)
     found = totals(book([rank], 14.0, poll_s=2.0))
-    assert found["repeated"] == pytest.approx(
-        0.5 + 0.4, abs=0.11
-    )  # steps 31-35; 36 is lost, and the death is seen at 6.0
+    # steps 31-35; 36 is lost, and the death is seen at 6.0
+    assert found["repeated"] == pytest.approx(0.5 + 0.4, abs=0.11)
 
 
 def test_ranks_that_get_other_numbers_by_a_resize_are_booked_once() -> None:

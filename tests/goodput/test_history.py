@@ -213,9 +213,8 @@ def postgres() -> Iterator[tuple[str, Callable[[], None]]]:
     if not found:
         pytest.skip("postgresql is not installed")
     pytest.importorskip("psycopg")
-    data = Path(
-        tempfile.mkdtemp(prefix="allranks-pg-")
-    )  # not below pytest's folder, which only its owner may enter
+    # not below pytest's folder, which only its owner may enter
+    data = Path(tempfile.mkdtemp(prefix="allranks-pg-"))
     user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
     if user:
         shutil.chown(data, "postgres")

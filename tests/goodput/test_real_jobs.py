@@ -80,9 +80,8 @@ def test_a_whole_job_that_is_killed_saves_evaluates_and_has_a_slow_rank(tmp_path
     assert seconds["evaluation"] == pytest.approx(planted(output, "evaluation"), abs=0.5)
     assert seconds["waiting"] == pytest.approx(0.1 * 66, abs=1.5)  # 60 steps, and 6 of them twice
     assert found["waiting_for"][0]["rank"] == 1  # type: ignore[index]
-    assert seconds["repeated"] == pytest.approx(
-        2 * 5 * 0.15, abs=0.8
-    )  # steps 31-35; step 30 is the first of its process
+    # steps 31-35; step 30 is the first of its process
+    assert seconds["repeated"] == pytest.approx(2 * 5 * 0.15, abs=0.8)
     assert seconds["stalled"] > 0
     assert found["failures"] == 1
     assert "[allranks] goodput " in output

@@ -225,9 +225,8 @@ def test_jobs_of_another_user_are_told_of_with_the_command_that_shows_them(
         find_job(None)
     assert none.value.hint.startswith("Start one with")
     (tmp_path / f"allranks-{os.getuid()}").mkdir()
-    (
-        tmp_path / f"allranks-{os.getuid() + 4242}"
-    ).mkdir()  # not its owner's: somebody made it in that user's name
+    # not its owner's: somebody made it in that user's name
+    (tmp_path / f"allranks-{os.getuid() + 4242}").mkdir()
     with pytest.raises(InputError) as still:
         find_job("night")
     assert still.value.hint == none.value.hint

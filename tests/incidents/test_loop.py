@@ -37,9 +37,8 @@ from allranks.watch.samples import read_samples
 from allranks.watch.silence import NoticeOptions, Suspicion
 from boxes import write_box
 
-START_S = (
-    time.monotonic() + 1e6
-)  # the hand-set clock runs ahead of the real one, however long other tests take
+# the hand-set clock runs ahead of the real one, however long other tests take
+START_S = time.monotonic() + 1e6
 VERDICT = Finding("stuck_before_collective", (1,), "rank 1 is stuck", confidence=0.95)
 
 

@@ -141,9 +141,8 @@ def slurm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A private Slurm: munged, slurmctld and two slurmd as our children; its parameter is more of slurm.conf."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "srun"))):
         pytest.skip("needs root and Debian's slurmctld, slurmd, slurm-client and munge")
-    folder = (
-        Path("/tmp") / f"allranks-slurm-{os.getpid()}"
-    )  # munge refuses long paths and group-writable parents
+    # munge refuses long paths and group-writable parents
+    folder = Path("/tmp") / f"allranks-slurm-{os.getpid()}"
     (folder / "munge").mkdir(parents=True)
     (folder / "state").mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))

@@ -39,9 +39,8 @@ def test_a_source_or_receiver_killed_while_healing_leaves_equal_replicas(
 ) -> None:
     """Sender a or receiver c dies with the state on its way: the rest goes on, equal in every bit."""
     faults = (Fault("kill", "c", at="receiving state"),)
-    if (
-        victim == "a"
-    ):  # the other source is held up: otherwise it might send everything before a sends anything
+    # the other source is held up: otherwise it might send everything before a sends anything
+    if victim == "a":
         faults = (Fault("kill", "a", at="sending state"), Fault("hang", "b", at="sending state", for_s=10.0))
     job = Job(own_weights=True, width=200_000, adam=False, until_told=True)
     armed = replace(job, faults=faults, arm_at=2 if victim == "a" else 0)

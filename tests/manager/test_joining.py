@@ -124,9 +124,8 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         count, counted = manager.num_participants(), manager.is_participating()
         if optimizer.step():
-            time.sleep(
-                0.01
-            )  # enough for a quorum: the state that heals is the one with which the next step begins
+            # enough for a quorum: the state that heals is the one with which the next step begins
+            time.sleep(0.01)
             # A power of two: no bit is lost. Bounded: the first one may train alone for hundreds of steps.
             scaler["scale"] = scaler["scale"] * 2 if scaler["scale"] < 2**40 else 1.0
             course.steps.append((manager.current_step() - 1, count, counted))

@@ -147,9 +147,8 @@ class Sequence:
 
     cluster: Cluster
     random: random.Random
-    began: dict[str, int] = field(
-        default_factory=dict
-    )  # name -> lines of its progress before its process started
+    # name -> lines of its progress before its process started
+    began: dict[str, int] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     events: list[str] = field(default_factory=list)
 

@@ -29,9 +29,8 @@ class Result:
     steps: dict[str, int] = field(default_factory=dict)
     restores: int = 0
     reported: int = 0
-    changed: dict[str, int] = field(
-        default_factory=dict
-    )  # of steps within which members changed, see checks.Changed
+    # of steps within which members changed, see checks.Changed
+    changed: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
     def add(self, key: Key, seconds: float) -> None:

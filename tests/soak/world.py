@@ -39,9 +39,8 @@ class World:
     ports: list[int] = field(default_factory=list)
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     clock: Path | None = None  # the library that moves wall clocks
-    _names: dict[Path, tuple[int, str]] = field(
-        default_factory=dict
-    )  # file of a rank -> its process and name
+    # file of a rank -> its process and name
+    _names: dict[Path, tuple[int, str]] = field(default_factory=dict)
 
     # ---- start ------------------------------------------------------------------------------------------
 

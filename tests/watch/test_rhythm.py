@@ -110,9 +110,8 @@ def test_the_rank_that_waits_for_nothing_of_a_group_is_elsewhere() -> None:
     assert not elsewhere([replace(waits(pairs[rank // 2]), rank=rank) for rank in range(4)])
     assert not elsewhere([replace(waits(three), rank=rank) for rank in range(3)])
     assert elsewhere([replace(waits(three), rank=0), Rhythm(rank=1), replace(waits(three), rank=2)])
-    assert not elsewhere(
-        [replace(waits(three), rank=0), replace(waits(three), rank=2)]
-    )  # rank 1 is on another node
+    # rank 1 is on another node
+    assert not elsewhere([replace(waits(three), rank=0), replace(waits(three), rank=2)])
 
 
 def test_a_clock_that_is_set_forward_does_not_make_a_long_pause_usual() -> None:

@@ -167,9 +167,8 @@ class _Reception:
                     if self._server.accepts(self._listener):
                         log.error("%s: stopped accepting connections: %s", self._server.name, error)
                     return False
-                if (
-                    error.errno in _FULL
-                ):  # no descriptor is free: unauthenticated connections go first, then we try again
+                # no descriptor is free: unauthenticated connections go first, then we try again
+                if error.errno in _FULL:
                     self._drop_one()
                     time.sleep(_FULL_PAUSE_S)
                 return True

@@ -141,9 +141,8 @@ def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...],
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
     facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.evidence}
     sure, cause = 0.0, ""
-    if (
-        now.cause == "interrupted"
-    ):  # when the job was stopped: only the calls of the others tell how long it had been there
+    # when the job was stopped: only the calls of the others tell how long it had been there
+    if now.cause == "interrupted":
         sure, cause = 0.35 if _broke_soon(context, blocked) else 0.9, "missing_rank"
     found = lacking(context, "stuck_elsewhere", blocked, ranks, sure, cause, doing=doing(now.cause), **facts)
     labels = (*("live" for _ in live), *found.stack_labels)

@@ -178,9 +178,8 @@ class _Finder:
             if link.kind == "pipe":
                 others = [p for p in others if not self._on_same_side(p, link, unit)]
             for process in _unique(others):
-                own = (
-                    process is unit.process
-                )  # both ends are ours: only a thread that uses the other one can help
+                # both ends are ours: only a thread that uses the other one can help
+                own = process is unit.process
                 found += self._users(process, link.peer) if own else self._serving(process, link.peer, number)
         return found
 
@@ -273,9 +272,8 @@ class _Finder:
             for links in groups.values()
         ]
         waiting = [[p for p in members if self._collects(p)] for members in sets]
-        if not any(
-            waiting
-        ):  # not a group whose members only wait for their next work, if another one may be it
+        # not a group whose members only wait for their next work, if another one may be it
+        if not any(waiting):
             waiting = [
                 [p for p in members if any(self.units[n].active for n in self.of.get(p.where, ()))]
                 for members in sets

@@ -203,9 +203,8 @@ class _Writer:
     groups: tuple[tuple[int, ...], ...]
     starts: dict[int, int]
     scale: dict[int, int]
-    ways: dict[tuple[Frame, ...], dict[int, int]] = field(
-        default_factory=dict
-    )  # user's lines → stacks, numbered
+    # user's lines → stacks, numbered
+    ways: dict[tuple[Frame, ...], dict[int, int]] = field(default_factory=dict)
 
     def program(self, rank: int, died: bool, gone: bool) -> tuple[Action, ...]:
         view = self.job.ranks.get(rank)

@@ -207,9 +207,8 @@ def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
     weighed += _mismatched(context, mismatches, weights)
     weighed.sort(key=_order)
     roots = [finding for _, _, finding in weighed]
-    if (
-        roots and roots[0].cause == "missing_rank"
-    ):  # a member that is known to have died is why others do not come
+    # a member that is known to have died is why others do not come
+    if roots and roots[0].cause == "missing_rank":
         group, known = roots[0].group, context.job.ranks.keys()
         roots.sort(
             key=lambda one: (one.cause, one.group) != ("rank_died", group) or not known >= {*one.ranks}

@@ -171,9 +171,8 @@ class NodeReporter:
     node: str
     ranks: Callable[[], tuple[int, ...]]
     calls: CallWindows = field(default_factory=CallWindows)
-    on_compare: Callable[[tuple[str, ...]], None] = lambda agents: (
-        None
-    )  # these agents' calls may differ from ours
+    # these agents' calls may differ from ours
+    on_compare: Callable[[tuple[str, ...]], None] = lambda agents: None
     _known: set[int] = field(default_factory=set)
     _before: dict[int, RankSample] = field(default_factory=dict)
     _boxes: BoxFacts = field(default_factory=BoxFacts)

@@ -59,9 +59,8 @@ class Recoveries:
     """All incidents that wait for progress."""
 
     _waiting: list[_Awaited] = field(default_factory=list)
-    _returning: list[_Awaited] = field(
-        default_factory=list
-    )  # recovered; the ranks that were lost are not back yet
+    # recovered; the ranks that were lost are not back yet
+    _returning: list[_Awaited] = field(default_factory=list)
     _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # of the last ones
 
     @property

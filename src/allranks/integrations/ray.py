@@ -95,9 +95,8 @@ def recorded(train_loop: Callable[P, R], job: str, pause_s: float = RayWatch.pau
 
     @functools.wraps(train_loop)
     def recorded_loop(*args: P.args, **named: P.kwargs) -> R:
-        from allranks.integrations.ray import (
-            run_recorded,
-        )  # a function of a script travels to the workers by value
+        # a function of a script travels to the workers by value
+        from allranks.integrations.ray import run_recorded
 
         return run_recorded(train_loop, job, pause_s, args, named)
 

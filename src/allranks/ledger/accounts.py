@@ -53,9 +53,8 @@ class Accounts:
     _sums: dict[int, dict[str, float]] = field(default_factory=dict)
     _times: dict[int, tuple[float, float]] = field(default_factory=dict)
     _counts: dict[int, dict[str, int]] = field(default_factory=dict)
-    _past: set[tuple[int, int]] = field(
-        default_factory=set
-    )  # processes whose place a rank of another number has
+    # processes whose place a rank of another number has
+    _past: set[tuple[int, int]] = field(default_factory=set)
     _folded: float = 0.0
     _tokens: float = 0.0  # since the last row
 

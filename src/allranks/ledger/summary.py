@@ -91,9 +91,8 @@ class JobAccount:
 class _Node:
     name: str = ""
     spans: list[tuple[float, float]] = field(default_factory=list)
-    rows: dict[tuple[int, int], Booked] = field(
-        default_factory=dict
-    )  # (run, number): written twice counts once
+    # (run, number): written twice counts once
+    rows: dict[tuple[int, int], Booked] = field(default_factory=dict)
     outages: dict[str, Outage] = field(default_factory=dict)
     passed: list[Passed] = field(default_factory=list)
     crashed: int = 0

@@ -36,9 +36,8 @@ from allranks.lighthouse.reach import largest_set
 from allranks.lighthouse.state import QuorumState
 from allranks.model.cluster import Member
 
-LATE_S = (
-    5.0  # so long one that comes after the end is kept waiting for others that begin a new training with it
-)
+# so long one that comes after the end is kept waiting for others that begin a new training with it
+LATE_S = 5.0
 _PROVERS = 64  # members with which a newcomer is proved reachable; more would be too many connections
 _NAMED = 8  # reasons name at most so many replicas
 

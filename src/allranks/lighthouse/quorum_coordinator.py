@@ -60,9 +60,8 @@ class QuorumCoordinator:
     event_log: EventLog
     keep: Keep | None = None
     active: bool = True
-    on_new: Callable[[Quorum], Quorum] | None = (
-        None  # completes a quorum of other members before it is formed
-    )
+    # completes a quorum of other members before it is formed
+    on_new: Callable[[Quorum], Quorum] | None = None
     reason: str = "no quorum yet"
     waiting: str = ""
     _rule: str = "nobody"

@@ -209,9 +209,8 @@ class Lighthouse:
             history=history,
             token_file=self.server.token_path,
         )
-        if (
-            self.etcd is None
-        ):  # nothing survives a restart: the clock keeps (epoch, number) of two quorums apart
+        # nothing survives a restart: the clock keeps (epoch, number) of two quorums apart
+        if self.etcd is None:
             service.state.epoch = int(time.time())
         listener = Listener(service, self.server, self.http)
         server = await self._listen(listener)

@@ -81,9 +81,8 @@ class QuorumState:
     largest: int = 0  # members of the largest quorum of this training
     finished_at: float = 0.0
     reach: Reach = field(default_factory=Reach)
-    formed: deque[float] = field(
-        default_factory=lambda: deque(maxlen=PACE)
-    )  # when the last new ones were formed
+    # when the last new ones were formed
+    formed: deque[float] = field(default_factory=lambda: deque(maxlen=PACE))
     fruitless: int = 0  # new quorums of the same members in a row, without a step between them
     # indexes
     asking: dict[str, Replica] = field(default_factory=dict)  # in the order of asking

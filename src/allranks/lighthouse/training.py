@@ -33,9 +33,8 @@ class LostSteps:
 
     step: int
     reached: int
-    replicas: bool = (
-        False  # all replicas that held the later steps are gone; else all ranks were started again
-    )
+    # all replicas that held the later steps are gone; else all ranks were started again
+    replicas: bool = False
     restored: bool = False  # `step` is more than the time since then allows: a checkpoint was restored
 
     @property

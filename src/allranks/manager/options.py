@@ -48,9 +48,8 @@ class ManagerOptions:
     token: str | None = None  # of the job; None: from the environment
     check_every: int = EVERY_STEPS  # steps between two comparisons of the replicas' states; 0: never
     on_difference: OnDifference = "heal"  # what is done when one differs; see Manager
-    on_state_loss: str = (
-        ""  # stop or restart when all holders of the state are gone; "": stop if there are checkpoints
-    )
+    # stop or restart when all holders of the state are gone; "": stop if there are checkpoints
+    on_state_loss: str = ""
     global_rank: int = -1  # in the whole job; names the rank in verdicts; -1: not known
 
     def __post_init__(self) -> None:

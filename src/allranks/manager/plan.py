@@ -39,9 +39,8 @@ class Claim:
     seen: int = 0  # highest term this rank was ever in
     pending: int = 0  # term of the group in which a vote was given and no result came; 0: none
     torn: bool = False  # some of its bytes were replaced, and not all: unusable until healed
-    arrived_term: int = (
-        -1
-    )  # with arrived_step: of the complete state that was fetched and is not loaded yet; -1: none
+    # with arrived_step: of the complete state that was fetched and is not loaded yet; -1: none
+    arrived_term: int = -1
     arrived_step: int = -1
     lineage: str = ""  # of the state, see write_lineage; "": in no group yet, fresh or from a checkpoint
     arrived_lineage: str = ""

@@ -25,9 +25,8 @@ class RegisteredState:
     """The functions that load and save each part of the state, by its name."""
 
     functions: dict[str, tuple[LoadFunction, SaveFunction]] = field(default_factory=dict)
-    optimizers: list[torch.optim.Optimizer] = field(
-        default_factory=list
-    )  # a scheduler may be attached to them
+    # a scheduler may be attached to them
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     scaler_seen: bool = False  # a GradScaler steps our optimizer
 
     def add(self, state: Sequence[object] | Mapping[str, object]) -> dict[str, Any]:

@@ -177,9 +177,8 @@ class Regrouper:
                 self._folded.warn(why, text, quorum.number, why)
                 self._let_go(old, why)
                 failures += 1
-                if (
-                    quorum.number not in self.training.losses
-                ):  # a death is over: the next quorum is without it
+                # a death is over: the next quorum is without it
+                if quorum.number not in self.training.losses:
                     self._pause(unexplained)
                     unexplained += 1
                 continue

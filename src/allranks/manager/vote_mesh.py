@@ -33,9 +33,8 @@ MAX_VOTERS = 4096
 _FORM = struct.Struct("!q??qq")  # step, good, news, digests of the small and of the large state
 _NUMBER = struct.Struct("!q")
 _WAITING_S = 0.2
-_CUT_S = (
-    2.5  # a connection whose other end answers nothing for this long is cut; a busy rank's kernel answers
-)
+# a connection whose other end answers nothing for this long is cut; a busy rank's kernel answers
+_CUT_S = 2.5
 _SILENT_S = 1.9  # without any answer for this long when it ends: it was cut, not closed
 _LOOK_S = 0.05  # how often we look whether who should call has gone elsewhere
 _GREETED = 100  # a server greets about so many callers at a time: in a larger quorum they call again

@@ -302,9 +302,8 @@ class NodeReport:
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # process groups of these ranks: members
     token_file: str = ""  # where the job token is, on this node
     differs: bool = False  # calls of these ranks differ among themselves
-    windows: dict[str, dict[int, int]] = field(
-        default_factory=dict
-    )  # of calls (watch/calls.py): group -> window -> hash
+    # of calls (watch/calls.py): group -> window -> hash
+    windows: dict[str, dict[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

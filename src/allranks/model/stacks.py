@@ -65,9 +65,8 @@ class ThreadFacts:
     mutex_owner: int | None = None  # the thread that holds the native mutex this one waits for
     switches: int = 0  # context switches since the thread began
     wait_s: float | None = None  # how long its system call may last; -1 without limit, None when not known
-    ended: int | None = (
-        None  # the wait status of a process that has ended and that its parent has not waited for
-    )
+    # the wait status of a process that has ended and that its parent has not waited for
+    ended: int | None = None
     file: str = ""  # what that call waits on: "pipe:[7]", "socket:[8]"; "epoll 3": three descriptors
 
     @property

@@ -73,9 +73,8 @@ def _show(
     theirs = trace
     while theirs is not None and _starts_scripts(theirs.tb_frame.f_code.co_filename):
         theirs = theirs.tb_next
-    if theirs is not None or issubclass(
-        kind, SyntaxError
-    ):  # of a script that cannot be compiled no frame is left
+    # of a script that cannot be compiled no frame is left
+    if theirs is not None or issubclass(kind, SyntaxError):
         trace = theirs
     first = _raised_before(kind, error, trace)
     if first:

@@ -48,9 +48,8 @@ class Recorder:
         self._complaints: set[str] = set()
         self._first = 0  # the phase of the first step, while it lasts
         self._steps = 0
-        self._work: tuple[int, float, float] | None = (
-            None  # the step that is counted, its tokens and operations
-        )
+        # the step that is counted, its tokens and operations
+        self._work: tuple[int, float, float] | None = None
         self._named = 0  # the phase that the program named
 
     # -- life ---------------------------------------------------------------------------------------------------

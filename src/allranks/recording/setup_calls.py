@@ -78,9 +78,8 @@ class SetupCalls:
             hook.on_rank(_number(given, "rank"), _meeting(given))
         elif name == "destroy_process_group":
             group = args[0] if args else kwargs.get("group")
-            if group is None or isinstance(
-                group, dist.ProcessGroup
-            ):  # a rank outside the group passes a number
+            # a rank outside the group passes a number
+            if group is None or isinstance(group, dist.ProcessGroup):
                 hook.destroyed(None if group is dist.group.WORLD else group)
         hook.writer.box.set(inside_ns=time.time_ns(), inside=number)
 

@@ -188,9 +188,8 @@ def check_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
     same = all(proxy._get_backend(device) is backend for device, backend in backends(group))
     if not same or proxy._get_backend_name() != group._get_backend_name():
         raise LookupError(f"a proxy of {group.group_name} finds another backend")
-    if (
-        hasattr(group, "_has_hooks") and group._has_hooks() != proxy._has_hooks()
-    ):  # each asks its default backend
+    # each asks its default backend
+    if hasattr(group, "_has_hooks") and group._has_hooks() != proxy._has_hooks():
         raise LookupError(f"a proxy of {group.group_name} has other hooks")
 
 

@@ -121,9 +121,8 @@ def find_targets(selection: Selection) -> list[Target]:
     """The ranks and their children on this machine; InputError when there is none."""
     entries = scan()
     if selection.container:
-        from allranks.stacktraces.containers import (
-            container_pids,  # knows the debuggers, and they the targets
-        )
+        # knows the debuggers, and they the targets
+        from allranks.stacktraces.containers import container_pids
 
         inside = container_pids(selection.container, [entry.pid for entry in entries])
         entries = [entry for entry in entries if entry.pid in inside]

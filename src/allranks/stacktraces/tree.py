@@ -203,9 +203,8 @@ class _Case:
     snapshots: list[Snapshot] = field(default_factory=list)
     selves: dict[int, tuple[str, ...]] = field(default_factory=dict)
     inner: dict[int, int] = field(default_factory=dict)
-    work: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # ticks of all threads, switches of the main one
+    # ticks of all threads, switches of the main one
+    work: list[tuple[int, int]] = field(default_factory=list)
     ended: bool = False
     exit: str = ""
     tasks: list[Task] = field(default_factory=list)
@@ -357,9 +356,8 @@ class _Look:
     ) -> tuple[ThreadLook, ...]:
         entry = case.entry
         shots = [replace(s, stacks=renumber(s.stacks, case.inner)) for s in case.snapshots]
-        shots.append(
-            replace(shots[-1], facts=self._facts(case, shots[-1].stacks))
-        )  # counters of the last moment
+        # counters of the last moment
+        shots.append(replace(shots[-1], facts=self._facts(case, shots[-1].stacks)))
         selves = {case.inner.get(tid, tid): value for tid, value in case.selves.items()}
         extras = read_extras(entry.pid, {f.tid: f for f in shots[-1].facts if f.syscall}, selves, locks)
         capture = ProcessCapture(0, None, entry.pid, self.node, entry.title, tuple(shots))

@@ -40,9 +40,8 @@ class CallWindows:
     others are compared with it here. `told` may be read from any thread."""
 
     told: dict[str, dict[int, int]] = field(default_factory=dict)  # group -> window -> hash
-    local: Finding | None = (
-        None  # a difference between ranks of this node, until it was compared with other nodes
-    )
+    # a difference between ranks of this node, until it was compared with other nodes
+    local: Finding | None = None
     _seen: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)
 
     def note(self, now_s: float, traces: Sequence[RankTrace]) -> None:

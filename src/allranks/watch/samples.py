@@ -91,9 +91,8 @@ def read_samples(folder: Path) -> list[RankSample]:
         clash = clash or (known is not None and known.alive and sample.alive)
         if known is None or (sample.alive, sample.start_ns) > (known.alive, known.start_ns):
             newest[sample.rank] = sample
-    return (
-        _of_worlds(folder, tuple(names)) if clash else [newest[rank] for rank in sorted(newest)]
-    )  # two processes that live have one number: several worlds
+    # two processes that live have one number: several worlds
+    return _of_worlds(folder, tuple(names)) if clash else [newest[rank] for rank in sorted(newest)]
 
 
 def _of_worlds(folder: Path, names: tuple[str, ...]) -> list[RankSample]:

@@ -380,9 +380,8 @@ class ProgressHistory:
     _rhythms: dict[str, tuple[tuple[object, ...], Rhythm]] = field(default_factory=dict)  # path -> (mark, …)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _began_s: float | None = None
-    started_in_s: float = (
-        0.0  # until the ranks made their first progress: what a restart costs; 0 when not known
-    )
+    # until the ranks made their first progress: what a restart costs; 0 when not known
+    started_in_s: float = 0.0
 
     def observe(self, now_s: float, samples: list[RankSample]) -> None:
         with self._lock:

@@ -10,9 +10,8 @@ import signal
 import torch
 
 KILLS = 10
-RANK = int(
-    os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-)  # Lightning's own launcher sets the second
+# Lightning's own launcher sets the second
+RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 FOLDER = pathlib.Path(os.environ["TROUBLE"]) if "TROUBLE" in os.environ else None
 
 

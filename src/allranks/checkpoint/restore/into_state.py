@@ -332,9 +332,8 @@ def _refuse_packed(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError) as error:
-        with open(
-            path, "rb"
-        ) as file:  # as torch decides it: it reads some zip files whose end Python refuses
+        # as torch decides it: it reads some zip files whose end Python refuses
+        with open(path, "rb") as file:
             if file.read(4) != b"PK\x03\x04":
                 return  # an older format, or damage: torch says which
         hint = "take another copy of it, or an older one"

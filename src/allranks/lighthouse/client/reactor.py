@@ -171,9 +171,8 @@ class FrameSocket:
         self._local = sock.family == socket.AF_UNIX
         self._broken = False  # nothing can be sent any more
         self._in = bytearray()
-        self._out: deque[tuple[bytes | memoryview, tuple[int, ...]]] = (
-            deque()
-        )  # with descriptors to send along
+        # with descriptors to send along
+        self._out: deque[tuple[bytes | memoryview, tuple[int, ...]]] = deque()
         reactor.watch(sock.fileno(), self._ready, write=True)
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:

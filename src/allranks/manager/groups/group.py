@@ -253,9 +253,8 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
                     return self._track(getattr(backend, operation)(*arguments))
             raise GroupAborted(str(self._error or "the members changed"))  # while we waited for the gate
         finally:
-            backend = (
-                None  # a traceback would keep it, and the thread that drops it last would have to destroy it
-            )
+            # a traceback would keep it, and the thread that drops it last would have to destroy it
+            backend = None
 
     def _make(self, meeting: GroupSpec) -> object:
         """On a thread that may be abandoned: changes nothing that the next group would use."""

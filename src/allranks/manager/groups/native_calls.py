@@ -27,9 +27,8 @@ from allranks.errors import GroupAborted
 T = TypeVar("T")
 _here = threading.local()  # `call`: the one that runs on this thread
 MAX_LEFT_RUNNING = 16  # each is a thread, and what torch holds for the call, until the call's own limit
-_left_running: set[AbandonableCall[Any]] = (
-    set()
-)  # abandoned, and not returned yet; changed under the calls' locks
+# abandoned, and not returned yet; changed under the calls' locks
+_left_running: set[AbandonableCall[Any]] = set()
 
 
 def _forget(made: object) -> None:
