@@ -1,4 +1,4 @@
-"""benchmarks/checkpoint.py --against TREE: our own saves and loads in two versions, each in processes of its own, in turns.
+"""benchmarks/checkpoint.py --against TREE: our own saves and loads in two versions, each in processes of its own, alternating.
 
 Run as a program it measures the version that it imports, once: `_checkpoint_against.py SIZE_MB FOLDER`.
 """

@@ -52,7 +52,7 @@ class Job:
 
 @dataclass
 class Method:
-    """One way to save. `start(folder, step)` begins a save; `close` ends helpers. `stands`: nothing goes on after
+    """One way to save. `start(folder, step)` begins a save; `close` ends helpers. `stands`: nothing runs after
     `start`, the whole save is a stall."""
 
     name: str

@@ -91,7 +91,7 @@ def _kill(pid: int) -> None:
 
 
 def _freeze(pid: int) -> None:
-    """The whole machine stands still: its beacon too."""
+    """The whole machine is frozen: its beacon too."""
     for each in [pid, *_children(pid)]:
         os.kill(each, signal.SIGSTOP)
 

@@ -1,4 +1,4 @@
-"""Ten thousand replicas held for minutes on a loaded machine, with as many strangers at the door; counts false deaths."""
+"""Ten thousand replicas held for minutes on a loaded machine, with as many unknown clients at the door; counts false deaths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from _lighthouse_server import cpu_s, lighthouse, rss_mb
 
 
 def soak(seconds: float, size: int) -> dict[str, Any]:
-    """`size` replicas beat once a second; a busy process per core and `size` half-open strangers do their worst."""
+    """`size` replicas beat once a second; a busy process per core and `size` half-open unknown clients do their worst."""
     with (
         busy(),
         lighthouse("--min-replicas", str(size), "--heartbeat-timeout-ms", "5000") as (address, pid),
@@ -28,7 +28,7 @@ def soak(seconds: float, size: int) -> dict[str, Any]:
         crowd = Crowd(address, size, beat_s=1.0)
         before, numbers = cpu_s(pid), {}
         try:
-            with strangers(address, size, numbers):
+            with unknown_clients(address, size, numbers):
                 numbers |= hold(crowd, address, seconds)
             numbers["soak_server_cpu_share"] = round((cpu_s(pid) - before) / seconds, 3)
             numbers["soak_server_rss_mb"] = round(rss_mb(pid), 1)
@@ -115,9 +115,9 @@ def busy() -> Iterator[None]:
 
 
 @contextmanager
-def strangers(address: str, count: int, numbers: dict[str, Any]) -> Iterator[None]:
+def unknown_clients(address: str, count: int, numbers: dict[str, Any]) -> Iterator[None]:
     """`count` half-open connections, half of them slow-loris; how they fared is noted in the end."""
-    script = Path(__file__).with_name("_lighthouse_strangers.py")
+    script = Path(__file__).with_name("_lighthouse_unknown_clients.py")
     process = subprocess.Popen(
         [sys.executable, str(script), address, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )  # fmt: skip
@@ -125,4 +125,4 @@ def strangers(address: str, count: int, numbers: dict[str, Any]) -> Iterator[Non
         yield
     finally:
         said, _ = process.communicate(timeout=60)
-        numbers |= {f"soak_strangers_{name}": value for name, value in json.loads(said).items()}
+        numbers |= {f"soak_unknown_clients_{name}": value for name, value in json.loads(said).items()}

@@ -88,7 +88,7 @@ def train_replicas(args: argparse.Namespace, model: nn.Module, batch: torch.Tens
 
 
 def pause(args: argparse.Namespace, step: int) -> None:
-    """All ranks rest at this step, once: a silence that is no hang."""
+    """All ranks rest at this step, once: a silence that is not a hang."""
     mark = args.out / f"paused.{RANK}"
     if step == args.pause_at and not mark.exists():
         mark.touch()

@@ -1,7 +1,7 @@
 """How much training time a checkpoint costs, how long until it is safe, and how fast it comes back.
 
     python benchmarks/checkpoint.py [--quick] [--json] [--sizes 256 2048] [--parts saves loads memory tiers store]
-    python benchmarks/checkpoint.py --against TREE [--rounds 3]     our saves and loads, this version and another one in turns
+    python benchmarks/checkpoint.py --against TREE [--rounds 3]     our saves and loads, this version and another one alternating
 
 Model and Adam state of 256 MiB and 2 GiB (`--quick`: 256 MiB) in one process with one compute thread. Peers in
 the same run: torch.save, safetensors, DCP (save, async_save with a thread and with a process, its default and its
@@ -380,7 +380,7 @@ class Bench:
 
 
 def _settle(future: Future[Any], act: Callable[[], Any]) -> None:
-    """The result of an act, or its error: whoever looks at the future must not wait for ever."""
+    """The result of an act, or its error: anyone who looks at the future must not wait for ever."""
     try:
         future.set_result(act())
     except BaseException as error:

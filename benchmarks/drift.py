@@ -46,7 +46,7 @@ def main() -> None:
 
     step(True)
     plain, checked = [], []
-    for _ in range(arguments.steps):  # in turns: the load of the machine changes
+    for _ in range(arguments.steps):  # alternately: the load of the machine changes
         plain.append(_timed(lambda: step(False), device))
         checked.append(_timed(lambda: step(True), device))
     small = statistics.median(_timed(sums.small_digest) for _ in range(100))

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "_elastic_script.py"
-CURE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+SETTING = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 EVERY, PACE_S, SETTLE_S, LIMIT_S = 25, 0.02, 6.0, 60.0
 RANKS = 2
 
@@ -44,15 +44,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # folders and processes are cleaned up on the way
     rounds, width = (1, 512) if args.quick else (3, 2048)
     ours = [measure("allranks", width, {}) for _ in range(rounds)]
-    cured = [measure("torch", width, CURE) for _ in range(rounds)]
+    with_setting = [measure("torch", width, SETTING) for _ in range(rounds)]
     plain = [] if args.quick else [measure("torch", width, {}) for _ in range(rounds)]
     numbers: dict[str, object] = {"saved every steps": EVERY, "model MB": round(width * width * 4 / 1e6, 1)}
     ratios: dict[str, float] = {}
-    for name, found in (("allranks", ours), ("torchrun", cured), ("torchrun without cure", plain)):
+    for name, found in (
+        ("allranks", ours),
+        ("torchrun", with_setting),
+        ("torchrun without the setting", plain),
+    ):
         if found:
             numbers[name] = {key: round(statistics.median(one[key] for one in found), 3) for key in found[0]}
     lost = statistics.median(one["lost_s"] for one in ours)
-    for what, found in (("torchrun", cured), ("uncured_torchrun", plain)):
+    for what, found in (("torchrun", with_setting), ("plain_torchrun", plain)):
         if found:
             ratios[f"lost_time_vs_{what}"] = round(
                 lost / statistics.median(one["lost_s"] for one in found), 3

@@ -4,9 +4,9 @@
 
 Measured: server CPU per paced heartbeat at 1,000 connections; quorum latency; push of a failure notice to
 1,000 connections; memory per 1,000 connections; kill -9, SIGSTOP and a line gone silent until every survivor
-has the notice. With --soak, 10,000 replicas are held under load while strangers crowd the door, and false deaths
+has the notice. With --soak, 10,000 replicas are held under load while unknown clients crowd the door, and false deaths
 are counted. Clients and server share the machine, for both sides alike; CPU times are the server's only. The push
-is measured in turns with its floor, a bare loop that writes the same bytes to the same clients.
+is measured alternately with its floor, a bare loop that writes the same bytes to the same clients.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def paced(crowd: Crowd, pid: int, seconds: float, per_second: int = 1000) -> flo
 
 
 def push(crowd: Crowd, pid: int, rounds: int) -> dict[str, Any]:
-    """One member closes its line; milliseconds until the 990th and the last of 999 others has read the notice, in turns
+    """One member closes its line; milliseconds until the 990th and the last of 999 others has read the notice, alternating
     with the same clients on a bare epoll loop that does nothing but write the same bytes."""
     found, floors, spent = [], [], 0.0
     with bare_loop() as bare:

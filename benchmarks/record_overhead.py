@@ -51,7 +51,7 @@ from allranks.recording.writer import make_ring
 KINDS = ("none", "ours", "ours with stacks")
 DEPTH = 8  # user frames on the stack of every call
 WARM_UP = 3  # steps of every DDP model that are not counted
-TELLING = 2.0  # percent: a wider interval of the measured share says nothing about 1 %, and is no ratio
+TELLING = 2.0  # percent: a wider interval of the measured share says nothing about 1 %, and is not a ratio
 CPU_SHARE, WALL_SHARE = "share of a DDP step (% of CPU)", "share of a DDP step (% of wall time)"
 
 

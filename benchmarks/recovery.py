@@ -1,4 +1,4 @@
-"""How long training stands still: seconds from a fault to the survivor's next committed step, and the like.
+"""How long training stalls: seconds from a fault to the survivor's next committed step, and the like.
 
     python benchmarks/recovery.py [--quick] [--json] [--only allranks|torchft]
 

@@ -57,7 +57,7 @@ def main() -> int:
 def compare(args: argparse.Namespace) -> int:
     """All rounds."""
     times: dict[str, list[tuple[float, float]]] = {}
-    for _ in range(args.rounds):  # in turns, so that a busy moment hits all alike
+    for _ in range(args.rounds):  # alternately, so that a busy moment hits all alike
         for name, words in PROGRAMS.items():
             try:
                 times.setdefault(name, []).append(seconds(words))

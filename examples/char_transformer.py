@@ -3,7 +3,7 @@
     python examples/char_transformer.py     # two replicas on this machine; kill one with `kill -9 PID`
 
 It prints loss, who trains along and, now and then, a sentence of its own. Kill a replica while it runs: the
-loss goes on falling, the replica is started again, takes the live weights, and trains along.
+loss continues to fall, the replica is started again, takes the live weights, and trains along.
 """
 
 from __future__ import annotations

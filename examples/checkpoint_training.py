@@ -1,4 +1,4 @@
-"""Training that can be killed at any moment and goes on where it was.
+"""Training that can be killed at any moment and continues where it was.
 
     python examples/checkpoint_training.py --folder /tmp/example-run --steps 200
     (kill it, start it again)

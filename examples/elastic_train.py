@@ -4,7 +4,7 @@
     allranks index build corpus.jsonl -o corpus.index
     allranks run --config job.yaml elastic_train.py job.yaml      # or torchrun; kill it and start it again
 
-Restarted in another world it goes on with the next step, the right rate and the next unseen sample.
+Restarted in another world it continues with the next step, the right rate and the next unseen sample.
 """
 
 from __future__ import annotations

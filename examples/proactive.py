@@ -1,4 +1,4 @@
-"""What the push is worth: how long training stands still when a peer freezes, with and without it.
+"""What the push is worth: how long training stalls when a peer freezes, with and without it.
 
     python examples/proactive.py
 

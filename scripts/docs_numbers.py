@@ -135,7 +135,7 @@ ROWS = (
         lambda n: f"torchft {n['torchft_quorum_1000_s']:.1f} s",
     ),
     Row(
-        "strangers",
+        "unknown_clients",
         "lighthouse under 5,000 unauthenticated connections: memory / answer to members, p99",
         lambda n: f"{n['memory_mb']} MB / {n['answer_p99_ms']:.1f} ms",
         lambda n: f"without them {n['answer_p99_without_ms']:.1f} ms",

@@ -174,7 +174,7 @@ def run(job: Job, manager: CheckpointManager | None, steps: int, passes: int) ->
 
 
 def round_trip(job: Job, folder: Path, size: int) -> dict[str, Any]:
-    """Saves while training goes on, restores, and compares with a copy made on the device at that step."""
+    """Saves while training continues, restores, and compares with a copy made on the device at that step."""
     config = CheckpointConfig(nvme_path=folder / "trip", checkpoint_interval=1, memory_snapshot_interval=0)
     with CheckpointManager(config) as manager:
         job.step(1)

@@ -7,7 +7,7 @@
    rejoin does not wait for imports), shutdown, an exception.
 3. `--late` times: a replica is killed and started again in the last second of a training; nothing may be trained again.
 4. The same as 2 with torchft (one kill: its survivors need its timeout, and did not survive a second one), for the ratios;
-   and `--starts` times three replicas of either library in turns, up to their first common step.
+   and `--starts` times three replicas of either library alternately, up to their first common step.
 `--side` jobs of 1 and of 3 run at the same time; 0 of anything leaves it out, and numbers of earlier slices in OUT are kept.
 Prints PASS or FAIL per claim and writes OUT/gpu_first_contact.json. `--cpu` rehearses it over gloo.
 """
@@ -274,7 +274,7 @@ def by_hand(library: str, out: Path, kills: int) -> dict[str, Any]:
 
 
 def starts(out: Path, count: int, libraries: list[str]) -> dict[str, Any]:
-    """Seconds from "all are ready" to the first common step, of the libraries in turns."""
+    """Seconds from "all are ready" to the first common step, of the libraries alternately."""
     found: dict[str, Any] = {library: [] for library in libraries}
     for number in range(count):
         for library in libraries:
@@ -401,7 +401,7 @@ def claims(found: dict[str, Any]) -> dict[str, bool]:
             held[f"{claim}: {runs} of {runs}"] = good == runs
     if "starts" in found and "torchft" in found["starts"]:
         mine, theirs = (statistics.median(found["starts"][name]) for name in ("allranks", "torchft"))
-        held["first common step at most torchft's, medians of starts in turns"] = mine <= theirs
+        held["first common step at most torchft's, medians of alternating starts"] = mine <= theirs
     if ours:
         held["no survivor crashed or hung"] = "error" not in ours
     if not ours or "error" in ours:

@@ -115,7 +115,7 @@ def main() -> int:
                 max(b - a for a, b in itertools.pairwise(around)), 3
             )
             threads = [event[4] for event in replicas["r1"].events() if event[1] == "healed"]
-            # autograd's thread for a device, in which DDP's hooks run, is a stranger to Python
+            # autograd's thread for a device, in which DDP's hooks run, is unknown to Python
             inside = len(threads) == 1 and threads[0].startswith(("MainThread", "Dummy"))
             verdicts["a joining replica loads its state inside of its step"] = inside
         results["killed_while_joining_s"] = []

@@ -174,7 +174,7 @@ def look(out: Path, pids: dict[int, int]) -> None:
 
 
 def provenance(folder: Path) -> None:
-    """Where the bundle comes from, for whoever reads it as a test fixture."""
+    """Where the bundle comes from, for anyone who reads it as a test fixture."""
     import torch
 
     facts = {

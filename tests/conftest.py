@@ -33,7 +33,7 @@ _LONGEST = """
     checkpoint/test_crash loop/test_state_loss elastic_runs/test_restart integrations/test_torchtitan diagnose/test_properties
     diagnose/test_recorded record/test_odd_machines checkpoint/test_ranks stacks/test_other_jobs goodput/test_real_jobs
     elastic_runs/test_config_file record/test_survives record/test_dump stacks/test_live_ranks incidents/test_node_losses
-    launch/test_spares manager/test_departures manager/test_failures elastic_runs/test_refusals loop/test_strangers
+    launch/test_spares manager/test_departures manager/test_failures elastic_runs/test_refusals loop/test_unknown_clients
     elastic/test_config elastic/test_compat lighthouse/test_faults launch/test_etcd_rendezvous manager/test_healing
     loop/test_odd_starts cli/test_help diagnose/test_command
 """

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them, whoever started them."""
+"""Processes as /proc shows them, no matter who started them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP: rank 1 runs out of memory in its backward, catches the error and goes on; half of its gradients were reduced."""
+"""DDP: rank 1 runs out of memory in its backward, catches the error and continues; half of its gradients were reduced."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Rank 1 leaves out the call of one group and goes on to the next: it waits for rank 0, which waits for it."""
+"""Rank 1 leaves out the call of one group and continues with the next: it waits for rank 0, which waits for it."""
 
 import torch
 import torch.distributed as dist

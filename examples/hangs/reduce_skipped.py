@@ -1,4 +1,4 @@
-"""Rank 2 skips a reduce to rank 0 and goes on; the others but the root have finished theirs."""
+"""Rank 2 skips a reduce to rank 0 and continues; the others but the root have finished theirs."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A try/except around the step hides an error of rank 2, which goes on one call behind the others."""
+"""A try/except around the step hides an error of rank 2, which continues one call behind the others."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Of two ranks one evaluates: who is wrong is told by what they did before."""
+"""Of two ranks one evaluates: what they did before shows who is wrong."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Rank 1 issues a broadcast asynchronously that nobody else makes, and goes on."""
+"""Rank 1 issues a broadcast asynchronously that nobody else makes, and continues."""
 
 import torch
 import torch.distributed as dist

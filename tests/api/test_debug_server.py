@@ -98,7 +98,7 @@ def test_a_dump_of_the_server_is_diagnosed(job: tuple[str, Path], tmp_path: Path
 
 
 def test_the_folder_of_periodic_dumps_is_a_source(job: tuple[str, Path]) -> None:
-    """All ranks are in one file; the time in its name is no rank."""
+    """All ranks are in one file; the time in its name is not a rank."""
     done = run("diagnose", str(job[1]))
     assert "rank 1 " in done.stdout.splitlines()[0] and LINE in done.stdout, done
     assert "stacks of ranks 0, 1" in done.stdout

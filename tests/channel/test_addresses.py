@@ -36,7 +36,7 @@ print("all reached")
 
 @pytest.mark.needs_root
 def test_a_machine_with_ipv6_alone_and_a_name_of_64_characters_reaches_itself() -> None:
-    """Python cannot even look up a name of that length: its error is no OSError."""
+    """Python cannot even look up a name of that length: its error is not an OSError."""
     prepare = f'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && hostname {"x" * 64} && exec "$@"'
     inside = ["unshare", "--net", "--uts", "sh", "-c", prepare, "sh", sys.executable, "-c", ODD]
     done = subprocess.run(inside, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The server for members: strangers cost little and take no member's place."""
+"""The server for members: unknown clients cost little and take no member's place."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_members_are_served_with_their_purpose(server: tuple[str, int]) -> None:
         assert talk(sock) == b"quorum 1.2:x"
 
 
-def test_silent_strangers_hold_no_place_of_a_member(server: tuple[str, int]) -> None:
+def test_silent_unknown_clients_hold_no_place_of_a_member(server: tuple[str, int]) -> None:
     """Three times as many as may be greeted at a time; who is inside stays, who comes later gets in."""
     with ExitStack() as stack:
         before = threading.active_count()
@@ -60,17 +60,19 @@ def test_silent_strangers_hold_no_place_of_a_member(server: tuple[str, int]) -> 
             stack.enter_context(socket.create_connection(server, 20))
         assert talk(early) == b"quorum 1.2:x"
         assert talk(stack.enter_context(member(server))) == b"quorum 1.2:x"
-        assert threading.active_count() <= before + 2  # one for each of the two members, none for a stranger
+        assert (
+            threading.active_count() <= before + 2
+        )  # one for each of the two members, none for an unknown client
 
 
-def test_more_members_than_strangers_may_be_there(server: tuple[str, int]) -> None:
+def test_more_members_than_unknown_clients_may_be_there(server: tuple[str, int]) -> None:
     with ExitStack() as stack:
         everybody = [stack.enter_context(member(server)) for _ in range(MAX_UNAUTHENTICATED + 10)]
         assert {talk(sock) for sock in everybody} == {b"quorum 1.2:x"}
 
 
 def test_a_crowd_of_one_host_does_not_push_out_a_slow_member_of_another(server: tuple[str, int]) -> None:
-    """It has connected, and is slow to answer the greeting; strangers of another address come in the meantime."""
+    """It has connected, and is slow to answer the greeting; unknown clients of another address come in the meantime."""
     with ExitStack() as stack:
         slow = stack.enter_context(socket.create_connection(server, 20, source_address=("127.0.0.2", 0)))
         for _ in range(2 * MAX_UNAUTHENTICATED):
@@ -126,7 +128,7 @@ def test_it_goes_on_when_the_kernel_watches_no_more_connections(monkeypatch: pyt
     assert len(refused) == 2
 
 
-def test_strangers_are_closed_with_the_server() -> None:
+def test_unknown_clients_are_closed_with_the_server() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     running = MemberServer(KEYS, "quorum", echo)
     running.start(listener)
@@ -136,7 +138,7 @@ def test_strangers_are_closed_with_the_server() -> None:
         assert sock.recv(100) == b""
 
 
-def test_a_stranger_is_closed(server: tuple[str, int]) -> None:
+def test_an_unknown_client_is_closed(server: tuple[str, int]) -> None:
     sock = socket.create_connection(server, 20)
     with sock, pytest.raises((ChannelError, OSError)):
         greet_as_client(sock, Keyring("wrong").for_quorum(1, 2))
@@ -157,7 +159,7 @@ sys.stdin.read()
 
 
 def test_it_goes_on_accepting_after_it_had_no_descriptor_left() -> None:
-    """EMFILE is no end: strangers go, and members get in again."""
+    """EMFILE is not an end: unknown clients go, and members get in again."""
     with (
         subprocess.Popen(
             [sys.executable, "-c", LITTLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

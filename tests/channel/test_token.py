@@ -109,7 +109,7 @@ def test_a_readable_token_on_a_read_only_mount_is_not_told_to_chmod(
 def test_a_token_in_a_place_of_everybody_must_be_a_file_of_this_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever makes /tmp/allranks-UID first could lay a token there that he knows."""
+    """Anyone who makes /tmp/allranks-UID first could lay a token there that he knows."""
     path = tmp_path / "token"
     write_token(path, "mine")
     assert read_token(path, own=True) == "mine"

@@ -1,4 +1,4 @@
-"""What is asked over HTTP may be answered by anything: the port of a lighthouse that is gone belongs to whoever takes it."""
+"""What is asked over HTTP may be answered by anything: the port of a lighthouse that is gone belongs to anyone who takes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allranks.incidents.job_overview import LighthouseView, ask_lighthouse
 
 @contextmanager
 def server(answer: bytes, again: bytes = b"", every_s: float = 0.0) -> Iterator[str]:
-    """HOST:PORT of a server that answers so whatever it is asked, and goes on with `again` until it is left."""
+    """HOST:PORT of a server that answers so whatever it is asked, and repeats `again` until it is left."""
     over = threading.Event()
 
     def serve(listener: socket.socket) -> None:

@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_notes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where stores lie is noted in the user's home folder: not in that of whoever runs the tests."""
+    """Where stores lie is noted in the user's home folder: not in that of the user who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -258,7 +258,7 @@ def _unreadable_data(setup: Setup, folder: Path, *_: Any) -> None:
 
 
 def _slow_files(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> None:
-    """Whoever opens a file of a checkpoint for the first time waits."""
+    """Anyone who opens a file of a checkpoint for the first time waits."""
     slow = SlowFiles([path for path in (folder / "disk" / "nvme").rglob("*") if path.is_file()])
     stack.callback(lambda: _assert_waited(slow.close()))
 
@@ -274,7 +274,7 @@ def _without_rights(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.
 
 
 def _read_only(setup: Setup, folder: Path, s3: S3Server, stack: contextlib.ExitStack) -> None:
-    """As a disk becomes after errors; for whoever is not root, a folder that cannot be written."""
+    """As a disk becomes after errors; for a user who is not root, a folder that cannot be written."""
     path = folder / "disk" / "nvme"
     if os.geteuid() == 0:
         subprocess.run(["mount", "--bind", path.resolve(), path.resolve()], check=True)

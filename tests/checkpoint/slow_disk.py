@@ -1,4 +1,4 @@
-"""Makes files slow to open, as a disk or file server under load is: whoever opens one of them waits.
+"""Makes files slow to open, as a disk or file server under load is: anyone who opens one of them waits.
 
 A lease of the kernel is held on each file; an open by anybody else waits until it is given up, `DELAY_S` later.
 Run as a program with the files as arguments; says "ready" when all leases are held, and ends with its standard input.

@@ -170,7 +170,7 @@ def test_a_share_that_is_not_mounted_is_not_an_empty_folder(share: Path) -> None
 
 @pytest.mark.needs_root
 def test_a_folder_that_its_owner_has_emptied_is_empty(share: Path) -> None:
-    """The share is mounted: whoever removes checkpoints there knows it."""
+    """The share is mounted: anyone who removes checkpoints there knows it."""
     NVMeBackend(share).save(make_state(3), "checkpoint_step_00000003")
     shutil.rmtree(share)
     assert _restored(share) == 0
@@ -219,7 +219,7 @@ def test_a_mount_point_of_fstab_that_is_not_mounted_is_not_an_empty_folder(
 
 
 def test_a_checkpoint_without_its_manifest_is_not_nothing(tmp_path: Path) -> None:
-    """A copy that was cut short: it was there once, so the start is no first one; nor is it moved away."""
+    """A copy that was cut short: it was there once, so the start is not a first one; nor is it moved away."""
     NVMeBackend(tmp_path).save(make_state(3), "checkpoint_step_00000003")
     (tmp_path / "checkpoint_step_00000003" / "manifest.json").unlink()
     for _ in range(2):

@@ -239,7 +239,7 @@ def test_a_slow_store_does_not_hold_up_training(
 
 
 def test_of_two_savers_of_one_new_checkpoint_exactly_one_commits(s3: S3Server, bucket: str) -> None:
-    """The conditional put of the manifest decides; the loser is told and its files do not disturb."""
+    """The conditional put of the manifest decides; the loser gets an error and its files do not disturb."""
     store = _store(s3, bucket)
     store.blobs.put_if(f"x/{MANIFEST}", b"first", None)
     with pytest.raises(FileExistsError, match="another saver"):

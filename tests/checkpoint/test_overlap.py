@@ -39,7 +39,7 @@ class SlowCopy:
 def test_the_optimizer_waits_for_the_copy_and_the_forward_pass_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward run while the copy hangs; step() goes on only when it is done; nothing is torn."""
+    """Forward and backward run while the copy hangs; step() continues only when it is done; nothing is torn."""
     slow = SlowCopy(monkeypatch)
     model, optimizer = make_job()
     config = CheckpointConfig(nvme_path=tmp_path, checkpoint_interval=1, memory_snapshot_interval=0)

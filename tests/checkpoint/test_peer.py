@@ -72,10 +72,10 @@ def test_a_snapshot_in_a_keeper_survives_the_rank(keeper: SnapshotServer) -> Non
 
 
 def test_a_keeper_refuses_those_who_do_not_know_the_token(keeper: SnapshotServer) -> None:
-    """Neither a wrong token nor a stranger's bytes get anything, and the keeper lives on."""
-    stranger = open_store(StoreSpec(f"peer://{keeper.address}/job", {"token": "guess"}))
+    """Neither a wrong token nor an unknown client's bytes get anything, and the keeper lives on."""
+    unknown = open_store(StoreSpec(f"peer://{keeper.address}/job", {"token": "guess"}))
     with pytest.raises(PermissionError, match="refused the token"):
-        stranger.names()
+        unknown.names()
     host, port = keeper.address.split(":")
     with socket.create_connection((host, int(port))) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
@@ -87,7 +87,7 @@ def test_a_keeper_refuses_those_who_do_not_know_the_token(keeper: SnapshotServer
     friend.close()
 
 
-def test_silent_strangers_cost_the_keeper_few_threads_and_nobody_else_anything(
+def test_silent_unknown_clients_cost_the_keeper_few_threads_and_nobody_else_anything(
     keeper: SnapshotServer,
 ) -> None:
     """Hundreds of them, at a time at which a helper wants to save."""

@@ -157,7 +157,7 @@ def _save_apart(rank: int, world_size: int, base: str) -> Any:
 
 
 def test_nodes_with_disks_of_their_own_each_keep_everything_and_agree_on_what_to_load(tmp_path: Path) -> None:
-    """DDP state is whole on each node's disk; a step that one node lacks is loaded by nobody, and all are told."""
+    """DDP state is whole on each node's disk; a step that one node lacks is loaded by nobody, and all ranks report it."""
     with Ranks(_save_apart, 4, (str(tmp_path),)) as ranks:
         assert ranks.values(timeout_s=90) == [None, None, None, None]
     with opened(FileStore(tmp_path / "node0"), "checkpoint_step_00000005") as checkpoint:

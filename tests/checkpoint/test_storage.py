@@ -93,7 +93,7 @@ def test_a_failed_save_stops_training_only_if_the_policy_says_so(
 
 @pytest.mark.needs_root
 def test_a_retried_save_succeeds_once_there_is_room(small_disk: Path) -> None:
-    """The helper keeps trying from the same snapshot; training goes on meanwhile."""
+    """The helper keeps trying from the same snapshot; training continues meanwhile."""
     filler = small_disk / "filler"
     filler.write_bytes(b"x" * (2 << 20))
     config = CheckpointConfig(

@@ -141,7 +141,7 @@ def test_an_endpoint_without_its_scheme_is_named(endpoint: str) -> None:
 def test_keys_that_are_renewed_in_the_credentials_file_are_used_by_the_next_save(
     s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys of a role run out after hours; whoever renews them writes the file anew while the job runs."""
+    """Keys of a role run out after hours; the service that renews them writes the file anew while the job runs."""
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
@@ -307,7 +307,7 @@ def test_an_object_of_a_terabyte_in_place_of_a_manifest_is_not_read() -> None:
 
 
 def test_of_an_answer_that_is_longer_than_asked_for_only_so_much_is_read() -> None:
-    """The head is right, the body goes on and on."""
+    """The head is right, the body does not end."""
     hostile = _Hostile(_large("206 Partial Content", "Content-Range: bytes 0-99/1000\r\n"))
     with hostile as blobs, pytest.raises(OSError, match="more than the 100 bytes"):
         blobs.get_range("data", 0, memoryview(bytearray(100)))

@@ -30,7 +30,7 @@ Thread 7 (idle): "MainThread{ESCAPE}"
 def test_stacks_logs_and_names_in_errors_are_shown_without_control_characters(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever can write a log or name a function must not write to the terminal of who reads it."""
+    """Anyone who can write a log or name a function must not write to the terminal of who reads it."""
     folder = tmp_path / f"captured{ESCAPE}"
     folder.mkdir()
     (folder / "rank0.pyspy.txt").write_text(PYSPY)
@@ -57,7 +57,7 @@ def test_files_and_groups_with_hostile_names_are_shown_without_control_character
 def test_status_of_boxes_of_others_is_shown_without_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Phase, how a rank ended, the job's name and incidents are words of whoever wrote the folder."""
+    """Phase, how a rank ended, the job's name and incidents are words of the one who wrote the folder."""
     trace = make_trace()
     hostile = replace(trace.progress, phase=f"train{ESCAPE}", closed=f"exception: {ESCAPE}")
     (tmp_path / "x.a2.r1.p77.box").write_bytes(box_bytes(replace(trace, progress=hostile)))
@@ -94,7 +94,7 @@ def test_keys_of_a_job_file_are_shown_without_control_characters(
 def test_checkpoints_are_listed_without_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names of folders are words of whoever may write to the store."""
+    """Names of folders are words of anyone who may write to the store."""
     folder = tmp_path / f"checkpoint_step_00000007{ESCAPE}"
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")

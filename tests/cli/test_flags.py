@@ -66,11 +66,11 @@ def test_every_kind_of_flag_is_read() -> None:
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that is no number is named."""
+    """A variable that is not a number is named."""
     monkeypatch.setenv("EXAMPLE_SIZE", "5")
     assert (parse().size, parse("--size", "4").size) == (5, 4)
     monkeypatch.setenv("EXAMPLE_SIZE", "many")
-    with pytest.raises(InputError, match="EXAMPLE_SIZE='many' is no int"):
+    with pytest.raises(InputError, match="EXAMPLE_SIZE='many' is not a valid int"):
         parse()
 
 

@@ -42,7 +42,7 @@ def test_step_marks_show_an_added_call() -> None:
 
 
 def test_step_marks_that_agree_again_tell_nothing() -> None:
-    """A mark made a moment later on one rank is no divergence."""
+    """A mark made a moment later on one rank is not a divergence."""
     assert pair("AAAA", "AAAA", "0123", "0023").by_steps() is None
 
 

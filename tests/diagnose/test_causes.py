@@ -175,7 +175,7 @@ def test_an_extra_call_between_two_ranks_is_told_by_the_line_that_only_one_knows
 
 @pytest.mark.parametrize("flavour", sorted(FLAVOURS))
 def test_a_rank_that_skips_a_call_is_named_at_that_call(flavour: str) -> None:
-    """It goes on and waits in a circle with those that it left behind."""
+    """It continues and waits in a circle with those that it left behind."""
     result = diagnose(_traces(with_change(LAYOUT.programs(8), 3, AT), flavour))
     assert expect(result, "missing_rank", 3).group == "dp_1"
 
@@ -459,7 +459,7 @@ def test_a_large_job_is_settled_by_its_newest_calls(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("op", ["all_gather", "all_gather_into_tensor", "all_gather_into_tensor_coalesced"])
 def test_one_tensor_is_gathered_from_equal_parts(op: str) -> None:
-    """Parts that add up to the whole are no excuse: only lists of tensors may be uneven. gloo's own recorder calls
+    """Parts that add up to the whole do not allow it: only lists of tensors may be uneven. gloo's own recorder calls
     all_gather_into_tensor all_gather."""
     sizes = (4, 3, 5, 4)
     programs = {rank: [Do("all_reduce"), Do(op, size=sizes[rank], out=16)] for rank in range(4)}

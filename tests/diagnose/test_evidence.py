@@ -146,7 +146,7 @@ def test_the_log_of_a_rank_without_a_dump_tells_how_it_ended(
 
 
 def test_what_others_logged_of_a_lost_peer_stands_beside_the_verdict(tmp_path: Path) -> None:
-    """ "Connection closed by peer" is no end of its own, but it shows that somebody else has ended."""
+    """ "Connection closed by peer" is not an end of its own, but it shows that somebody else has ended."""
     dumps = Path(shutil.copytree(CASES / "flight_recorder_rank_died" / "dumps", tmp_path / "dumps"))
     (dumps / "rank_1.log").write_text(
         "rank 1 failed: [pair.cc:553] Connection closed by peer [127.0.0.1]:26518\n"

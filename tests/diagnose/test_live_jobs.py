@@ -21,7 +21,7 @@ WORLD = 3
 
 
 def _job(rank: int, world: int, fault: str) -> None:
-    """Five healthy rounds, then one fault, then everybody goes on."""
+    """Five healthy rounds, then one fault, then everybody continues."""
     import torch.distributed as dist
 
     import allranks
@@ -101,7 +101,7 @@ FAULTS = {
     "reduce_op": ("reduce_op_mismatch", (1,), "default_pg"),
     "crossed": ("p2p_mismatch", (0, 1), "default_pg"),
     "splits": ("size_mismatch", (1,), "default_pg"),
-    "subgroup": ("missing_rank", (1,), None),  # it lacks in both groups; who came first is told
+    "subgroup": ("missing_rank", (1,), None),  # it lacks in both groups; who came first is named
 }
 
 

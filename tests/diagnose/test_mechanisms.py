@@ -44,7 +44,7 @@ def test_a_call_inside_the_statement_of_the_others_is_one_more_and_nothing_was_s
 
 @pytest.mark.parametrize("short", [1, 2])
 def test_loops_of_different_length_are_named_by_the_line_of_the_loop(short: int) -> None:
-    """One rank generates fewer tokens and goes on to the update, where it meets the others' next token."""
+    """One rank generates fewer tokens and continues with the update, where it meets the others' next token."""
     token, update = Do("all_reduce", size=8, line=20), Do("reduce_scatter", size=64, line=44, out=16)
     rounds = [[*[token] * length, update] for length in (5, 7, 4, 6, 8)]
     programs: dict[int, Program] = {rank: [do for each in rounds for do in each] for rank in range(4)}

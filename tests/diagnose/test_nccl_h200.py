@@ -121,7 +121,7 @@ def test_a_late_dump_is_innocent_once_the_others_have_made_more_coalesced_calls(
 
 
 def test_matched_parts_of_a_chain_of_batches_follow_from_the_one_that_lacks(tmp_path: Path) -> None:
-    """Only the sleeping rank is a root; the batches around it are told as what follows."""
+    """Only the sleeping rank is a root; the batches around it are reported as consequences."""
     result = _diagnose(_copied("batch_missing", tmp_path))
     roots = [finding.ranks for finding in result.findings if finding.severity == "root"]
     assert roots == [(2,)]

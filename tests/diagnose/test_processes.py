@@ -177,7 +177,7 @@ def test_of_ranks_that_wait_for_each_other_the_minority_is_blamed() -> None:
 
 
 def test_who_was_killed_comes_before_those_that_ended_after_it() -> None:
-    """The trainer looks for a file that the exporter will not write any more; alone such a loop is no hang."""
+    """The trainer looks for a file that the exporter will not write any more; alone such a loop is not a hang."""
     polls = process(1, thread(1, "poll", 17))
     failed = process(2, alive=False, ended="exit code 1")
     killed = process(3, alive=False, ended="killed by SIGKILL")

@@ -185,7 +185,7 @@ def plant(kind: str, rng: random.Random) -> tuple[World, tuple[str, tuple[int, .
 
 @pytest.mark.parametrize("kind", PLANTS)
 def test_a_planted_fault_is_found(kind: str) -> None:
-    """Cause and guilty rank, wherever the fault is and whoever is guilty."""
+    """Cause and guilty rank, wherever the fault is and whichever rank is guilty."""
     for seed in range(16):
         world, answer = plant(kind, random.Random(f"{kind} {seed}"))
         verdict = diagnose(on_shared_tables(world.traces())).verdict
@@ -196,7 +196,7 @@ def test_a_planted_fault_is_found(kind: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", PLANTS)
 def test_a_planted_fault_is_found_nearly_always(kind: str) -> None:
-    """Over 400 jobs of each kind at most one in a hundred is told wrong."""
+    """Over 400 jobs of each kind at most one in a hundred is judged wrong."""
     wrong = []
     for seed in range(400):
         world, answer = plant(kind, random.Random(f"{kind} soak {seed}"))

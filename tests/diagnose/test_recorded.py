@@ -107,7 +107,7 @@ def test_the_verdict_does_not_depend_on_how_ranks_are_numbered(name: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not TRUTH[name].causes])
 def test_a_healthy_job_with_a_file_missing_blames_nobody(name: str) -> None:
-    """A black box that was not collected is no death."""
+    """A black box that was not collected is not a death."""
     for rank in range(TRUTH[name].processes):
         assert _outcome(name, lost=rank).diagnosis.status == "ok"
 

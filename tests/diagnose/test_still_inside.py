@@ -42,7 +42,7 @@ def _expect_rank_0(result: Diagnosis, others: str) -> None:
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(("world", "others"), [(2, "rank 1"), (3, "ranks 1, 2")])
 def test_the_rank_that_did_not_leave_the_earlier_call_is_named(world: int, others: str, ahead: bool) -> None:
-    """It stands in #9, whoever has left it waits in #10 for it."""
+    """It stands in #9, a rank that has left it waits in #10 for it."""
     traces = _job(world, ahead, "black box 1")
     result = diagnose(traces, options=DiagnoseOptions(now_ns=START_NS + MINUTE_NS))
     assert result.status == "fault"

@@ -104,7 +104,7 @@ def test_scalars_of_different_dtype_do_not_slip_through(tmp_path: Path) -> None:
 
 
 def test_a_collective_that_ended_on_some_ranks_first_is_a_live_job(tmp_path: Path) -> None:
-    """State skew is no mismatch."""
+    """State skew is not a mismatch."""
     ranks = {0: number(reduces(1, 5)), 1: number(reduces(1, 5, "started"))}
     assert answer(diagnose_folder(write(tmp_path, ranks))) is None
 

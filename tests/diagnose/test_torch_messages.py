@@ -108,7 +108,7 @@ def test_a_receive_that_ended_though_nothing_was_sent_is_not_believed(tmp_path: 
 
 
 def test_a_batch_that_holds_up_its_other_half_leads_to_who_lacks_in_it(tmp_path: Path) -> None:
-    """0 leaves out a send and goes on to receive; what 1 sends it is there, in one batch with the lacking receive."""
+    """0 leaves out a send and continues with a receive; what 1 sends it is there, in one batch with the lacking receive."""
 
     def batch(names: list[str], p2p_seq: int, state: str) -> list[Entry]:
         parts = [

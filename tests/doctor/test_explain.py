@@ -200,7 +200,7 @@ def test_one_rank_that_is_a_call_ahead_of_all_others_makes_no_culprits_of_them(t
 
 
 def test_numbers_of_different_groups_or_of_one_rank_alone_name_nobody(tmp_path: Path) -> None:
-    """Each group counts for itself; a rank that waits with all others is no culprit."""
+    """Each group counts for itself; a rank that waits with all others is not a culprit."""
     logs = _watchdog_log(TIMED_OUT[0], [0, 1], []) + _watchdog_log(TIMED_OUT[0], [], [2]).replace(
         "PG 1", "PG 0"
     )

@@ -188,7 +188,7 @@ def test_a_serving_recipe_is_accepted_as_it_is(tmp_path: Path, capsys: pytest.Ca
     ]
     assert "Unknown section 'resource'" in validate_config(_write(tmp_path, "resource: {}\n")).errors[0]
     (wrong,) = validate_config(_write(tmp_path, "debug: {patterns: [worker, '([']}\n")).errors
-    assert "'([' is no regular expression" in wrong
+    assert "'([' is not a regular expression" in wrong
 
 
 def test_the_harness_own_configuration_is_accepted(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ recovery:
 
 
 def test_show_hides_passwords_and_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What people paste into a ticket; what is no secret stays readable."""
+    """What people paste into a ticket; what is not a secret stays readable."""
     path = _write(tmp_path, _SECRETS)
     for words in ([], ["--json"]):
         assert main(["config", "show", str(path), *words]) == 0

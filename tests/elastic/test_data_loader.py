@@ -175,7 +175,7 @@ def test_real_ranks_share_the_order_without_being_told_their_number(index: Path)
 
 
 def _killed_worker(rank: int, world_size: int, index: Path) -> dict[str, Any]:
-    """A loader's worker is killed: one clear error, then the loader goes on from where it was."""
+    """A loader's worker is killed: one clear error, then the loader continues from where it was."""
     torch.set_num_threads(1)
     loader = ElasticDataLoader(
         ResumableDataset(index, LENGTH, seed=3), 4, rank=0, world_size=1, num_workers=2

@@ -78,7 +78,7 @@ def test_a_silence_that_was_asked_for_holds_from_the_first_steps() -> None:
 
 
 def test_the_managers_timeout_is_taken_from_the_environment() -> None:
-    """As the managers take it; what is no number is named."""
+    """As the managers take it; what is not a number is named."""
     assert manager_timeout_s({}) == 60
     assert manager_timeout_s({"TORCHFT_TIMEOUT_SEC": "9"}) == 9
     assert manager_timeout_s({"ALLRANKS_TIMEOUT_S": "600"}) == 60

@@ -37,8 +37,8 @@ def test_each_way_of_not_meeting_is_explained(tmp_path: Path, etcd: str) -> None
     """Wrong id, dead etcd, port in use, closed rendezvous."""
     done = _start(tmp_path, *_meeting(etcd, "closed", "--nnodes=1"))
     assert (done.communicate(timeout=200)[0], done.returncode)[1] == 0
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        taken = f"127.0.0.1:{stranger.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as unknown:
+        taken = f"127.0.0.1:{unknown.getsockname()[1]}"
         dead = f"127.0.0.1:{held_port()}"
         few = "--rdzv-conf=timeout=3"
         started = {

@@ -42,7 +42,7 @@ def test_a_killed_rank_comes_back_from_the_agents_memory(tmp_path: Path, undistu
 
 @pytest.mark.everything  # test_resize kills the node that hosts a store, too
 def test_the_loss_of_the_rendezvous_itself_is_survived(tmp_path: Path, undisturbed: list[float]) -> None:
-    """The agent that hosts the c10d store is killed: the other one becomes the host and goes on from its memory."""
+    """The agent that hosts the c10d store is killed: the other one becomes the host and continues from its memory."""
     endpoint = f"127.0.0.1:{held_port()}"
     flags = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=lost"]
     with Job(tmp_path / "job", LAST, *flags, "--local-addr=127.0.0.1", "--max-restarts=3") as job:

@@ -240,7 +240,7 @@ def test_a_lost_replica_whose_process_runs_is_a_partition(
 def test_a_death_is_told_while_a_standstill_is_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks stand still and their stacks take for ever to read: one is killed, and its incident does not wait."""
+    """Two ranks hang and their stacks take for ever to read: one is killed, and its incident does not wait."""
     dog = watch(tmp_path, poll_s=0.05, notice=NoticeOptions(floor_s=0.1, warm_up_s=0.1))
     examining, told = threading.Event(), threading.Event()
 

@@ -272,7 +272,7 @@ def test_closed_incidents_are_bounded_the_oldest_go_first(tmp_path: Path) -> Non
 
 
 def test_a_file_that_somebody_laid_into_the_incidents_removes_nothing_elsewhere(tmp_path: Path) -> None:
-    """In a folder that several people write to: an id that leads out of it, a link, a pipe, something that is no incident."""
+    """In a folder that several people write to: an id that leads out of it, a link, a pipe, something that is not an incident."""
     incidents, precious = tmp_path / "incidents", tmp_path / "precious"
     precious.mkdir()
     (precious / "model.pt").write_bytes(b"x" * 100_000)

@@ -115,14 +115,14 @@ def answer_with(
 def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is told raises, and so does who should act: the story is complete on disk and says so."""
+    """The callback that gets the incident raises, and so does the one that should act: the story is complete on disk and says so."""
     answer_with(monkeypatch, VERDICT)
     watch = trained(tmp_path, Hand(error=RuntimeError("no supervisor")))
 
-    def deaf(incident: Incident) -> None:
-        raise ValueError("deaf")
+    def fails(incident: Incident) -> None:
+        raise ValueError("refused")
 
-    watch.join(None, deaf)
+    watch.join(None, fails)
     for now in (8.1, 10.7):
         assert look(watch, now) is not None
     (story,) = read_incidents(tmp_path / "incidents")
@@ -205,7 +205,7 @@ def test_a_hang_that_goes_on_stays_one_incident_that_knows_how_long_it_lasts(
 def test_ranks_that_are_asked_to_end_and_take_their_time_are_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C on a job whose ranks wait in a collective: they are killed 30 s later, which is no incident."""
+    """Ctrl-C on a job whose ranks wait in a collective: they are killed 30 s later, which is not an incident."""
     answer_with(monkeypatch, VERDICT)
     watch = dry_run(tmp_path, Hand())
     watch.expect_end([os.getpid()])  # the writer of these boxes
@@ -379,7 +379,7 @@ def test_a_loop_of_collectives_inside_one_step_is_noticed(
 
 
 def test_a_watch_reports_only_the_ranks_of_its_own_agent(tmp_path: Path) -> None:
-    """Two agents on one host share the folder of the job: process 1 is no child of this one."""
+    """Two agents on one host share the folder of the job: process 1 is not a child of this one."""
     watch = trained(tmp_path, Hand())
     write_box(tmp_path / "boxes", 3, 30, pid=1)
     look(watch, 3.1)

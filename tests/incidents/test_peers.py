@@ -1,4 +1,4 @@
-"""Evidence of other nodes: parts are bounded, go to whoever leads, and who does not answer is named."""
+"""Evidence of other nodes: parts are bounded, go to the leader, and who does not answer is named."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_part_that_grows_when_unpacked_or_is_none_is_refused(tmp_path: Path) -
 
 
 def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: Path) -> None:
-    """A stranger is refused, so is a part of an incident that is over; a silent node is named, a lost one not waited for."""
+    """An unknown client is refused, so is a part of an incident that is over; a silent node is named, a lost one not waited for."""
     (tmp_path / "boxes").mkdir()
     (tmp_path / "boxes" / "0.box").write_bytes(b"box")
     data = pack_part(tmp_path, [])
@@ -153,10 +153,10 @@ def node(tmp_path: Path, name: str, lighthouse: Lighthouse) -> tuple[Client, Wat
 
 
 def test_one_node_leads_and_gets_the_boxes_of_the_other(tmp_path: Path) -> None:
-    """Its part comes by itself; when it asks for the same hang it is told to follow. A deaf third one is asked too."""
+    """Its part comes by itself; when it asks for the same hang it is asked to follow. A third one that does not answer is asked too."""
     with Lighthouse(Options(), ServerOptions(token=TOKEN)) as lighthouse:
         nodes = [node(tmp_path, name, lighthouse) for name in "ab"]
-        deaf = Client(
+        silent = Client(
             ClientOptions((lighthouse.address,), TOKEN, "agent-c", "c", role="observer", beacon=False)
         ).start()
         try:
@@ -169,7 +169,7 @@ def test_one_node_leads_and_gets_the_boxes_of_the_other(tmp_path: Path) -> None:
             assert b.peers.took_part_in("20260101-000000-hang")
             assert [box.name for box in (tmp_path / "led" / "boxes").iterdir()] == ["1.box"]
         finally:
-            for client in (deaf, *(client for client, _, _ in nodes)):
+            for client in (silent, *(client for client, _, _ in nodes)):
                 client.close()
             for _, _, agent in nodes:
                 agent.close()

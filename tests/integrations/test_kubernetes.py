@@ -93,7 +93,7 @@ def test_commands_token_and_memory_are_as_allranks_needs_them(name: str) -> None
 
 
 def test_kubeflows_variables_are_torchruns_flags() -> None:
-    """PET_* reach torchrun; RANK of the pod is no flag."""
+    """PET_* reach torchrun; RANK of the pod is not a flag."""
     words = from_environment(
         {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "m", "RANK": "2"}, []
     )  # fmt: skip

@@ -65,7 +65,7 @@ def test_trainers_are_replicas_with_equal_bits_after_kills(tmp_path: Path, kills
 
 
 def test_the_callback_marks_steps_and_announces_validation(tmp_path: Path, folder: Path) -> None:
-    """An unmodified Trainer: the box knows the step, and that a validation is no hang."""
+    """An unmodified Trainer: the box knows the step, and that a validation is not a hang."""
     seen: list[tuple[int, bool, float]] = []
 
     class Module(pl.LightningModule):  # type: ignore[misc,name-defined]

@@ -26,7 +26,7 @@ def test_an_epoch_that_does_not_divide_is_filled_up() -> None:
 
 
 def test_a_jump_moves_a_pass_that_has_begun() -> None:
-    """After healing the order goes on as if the replica had never been away."""
+    """After healing the order continues as if the replica had never been away."""
     whole = ReplicaSampler(8, 0, 2, seed=1)
     order = [*whole, *whole, *whole]
     late = ReplicaSampler(8, 0, 2, seed=1)

@@ -111,7 +111,7 @@ def test_a_step_that_is_not_committed_is_made_again_with_the_same_batch(
 
 
 def test_the_callback_marks_steps_and_announces_pauses(tmp_path: Path, folder: Path) -> None:
-    """An unmodified Trainer: the box knows the step, its tokens, and that an evaluation is no hang."""
+    """An unmodified Trainer: the box knows the step, its tokens, and that an evaluation is not a hang."""
     seen: list[tuple[int, bool, float]] = []
 
     class Looks(transformers.TrainerCallback):  # type: ignore[misc,name-defined]

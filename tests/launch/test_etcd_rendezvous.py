@@ -105,7 +105,7 @@ dist.destroy_process_group()
 
 
 def test_torchrun_meets_on_etcd_v3_and_survives_the_loss_of_a_node(tmp_path: Path, etcd: Etcd) -> None:
-    """Two agents with `--nnodes 1:2`; one agent is killed with its rank; the other goes on in a world of one."""
+    """Two agents with `--nnodes 1:2`; one agent is killed with its rank; the other continues in a world of one."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     seen = tmp_path / "seen"

@@ -62,7 +62,7 @@ def form(*clients: Client, step: int = 0, **values: object) -> Quorum:
 
 
 class Notices(list[Notice]):
-    """Collects what a client is told."""
+    """Collects what a client is sent."""
 
     def __init__(self, client: Client) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_observers_see_everything_and_are_never_members(embedded: Embedded, conn
 
 
 def test_an_evicted_replica_stays_out_until_it_is_let_in(embedded: Embedded, connect: Connect) -> None:
-    """A pending question is answered, a new life does not help, its fellows are told."""
+    """A pending question is answered, a new life does not help, its fellows are notified."""
     address = embedded().address
     a, b = connect(address, "a"), connect(address, "b")
     told_a, told_b = Notices(a), Notices(b)
@@ -311,7 +311,7 @@ def test_evidence_is_asked_of_agents_and_of_the_replicas_concerned(
     )
     shown = b.status()["incidents"][0]
     assert shown["sentence"] == "rank 3 never entered all_reduce #5 (größe.py)"
-    assert shown["path"] == "/?bung"  # a folder whose name is no UTF-8, as all but ASCII in the C locale
+    assert shown["path"] == "/?bung"  # a folder whose name is not UTF-8, as all but ASCII in the C locale
     assert not told[2]
 
 

@@ -233,7 +233,7 @@ def test_a_token_that_cannot_be_left_is_an_error_that_names_the_folder_and_says_
 
 
 def test_a_lighthouse_that_was_given_its_token_starts_where_it_cannot_leave_it(tmp_path: Path) -> None:
-    """Whoever makes the folder in /tmp before us, or a read-only one, does not keep it from its job."""
+    """Anyone who makes the folder in /tmp before us, or a read-only one, does not keep it from its job."""
     (tmp_path / "file").write_text("no folder")
     given = {"XDG_RUNTIME_DIR": str(tmp_path / "file"), "ALLRANKS_TOKEN": "given-by-the-job"}
     with serving("--json", "--bind", "127.0.0.1:0", **given) as (line, _):

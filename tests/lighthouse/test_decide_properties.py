@@ -91,7 +91,7 @@ class JobLife:
         self.state.adopt(self.now, last)
 
     def lighthouse_forgets(self) -> None:
-        """The new one knows nothing yet; whoever is faster than the members may come first."""
+        """The new one knows nothing yet; anyone who is faster than the members may come first."""
         self.reported = self.state.last or self.reported
         self.started += 1  # a lighthouse takes its epoch from the clock
         self.state = QuorumState(self.options, epoch=self.started * 1000, settling_until=self.now + 2.0)
@@ -205,7 +205,7 @@ class JobLife:
             assert decision.rule == expected[0]
 
     def a_living_member_is_never_dropped_without_a_reason(self) -> None:
-        """Whoever is no longer there has left, was lost, or the lighthouse is new."""
+        """Anyone who is no longer there has left, was lost, or the lighthouse is new."""
         if self.state.last is None:
             return
         for member in self.state.last.members:

@@ -136,7 +136,7 @@ def test_a_leader_that_is_stopped_hands_over_without_waiting_for_its_lease(
 def test_training_goes_on_when_etcd_itself_is_killed_and_restarted(
     stack: ExitStack, run_lighthouse: RunLighthouse, etcd: Callable[[int], EtcdCluster]
 ) -> None:
-    """Without etcd no new number is given out; when it is back the job has one leader and goes on."""
+    """Without etcd no new number is given out; when it is back the job has one leader and continues."""
     cluster = etcd(1)
     leader, standby = _pair(run_lighthouse, cluster)
     replicas = Replicas(stack, (leader.address, standby.address), "a", "b")

@@ -206,7 +206,7 @@ def test_a_beacon_ends_with_its_rank_and_shuts_what_it_held(
 def test_a_reset_connection_is_not_a_death(
     embedded: Callable[..., Lighthouse], victims: Victims, proxy: Callable[[str], Proxy]
 ) -> None:
-    """A network blip: the session comes back on another connection and nobody is told anything."""
+    """A network blip: the session comes back on another connection and nobody is notified."""
     lighthouse = embedded(heartbeat_timeout_s=30.0, reset_grace_s=20.0)
     between = proxy(lighthouse.address)
     (a,) = victims(lighthouse.address, "a")
@@ -298,7 +298,7 @@ def test_a_slow_line_is_not_a_death(
 def test_a_lighthouse_killed_in_the_middle_of_a_quorum_loses_nobody(
     run_lighthouse: RunLighthouse, victims: Victims
 ) -> None:
-    """Two of three have asked when it dies; the new one is asked again by itself and the number goes on."""
+    """Two of three have asked when it dies; the new one is asked again by itself and the number is the next one."""
     lighthouse = run_lighthouse("--heartbeat-timeout-ms", "5000")
     a, b, c = victims(lighthouse.address, "a", "b", "c")
     before = form([a, b, c])

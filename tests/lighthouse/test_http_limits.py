@@ -1,4 +1,4 @@
-"""What a stranger's browser, or worse, may cost the lighthouse: memory, names, turns."""
+"""What an unknown client's browser, or worse, may cost the lighthouse: memory, names, turns."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_head_of_many_lines_is_refused() -> None:
     "host",
     ["127.0.0.1:{port}", "localhost", "[::1]:{port}", "node-7", "lighthouse.jobs.svc:1", "page.example.org"],
 )
-def test_names_that_no_stranger_can_register_are_answered(host: str) -> None:
+def test_names_that_no_unknown_client_can_register_are_answered(host: str) -> None:
     """Addresses, names without a dot, this machine's own, those of a cluster, and those that were allowed."""
     with Lighthouse(Options(), ServerOptions(), http=http_protocol(("page.example.org",))) as lighthouse:
         port = lighthouse.address.rpartition(":")[2]
@@ -266,7 +266,9 @@ def test_an_action_from_another_origin_is_refused_even_with_the_token() -> None:
             connection.close()
 
 
-def test_strangers_who_keep_connections_open_do_not_hold_all_places(run_lighthouse: RunLighthouse) -> None:
+def test_unknown_clients_who_keep_connections_open_do_not_hold_all_places(
+    run_lighthouse: RunLighthouse,
+) -> None:
     """The host with most connections loses its oldest; a person at another address is answered."""
     lighthouse = run_lighthouse()
     host, port = lighthouse.address.rsplit(":", 1)

@@ -191,7 +191,7 @@ def test_options_that_contradict_each_other_are_refused(values: dict[str, float]
 
 
 def test_server_options_are_checked_too() -> None:
-    """mTLS without a certificate is no TLS at all."""
+    """mTLS without a certificate is not TLS at all."""
     with pytest.raises(ConfigurationError, match="needs a server certificate"):
         ServerOptions(client_ca="ca.pem")
 

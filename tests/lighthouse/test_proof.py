@@ -1,4 +1,4 @@
-"""The job token is proved, never sent: whoever listens, records, replays or plays the lighthouse learns nothing."""
+"""The job token is proved, never sent: anyone who listens, records, replays or plays the lighthouse learns nothing."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_lighthouse_that_sends_our_own_proof_back_is_refused() -> None:
 
 @pytest.mark.parametrize("proof", [[], [Proof("")], [Proof("00" * 32)], [Proof("\xe9")]])
 def test_a_lighthouse_that_cannot_prove_the_token_is_refused(proof: list[object]) -> None:
-    """Whoever answers at the address could send us anything."""
+    """Anyone who answers at the address could send us anything."""
     with listening(impostor(lambda *_: [*proof, Welcome("here", 1.0, 5.0, 1, 0)])) as address:
         assert "does not know our job token" in str(refusal(address))
 
@@ -213,13 +213,13 @@ def test_a_client_of_an_older_release_is_told_so_in_one_sentence(
 
 
 @pytest.mark.parametrize("second", [Hello(replica="b"), Challenge("x"), Welcome("x", 1.0, 1.0, 1, 0)])
-def test_strangers_can_say_nothing_but_a_hello_and_a_proof(guarded: Lighthouse, second: object) -> None:
+def test_unknown_clients_can_say_nothing_but_a_hello_and_a_proof(guarded: Lighthouse, second: object) -> None:
     """Everything else closes the connection."""
     answers = say(guarded, PREAMBLE + encode(Hello(replica="a")) + encode(second))
     assert isinstance(answers[-1], Refused) and answers[-1].code == "garbage"
 
 
-def test_a_stranger_cannot_make_the_lighthouse_unpack_more_than_a_hello(guarded: Lighthouse) -> None:
+def test_an_unknown_client_cannot_make_the_lighthouse_unpack_more_than_a_hello(guarded: Lighthouse) -> None:
     """Nor can it claim a frame that large."""
     packed = zlib.compress(b'{"replica":"' + b"a" * (1 << 20) + b'"}', 9)
     (answer,) = say(guarded, PREAMBLE + HEAD.pack(len(packed), 0x81) + packed)
@@ -230,7 +230,7 @@ def test_a_stranger_cannot_make_the_lighthouse_unpack_more_than_a_hello(guarded:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_an_impostor_cannot_fill_a_clients_memory(packed: bool) -> None:
-    """Before the proof a client takes little; it says what came, and goes on looking for its lighthouse."""
+    """Before the proof a client takes little; it says what came, and continues to look for its lighthouse."""
     bomb = encode(Refused("draining", "x" * (8 << 20)))
     if not packed:
         bomb = HEAD.pack(8 << 20, bomb[HEAD.size - 1] & 0x7F) + b"x" * (2 << 20)

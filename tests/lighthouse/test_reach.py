@@ -69,7 +69,7 @@ def test_members_that_fail_again_and_again_get_no_more_than_a_few_quorums() -> N
 
 
 def test_no_course_of_events_forms_more_than_twenty_quorums_in_a_second() -> None:
-    """Also when members change all the time, and steps grow: by the pace, whoever asks."""
+    """Also when members change all the time, and steps grow: by the pace, no matter who asks."""
     state, now, times = crowd("a"), 0.0, []
     for turn in range(20_000):
         if "b" in state.replicas:

@@ -1,4 +1,4 @@
-"""Strangers, garbage and floods: refused or bounded, said in the log, and the service is unharmed."""
+"""Unknown clients, garbage and floods: refused or bounded, said in the log, and the service is unharmed."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_garbage_is_closed_and_said_in_the_log(
     assert_serves(lighthouse, connect)
 
 
-@pytest.mark.parametrize("hello", [False, True], ids=["stranger", "client"])
+@pytest.mark.parametrize("hello", [False, True], ids=["unknown", "client"])
 def test_an_oversized_frame_is_refused_before_it_is_read(
     embedded: Embedded, connect: Connect, hello: bool
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_client_that_never_finishes_its_hello_is_dropped(
 def test_a_flood_of_half_open_connections_is_bounded(
     embedded: Embedded, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The oldest strangers go; real clients get in all the while; the log is not flooded."""
+    """The oldest unknown clients go; real clients get in all the while; the log is not flooded."""
     lighthouse = embedded(ServerOptions(max_unauthenticated=64))
     with ExitStack() as open_ones, caplog.at_level(logging.WARNING):
         for _ in range(600):
@@ -200,7 +200,7 @@ def test_a_client_that_reads_nothing_is_cut_off(embedded: Embedded, connect: Con
     with raw(lighthouse) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(
-            PREAMBLE + encode(Hello(role="observer", node="deaf", session="deaf")) + encode(Proof(""))
+            PREAMBLE + encode(Hello(role="observer", node="silent", session="silent")) + encode(Proof(""))
         )
         eventually(lambda: lighthouse.status().connections == 2)
         name = os.urandom(400_000).hex()  # nothing that deflate could shrink to a few bytes
@@ -227,7 +227,7 @@ def test_it_listens_on_loopback_unless_told_otherwise(embedded: Embedded) -> Non
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_everywhere_means_ipv4_and_ipv6(embedded: Embedded, connect: Connect) -> None:
-    """`[::]`, torchft's default; the address that is told works as well."""
+    """`[::]`, torchft's default; the address that is printed works as well."""
     lighthouse = embedded(ServerOptions(host="::"))
     port = lighthouse.address.rpartition(":")[2]
     for number, address in enumerate((f"127.0.0.1:{port}", f"[::1]:{port}", lighthouse.address)):
@@ -270,7 +270,7 @@ def test_tls_clients_check_the_server(embedded: Embedded, connect: Connect, cert
 def test_silent_connections_do_not_keep_members_from_a_lighthouse_with_tls(
     embedded: Embedded, connect: Connect, certificates: Path
 ) -> None:
-    """They count before their handshake is over; what is no TLS, and half a handshake, is dropped like any stranger."""
+    """They count before their handshake is over; what is not TLS, and half a handshake, is dropped like any unknown client."""
     pem = {path.name: str(path) for path in certificates.iterdir()}
     key, limits = pem["server.key"], {"max_unauthenticated": 64, "hello_timeout_s": 600.0}
     lighthouse = embedded(ServerOptions(certificate=pem["server.pem"], key=key, **limits))
@@ -334,10 +334,10 @@ def test_reasons_and_incidents_are_shown_without_control_characters(
     assert "\\x1b" not in shown and "\x1b" not in caplog.text
 
 
-def test_members_get_in_when_strangers_use_up_the_descriptors(
+def test_members_get_in_when_unknown_clients_use_up_the_descriptors(
     run_lighthouse: Callable[..., LighthouseProcess], connect: Connect
 ) -> None:
-    """A low limit of open files: strangers have a part of it, never all."""
+    """A low limit of open files: unknown clients have a part of it, never all."""
     lighthouse = run_lighthouse(prefix=("sh", "-c", 'ulimit -n 128; exec "$@"', "sh"))
     with ExitStack() as stack:
         for _ in range(300):

@@ -104,7 +104,7 @@ async def test_what_an_older_client_recalls_does_not_replace_what_is_known() -> 
 
 @on_loop
 async def test_a_quorum_formed_out_of_nothing_gives_way_to_one_that_trains_already() -> None:
-    """A newcomer was faster than those who came back from the earlier lighthouse: it is told to join them."""
+    """A newcomer was faster than those who came back from the earlier lighthouse: it is asked to join them."""
     desk = Desk()
     x, x_peer = desk.enter("x")
     for _ in range(40):  # its rounds run far ahead of theirs
@@ -271,7 +271,7 @@ async def test_who_has_older_steps_waits_for_a_member_whose_proxy_was_killed() -
     await until(lambda: bool(b_peer.of(MemberLost)))
     desk.service.join(b, Member("b", step=5))
     await desk.settle()
-    assert b_peer.of(Quorum)[-1].names == ("b",)  # one of two goes on at once
+    assert b_peer.of(Quorum)[-1].names == ("b",)  # one of two continues at once
     desk.service.disconnected(b, b_peer, clean=True)
     await until(lambda: "b" not in desk.service.state.replicas)
     again, a_peer = desk.enter("a", proxy=True)
@@ -458,7 +458,7 @@ async def test_steps_that_are_lost_with_their_replicas_are_told() -> None:
 
 @on_loop
 async def test_a_member_that_has_come_further_than_it_asked_with_has_lost_nothing() -> None:
-    """It goes on computing while the others are waited for."""
+    """It continues to compute while the others are waited for."""
     desk = Desk(min_replicas=2, start_grace_s=0.0)
     a, a_peer = desk.enter("a")
     desk.service.join(a, Member("a", step=50))

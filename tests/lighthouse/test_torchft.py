@@ -116,7 +116,7 @@ def test_torchft_clients_form_a_quorum_lose_a_member_and_regain_it(
     clients = [client(torchft, lighthouse["grpc"], name, 4) for name in names]
     late = None
     try:
-        for each in clients:  # the first quorum waits for whoever has been heard of
+        for each in clients:  # the first quorum waits for everybody who has been heard of
             assert each.stdout is not None
             assert each.stdout.readline() == "alive\n"
         for each in clients:

@@ -156,7 +156,7 @@ def test_headers_without_end_are_cut_off_at_torchfts_port() -> None:
 
 @pytest.mark.usefixtures("grpc_poller")
 def test_a_torchft_client_may_call_without_end() -> None:
-    """Its connection sends more than a stranger's may, call by call."""
+    """Its connection sends more than an unknown client's may, call by call."""
     import grpc
 
     with ExitStack() as stack:
@@ -205,7 +205,7 @@ def test_without_the_token_a_torchft_client_is_never_a_member(opened: bool) -> N
 
 @pytest.mark.usefixtures("grpc_poller")
 def test_torchfts_clients_and_managers_never_share_a_quorum() -> None:
-    """Without a token: a member whose text is no claim stays out, whatever step it says; who trains continues."""
+    """Without a token: a member whose text is not a claim stays out, whatever step it says; who trains continues."""
     import grpc
 
     claim = '{"ranks": [{"step": 5}]}'

@@ -89,7 +89,7 @@ def test_boxes_of_ranks_that_do_not_repeat_belong_together_whatever_their_job_is
 
 
 def test_dumps_of_two_jobs_with_other_ranks_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
-    """torch's dumps do not name their job; their groups differ. A copy of a file is no job."""
+    """torch's dumps do not name their job; their groups differ. A copy of a file is not a job."""
     for rank in range(4):
         (tmp_path / f"a_trace_{rank}").write_bytes(pickle.dumps(dump([entry(1)], "[0, 1, 2, 3]")))
     for name in ("b_trace_0", "b_trace_1", "b_trace_1 (1)"):

@@ -31,7 +31,7 @@ dist.destroy_process_group()
 
 @pytest.mark.soak
 def test_a_hang_on_one_node_is_one_incident_with_the_evidence_of_both(tmp_path: Path) -> None:
-    """Rank 3 sleeps on node b; whoever leads has four boxes, names rank 3 and restarts the job, which then ends."""
+    """Rank 3 sleeps on node b; the leader has four boxes, names rank 3 and restarts the job, which then ends."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "plan.json").write_text(
         json.dumps({"faults": [{"kind": "hang", "rank": 3, "at_step": 30, "for_s": 0}]})

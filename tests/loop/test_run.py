@@ -112,7 +112,7 @@ def test_mistakes_get_one_clear_sentence(
 
 
 def test_a_failure_is_one_where_signals_of_children_are_ignored(tmp_path: Path) -> None:
-    """Whoever starts us may have ignored SIGCHLD. The kernel keeps no exit codes then, and Python reads them as 0."""
+    """Anyone who starts us may have ignored SIGCHLD. The kernel keeps no exit codes then, and Python reads them as 0."""
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(3)")
     words = [sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", "--no-record", str(script)]

@@ -66,7 +66,7 @@ def _train_there(rank: int, world: int, address: str, name: str, job: Job, folde
 
 @pytest.mark.soak
 def test_a_replica_whose_network_is_cut_is_left_behind_and_heals_when_it_is_back(network: Network) -> None:
-    """No connection closes: the heartbeats stop, the other goes on; with the cable back both train together."""
+    """No connection closes: the heartbeats stop, the other continues; with the cable back both train together."""
     options: dict[str, Any] = {"namespace": network.name}
     job = Job(script=(2, 1, 2), stay=5, pause_s=0.01, options=options, timeout_s=30.0)
     lighthouse = LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=1.0), host=network.here)

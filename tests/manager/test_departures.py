@@ -39,7 +39,7 @@ def test_a_graceful_leave_costs_no_step(lighthouse: LighthouseProcess, place: st
 
 @pytest.mark.parametrize("place", ["inside allreduce", "inside vote", "step start"])
 def test_a_frozen_replica_is_left_behind(lighthouse: LighthouseProcess, place: str) -> None:
-    """SIGSTOP: sockets stay open, only heartbeats tell; the other goes on after the heartbeat timeout."""
+    """SIGSTOP: sockets stay open, only heartbeats tell; the other continues after the heartbeat timeout."""
     fault = Fault("stop", "b", at_step=4, at=place)
     job = Job(script=(2, 1), faults=(fault,), arm_at=2)
     with Cluster(lighthouse, job) as cluster:
@@ -64,7 +64,7 @@ def test_a_replica_that_thaws_heals_and_trains_on(lighthouse: LighthouseProcess)
 
 
 def test_an_evicted_hanging_replica_does_not_stop_the_others(lighthouse: LighthouseProcess) -> None:
-    """Its heart beats, its main thread hangs: once evicted, the other goes on."""
+    """Its heart beats, its main thread hangs: once evicted, the other continues."""
     fault = Fault("hang", "b", at_step=4, at="before allreduce")
     job = Job(script=(2, 1), faults=(fault,), arm_at=2)
     with Cluster(lighthouse, job) as cluster:

@@ -295,7 +295,7 @@ def _join(rank: int, world: int, address: str) -> tuple[list[float], list[int]]:
 
 @pytest.fixture
 def three() -> Iterator[LighthouseProcess]:
-    """Begins with three replicas and goes on with two."""
+    """Begins with three replicas and continues with two."""
     options = Options(min_replicas=2, expect_replicas=3, heartbeat_timeout_s=5.0, join_timeout_s=LIMIT_S)
     with LighthouseProcess(options) as running:
         yield running

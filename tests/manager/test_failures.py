@@ -45,7 +45,7 @@ def assert_like_undisturbed(job: Job, result: Result) -> None:
 def test_a_replica_killed_at_any_place_of_a_step_costs_nothing(
     lighthouse: LighthouseProcess, place: str
 ) -> None:
-    """kill -9 of one of two: the survivor goes on and computes what an undisturbed run computes."""
+    """kill -9 of one of two: the survivor continues and computes what an undisturbed run computes."""
     fault = Fault("kill", "b", at_step=4, at=place)
     job = Job(script=(2, 1), faults=(fault,), arm_at=2)
     with Cluster(lighthouse, job) as cluster:
@@ -101,7 +101,7 @@ def test_two_of_four_killed_at_once_leave_two_equal_replicas(lighthouse: Lightho
 
 
 def test_all_but_one_killed_leave_one_that_trains_on(lighthouse: LighthouseProcess) -> None:
-    """The last one goes on alone from the last committed step."""
+    """The last one continues alone from the last committed step."""
     faults = tuple(Fault("kill", name, at_step=3, at="before vote") for name in ("a", "b"))
     job = Job(script=(3, 1), faults=faults, arm_at=3)
     with Cluster(lighthouse, job) as cluster:

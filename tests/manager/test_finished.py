@@ -1,4 +1,4 @@
-"""A finished training stays finished: what comes later trains nothing, and an exception is no finish."""
+"""A finished training stays finished: what comes later trains nothing, and an exception is not a finish."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_a_source_that_only_sends_damage_is_given_up() -> None:
 
 def test_a_fetch_that_cannot_even_connect_is_called_off_at_once() -> None:
     """A source whose machine does not answer: `cancel` ends the connecting, not only the receiving."""
-    with socket.socket() as full:  # listens, and its queue is full: whoever connects now waits
+    with socket.socket() as full:  # listens, and its queue is full: anyone who connects now waits
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         crowd = [socket.socket() for _ in range(3)]
@@ -240,7 +240,7 @@ def test_a_fetch_that_cannot_even_connect_is_called_off_at_once() -> None:
             one.close()
 
 
-def test_a_stranger_gets_nothing(server: HealServer) -> None:
+def test_an_unknown_client_gets_nothing(server: HealServer) -> None:
     """Without the key of the quorum the connection is closed."""
     server.offer(make_offer((1, 5), state()))
     with pytest.raises(HealingFailed, match="same job token"):
@@ -271,10 +271,10 @@ def test_a_member_reports_only_for_the_quorum_whose_key_it_has(server: HealServe
     told: queue.Queue[tuple[tuple[int, int], int]] = queue.Queue()
     server.on_fetched = lambda order, healer: told.put((order, healer))
     host, _, port = server.address.rpartition(":")
-    with socket.create_connection((host, int(port)), 20) as former:
-        greet_as_client(former, MEMBER, server.address)
-        send_json(former, {"want": "fetched", "quorum": [1, 3], "healer": 1})
-        assert receive_json(former) == {"ok": True}
+    with socket.create_connection((host, int(port)), 20) as earlier:
+        greet_as_client(earlier, MEMBER, server.address)
+        send_json(earlier, {"want": "fetched", "quorum": [1, 3], "healer": 1})
+        assert receive_json(earlier) == {"ok": True}
     assert told.get(timeout=20) == ((1, 2), 1)
 
 
@@ -298,7 +298,7 @@ def test_a_voter_of_another_quorum_is_not_handed_over(server: HealServer) -> Non
 
 
 def test_callers_with_an_old_key_cannot_take_all_descriptors() -> None:
-    """Whoever comes early is kept: one per place, and there are only so many places."""
+    """Anyone who comes early is kept: one per place, and there are only so many places."""
     mesh, others, last = VoteMesh(places=32), [], 32
     try:
         for place in (-1, *range(last + 1), 10**9):
@@ -331,7 +331,7 @@ def test_a_replica_has_as_many_places_as_ranks() -> None:
             other.close()
 
 
-def test_silent_strangers_stop_neither_votes_nor_healing(server: HealServer) -> None:
+def test_silent_unknown_clients_stop_neither_votes_nor_healing(server: HealServer) -> None:
     """As many as an attacker likes: members' places are theirs."""
     server.offer(make_offer((1, 5), state()))
     host, _, port = server.address.rpartition(":")
@@ -357,7 +357,7 @@ def test_garbage_does_not_hurt_the_server(server: HealServer) -> None:
 
 
 def test_a_withdrawn_or_other_state_is_not_sent(server: HealServer) -> None:
-    """Only the very state that was asked for; the receiver is told why not."""
+    """Only the very state that was asked for; the receiver is sent the reason."""
     server.offer(make_offer((1, 6), state()))
     waiting = Fetch((1, 5), LiveState(dict), timeout_s=0.2)
     with pytest.raises(HealingFailed, match="is not offered"):

@@ -1,4 +1,4 @@
-"""Healing: striped, resumed, checked, closed to strangers; and faults at both ends of it."""
+"""Healing: striped, resumed, checked, closed to unknown clients; and faults at both ends of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_replicas_with_other_weights_become_equal(lighthouse: LighthouseProcess,
 def test_a_source_or_receiver_killed_while_healing_leaves_equal_replicas(
     lighthouse: LighthouseProcess, victim: str
 ) -> None:
-    """Sender a or receiver c dies with the state on its way: the rest goes on, equal in every bit."""
+    """Sender a or receiver c dies with the state on its way: the rest continues, equal in every bit."""
     faults = (Fault("kill", "c", at="receiving state"),)
     # the other source is held up: otherwise it might send everything before a sends anything
     if victim == "a":
@@ -78,7 +78,7 @@ def test_a_joiner_killed_while_it_comes_in_does_not_stop_the_others(
 def test_a_second_death_during_the_reconfiguration_after_the_first(
     lighthouse: LighthouseProcess, place: str
 ) -> None:
-    """b dies in a step, c while the survivors regroup: a goes on alone."""
+    """b dies in a step, c while the survivors regroup: a continues alone."""
     faults = (Fault("kill", "b", at_step=3, at="inside allreduce"), Fault("kill", "c", at_step=3, at=place))
     job = Job(script=(3, 1), faults=faults, arm_at=3)
     with Cluster(lighthouse, job) as cluster:

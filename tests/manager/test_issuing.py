@@ -220,7 +220,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 def test_an_error_that_is_kept_keeps_no_backend() -> None:
-    """Whoever dropped the traceback had to destroy the communicator: the training thread stood still for a minute."""
+    """The thread that dropped the traceback had to destroy the communicator: the training thread was blocked for a minute."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError("remote process exited")

@@ -191,7 +191,7 @@ def made(claim: ReplicaClaim) -> Generation:
 
 
 def test_gradients_of_a_state_that_had_to_be_healed_are_never_counted() -> None:
-    """A group that counts on us: the step is tried again. One in which we give zeros: it goes on."""
+    """A group that counts on us: the step is tried again. One in which we give zeros: it continues."""
     behind = Claim(term=0, step=0)
     for beside in (True, False):
         training, attempt = TrainingState(), StepAttempt()

@@ -260,5 +260,5 @@ def test_whoever_saw_a_step_committed_is_never_thrown_back_by_one_that_is_behind
 def test_when_a_rank_may_ask_for_a_quorum(
     phase: Phase, broken: bool, eager: bool, parked: bool, may: bool
 ) -> None:
-    """Only while its state stands still and its claim will stay true."""
+    """Only while its state does not change and its claim will stay true."""
     assert may_ask(phase, broken, eager, parked) is may

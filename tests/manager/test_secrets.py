@@ -30,7 +30,7 @@ def secrets_of_the_job(epoch: int) -> set[str]:
 
 
 def open_answers(address: str) -> dict[str, str]:
-    """Everything that the lighthouse tells whoever asks, without a token."""
+    """Everything that the lighthouse tells anyone who asks, without a token."""
     found = {}
     for path in OPEN:
         with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
@@ -52,7 +52,7 @@ def strings(value: Any) -> set[str]:
 
 
 def test_no_open_answer_and_no_log_tells_a_secret(tmp_path: Path) -> None:
-    """Also while replicas come and go; what is told opens no healing server."""
+    """Also while replicas come and go; what is sent opens no healing server."""
     log = tmp_path / "lighthouse.log"
     lighthouse = LighthouseProcess(Options(), token=TOKEN, log=str(log))
     job = Job(until_told=True, min_replicas=2, options={"token": TOKEN})
@@ -80,7 +80,7 @@ def test_no_open_answer_and_no_log_tells_a_secret(tmp_path: Path) -> None:
 
 
 def _refused_with(address: str, words: set[str], epoch: int) -> None:
-    """Nothing that was told is the token, or a key of the quorum."""
+    """Nothing that was sent is the token, or a key of the quorum."""
     host, _, port = address.rpartition(":")
     for word in words:
         guesses = [Keyring(word).for_quorum(epoch, number) for number in (1, 2)]

@@ -165,7 +165,7 @@ def test_only_those_whom_a_transfer_needs_hold_their_collectives_back() -> None:
 
 
 def test_collectives_go_on_when_the_last_transfer_has_ended() -> None:
-    """Also when its end was told before our own group was there."""
+    """Also when its end was reported before our own group was there."""
     training = TrainingState()
     training.transferred((1, 2), 1)
     training.publish(made := generation(0, 1, 2))
@@ -194,7 +194,7 @@ def test_a_transfer_that_does_not_end_is_waited_for_with_a_limit() -> None:
 
 
 def test_a_group_that_breaks_ends_the_wait() -> None:
-    """The launch then fails, and the step goes on in the next group."""
+    """The launch then fails, and the step continues in the next group."""
     training = TrainingState()
     training.publish(made := generation(0, 1, 1))
     thread = threading.Thread(target=training.break_group, args=(made, "a member died"))

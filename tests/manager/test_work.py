@@ -59,7 +59,7 @@ def test_an_operation_whose_peer_has_closed_its_connection_is_given_up() -> None
 
 
 def test_a_sure_future_holds_the_value_of_the_one_inside() -> None:
-    """Nothing is told when all went well."""
+    """Nothing is reported when all went well."""
     inner: torch.futures.Future[int] = torch.futures.Future()
     told: list[Exception] = []
     outer = result_or_default(inner, 0, 30.0, told.append)
@@ -68,7 +68,7 @@ def test_a_sure_future_holds_the_value_of_the_one_inside() -> None:
 
 
 def test_a_sure_future_holds_the_default_after_an_error() -> None:
-    """And the error is told once."""
+    """And the error is reported once."""
     inner: torch.futures.Future[int] = torch.futures.Future()
     told: list[Exception] = []
     outer = result_or_default(inner, 7, 30.0, told.append)
@@ -103,7 +103,7 @@ def test_variables_of_an_abandoned_making_stay_until_the_next_is_through(
 
 
 class OnDevice:
-    """A work of NCCL while its communicator is aborted: whoever asks it for its end is kept waiting."""
+    """A work of NCCL while its communicator is aborted: anyone who asks it for its end is kept waiting."""
 
     def __init__(self) -> None:
         self.ordered = False

@@ -1,4 +1,4 @@
-"""The code that a page shows around a line: whoever wrote the dump has chosen the path."""
+"""The code that a page shows around a line: the writer of the dump has chosen the path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allranks.pages import FrameLine, read_source
 
 
 def test_code_is_shown_without_secrets(tmp_path: Path) -> None:
-    """The page of an incident is open to whoever reaches the lighthouse."""
+    """The page of an incident is open to anyone who reaches the lighthouse."""
     script = tmp_path / "train.py"
     script.write_text('api_key = "hidden-1"\nstore = "https://me:hidden-2@host/x"\ntrain()\n')
     found = read_source([FrameLine("main", str(script), 3)])

@@ -388,7 +388,7 @@ def test_an_asynchronous_call_of_torchcomms_0_3_is_under_way_until_a_later_one_i
 
 
 def test_a_hook_called_in_an_unknown_way_never_raises_into_the_call(folder: Path) -> None:
-    """A later release may call it as it likes: the user's collective goes on."""
+    """A later release may call it as it likes: the user's collective continues."""
     hook = FlightRecorderHook(max_entries=20, isolated=True)
     comm = Calls("something else")
     hook.register_with_comm(comm)

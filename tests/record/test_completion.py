@@ -78,7 +78,7 @@ def _waits_in_slices(rank: int, world: int, sliced: str) -> None:
 
 
 def test_a_wait_with_a_limit_of_its_own_does_not_end_the_call(folder: Path, tmp_path: Path) -> None:
-    """Rank 0 looks twice, in vain; the call goes on and completes, and nothing was dumped for a timeout."""
+    """Rank 0 looks twice, in vain; the call continues and completes, and nothing was dumped for a timeout."""
     with Ranks(_waits_in_slices, 2, (str(tmp_path / "sliced"),), timeout_s=30) as ranks:
         ranks.join(timeout_s=60)
     assert (tmp_path / "sliced").exists()  # the fault fired

@@ -207,7 +207,7 @@ def test_our_own_folder_is_closed_when_somebody_has_opened_it(
 def test_a_folder_that_another_user_made_in_our_name_is_refused_wherever_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the temporary folder, which is used when shared memory is full: whoever owns it could lead our logs elsewhere."""
+    """Also in the temporary folder, which is used when shared memory is full: anyone who owns it could lead our logs elsewhere."""
     monkeypatch.setattr(place, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = place.fallback_folder("4711")

@@ -30,13 +30,13 @@ from tests.soak.world import REPLICAS_EACH, World
 
 from allranks.incidents.folder import read_incidents
 
-RECOVER_S = 180.0  # how long a training may stand still after a fault
+RECOVER_S = 180.0  # how long a training may stall after a fault
 REPORT_S = 150.0
 MAX_DEFERRED = 8
 
 
 class Soak:
-    """One run: two streams of faults side by side, each followed by proof that its training goes on."""
+    """One run: two streams of faults side by side, each followed by proof that its training continues."""
 
     def __init__(self, world: World, only: Collection[str] = ()) -> None:
         self.world = world

@@ -60,7 +60,7 @@ def _bare(process: ProcessCapture) -> ProcessCapture:
 
 
 def test_most_causes_of_the_contract_are_seen_in_real_captures() -> None:
-    """Only what this machine cannot show (a device) and what is no cause is missing."""
+    """Only what this machine cannot show (a device) and what is not a cause is missing."""
     seen = {cause for truth in VICTIMS.values() for cause in truth.values()}
     for case in HANGS:
         seen |= set(json.loads((CASES / "hangs" / case / "truth.json").read_text())["labels"].values())

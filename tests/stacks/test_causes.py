@@ -263,7 +263,7 @@ def test_a_server_without_a_line_of_the_users_own_is_told_by_its_engine() -> Non
 
 
 def test_misleading_messages_of_py_spy_are_explained() -> None:
-    """A process that ended, and one that is no Python, are distinguished from a refusal."""
+    """A process that ended, and one that is not Python, are distinguished from a refusal."""
     import os
 
     assert "ended while" in explain_pyspy("Error: Failed to get process executable name", 2**22 - 3)

@@ -116,7 +116,7 @@ def test_hostile_names_reach_neither_the_page_nor_the_terminal_unescaped(
 
 
 def test_pipes_and_devices_among_the_files_are_not_waited_for(folder: Path, tmp_path: Path) -> None:
-    """Whoever can write to a shared folder must not be able to stop those who look into it."""
+    """Anyone who can write to a shared folder must not be able to stop those who look into it."""
     for name in ("bundle.json", "rank7.pyspy.txt", "rank7.progress.jsonl", "rank8.pyspy.s1.json"):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)

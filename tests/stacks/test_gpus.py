@@ -71,10 +71,10 @@ def test_without_a_driver_nothing_is_known(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_trigger_of_a_core_dump_goes_to_a_pipe_and_never_into_a_file(tmp_path: Path) -> None:
-    """The process names the pipe; whoever looks at it, perhaps root, must not overwrite what it points to."""
+    """The process names the pipe; anyone who looks at it, perhaps root, must not overwrite what it points to."""
     victim = tmp_path / "passwd"
     victim.write_text("root:x:0:0")
     (tmp_path / "pipe").symlink_to(victim)
     environ = {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1", "CUDA_COREDUMP_PIPE": str(tmp_path / "pipe")}
     said = dump_gpu_core(Target(os.getpid(), 0, environ=environ))
-    assert "is no pipe" in said and victim.read_text() == "root:x:0:0"
+    assert "is not a pipe" in said and victim.read_text() == "root:x:0:0"

@@ -140,7 +140,7 @@ def _worker_deadlocked(rank: int) -> None:
 def test_the_guilty_rank_of_a_hung_job_is_named(
     work: Callable[[int], None], culprit: int, causes: dict[int, str], where: str, tmp_path: Path
 ) -> None:
-    """Two gloo ranks with black boxes: hung is told by the marks, the culprit by the stacks."""
+    """Two gloo ranks with black boxes: the marks show the hang, the stacks the culprit."""
     with Ranks(hang(work), world_size=2, args=(str(tmp_path),), timeout_s=600) as ranks:
         ranks.wait_for("ready", timeout_s=100)
         report = _until_settled(ranks, tmp_path, causes)

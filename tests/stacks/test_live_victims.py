@@ -118,7 +118,7 @@ pay(first, second)
 
 @thread_ids
 def test_a_circle_of_native_mutexes_is_proven_by_their_owners(tmp_path: Path) -> None:
-    """The kernel names the mutex, the mutex names its owner: both threads of the circle are told."""
+    """The kernel names the mutex, the mutex names its owner: both threads of the circle are named."""
     with v.victim(MUTEXES, tmp_path) as victim:
         v.settled(victim.pid)
         for _ in range(20):
@@ -160,7 +160,7 @@ def test_a_process_in_uninterruptible_sleep_costs_no_hang(tmp_path: Path) -> Non
 
 
 def test_a_zombie_and_a_vanished_process_are_findings(tmp_path: Path) -> None:
-    """A rank that is dead is told as such; a pid that does not exist is an error with a hint."""
+    """A rank that is dead is reported as dead; a pid that does not exist is an error with a hint."""
     dead = subprocess.Popen([sys.executable, "-c", "pass"])
     v.wait_until(lambda: v.state_of(dead.pid) == "Z")
     state = look(dead.pid)
@@ -218,7 +218,7 @@ def test_only_nonblocking_looks_are_made_unless_more_is_asked_for(tmp_path: Path
 def test_a_tool_that_hangs_is_ended_and_its_target_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit belongs to the tool: the process itself is untouched, and the rest of the look goes on."""
+    """The limit belongs to the tool: the process itself is untouched, and the rest of the look continues."""
     fake = tmp_path / "py-spy"
     fake.write_text("#!/bin/sh\nexec sleep 1000\n")
     fake.chmod(0o755)

@@ -120,7 +120,7 @@ RAS = """RAS status
 def test_ranks_that_burn_cpu_in_nccl_are_told_by_its_operation_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moves: bool
 ) -> None:
-    """A server at the RAS port answers with counts that differ and stand still, or move."""
+    """A server at the RAS port answers with counts that differ and stay the same, or move."""
     asked = 0
     listener = socket.create_server(("127.0.0.1", 0))
 

@@ -53,7 +53,7 @@ def _timed(rank: int, times: list[float], seen: float, **more: object) -> RankMa
 
 
 def test_the_clock_decides_where_it_is_known() -> None:
-    """Old marks: hung; new ones: not; fresh but silent: cannot tell; a declared silence is no hang."""
+    """Old marks: hung; new ones: not; fresh but silent: cannot tell; a declared silence is not a hang."""
     steps = [float(second) for second in range(100)]
     decide = lambda *marks: decide_progress({m.rank: m for m in marks}, {}, {}, Stillness())  # noqa: E731
     assert decide(_timed(0, steps, 160.0)).hung is True
@@ -87,7 +87,7 @@ def test_only_what_ras_says_twice_is_told() -> None:
 
 
 def test_operation_counts_stand_in_for_marks() -> None:
-    """Without marks, counts that stand still long enough mean hung; moving ones mean not; the process is named."""
+    """Without marks, counts that do not change for long enough mean hung; moving ones mean not; the process is named."""
     waiting = read_capture(CASES / "victims" / "hang_all.json").processes
     processes = (replace(waiting[0], pid=1), replace(waiting[1], pid=4711))
     hung = classify(Capture(processes, ras=_replies(60, 60)))
@@ -225,5 +225,7 @@ def test_the_debug_section_is_read_as_people_know_it(tmp_path: Path) -> None:
         parse_debug({"enabled": "maybe"})
     with pytest.raises(ConfigurationError, match=r"wait_seconds .* must not be negative"):
         parse_debug({"wait_seconds": -1})
-    with pytest.raises(ConfigurationError, match=r"patterns: '\(\[' is no regular expression: unterminated"):
+    with pytest.raises(
+        ConfigurationError, match=r"patterns: '\(\[' is not a regular expression: unterminated"
+    ):
         parse_debug({"patterns": ["worker", "(["]})

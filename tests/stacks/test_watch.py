@@ -49,7 +49,7 @@ def watch(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_exit_code_of_the_command_passes_through(code: int, tmp_path: Path) -> None:
-    """The sidecar is invisible to whoever waits for the job."""
+    """The sidecar is invisible to anyone who waits for the job."""
     command = watch(
         "-o", str(tmp_path), "--", sys.executable, "-c", f"print('hello'); raise SystemExit({code})"
     )

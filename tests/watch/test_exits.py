@@ -45,7 +45,7 @@ def watched(program: str = "input()") -> Iterator[tuple[ExitWatcher, subprocess.
 
 
 def test_a_death_is_told_from_an_end_that_was_asked_for(tmp_path: Path) -> None:
-    """A signal, a code and an exception are deaths; SIGTERM, code 0 and a life that goes on are not."""
+    """A signal, a code and an exception are deaths; SIGTERM, code 0 and a rank that lives on are not."""
     write_box(tmp_path, 0, 5)
     codes = {1: -signal.SIGKILL, 2: -signal.SIGTERM, 3: 0, 4: 3}
     for rank in codes:
@@ -144,12 +144,12 @@ door.sendto(b"!", "\\0" + sys.argv[1])
 
 @pytest.mark.needs_root
 def test_another_user_cannot_end_the_wait() -> None:
-    """Abstract sockets have no owner: whoever sends without pause would keep the agent reading boxes without pause."""
+    """Abstract sockets have no owner: anyone who sends without pause would keep the agent reading boxes without pause."""
     lines = ExitWatcher()
     lines.start()
     try:
-        stranger = [sys.executable, "-c", _AS_NOBODY, wakeup_address(os.getpid())[1:]]
-        assert subprocess.run(stranger, check=False).returncode == 0
+        unknown = [sys.executable, "-c", _AS_NOBODY, wakeup_address(os.getpid())[1:]]
+        assert subprocess.run(unknown, check=False).returncode == 0
         with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"]) as child:
             lines.hold([child.pid])
             lines.wait(3600)
@@ -168,7 +168,7 @@ def test_another_user_cannot_end_the_wait() -> None:
 def test_a_process_that_the_kernel_takes_down_does_not_run_any_more(
     monkeypatch: pytest.MonkeyPatch, state: str, flags: int, told: str
 ) -> None:
-    """Killed with a GPU's memory it is no zombie for half a second, and was called cut off from the network."""
+    """Killed with a GPU's memory it is not a zombie for half a second, and was called cut off from the network."""
     fields = [state, "1", "1", "1", "0", "-1", str(flags), *["0"] * 40]
     monkeypatch.setattr(header, "process_stat", lambda pid: fields)
     assert header.process_state(4711) == told

@@ -19,7 +19,7 @@ FILE = {"elastic": {"rdzv_id": "elastic-training", "rdzv_endpoint": ""}}
 
 
 def test_a_job_is_named_by_whoever_says_it_most_plainly() -> None:
-    """Flag, environment, rendezvous; the default of a job file is no name when nodes do not meet."""
+    """Flag, environment, rendezvous; the default of a job file is not a name when nodes do not meet."""
     flags = ["--rdzv-id", "meeting"]
     outside = {"ALLRANKS_JOB_ID": "outside"}
     assert find_job_name("mine", outside, flags, {}, "train.py") == "mine"

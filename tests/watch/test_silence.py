@@ -290,7 +290,7 @@ def test_the_silence_that_was_asked_for_is_obeyed_from_the_first_step(steps: int
 
 
 def test_the_silence_that_was_asked_for_is_obeyed_after_a_long_pause() -> None:
-    """One pause is no habit; steps that always take longer are."""
+    """One pause is not a habit; steps that always take longer are."""
     options = replace(OPTIONS, floor_s=5, asked=True)
     now, state = trained(0.15, 40, options=options)
     state = observe(now + 20, state, [sample(r, 40) for r in range(3)], options)

@@ -35,7 +35,7 @@ class WebAnswer:
         except RecursionError:
             found = None
         if not isinstance(found, dict):
-            raise ValueError("the answer is no JSON object")
+            raise ValueError("the answer is not a JSON object")
         return found
 
     def time_s(self) -> float | None:

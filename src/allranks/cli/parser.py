@@ -290,7 +290,7 @@ def from_variables(options: type, environment: Mapping[str, str]) -> dict[str, A
             try:
                 found[one.name] = kind(text)
             except ValueError:
-                problem = f"{meaning.environment}={text!r} is no {kind.__name__}"
+                problem = f"{meaning.environment}={text!r} is not a valid {kind.__name__}"
                 raise InputError(problem, hint=meaning.help) from None
     return found
 

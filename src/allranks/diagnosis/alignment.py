@@ -482,5 +482,5 @@ def _shift_of(
     if not two:
         return find_move(job, group, rank, usual, seq)
     found = odd_one(job, group, rank, usual, seq) or one_of_two(job, group, rank, usual, seq)
-    # A program that alternates between two lines looks swapped at its end: that alone is no evidence.
+    # A program that alternates between two lines looks swapped at its end: that alone is not evidence.
     return found if found is not None and found.kind != "swapped" else None

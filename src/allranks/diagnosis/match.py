@@ -52,7 +52,7 @@ class Mismatch:
     rows: tuple[tuple[int, int], ...] = ()  # (rank, row) of that call
 
     def minority(self) -> tuple[int, ...] | None:
-        """The ranks outside the largest class, or None when there is no single largest one."""
+        """The ranks outside the largest class, or None when two or more are the largest."""
         if len(self.classes) > 1 and len(self.classes[0][1]) == len(self.classes[1][1]):
             return None
         return tuple(sorted(rank for _, ranks in self.classes[1:] for rank in ranks))

@@ -10,7 +10,7 @@ from functools import cached_property
 from allranks.diagnosis.processes import SOON_S, Unit, Waits, find_waits
 from allranks.model.stacks import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
 
-#: Waits for the end of a process or thread: that others run is no trouble.
+#: Waits for the end of a process or thread: that others run is normal.
 _LIFE = frozenset({"child", "thread", "stdin"})
 MAX_NAMED = 6
 

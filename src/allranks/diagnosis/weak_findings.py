@@ -96,7 +96,7 @@ def _ended(ends: dict[int, str]) -> dict[str, object]:
 
 
 def _no_progress(context: Context) -> Finding | None:
-    """Nobody is in a call, and nobody has made one for much longer than ever before: a wait that is no collective?"""
+    """Nobody is in a call, and nobody has made one for much longer than ever before: a wait that is not a collective?"""
     job = context.job
     boxes = [view for view in job.ranks.values() if view.trace.is_box and not view.trace.progress.closed]
     if not job.now_ns or len(boxes) < 2 or len(boxes) < len(job.ranks):

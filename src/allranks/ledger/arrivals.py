@@ -1,7 +1,7 @@
 """When ranks came to their collectives, from black boxes: who waited for whom, and for how long. Pure.
 
 A call counts as waiting from the rank's own arrival until the last rank came. Of the buckets of one backward pass, which overlap
-with computing, only the last one waits. Other calls that ranks do not wait in are told by what they do next (`waits_in`). On one host arrivals are compared by the clock; between hosts by how
+with computing, only the last one waits. Other calls that ranks do not wait in are recognised by what they do next (`waits_in`). On one host arrivals are compared by the clock; between hosts by how
 long each rank was inside the call, since their clocks differ: the rank that waits least came last.
 """
 

@@ -59,7 +59,7 @@ def find_change(late: np.ndarray, others: np.ndarray, at: np.ndarray, rank: int)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """The median of each value and its neighbours: one odd step is no beginning."""
+    """The median of each value and its neighbours: one odd step does not begin a change."""
     padded = np.pad(values, 2, mode="reflect")
     found: np.ndarray = np.median(np.lib.stride_tricks.sliding_window_view(padded, 5), axis=1)
     return found

@@ -28,7 +28,7 @@ CUT_BACK_S, SILENT_BACK_S = 0.4, 5.0
 
 @dataclass
 class Nodes:
-    """All that was told, by agent."""
+    """All that was reported, by agent."""
 
     present: dict[str, cluster.Presence] = field(default_factory=dict)
     lost: dict[str, cluster.Presence] = field(default_factory=dict)  # oldest first

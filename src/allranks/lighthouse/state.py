@@ -285,7 +285,7 @@ class QuorumState:
 
     def is_new(self, members: Sequence[Member]) -> bool:
         """Whether these members, sorted by name, need a new number and with it a new group."""
-        # Whoever heard of a departure has taken its groups down, even if the same members are back by now.
+        # Members that heard of a departure have taken their groups down, even if the same members are back by now.
         broken = bool(self.departed) or any(member.commit_failures > 0 for member in members)
         return broken or not self._same(members)
 

@@ -235,7 +235,7 @@ def without_stale(cards: Iterable[StackCard]) -> list[StackCard]:
 def read_source(frames: Sequence[FrameLine]) -> Source | None:
     """The code around the innermost line of the user's own, without secrets; None when its file is not here.
 
-    Whoever wrote the dump chose the path: a link of that name must not lead to anything but Python.
+    The writer of the dump chose the path: a link of that name must not lead to anything but Python.
     """
     frame = next((f for f in frames if not f.library), None)
     if frame is None or not frame.file.endswith(".py") or frame.line < 1:

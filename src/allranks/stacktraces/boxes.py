@@ -36,7 +36,7 @@ class LiveBox:
 def find_boxes(
     folders: tuple[Path, ...] = (), named: Iterable[tuple[Path, int]] = (), uids: Container[int] | None = None
 ) -> list[LiveBox]:
-    """Boxes in the default folders of these users (None: of all) and in the given ones; what is no box is passed over.
+    """Boxes in the default folders of these users (None: of all) and in the given ones; what is not a box is passed over.
 
     `named`: folders that processes name themselves, and whose processes these are.
     """

@@ -247,7 +247,7 @@ def _decide_progress(
 
 
 def _waits_for_command(states: Mapping[int, RankState]) -> str:
-    """Why silence is no proof: the culprits wait for commands that work (torch builds an extension), or for a lock meanwhile."""
+    """Why silence proves nothing: the culprits wait for commands that work (torch builds an extension), or for a lock meanwhile."""
     guilty = [states[rank] for rank in find_culprits(states)]
     works = [state.rank for state in guilty if state.command_works]
     if not works or not all(state.command_works or state.cause == "file_lock_wait" for state in guilty):
@@ -284,7 +284,7 @@ def _behind(capture: Capture) -> tuple[int, ...]:
 def _judge(
     capture: Capture, progress: HangDecision, states: dict[int, RankState], table: Sequence[StackPattern]
 ) -> tuple[dict[int, RankState], tuple[int, ...]]:
-    """Causes and culprits in the light of progress: in a job that moves a wait is no fault."""
+    """Causes and culprits in the light of progress: a wait is not a fault while the job moves."""
     if progress.hung is not False:
         return states, find_culprits(states, progress.hung)
     if held := _of_causes(states, _ALWAYS):

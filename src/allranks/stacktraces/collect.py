@@ -275,7 +275,7 @@ class _Collection:
             self._keep(case, f"{kind}.txt", text, also=f"{kind}_{self.host}_{case.target.pid}.txt")
 
     def _ask_ras(self) -> None:
-        """Twice over the rounds: what both answers say is no passing moment."""
+        """Twice over the rounds: what both answers say is not momentary."""
         address = self.options.ras_address or next(
             (c.target.environ["NCCL_RAS_ADDR"] for c in self.cases if c.target.environ.get("NCCL_RAS_ADDR")),
             ras.DEFAULT_ADDRESS,

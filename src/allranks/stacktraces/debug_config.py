@@ -110,12 +110,12 @@ class DebugOptions:
 
 
 def bad_patterns(patterns: Iterable[str]) -> Iterator[str]:
-    """A complaint for each that is no regular expression."""
+    """A complaint for each that is not a regular expression."""
     for one in patterns:
         try:
             re.compile(one)
         except re.error as error:
-            yield f"{one!r} is no regular expression: {error}"
+            yield f"{one!r} is not a regular expression: {error}"
 
 
 #: Keys of the same section that `allranks run` reads: one job file serves every command.

@@ -399,7 +399,7 @@ def ask_faulthandler(pid: int, number: int) -> tuple[tuple[ThreadStack, ...], st
     try:
         before = path.stat()
         if not stat.S_ISREG(before.st_mode):
-            problem = f"the standard error of process {pid} is no file: faulthandler's output could not be read back"
+            problem = f"the standard error of process {pid} is not a file: faulthandler's output could not be read back"
             return (), problem
         os.kill(pid, number)
         return _read_back(path, before.st_size), ""
@@ -441,7 +441,7 @@ def dump_gpu_core(target: Target) -> str:
     try:
         # The process chose the name: it must not make us write to a file.
         if not stat.S_ISFIFO(os.fstat(fd).st_mode):
-            return f"{none}: {pipe} is no pipe"
+            return f"{none}: {pipe} is not a pipe"
         os.write(fd, b"\0" * 4096)
     finally:
         os.close(fd)

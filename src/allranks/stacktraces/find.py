@@ -285,7 +285,7 @@ def _compile(expression: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except re.error as error:
-        raise InputError(f"{expression!r} is no regular expression: {error}") from error
+        raise InputError(f"{expression!r} is not a regular expression: {error}") from error
 
 
 def _jobs(entry: ProcessEntry, box: LiveBox | None, by_pid: Mapping[int, ProcessEntry]) -> set[str]:
@@ -299,7 +299,7 @@ def _jobs(entry: ProcessEntry, box: LiveBox | None, by_pid: Mapping[int, Process
 
 
 def _match_boxes(entries: Sequence[ProcessEntry], boxes: Sequence[LiveBox]) -> dict[int, LiveBox]:
-    """pid on this side -> its box. A reused pid is told by its start; the newest box of a process wins.
+    """pid on this side -> its box. A reused pid is recognised by its start; the newest box of a process wins.
 
     Anybody can write a box that names the process of another user: it would be taken for a rank, and stopped by debuggers.
     """

@@ -38,7 +38,7 @@ def _sleeps(path: Sequence[StackFrame]) -> bool:
 
 
 def has_moved(thread: ThreadView, new: bool, seconds: float) -> bool:
-    """Whether the thread did something while we looked. A wait that polls wakes up and is no movement."""
+    """Whether the thread did something while we looked. A wait that polls wakes up, which does not count."""
     paths = {tuple((f.file, f.name, f.line) for f in path if f is not None) for path in thread.paths}
     users = {next(((f.file, f.line) for f in path if user_frame([f])), None) for path in thread.paths}
     if new:

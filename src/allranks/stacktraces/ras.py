@@ -1,7 +1,7 @@
 """Asks NCCL's RAS service over TCP and reads its answer. A millisecond, no ptrace; MISMATCH alone proves nothing.
 
 A healthy job also shows different operation counts for a moment: only counts that stand alike in the first and the
-last answer are told.
+last answer are reported.
 """
 
 from __future__ import annotations

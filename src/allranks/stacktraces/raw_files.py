@@ -177,7 +177,7 @@ def _add_look(process: _Process, look: _Look) -> None:
 
 
 def _looks(name: str, path: Path, notes: list[str]) -> Iterator[_Look]:
-    """The processes in one file, each with its stacks; nothing when it is no capture."""
+    """The processes in one file, each with its stacks; nothing when it is not a capture."""
     try:
         text = read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace")
         parts = _SERVER_RANK.split(text)  # what the debug server of torch writes: all ranks in one file

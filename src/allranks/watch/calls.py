@@ -29,7 +29,7 @@ UNEVEN = ("scatter", "all_to_all", "alltoall")  # operations that each rank may 
 IDLE_S = 20.0  # ranks that have not moved for so long have been compared often enough
 MAX_NAMED = 3  # per set of processes: one difference leads to others
 WINDOW = 32  # calls of a group that have one hash
-TOLD = 8  # windows of a group that are told, of those of the last seconds
+TOLD = 8  # windows of a group that are sent, of those of the last seconds
 RECENT_S = 6.0
 REPLICAS = "replicas/"  # how the names of groups of replicas begin
 

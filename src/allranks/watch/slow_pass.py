@@ -12,7 +12,7 @@ EVERY_S = 10.0  # between two collections
 
 @dataclass(frozen=True)
 class SlowPasses:
-    """The limit, and which pass of which rank was told already."""
+    """The limit, and which pass of which rank was reported already."""
 
     limit_ms: float
     told: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)

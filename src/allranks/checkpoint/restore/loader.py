@@ -82,7 +82,7 @@ class Loader:
         unread: list[candidates.RestoreCandidate] = []
         for candidate in choice.candidates:
             if unread and candidate.step < unread[0].step and not self.rules.ignore_unreachable:
-                break  # an older one is no answer to a store that does not answer
+                break  # an older one does not replace a store that does not answer
             state, problem, unreadable = self._attempt_patiently(candidate, into, lister.deadline)
             if state is not None:
                 self.taken = candidate

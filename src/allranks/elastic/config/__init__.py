@@ -252,7 +252,7 @@ def _timeouts(get: Get) -> Iterator[Breach]:
 
 @dataclass
 class ValidationResult:
-    """`valid` is True when there is no error; warnings do not count against it. `config` is there when it is valid."""
+    """`valid` is True without errors; warnings do not count against it. `config` is there when it is valid."""
 
     valid: bool = True
     errors: list[str] = field(default_factory=list)

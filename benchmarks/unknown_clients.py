@@ -1,6 +1,6 @@
-"""What strangers cost the lighthouse: its memory, and how long members wait, while thousands knock at its port.
+"""What unknown clients cost the lighthouse: its memory, and how long members wait, while thousands knock at its port.
 
-    python benchmarks/strangers.py [--quick] [--json]
+    python benchmarks/unknown_clients.py [--quick] [--json]
 
 None of them knows the job token. 5,000 connections that say nothing or drip one byte a second, 200 that send
 requests and read no answer, and 1,000 that keep HTTP connections open. Meanwhile a member asks the lighthouse
@@ -27,7 +27,7 @@ from pathlib import Path
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.connection import raise_open_files
 
-STRANGERS, PIPELINED, KEPT = 5000, 200, 1000
+UNKNOWN_CLIENTS, PIPELINED, KEPT = 5000, 200, 1000
 RATE = 500  # new HTTP connections a second
 LIMIT_MB, LIMIT_MS = 100, 50
 TOKEN = "benchmark"
@@ -57,7 +57,7 @@ def main() -> int:
         "member_p50_ms": loud.percentile(0.5),
         "member_p99_ms": loud.percentile(0.99),
         "member_worst_ms": loud.percentile(1.0),
-        "member_p99_ms_without_strangers": quiet.percentile(0.99),
+        "member_p99_ms_without_unknown_clients": quiet.percentile(0.99),
         "pages_asked": loud.pages,
         "pages_refused": loud.refused,
     }
@@ -66,7 +66,7 @@ def main() -> int:
             print(f"{name:<34} {value}")
     holds = peak < LIMIT_MB and loud.percentile(0.99) < LIMIT_MS and not loud.refused
     machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
-    print(json.dumps({"name": "strangers", "numbers": numbers, "holds": holds, "machine": machine}))
+    print(json.dumps({"name": "unknown_clients", "numbers": numbers, "holds": holds, "machine": machine}))
     return 0 if holds else 1
 
 
@@ -90,10 +90,10 @@ def lighthouse() -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def crowd(address: str) -> Iterator[None]:
-    """Strangers, in processes of their own: those of the frames' protocol, and those who speak HTTP."""
-    script = Path(__file__).with_name("_lighthouse_strangers.py")
+    """Unknown clients, in processes of their own: those of the frames' protocol, and those who speak HTTP."""
+    script = Path(__file__).with_name("_lighthouse_unknown_clients.py")
     commands = [
-        [sys.executable, str(script), address, str(STRANGERS)],
+        [sys.executable, str(script), address, str(UNKNOWN_CLIENTS)],
         [sys.executable, __file__, "--nag", address],
     ]
     processes = [

@@ -1,9 +1,9 @@
-"""Strangers at the ports of a running job, and two replicas killed meanwhile: what it costs, and whether training goes on.
+"""Unknown clients at the ports of a running job, and two replicas killed meanwhile: what it costs, and whether training continues.
 
     ALLRANKS_TOKEN=benchmark allranks run --job crowd --replicas 3 --bind 127.0.0.1:29555 -m tests.soak.train_replicas FOLDER &
-    python benchmarks/strangers_job.py 127.0.0.1:29555 PID_OF_RUN FOLDER
+    python benchmarks/unknown_clients_job.py 127.0.0.1:29555 PID_OF_RUN FOLDER
 
-The strangers of strangers.py at the lighthouse, and 200 silent ones at every rank, for 50 s.
+The unknown clients of unknown_clients.py at the lighthouse, and 200 silent ones at every rank, for 50 s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from allranks.channel.web_client import get
 from allranks.lighthouse.connection import raise_open_files
-from strangers import Watch, crowd, dial, peak_mb
+from unknown_clients import Watch, crowd, dial, peak_mb
 
 SILENT, SECONDS = 200, 50.0
 

@@ -1,4 +1,4 @@
-"""A real job, and strangers at every port that its processes open: they learn nothing, and training and healing go on."""
+"""A real job, and unknown clients at every port that its processes open: they learn nothing, and training and healing continue."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from allranks.lighthouse.messages import PREAMBLE, Hello, encode
 pytestmark = pytest.mark.usefixtures("forks")
 
 ROOT = Path(__file__).parents[2]
-TOKEN = "the-token-of-a-job-with-strangers"
+TOKEN = "the-token-of-a-job-with-unknown-clients"
 CROWD = 100  # silent connections at each port, more than a server greets at a time
 SENT = {
     "nothing": b"",
     "garbage": bytes(range(256)) * 64,
-    "a hello": PREAMBLE + encode(Hello(replica="stranger")),
+    "a hello": PREAMBLE + encode(Hello(replica="unknown")),
     "a huge frame": PREAMBLE + HEAD.pack(0xFFFFFFFF, 1),
     "a huge length": struct.pack("!I", 0xFFFFFFFF) * 16,
     "a wrong proof": b"\x05votes" + bytes(48),
@@ -49,7 +49,7 @@ class RunningJob:
     """`allranks run --replicas 2` with a known token."""
 
     folder: Path
-    name: str = f"strangers-{os.getpid()}"
+    name: str = f"unknown-clients-{os.getpid()}"
     agent: subprocess.Popen[bytes] | None = None
     _crowd: list[socket.socket] = field(default_factory=list)
 
@@ -149,7 +149,7 @@ def dial(port: tuple[str, int]) -> socket.socket | None:
 
 
 def answers(ports: set[tuple[str, int]]) -> dict[tuple[tuple[str, int], str], bytes]:
-    """What whoever listens there says to each of SENT, until there is the status and a second of silence."""
+    """What anyone who listens there says to each of SENT, until there is the status and a second of silence."""
     said: dict[tuple[tuple[str, int], str], bytes] = {}
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for port in ports:
@@ -176,7 +176,7 @@ def answers(ports: set[tuple[str, int]]) -> dict[tuple[tuple[str, int], str], by
     return said
 
 
-def test_strangers_at_every_port_learn_nothing_and_stop_nothing(job: RunningJob) -> None:
+def test_unknown_clients_at_every_port_learn_nothing_and_stop_nothing(job: RunningJob) -> None:
     """While a hundred silent ones stay at each port a killed replica comes back, heals, and votes."""
     ports = job.ports()
     assert len(ports) >= 3  # the lighthouse's, and those of two replicas

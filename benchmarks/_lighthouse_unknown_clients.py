@@ -1,8 +1,8 @@
-"""Strangers at the lighthouse's door: thousands of half-open connections, some of which drip a byte a second.
+"""Unknown clients at the lighthouse's door: thousands of half-open connections, some of which drip a byte a second.
 
-    python benchmarks/_lighthouse_strangers.py HOST:PORT COUNT
+    python benchmarks/_lighthouse_unknown_clients.py HOST:PORT COUNT
 
-Keeps COUNT connections open as far as the lighthouse bears it: whoever is closed comes again, at most RATE a
+Keeps COUNT connections open as far as the lighthouse bears it: one that is closed comes again, at most RATE a
 second. Ends with its standard input and prints how often it knocked and how many were closed on it.
 """
 
@@ -22,7 +22,7 @@ RATE = 1000
 DRIP = PREAMBLE + HEAD.pack(4096, 1) + b"{" * 4096  # a hello that never ends
 
 
-class Strangers:
+class UnknownClients:
     """Each is a socket and the number of bytes it has dripped; odd ones never say anything."""
 
     def __init__(self, address: str, count: int) -> None:
@@ -73,18 +73,18 @@ class Strangers:
 def main() -> int:
     """Until standard input ends."""
     raise_open_files()
-    strangers = Strangers(sys.argv[1], int(sys.argv[2]))
+    clients = UnknownClients(sys.argv[1], int(sys.argv[2]))
     most, last, dripped = 0, time.monotonic(), time.monotonic()
     while not select.select([sys.stdin], [], [], 0.02)[0]:
         now = time.monotonic()
-        strangers.fill(int(min(now - last, 0.1) * RATE))
+        clients.fill(int(min(now - last, 0.1) * RATE))
         last = now
-        strangers.listen(0.0)
-        most = max(most, strangers.held)
+        clients.listen(0.0)
+        most = max(most, clients.held)
         if now - dripped >= 1.0:
             dripped = now
-            strangers.drip()
-    print(json.dumps({"knocked": strangers.knocked, "closed": strangers.closed, "most_open": most}))
+            clients.drip()
+    print(json.dumps({"knocked": clients.knocked, "closed": clients.closed, "most_open": most}))
     return 0
 
 
