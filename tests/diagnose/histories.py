@@ -156,7 +156,7 @@ class World:
         return ended
 
     def traces(self, *, lost: frozenset[int] = frozenset()) -> list[RankTrace]:
-        """One trace per rank that is not dead or lost, in rank order."""
+        """One trace per rank that is not dead or with_lost_call, in rank order."""
         return [self.trace(rank) for rank in sorted(self.programs) if rank not in self.dead | lost]
 
     def trace(self, rank: int) -> RankTrace:
@@ -315,3 +315,31 @@ def expect(result: Diagnosis, cause: str, *ranks: int) -> Finding:
     verdict = verdict_of(result)
     assert (verdict.cause, verdict.ranks) == (cause, ranks), verdict.sentence
     return verdict
+
+
+FLAVOURS = {
+    "nccl": {"backend": "nccl"},
+    "nccl running ahead": {"backend": "nccl", "ahead": 5},
+    "gloo": {"backend": "gloo"},
+    "gloo without members": {"backend": "gloo", "members": False},
+    "nccl without stacks": {"backend": "nccl", "stacks": False},
+}
+LAYOUT = Layout(8, 2)
+AT = 6 * 4 + 2  # the reduce_scatter of the fifth round
+
+
+def traces_of(programs: dict[int, Program], flavour: str, layout: Layout = LAYOUT) -> list[RankTrace]:
+    return run(layout.members(), programs, **FLAVOURS[flavour]).traces()
+
+
+def tail(calls: np.ndarray, **columns: int) -> np.ndarray:
+    """The calls with the last one's columns changed."""
+    calls = calls.copy()
+    for name, value in columns.items():
+        calls[name][-1] = value
+    return calls
+
+
+def with_lost_call(calls: np.ndarray, took_s: float) -> np.ndarray:
+    ended_ns = int(calls["created_ns"][-1]) + int(took_s * 1e9)
+    return tail(calls, state=int(State.FAILED), completed_ns=ended_ns)

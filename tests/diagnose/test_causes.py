@@ -4,48 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from allranks.diagnosis import DiagnoseOptions, diagnose
-from allranks.model.diagnosis import FileNote, RankNow
-from allranks.model.trace import Flag, Frame, Progress, RankTrace, State
+from allranks.model.diagnosis import RankNow
+from allranks.model.trace import Frame, Progress, State
 
-from .histories import DIE, START_NS, STUCK, Do, Layout, Program, edit, expect, run, verdict_of, with_change
+from .histories import (
+    AT,
+    DIE,
+    FLAVOURS,
+    LAYOUT,
+    START_NS,
+    STUCK,
+    Do,
+    edit,
+    expect,
+    run,
+    tail,
+    traces_of,
+    verdict_of,
+    with_change,
+)
 
-FLAVOURS = {
-    "nccl": {"backend": "nccl"},
-    "nccl running ahead": {"backend": "nccl", "ahead": 5},
-    "gloo": {"backend": "gloo"},
-    "gloo without members": {"backend": "gloo", "members": False},
-    "nccl without stacks": {"backend": "nccl", "stacks": False},
-}
-LAYOUT = Layout(8, 2)
-AT = 6 * 4 + 2  # the reduce_scatter of the fifth round
 everywhere = pytest.mark.parametrize("flavour", sorted(FLAVOURS))
-
-
-def _traces(programs: dict[int, Program], flavour: str, layout: Layout = LAYOUT) -> list[RankTrace]:
-    return run(layout.members(), programs, **FLAVOURS[flavour]).traces()
-
-
-def _tail(calls: np.ndarray, **columns: int) -> np.ndarray:
-    """The calls with the last one's columns changed."""
-    calls = calls.copy()
-    for name, value in columns.items():
-        calls[name][-1] = value
-    return calls
-
-
-def _lost(calls: np.ndarray, took_s: float) -> np.ndarray:
-    ended_ns = int(calls["created_ns"][-1]) + int(took_s * 1e9)
-    return _tail(calls, state=int(State.FAILED), completed_ns=ended_ns)
 
 
 @everywhere
 def test_a_healthy_job_has_nothing_wrong(flavour: str) -> None:
     """Uneven gathers, subgroups and broadcasts included."""
-    result = diagnose(_traces(LAYOUT.programs(6), flavour))
+    result = diagnose(traces_of(LAYOUT.programs(6), flavour))
     assert (result.status, result.verdict) == ("ok", None)
 
 
@@ -53,7 +41,7 @@ def test_a_healthy_job_has_nothing_wrong(flavour: str) -> None:
 def test_a_rank_that_never_enters_is_the_root_of_the_cascade(flavour: str) -> None:
     """All other ranks end up waiting, most of them for innocents."""
     verdict = expect(
-        diagnose(_traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), flavour)), "missing_rank", 5
+        diagnose(traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), flavour)), "missing_rank", 5
     )
     assert verdict.group == "dp_1"
     assert set(verdict.waiting) == set(range(8)) - {5}
@@ -62,13 +50,13 @@ def test_a_rank_that_never_enters_is_the_root_of_the_cascade(flavour: str) -> No
 @everywhere
 def test_a_rank_without_a_dump_is_held_to_be_dead(flavour: str) -> None:
     """Its partners wait for it and its file is not there."""
-    expect(diagnose(_traces(with_change(LAYOUT.programs(8), 3, AT, DIE), flavour)), "rank_died", 3)
+    expect(diagnose(traces_of(with_change(LAYOUT.programs(8), 3, AT, DIE), flavour)), "rank_died", 3)
 
 
 @everywhere
 def test_a_rank_that_never_called_anything_has_not_started(flavour: str) -> None:
     """Its dump is there and empty."""
-    expect(diagnose(_traces(with_change(LAYOUT.programs(8), 6, 0, STUCK), flavour)), "not_started", 6)
+    expect(diagnose(traces_of(with_change(LAYOUT.programs(8), 6, 0, STUCK), flavour)), "not_started", 6)
 
 
 @everywhere
@@ -76,7 +64,7 @@ def test_another_operation_is_a_type_mismatch_of_the_minority(flavour: str) -> N
     """One broadcasts where three reduce_scatter."""
     programs = LAYOUT.programs(8)
     odd = edit(programs[5][AT], op="all_reduce", line=77)
-    verdict = expect(diagnose(_traces(with_change(programs, 5, AT, odd), flavour)), "type_mismatch", 5)
+    verdict = expect(diagnose(traces_of(with_change(programs, 5, AT, odd), flavour)), "type_mismatch", 5)
     assert (verdict.group, verdict.sequence) == ("dp_1", 13)
 
 
@@ -86,7 +74,7 @@ def test_another_size_is_a_size_mismatch(flavour: str) -> None:
     programs = LAYOUT.programs(8)
     at = 6 * 4 + 5
     expect(
-        diagnose(_traces(with_change(programs, 2, at, edit(programs[2][at], size=3)), flavour)),
+        diagnose(traces_of(with_change(programs, 2, at, edit(programs[2][at], size=3)), flavour)),
         "size_mismatch",
         2,
     )
@@ -98,7 +86,7 @@ def test_another_dtype_is_a_dtype_mismatch(flavour: str) -> None:
     programs = LAYOUT.programs(8)
     at = 6 * 4 + 5
     odd = edit(programs[2][at], dtype="Double")
-    expect(diagnose(_traces(with_change(programs, 2, at, odd), flavour)), "dtype_mismatch", 2)
+    expect(diagnose(traces_of(with_change(programs, 2, at, odd), flavour)), "dtype_mismatch", 2)
 
 
 def test_another_root_is_a_root_mismatch() -> None:
@@ -106,14 +94,14 @@ def test_another_root_is_a_root_mismatch() -> None:
     programs = LAYOUT.programs(8)
     at = 6 * 4 + 4
     odd = edit(programs[6][at], root=6)
-    expect(diagnose(_traces(with_change(programs, 6, at, odd), "nccl")), "root_mismatch", 6)
+    expect(diagnose(traces_of(with_change(programs, 6, at, odd), "nccl")), "root_mismatch", 6)
 
 
 def test_another_reduce_op_is_found_though_nothing_hangs() -> None:
     """The collective ends and the result is wrong."""
     programs = LAYOUT.programs(8)
     at = 6 * 4 + 5
-    result = diagnose(_traces(with_change(programs, 1, at, edit(programs[1][at], reduce_op="max")), "nccl"))
+    result = diagnose(traces_of(with_change(programs, 1, at, edit(programs[1][at], reduce_op="max")), "nccl"))
     expect(result, "reduce_op_mismatch", 1)
 
 
@@ -123,7 +111,7 @@ def test_an_extra_call_of_the_same_size_is_found_where_it_was_made(flavour: str)
     programs = LAYOUT.programs(8)
     do = programs[4][AT - 1]
     verdict = expect(
-        diagnose(_traces(with_change(programs, 4, AT - 1, edit(do, line=99), do), flavour)),
+        diagnose(traces_of(with_change(programs, 4, AT - 1, edit(do, line=99), do), flavour)),
         "extra_collective",
         4,
     )
@@ -176,7 +164,7 @@ def test_an_extra_call_between_two_ranks_is_told_by_the_line_that_only_one_knows
 @pytest.mark.parametrize("flavour", sorted(FLAVOURS))
 def test_a_rank_that_skips_a_call_is_named_at_that_call(flavour: str) -> None:
     """It continues and waits in a circle with those that it left behind."""
-    result = diagnose(_traces(with_change(LAYOUT.programs(8), 3, AT), flavour))
+    result = diagnose(traces_of(with_change(LAYOUT.programs(8), 3, AT), flavour))
     assert expect(result, "missing_rank", 3).group == "dp_1"
 
 
@@ -212,9 +200,9 @@ def test_a_circle_of_four_ranks_is_an_inversion_of_all_four() -> None:
 
 def test_everybody_inside_and_nobody_out_is_the_network_or_a_device() -> None:
     """Nobody's program is to blame."""
-    traces = _traces(LAYOUT.programs(4), "nccl")
+    traces = traces_of(LAYOUT.programs(4), "nccl")
     stuck = [
-        replace(t, calls=_tail(t.calls, state=int(State.STARTED), completed_ns=0, flags=0)) for t in traces
+        replace(t, calls=tail(t.calls, state=int(State.STARTED), completed_ns=0, flags=0)) for t in traces
     ]
     verdict = expect(diagnose(stuck), "none_finished")
     assert "network or device" in verdict.sentence
@@ -222,118 +210,18 @@ def test_everybody_inside_and_nobody_out_is_the_network_or_a_device() -> None:
 
 def test_a_kernel_that_never_started_points_at_its_rank() -> None:
     """With timing on, the others are started and one is only scheduled."""
-    traces = _traces(LAYOUT.programs(4), "nccl")
+    traces = traces_of(LAYOUT.programs(4), "nccl")
     states = [State.SCHEDULED if t.header.rank == 6 else State.STARTED for t in traces]
     stuck = [
-        replace(t, calls=_tail(t.calls, state=int(s), completed_ns=0, flags=0))
+        replace(t, calls=tail(t.calls, state=int(s), completed_ns=0, flags=0))
         for t, s in zip(traces, states, strict=True)
     ]
     expect(diagnose(stuck), "none_finished", 6)
 
 
-def test_a_call_that_failed_on_one_rank_is_a_call_error() -> None:
-    """The others are still in it."""
-    traces = _traces(LAYOUT.programs(4), "nccl")
-    states = [State.FAILED if t.header.rank == 2 else State.STARTED for t in traces]
-    stuck = [
-        replace(t, calls=_tail(t.calls, state=int(s), completed_ns=0, flags=0))
-        for t, s in zip(traces, states, strict=True)
-    ]
-    expect(diagnose(stuck), "call_error", 2)
-
-
-def test_a_rank_that_ended_with_an_exception_died() -> None:
-    """Its black box says so; the others still wait."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
-    traces[5] = replace(traces[5], progress=Progress(closed="exception: ValueError: bad batch"))
-    assert "ValueError: bad batch" in expect(diagnose(traces), "rank_died", 5).sentence
-    ending = RankNow(5, "queue_wait", "train.py:5 in flush", "waits on a queue that nobody empties")
-    verdict = expect(diagnose(traces, stacks=[ending]), "rank_died", 5)
-    assert "its process has not ended, it is at train.py:5 in flush (queue wait)" in verdict.sentence
-    assert "rank 5 never entered" in verdict.sentence and ending.evidence in verdict.evidence
-
-
-def test_ctrl_c_is_no_death_and_tells_where_a_rank_was() -> None:
-    """All ranks get it. Of a hang it names the line; of a job that trained it says nothing; nothing tells for how long."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "gloo")
-    lines = {5: 7}
-
-    def stopped(traces: list[RankTrace]) -> list[RankTrace]:
-        ends = [f"exception: KeyboardInterrupt (train.py:{lines.get(rank, 30)}): " for rank in range(8)]
-        return [replace(t, progress=Progress(closed=end)) for t, end in zip(traces, ends, strict=True)]
-
-    verdict = expect(diagnose(stopped(traces)), "missing_rank", 5)
-    assert "it is at train.py:7 (interrupted)" in verdict.sentence and verdict.where == "train.py:7"
-    for took_s, sure in ((90, 0.9), (0.1, 0.35)):  # their connections broke when rank 5 ended
-        failed = [replace(t, calls=_lost(t.calls, took_s)) if t.header.rank != 5 else t for t in traces]
-        lost = verdict_of(diagnose(stopped(failed)))
-        found = (lost.cause, lost.ranks, lost.where, lost.confidence)
-        assert found == ("missing_rank", (5,), "train.py:7", sure), lost.sentence
-    ended = verdict_of(diagnose(stopped(traces), options=DiagnoseOptions(ended=True)))
-    assert ended.ranks == (5,) and ended.confidence < 0.6
-    assert diagnose(stopped(_traces(LAYOUT.programs(8), "gloo"))).status == "ok"
-
-
-def test_a_rank_whose_process_is_gone_died_even_inside_the_call() -> None:
-    """It entered, was killed, and the others saw the connection break."""
-    traces = _traces(LAYOUT.programs(4), "nccl")
-    states = [State.SCHEDULED if t.header.rank == 4 else State.FAILED for t in traces]
-    broken = [
-        replace(t, calls=_tail(t.calls, state=int(s), flags=0)) for t, s in zip(traces, states, strict=True)
-    ]
-    expect(diagnose(broken), "rank_died", 4)
-
-
-@pytest.mark.parametrize(("later_ms", "cause", "call"), [(500, "rank_died", 3), (-2, "call_error", 1)])
-def test_of_two_calls_that_failed_the_one_that_failed_first_is_the_root(
-    later_ms: int, cause: str, call: int
-) -> None:
-    """Rank 1 made a group of its own instead of the third call: the others ended, and its call lost them; or the reverse."""
-    members, world = {"world": (0, 1, 2), "own": (1,)}, [Do("all_reduce", "world", line=1)] * 2
-    programs = {
-        rank: [*world, Do("all_reduce", "own" if rank == 1 else "world", line=2)] for rank in range(3)
-    }
-    broken = []
-    for trace in run(members, programs, backend="gloo").traces():
-        ended = int(trace.calls["created_ns"][-1]) + 5_000_000
-        ended += later_ms * 1_000_000 if trace.header.rank == 1 else 0
-        broken.append(
-            replace(
-                trace,
-                calls=_tail(trace.calls, state=int(State.FAILED), completed_ns=ended),
-                kind="black box 1",
-            )
-        )
-    assert expect(diagnose(broken), cause, 1).sequence == call
-
-
-def test_a_failure_long_before_the_timeout_means_that_the_peer_is_gone() -> None:
-    """Black boxes of a gloo job after kill -9: the others' calls failed at once."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, 6 * 4 + 5, STUCK), "nccl")
-    broken = []
-    for trace in traces:
-        calls = trace.calls.copy()
-        last = calls[-1]
-        if trace.header.rank != 5:
-            calls["state"][-1], calls["completed_ns"][-1] = State.FAILED, int(last["created_ns"]) + 5_000_000
-        broken.append(replace(trace, calls=calls, kind="black box 1"))
-    expect(diagnose(broken), "rank_died", 5)
-
-
-def test_a_timeout_of_the_others_means_that_the_rank_is_missing() -> None:
-    """gloo puts timed-out calls away like finished ones; the rank that never entered gives it away."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, 6 * 4 + 5, STUCK), "gloo")
-    left = []
-    for trace in traces:
-        calls = trace.calls.copy()
-        calls["flags"] |= int(Flag.RETIRED)
-        left.append(replace(trace, calls=calls))
-    expect(diagnose(left), "missing_rank", 5)
-
-
 def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
     """The verdict says where the rank is instead."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "gloo")
+    traces = traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), "gloo")
     now = RankNow(5, "dataloader_wait", "data.py:88 in next_batch", "waits for worker 3")
     verdict = expect(diagnose(traces, stacks=[now]), "stuck_before_collective", 5)
     assert verdict.where == "data.py:88 in next_batch"
@@ -356,19 +244,9 @@ def test_a_little_jitter_makes_nobody_a_straggler() -> None:
     assert not diagnose(run({"world": (0, 1, 2, 3)}, programs).traces()).findings
 
 
-def test_a_damaged_file_lowers_confidence_and_accuses_nobody() -> None:
-    """The rank whose file was cut is only perhaps the one."""
-    traces = _traces(LAYOUT.programs(4), "nccl")
-    stuck = [replace(t, calls=_tail(t.calls, state=0, flags=0, completed_ns=0)) for t in traces]
-    stuck[3] = replace(stuck[3], calls=stuck[3].calls[:-4])
-    result = diagnose(stuck, [FileNote("trace_3", 3, "torch pickle 2.10", "damaged", "cut short")])
-    assert result.status == "unclear"
-    assert verdict_of(result).confidence < 0.5
-
-
 def test_a_live_job_between_two_calls_has_nothing_wrong() -> None:
     """One rank is a call behind, but only for a moment."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    traces = traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
     boxes = [replace(t, kind="black box 1") for t in traces]
     newest = max(int(t.calls["created_ns"].max()) for t in boxes)
     soon = diagnose(boxes, options=DiagnoseOptions(now_ns=newest + 50_000_000))
@@ -379,7 +257,7 @@ def test_a_live_job_between_two_calls_has_nothing_wrong() -> None:
 
 def test_a_hang_after_a_long_pause_is_one_when_the_caller_knows_that_nothing_moves() -> None:
     """The agent has watched the job; one long pause before (a checkpoint) does not hide who is waited for."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    traces = traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
     boxes = [replace(t, kind="black box 1", calls=t.calls.copy()) for t in traces]
     for box in boxes:
         box.calls["created_ns"][len(box.calls) // 2 :] += 20_000_000_000
@@ -390,7 +268,7 @@ def test_a_hang_after_a_long_pause_is_one_when_the_caller_knows_that_nothing_mov
 
 def test_a_declared_pause_is_no_hang() -> None:
     """The rank said that it would be silent, and for how long."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    traces = traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
     now = START_NS + 3600 * 10**9
     boxes = [replace(t, kind="black box 1") for t in traces]
     boxes[5] = replace(boxes[5], progress=Progress(phase="checkpoint", expect_until_ns=now + 10**9))
@@ -403,52 +281,9 @@ def test_a_declared_pause_is_no_hang() -> None:
     assert 5 not in blamed
 
 
-def test_gloo_kills_the_innocent_and_the_larger_size_is_blamed() -> None:
-    """Of three ranks one is gone, and the two left disagree."""
-    programs = {
-        rank: [Do("all_reduce", size=8, line=5)] * 3
-        + [Do("all_reduce", size=20 if rank == 1 else 10, line=7)]
-        for rank in range(3)
-    }
-    programs[0] = [*programs[0][:3], DIE]
-    expect(diagnose(run({"world": (0, 1, 2)}, programs, backend="gloo").traces()), "size_mismatch", 1)
-
-
-def test_a_missing_file_of_a_finished_job_is_unclear_and_only_a_warning_when_allowed() -> None:
-    """Everything completed, on all ranks that are there."""
-    traces = [t for t in _traces(LAYOUT.programs(4), "nccl") if t.header.rank != 2]
-    result = diagnose(traces)
-    assert (result.status, verdict_of(result).cause, verdict_of(result).ranks) == (
-        "unclear",
-        "rank_died",
-        (2,),
-    )
-    assert diagnose(traces, options=DiagnoseOptions(allow_incomplete_ranks=True)).status == "ok"
-
-
-def test_black_boxes_of_other_nodes_are_merely_elsewhere() -> None:
-    """Each node keeps its own."""
-    boxes = [
-        replace(t, kind="black box 1") for t in _traces(LAYOUT.programs(4), "nccl") if t.header.rank != 2
-    ]
-    assert diagnose(boxes).status == "ok"
-
-
-def test_completed_is_not_believed_once_a_rank_is_gone() -> None:
-    """NCCL turns the others' pending calls to completed when a peer exits."""
-    traces = _traces(with_change(LAYOUT.programs(8), 3, AT + 3, DIE), "nccl")
-    flipped = []
-    for trace in traces:
-        calls = trace.calls.copy()
-        if trace.header.rank in (0, 1):
-            calls["state"] = State.COMPLETED
-        flipped.append(replace(trace, calls=calls))
-    expect(diagnose(flipped), "rank_died", 3)
-
-
 def test_a_large_job_is_settled_by_its_newest_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict is the same, and the report says what was examined."""
-    traces = _traces(with_change(LAYOUT.programs(60), 5, AT + 6 * 50, STUCK), "nccl")
+    traces = traces_of(with_change(LAYOUT.programs(60), 5, AT + 6 * 50, STUCK), "nccl")
     whole = expect(diagnose(traces), "missing_rank", 5)
     monkeypatch.setattr("allranks.diagnosis.verdict.LARGE_JOB", 8 * 130)
     result = diagnose(traces)
@@ -502,7 +337,7 @@ def test_a_tie_at_different_lines_advises_to_compare_the_lines() -> None:
 
 def test_each_stack_says_what_it_is_and_the_live_one_comes_first() -> None:
     """The stack of the last finished call is not where the rank is now, and the advice names the line where it is."""
-    traces = _traces(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
+    traces = traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), "nccl")
     live = (Frame("next_batch", "/home/me/data.py", 88),)
     now = RankNow(5, "dataloader_wait", "data.py:88 in next_batch", "waits for worker 3", live)
     verdict = expect(diagnose(traces, stacks=[now]), "stuck_before_collective", 5)

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from allranks.cli import main
 from allranks.incidents import pipeline
-from allranks.incidents.evidence import Evidence, Observed, read_observed
+from allranks.incidents.evidence import Evidence, Observed
 from allranks.incidents.folder import read_incidents
-from allranks.incidents.judge import correct
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
-from allranks.incidents.policy import Mode, PolicyOptions
-from allranks.launch.node_agent import NodeAgent
+from allranks.incidents.policy import PolicyOptions
 from allranks.model.cluster import read_health
-from allranks.model.diagnosis import Action, Diagnosis, Finding, Incident
+from allranks.model.diagnosis import Finding, Incident
 from allranks.model.stacks import (
     Capture,
     ProcessCapture,
@@ -31,85 +27,11 @@ from allranks.model.stacks import (
     StacksReport,
     ThreadFacts,
 )
-from allranks.supervise.replicas import Event, ReplicaOptions, Request, Supervisor
-from allranks.watch.exits import Death
 from allranks.watch.samples import read_samples
-from allranks.watch.silence import NoticeOptions, Suspicion
+from allranks.watch.silence import Suspicion
 from boxes import write_box
 
-# the hand-set clock runs ahead of the real one, however long other tests take
-START_S = time.monotonic() + 1e6
-VERDICT = Finding("stuck_before_collective", (1,), "rank 1 is stuck", confidence=0.95)
-
-
-@dataclass
-class Hand:
-    """An actor that remembers, or fails."""
-
-    error: Exception | None = None
-    done: list[Action] = field(default_factory=list)
-
-    def act(self, action: Action, incident: Incident) -> str:
-        """As asked."""
-        if self.error is not None:
-            raise self.error
-        self.done.append(action)
-        return "done"
-
-
-def look(watch: Watch, at_s: float) -> Suspicion | None:
-    """One turn of the watch."""
-    return watch.look(START_S + at_s)
-
-
-def trained(
-    tmp_path: Path, hand: Hand, mode: Mode = "replica", retry_s: float | None = 60, **options: Any
-) -> Watch:
-    """A watch that has seen three replicas do thirty quick steps; its clock stands at 3.0 s."""
-    boxes = tmp_path / "boxes"
-    boxes.mkdir()
-    notice = NoticeOptions(floor_s=5, warm_up_marks=5, retry_s=retry_s)
-    chosen = WatchOptions(
-        boxes,
-        tmp_path / "incidents",
-        "job",
-        mode=mode,
-        replicas=3,
-        collect_stacks=False,
-        notice=notice,
-        **options,
-    )
-    watch = Watch(chosen, actor=hand)
-    for step in range(31):
-        for rank in range(3):
-            write_box(boxes, rank, step)
-        assert look(watch, step / 10) is None
-    return watch
-
-
-def answer_with(
-    monkeypatch: pytest.MonkeyPatch, verdict: Finding | None = None, stacks: StacksReport | None = None
-) -> None:
-    """Every examination finds this in boxes and stacks; the judge has the last word. Without `stacks`, the ranks that the
-    verdict names sleep for a year."""
-
-    boxes = Diagnosis("fault" if verdict is not None else "unclear", verdict)
-    guilty = verdict.ranks if verdict is not None and stacks is None else ()
-    if stacks is None:
-        ranks = {r: RankState(r, "sleep" if r in guilty else "collective_wait", "", "") for r in range(3)}
-        stacks = StacksReport(hung=True, culprits=guilty, sentence="", ranks=ranks)
-    asleep = (Snapshot(0, facts=(ThreadFacts(1, state="S", syscall="clock_nanosleep", wait_s=3e7),)),)
-    capture = Capture(tuple(ProcessCapture(rank, snapshots=asleep) for rank in guilty))
-    report = stacks
-
-    def judged(evidence: Evidence) -> Diagnosis:
-        return correct(boxes, evidence.report, evidence.observed or Observed())
-
-    def read(folder: Path) -> Evidence:
-        return Evidence(reports=(report,), observed=read_observed(folder), captures=(capture,))
-
-    monkeypatch.setattr(pipeline, "read_incident", read)
-    monkeypatch.setattr(pipeline, "judge", judged)
+from .watches import VERDICT, Hand, answer_with, look, trained
 
 
 def test_a_failing_page_webhook_or_actor_does_not_lose_the_incident(
@@ -384,159 +306,3 @@ def test_a_watch_reports_only_the_ranks_of_its_own_agent(tmp_path: Path) -> None
     write_box(tmp_path / "boxes", 3, 30, pid=1)
     look(watch, 3.1)
     assert watch.ranks == (0, 1, 2)
-
-
-@pytest.mark.parametrize("named", [0, 1])
-def test_a_replica_that_has_not_moved_since_before_a_regroup_is_evicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: int
-) -> None:
-    """Ranks 0 and 2 gave step 30 up and try it again in a new group, in which the boxes look like the start of a job;
-    rank 1 sleeps. Nobody who has made 30 steps "has not begun"."""
-    ranks = {
-        r: RankState(r, "sleep" if r == 1 else "collective_wait", "data.py:3 in load", "") for r in range(3)
-    }
-    report = StacksReport(hung=True, culprits=(1,), sentence="", ranks=ranks)
-    answer_with(monkeypatch, Finding("not_started", (named,), "has not begun", confidence=0.9), report)
-    hand = Hand()
-    watch = trained(tmp_path, hand)
-    for rank in (0, 2):
-        write_box(tmp_path / "boxes", rank, 30, calls=70, step_ns=2)
-    for tenths in range(31, 700, 4):
-        if not hand.done:
-            look(watch, tenths / 10)
-    assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
-    (story,) = read_incidents(tmp_path / "incidents")
-    assert (story["verdict"]["cause"], story["ranks"]) == ("sleep", [1])
-    assert story["verdict"]["sentence"].startswith("rank 1 has not moved for ")
-
-
-def test_a_stopped_replica_that_the_others_left_behind_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 is frozen; ranks 0 and 2 train on; rank 1's replica is evicted once, the others are not touched."""
-    state = RankState(1, "stopped", "data.py:3 in load", "state T")
-    report = StacksReport(hung=None, culprits=(1,), sentence="", ranks={1: state})
-    answer_with(monkeypatch, stacks=report)
-    hand = Hand()
-    watch = trained(tmp_path, hand)
-    for moment in range(40, 600):
-        for rank in (0, 2):
-            write_box(tmp_path / "boxes", rank, moment)
-        look(watch, moment / 10)
-        if watch.hangs.behind is not None:
-            watch.hangs.behind.next_s = 0.0
-    assert [(action.kind, action.replica, action.ranks) for action in hand.done] == [("evict", 1, (1,))]
-    (story,) = read_incidents(tmp_path / "incidents")
-    assert (story["kind"], story["verdict"]["cause"], story["step"]) == ("hang", "stopped", 30)
-    assert "recovered" in [moment["name"] for moment in story["timeline"]]
-
-
-@pytest.mark.parametrize("young", [False, True])
-def test_a_standstill_that_ends_because_the_others_go_on_without_one_is_the_same_incident(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, young: bool
-) -> None:
-    """Nobody moves, one look is taken; then ranks 0 and 2 train on and rank 1 does not: noticed once, and early."""
-    state = RankState(1, "stopped", "data.py:3 in load", "state T")
-    answer_with(monkeypatch, stacks=StacksReport(hung=None, culprits=(1,), sentence="", ranks={1: state}))
-    watch = trained(tmp_path, Hand())
-    if young:  # in its first step
-        write_box(tmp_path / "boxes", 1, 30, start_ns=2)
-        look(watch, 3.1)
-    look(watch, 50.0)
-    assert watch.hangs.standstill is not None
-    for moment in range(510, 700):
-        for rank in (0, 2):
-            write_box(tmp_path / "boxes", rank, moment)
-        look(watch, moment / 10)
-        if watch.hangs.behind is not None:
-            watch.hangs.behind.next_s = 0.0
-    (story,) = read_incidents(tmp_path / "incidents")
-    assert (story["kind"], story["ranks"], story["action"]["kind"]) == ("hang", [1], "evict")
-    assert [moment["name"] for moment in story["timeline"]].count("noticed") == 1
-
-
-def test_a_standstill_that_begins_while_another_suspicion_is_examined_is_noticed_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A pause is still being looked into when the job hangs soon after it: that is logged at once, examined next."""
-    answer_with(monkeypatch, VERDICT)
-    watch = trained(tmp_path, Hand())
-    done = threading.Event()
-    watch._examining = threading.Thread(target=done.wait)
-    watch._examining.start()
-    for moment in (8.5, 9.0):
-        look(watch, moment)
-    assert caplog.text.count("it is examined next") == 1
-    noticed = time.time()
-    done.set()
-    watch._examining.join()
-    look(watch, 12.0)
-    (story,) = read_incidents(tmp_path / "incidents")
-    (at,) = [moment["at"] for moment in story["timeline"] if moment["name"] == "noticed"]
-    assert at <= noticed < story["opened"]
-
-
-def test_a_suspicion_that_one_look_did_not_settle_is_no_hang_when_the_job_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slow ending is not an incident of its own."""
-    answer_with(monkeypatch, VERDICT)
-    watch = trained(tmp_path, Hand())
-    look(watch, 8.1)
-    watch.close()
-    (story,) = read_incidents(tmp_path / "incidents")
-    assert story["kind"] == "stall"
-
-
-def test_when_all_ranks_die_at_once_their_next_lives_end_the_incident(tmp_path: Path) -> None:
-    """There are no survivors to watch: the job has recovered when every rank completes calls again."""
-    watch = trained(tmp_path, Hand())
-    for rank in range(3):
-        write_box(tmp_path / "boxes", rank, 30, pid=2**22 + rank)  # no such process
-    opened = watch.deaths.note_death(Death(1, 2**22 + 1, 1.0, "died of SIGKILL"))
-    assert opened is not None
-    for rank in range(3):
-        write_box(tmp_path / "boxes", rank, -1, calls=0)
-    look(watch, 5.0)
-    assert opened.current.closed is None
-    for rank in range(3):
-        write_box(tmp_path / "boxes", rank, 0, calls=2)
-    look(watch, 6.0)
-    assert json.loads((opened.path / "incident.json").read_text())["closed"] is not None
-
-
-class Ranks(Supervisor):
-    """A supervisor that starts nothing: replicas 1 and 2 are in their second life."""
-
-    def __init__(self) -> None:
-        super().__init__(ReplicaOptions((), 3))
-        self.asked: list[Request] = []
-
-    def restarted(self) -> tuple[int, ...]:
-        return (1, 2)
-
-    def pids(self) -> dict[int, int]:
-        return {1: os.getpid(), 2: os.getpid()}
-
-    def request(self, request: Request) -> None:
-        self.asked.append(request)
-
-
-def test_when_the_training_is_over_a_replica_on_its_way_back_is_turned_away(tmp_path: Path) -> None:
-    """Replica 2 has completed calls and ends by itself; replica 1 would train alone from the first step."""
-    watch, ranks = trained(tmp_path, Hand()), Ranks()
-    write_box(tmp_path / "boxes", 1, -1, calls=0)
-    agent = NodeAgent(watch, None, ranks)
-    agent._happened(Event("finished", 0, 0.0))
-    agent.close()
-    assert [(request.action, request.replica) for request in ranks.asked] == [("stop", 1)]
-
-
-def test_a_replica_has_trained_when_its_calls_and_steps_went_on_for_a_while(tmp_path: Path) -> None:
-    """Replica 1 trained for a minute, replica 2 died in its first steps, replica 0 has just started."""
-    watch = trained(tmp_path, Hand())
-    agent = NodeAgent(watch, None, Ranks())
-    write_box(tmp_path / "boxes", 0, -1, calls=0, start_ns=10**18)
-    write_box(tmp_path / "boxes", 1, 900, start_ns=10**18, step_ns=10**18 + 60 * 10**9)
-    write_box(tmp_path / "boxes", 2, 900, calls=4, start_ns=10**18, step_ns=10**18 + 60 * 10**9)
-    assert [agent.has_trained(replica) for replica in range(3)] == [False, True, False]
