@@ -30,7 +30,7 @@ from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
 from allranks.manager.registered_state import missing_parts, named_parts
-from allranks.manager.votes import Tally
+from allranks.manager.vote_mesh import Tally
 
 from .cluster import LIMIT_S, LighthouseProcess, batch, fingerprint
 

@@ -21,8 +21,7 @@ from allranks.manager.heal.fetch import Fetch, HealSource
 from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState, Offer, make_offer, stripes
 from allranks.manager.replica_rendezvous import ReplicaRendezvous
-from allranks.manager.vote_mesh import VoteMesh, Voter
-from allranks.manager.votes import Tally, Vote
+from allranks.manager.vote_mesh import Tally, Vote, VoteMesh, Voter
 
 KEYS = Keyring("known to members only")
 MEMBER = KEYS.for_quorum(1, 2)

@@ -26,7 +26,7 @@ from allranks.errors import GroupAborted
 from allranks.manager.groups.generation import Generation
 from allranks.manager.groups.teardown import start_thread
 from allranks.manager.heal.state import local_of
-from allranks.manager.votes import Tally
+from allranks.manager.vote_mesh import Tally
 from allranks.model.cluster import Quorum
 
 log = logging.getLogger("allranks.manager")

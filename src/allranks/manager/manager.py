@@ -33,7 +33,7 @@ from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environ
 from allranks.manager.registered_state import LoadFunction, RegisteredState, SaveFunction
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
-from allranks.manager.votes import Tally, Vote
+from allranks.manager.vote_mesh import Tally, Vote
 from allranks.manager.work import ManagedWork, result_or_default
 
 log = logging.getLogger("allranks.manager")

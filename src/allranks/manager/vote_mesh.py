@@ -27,7 +27,40 @@ from allranks.channel.frames import (
 from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.errors import GroupAborted, ManagerError
 from allranks.manager.groups.sockets import SocketSet
-from allranks.manager.votes import Tally, Vote
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one rank says at the end of a step."""
+
+    good: bool  # its gradients are reduced and it wants to commit
+    news: bool  # the membership should change at this boundary
+    step: int  # the step it is about to make
+    small: int = 0  # digest of learning rates, loss scale and the like; 0: none
+    state: int = 0  # digest of parameters and optimizer state, in some steps; 0: not in this one
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The sum of all votes."""
+
+    voters: int
+    good: int
+    news: int
+    small: tuple[int, ...] = ()  # in the order of the voters
+    state: tuple[int, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Everybody wants the step."""
+        return self.good == self.voters
+
+    @property
+    def reason(self) -> str:
+        return (
+            "all voted for the step" if self.passed else f"{self.voters - self.good} voted against the step"
+        )
+
 
 MAX_VOTERS = 4096
 _FORM = struct.Struct("!q??qq")  # step, good, news, digests of the small and of the large state

@@ -10,8 +10,7 @@ from functools import cached_property
 
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.plan import QuorumPlan
-from allranks.manager.vote_mesh import VoteMesh
-from allranks.manager.votes import Tally, Vote
+from allranks.manager.vote_mesh import Tally, Vote, VoteMesh
 from allranks.manager.work import ManagedWork
 from allranks.model.cluster import Quorum
 
