@@ -34,9 +34,8 @@ from allranks.errors import NotRecording
 from allranks.model.files import write_atomically
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.model.trace import REDUCE_OPS, RankTrace
-from allranks.recording.calls import dtype_name
+from allranks.recording.calls import ErrorGuard, dtype_name
 from allranks.recording.groups import GroupState
-from allranks.recording.guard import ErrorGuard
 from allranks.recording.options import from_environment, is_true
 from allranks.recording.writer import CallWriter, fill_header, warn_once
 

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from allranks.blackbox.layout import Item, packed_ranks
 from allranks.model.trace import Rendezvous
 from allranks.recording import torch_internals as internals
-from allranks.recording.calls import CALLS, Args, Call, Function, Kwargs, Reader, dtype_name
+from allranks.recording.calls import CALLS, Args, Call, ErrorGuard, Function, Kwargs, Reader, dtype_name
 from allranks.recording.groups import GroupState, describe_group, timeout_ms
-from allranks.recording.guard import ErrorGuard
 from allranks.recording.options import TORCH_ERRORS, fast
 from allranks.recording.setup_calls import SetupCalls
 from allranks.recording.stores import Stores

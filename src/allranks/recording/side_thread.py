@@ -25,8 +25,8 @@ from allranks.blackbox.layout import wakeup_address
 from allranks.model.files import write_atomically
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import is_user_file
+from allranks.recording.calls import ErrorGuard
 from allranks.recording.dump import native_dumps
-from allranks.recording.guard import ErrorGuard
 from allranks.recording.writer import warn_once
 
 if TYPE_CHECKING:

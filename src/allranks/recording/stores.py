@@ -11,8 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from allranks.recording.auto import CLASSES
-from allranks.recording.calls import Args, Kwargs
-from allranks.recording.guard import ErrorGuard
+from allranks.recording.calls import Args, ErrorGuard, Kwargs
 from allranks.recording.options import TORCH_ERRORS
 from allranks.recording.torch_internals import Replaced, group_store
 
