@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from allranks.blackbox import header, layout
 from allranks.channel.frames import BadFrame, join_address, split_address, take_frames
-from allranks.channel.limits import ConnectionSlots
+from allranks.channel.server import ConnectionSlots
 from allranks.errors import ConfigurationError
 from allranks.lighthouse import messages
 from allranks.lighthouse.client.liveness_proxy import read_mark

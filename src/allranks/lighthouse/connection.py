@@ -22,7 +22,7 @@ import msgspec
 
 from allranks.channel.frames import HEAD, BadFrame, check_length, listen, take_frames, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
-from allranks.channel.limits import ConnectionSlots, FoldedLog
+from allranks.channel.server import ConnectionSlots, FoldedLog
 from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
 from allranks.lighthouse.messages import ACK, BEAT, PREAMBLE, QUORUM, Command, Result, decode, encode, load

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from allranks.channel.frames import join_address, loopback
-from allranks.channel.limits import ConnectionSlots
+from allranks.channel.server import ConnectionSlots
 from allranks.errors import require
 from allranks.lighthouse import grpc_wire
 from allranks.lighthouse.connection import Listener, Taker, open_files_limit

@@ -19,7 +19,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import cast
 
-from allranks.channel.limits import ConnectionSlots
+from allranks.channel.server import ConnectionSlots
 
 log = logging.getLogger("allranks.lighthouse")
 

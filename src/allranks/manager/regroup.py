@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from allranks.channel.limits import FoldedLog
+from allranks.channel.server import FoldedLog
 from allranks.checkpoint.manager import saves_checkpoints
 from allranks.errors import (
     AllranksError,
