@@ -17,7 +17,7 @@ from allranks.drill.ranks import Ranks
 from allranks.errors import ConfigurationError, GroupAborted, StateDiffers
 from allranks.lighthouse.options import Options
 from allranks.manager.ddp import DistributedDataParallel
-from allranks.manager.diloco import DiLoCo
+from allranks.manager.diloco import DiLoCo, LocalSGD
 from allranks.manager.drift import (
     BitSums,
     StateSums,
@@ -26,7 +26,6 @@ from allranks.manager.drift import (
     first_difference,
 )
 from allranks.manager.groups import generation
-from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
 from allranks.manager.registered_state import missing_parts, named_parts

@@ -12,9 +12,8 @@ from allranks.errors import require
 require("torch", feature="allranks.torchft", extra="torch")
 
 from allranks.manager.ddp import DistributedDataParallel, replicate
-from allranks.manager.diloco import DiLoCo
+from allranks.manager.diloco import DiLoCo, LocalSGD
 from allranks.manager.groups.managed import ManagedDeviceMesh, ft_init_device_mesh, managed_device_mesh
-from allranks.manager.local_sgd import LocalSGD
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
 from allranks.torchft import checkpointing, coordination, manager, process_group
 from allranks.torchft.manager import Manager, WorldSizeMode

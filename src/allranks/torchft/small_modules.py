@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import data
 
 from allranks.manager.ddp import DistributedDataParallel
-from allranks.manager.diloco import DiLoCo
-from allranks.manager.local_sgd import LocalSGD
+from allranks.manager.diloco import DiLoCo, LocalSGD
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
 from allranks.torchft import checkpointing, coordination
