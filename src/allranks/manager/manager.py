@@ -27,7 +27,7 @@ from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.groups.teardown import end_compile_workers
-from allranks.manager.heal.load import StateLoader
+from allranks.manager.heal.healing import StateLoader
 from allranks.manager.heal.state import LiveState, local_of
 from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
 from allranks.manager.registered_state import LoadFunction, RegisteredState, SaveFunction
