@@ -29,8 +29,7 @@ from allranks.recording import torch_internals as internals
 from allranks.recording.calls import CALLS, Args, Call, ErrorGuard, Function, Kwargs, Reader, dtype_name
 from allranks.recording.groups import GroupState, describe_group, timeout_ms
 from allranks.recording.options import TORCH_ERRORS, fast
-from allranks.recording.setup_calls import SetupCalls
-from allranks.recording.stores import Stores
+from allranks.recording.setup_calls import SetupCalls, Stores
 from allranks.recording.torch_internals import NO_OPTIONS, layout_of
 from allranks.recording.writer import CallWriter, Shapes, warn_once
 
