@@ -18,10 +18,19 @@ from allranks.lighthouse.agents import CUT_BACK_S, SILENT_BACK_S, Agents
 from allranks.lighthouse.detect import AwakeClock, find_silent
 from allranks.lighthouse.history import History
 from allranks.lighthouse.messages import Beat, Hello, NoQuorumYet, Pong, Probed, Refused, Welcome, encode
-from allranks.lighthouse.names import Names, superseded
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.quorum_coordinator import Keep, QuorumCoordinator, Timers
-from allranks.lighthouse.sessions import EventLog, Peer, Session, Sessions, deliver, merged, signed
+from allranks.lighthouse.sessions import (
+    EventLog,
+    Names,
+    Peer,
+    Session,
+    Sessions,
+    deliver,
+    merged,
+    signed,
+    superseded,
+)
 from allranks.lighthouse.state import QuorumState
 from allranks.lighthouse.status import PersistedState
 from allranks.lighthouse.training import LostSteps, TrainingView
