@@ -20,8 +20,7 @@ from allranks.errors import ConfigurationError
 from allranks.model.stacks import GroupCall, JobLook, Process, ProcessLink, StackFrame, ThreadLook, WaitFor
 from allranks.stacktraces import source
 from allranks.stacktraces.debug_config import DebugOptions
-from allranks.stacktraces.drawing import draw
-from allranks.stacktraces.html import render_processes
+from allranks.stacktraces.html import draw, render_processes
 from allranks.stacktraces.roles import give_roles, load_roles, parse_roles, with_roles
 from allranks.stacktraces.tasks import line_at, read_tasks
 from allranks.stacktraces.tree import (
