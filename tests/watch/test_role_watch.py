@@ -16,8 +16,7 @@ from allranks.errors import ConfigurationError
 from allranks.model.stacks import Guilty, ProcessFinding
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.debuggers import find_pyspy
-from allranks.watch.role_actions import MAX_RESTARTS, choose_restart, restart_commands
-from allranks.watch.role_sidecar import RoleSidecar
+from allranks.watch.role_sidecar import MAX_RESTARTS, RoleSidecar, choose_restart, restart_commands
 
 ROLES = Path(__file__).parents[2] / "examples" / "roles"
 COMMANDS = restart_commands(["reward=systemctl --user restart 'the judge'"])

@@ -13,7 +13,7 @@ import shlex
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,10 +29,39 @@ from allranks.stacktraces.links import read_links
 from allranks.stacktraces.procfs import ProcessEntry, read_proc
 from allranks.stacktraces.roles import give_roles, with_roles
 from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes, write_look
-from allranks.watch.role_actions import choose_restart, restart_commands
 from allranks.watch.role_progress import SAMPLE_S, EngineMetrics, PhaseHistory, RoleWork, parse_metrics
 from allranks.watch.samples import RankSample, read_sample
 from allranks.watch.sidecar import Sidecar
+
+MAX_RESTARTS, WITHIN_S = 3, 3600.0
+
+
+def restart_commands(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """ROLE=COMMAND of the options, by role."""
+    pairs = (one.partition("=")[::2] for one in given)
+    return {role.strip(): tuple(shlex.split(command)) for role, command in pairs}
+
+
+def choose_restart(
+    finding: ProcessFinding,
+    commands: Mapping[str, Sequence[str]],
+    earlier_s: Sequence[tuple[str, float]],
+    now_s: float,
+) -> tuple[str, str]:
+    """The role to restart ("" for none) and the reason. `earlier_s`: roles that were restarted, and when."""
+    if finding.state != "stuck":
+        return "", "the job is not stuck"
+    roles = {re.sub(r" \d+$", "", one.role) for one in finding.guilty}
+    if len(roles) != 1:
+        return "", f"{len(roles)} roles are guilty: one must be, for a restart"
+    (role,) = roles
+    if role not in commands:
+        return "", f"the job file has no restart command for {role}"
+    recent = sum(name == role and now_s - at_s < WITHIN_S for name, at_s in earlier_s)
+    if recent >= MAX_RESTARTS:
+        return "", f"{role} was restarted {recent} times within an hour"
+    return role, f"{role} is stuck and may be restarted"
+
 
 RESCAN_S, RESCAN_LATER_S, YOUNG_S = 5.0, 20.0, 120.0
 ENGINE = re.compile(r"(?i)vllm|sglang")
