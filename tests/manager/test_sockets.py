@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from allranks.manager.groups.sockets import SocketSet
+from allranks.manager.groups.gloo import SocketSet
 
 
 def test_a_child_closes_only_descriptors_that_are_still_those_sockets(tmp_path: Path) -> None:

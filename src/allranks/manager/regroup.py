@@ -32,10 +32,10 @@ from allranks.errors import (
 from allranks.lighthouse.client.actions import PendingAnswer
 from allranks.lighthouse.client.client import Client
 from allranks.manager.groups.generation import Generation
+from allranks.manager.groups.gloo import abort_connecting
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall, silenced
-from allranks.manager.groups.sockets import abort_connecting
 from allranks.manager.groups.teardown import start_thread
 from allranks.manager.heal.healing import Healing
 from allranks.manager.heal.serve import HealServer

@@ -26,7 +26,7 @@ from allranks.channel.frames import (
 )
 from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.errors import GroupAborted, ManagerError
-from allranks.manager.groups.sockets import SocketSet
+from allranks.manager.groups.gloo import SocketSet
 
 
 @dataclass(frozen=True)
