@@ -14,9 +14,16 @@ from importlib import resources
 from allranks.model.stacks import ProcessLink, StackFrame, ThreadLook, ThreadStack, WaitFor, is_user_file
 from allranks.model.yaml_tree import read_yaml
 from allranks.stacktraces import source
-from allranks.stacktraces.movement import ReadText, asks_again, has_moved, is_busy
 from allranks.stacktraces.patterns import StackPattern, frame_matches, match_thread
-from allranks.stacktraces.views import ProcessView, ThreadView, user_frame
+from allranks.stacktraces.views import (
+    ProcessView,
+    ReadText,
+    ThreadView,
+    asks_again,
+    has_moved,
+    is_busy,
+    user_frame,
+)
 
 SHORT_S = 30.0  # a sleep that ends sooner is not a hang by itself
 
