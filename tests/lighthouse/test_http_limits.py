@@ -25,9 +25,9 @@ from allranks.lighthouse.http import (
     _parse_head,
 )
 from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.page import take_snapshot
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import Status
 from allranks.lighthouse.web import MAX_CONNECTIONS, Web, http_protocol
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from allranks.cli.status import render
 from allranks.lighthouse.messages import Beat
-from allranks.lighthouse.page import page_view
+from allranks.lighthouse.page import page_view, take_snapshot
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
-from allranks.lighthouse.snapshot import take_snapshot
 from allranks.model.cluster import JobView, PublishedIncident, RankRow, write_health
 from allranks.model.job_state import AgentState, JobFacts, OpenIncident, describe
 

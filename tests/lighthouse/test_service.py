@@ -8,9 +8,9 @@ import pytest
 
 from allranks.lighthouse.agents import MAX_STORIES, MAX_STORIES_CHARS
 from allranks.lighthouse.messages import Beat, Hello, Refused, Welcome
+from allranks.lighthouse.page import take_snapshot
 from allranks.lighthouse.quorum_coordinator import _TOGETHER_S
 from allranks.lighthouse.service import PROXY_BACK_S
-from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import PersistedState
 from allranks.model.cluster import (
     Member,

@@ -14,8 +14,7 @@ import yaml
 from allranks.lighthouse import metrics
 from allranks.lighthouse.messages import Beat
 from allranks.lighthouse.metrics import render_metrics
-from allranks.lighthouse.page import take_sample
-from allranks.lighthouse.snapshot import take_snapshot
+from allranks.lighthouse.page import take_sample, take_snapshot
 from allranks.lighthouse.status import Status, StatusEvent
 from allranks.lighthouse.training import Scene, TrainingView
 from allranks.model.job_state import AgentState, JobFacts, OpenIncident, describe

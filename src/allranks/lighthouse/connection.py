@@ -27,9 +27,9 @@ from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
 from allranks.lighthouse.messages import ACK, BEAT, PREAMBLE, QUORUM, Command, Result, decode, encode, load
 from allranks.lighthouse.options import ServerOptions
+from allranks.lighthouse.page import take_snapshot
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
-from allranks.lighthouse.snapshot import take_snapshot
 from allranks.model.cluster import (
     PROTOCOL_VERSION,
     CollectEvidence,

@@ -32,8 +32,8 @@ from allranks.lighthouse.election import Election, EtcdOptions
 from allranks.lighthouse.history import History
 from allranks.lighthouse.messages import Refused, encode
 from allranks.lighthouse.options import Options, ServerOptions
+from allranks.lighthouse.page import take_snapshot
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import PersistedState, Status
 
 

@@ -25,9 +25,8 @@ import msgspec
 from allranks.lighthouse.connection import open_files_limit
 from allranks.lighthouse.http import Answer, EventStream, HttpConnection, HttpRequest, HttpSlots
 from allranks.lighthouse.metrics import METRICS_KIND, render_metrics
-from allranks.lighthouse.page import overview, page_view
+from allranks.lighthouse.page import overview, page_view, take_snapshot
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.snapshot import take_snapshot
 from allranks.lighthouse.status import StatusEvent
 from allranks.model.parsing import from_json, printable
 
