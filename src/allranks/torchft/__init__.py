@@ -13,11 +13,11 @@ require("torch", feature="allranks.torchft", extra="torch")
 
 from allranks.manager.ddp import DistributedDataParallel, replicate
 from allranks.manager.diloco import DiLoCo, LocalSGD
-from allranks.manager.groups.managed import ManagedDeviceMesh, ft_init_device_mesh, managed_device_mesh
 from allranks.manager.optimizer import Optimizer, OptimizerWrapper
 from allranks.torchft import checkpointing, coordination, manager, process_group
 from allranks.torchft.manager import Manager, WorldSizeMode
 from allranks.torchft.process_group import (
+    ManagedDeviceMesh,
     ManagedProcessGroup,
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
@@ -25,6 +25,8 @@ from allranks.torchft.process_group import (
     ProcessGroupGloo,
     ProcessGroupNCCL,
     ProcessGroupXCCL,
+    ft_init_device_mesh,
+    managed_device_mesh,
 )
 from allranks.torchft.small_modules import DistributedSampler, make_modules
 
