@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from allranks.watch.samples import RankSample
-from allranks.watch.slow_pass import SlowPasses
+from allranks.watch.sidecar import SlowPasses
 
 
 def _rank(silent_ms: float, started: int = 5, completed: int = 5, now_s: float = 100.0) -> RankSample:
