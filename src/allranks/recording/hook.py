@@ -34,7 +34,7 @@ from allranks.recording.torch_internals import NO_OPTIONS, layout_of
 from allranks.recording.writer import CallWriter, Shapes, warn_once
 
 if TYPE_CHECKING:
-    from allranks.recording.recording_group import RecordingProxies
+    from allranks.recording.groups import RecordingProxies
 
 #: Modules whose code runs under a collective.
 _NAMES = "hook guard setup_calls stores recording_group writer stack calls groups torch_internals"
@@ -117,7 +117,7 @@ class Hook:
     def _install_proxies(self) -> None:
         if internals.version() < internals.FIRST_WITH_PROXIES:
             raise LookupError("they need torch 2.7")
-        from allranks.recording.recording_group import RecordingProxies
+        from allranks.recording.groups import RecordingProxies
 
         self._proxies = RecordingProxies(self)
         self._proxies.install()
