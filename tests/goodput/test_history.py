@@ -19,8 +19,16 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.ledger.history import HistoryWriter, NodeHistory, default_place, known_bad
-from allranks.ledger.nodes import BadNode, NodeEvent, judge_nodes, outage_events
+from allranks.ledger.history import (
+    BadNode,
+    HistoryWriter,
+    NodeEvent,
+    NodeHistory,
+    default_place,
+    judge_nodes,
+    known_bad,
+    outage_events,
+)
 from allranks.ledger.records import Outage
 
 NOW = 1_790_000_000.0

@@ -22,8 +22,7 @@ from allranks.ledger.arrivals import Waited, find_waits
 from allranks.ledger.booking import Sampled
 from allranks.ledger.changes import ChangePoint
 from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger, read_recent
-from allranks.ledger.history import HistoryWriter
-from allranks.ledger.nodes import outage_events
+from allranks.ledger.history import HistoryWriter, outage_events
 from allranks.ledger.records import STATES, Booked, Outage, Passed, Record, RunEnd, RunStart, kind_of
 from allranks.ledger.slow import Lateness
 from allranks.ledger.summary import JobAccount, account
