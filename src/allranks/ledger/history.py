@@ -1,4 +1,5 @@
 """Jobs and nodes remembered: an SQLite file, or PostgreSQL by URL. Written by agents, never by ranks.
+And which nodes fail or slow down again and again, over all jobs, with reasons and confidence.
 
 A training never waits for it and never fails because of it: agents write through `HistoryWriter`, on a thread, with limits.
 Whatever is lost that way is in the ledgers, which `allranks history --import` reads again: every write replaces what is there.

@@ -1,6 +1,7 @@
-"""What the page of a job shows, as one small JSON object per refresh; larger parts are asked for (web.py). On the loop's thread.
+"""How everything looks at one moment (`Status`), and what the page of a job shows: one small JSON object per refresh; larger
+parts are asked for (web.py). On the loop's thread.
 
-Nothing here grows with the number of replicas but one letter for each rank and the list of those that are not well.
+Nothing of the page grows with the number of replicas but one letter for each rank and the list of those that are not well.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""What agents report of their ranks, put together for the page: cells, nodes, step times, one rank in detail. On the loop's
-thread; no sockets."""
+"""What agents report of their ranks, put together for the page: cells, nodes, step times, one rank in detail. And which
+nodes should compare the calls of their ranks: two whose hashes of the same calls differ, or all when every rank waits.
+
+A difference is a reason to look, not a finding: a program may call from another line on one rank. On the loop's thread; no sockets.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 A session is one rank's (or observer's) connection to us and outlives it: after an interruption the same session
 comes back on another connection and gets what it missed. `EventLog` publishes: events for people (log, history, listeners),
 notices for clients.
+
+`Names`: one process per name. Another process that wants it is refused while the first lives, and waits until that is
+known. One whose name was given to another never gets it back.
 """
 
 from __future__ import annotations

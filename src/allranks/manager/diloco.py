@@ -1,6 +1,9 @@
-"""DiLoCo: local steps with an inner optimizer, then an outer optimizer on the mean distance travelled.
+"""Replicas that train alone for some steps. Runs in a rank.
 
-Runs in a rank. The model is cut into fragments that are synchronised in turn (streaming): a fragment's
+LocalSGD takes the mean of the parameters. The truth is what the last committed synchronisation left (a copy is kept):
+that is what a replica that joins is given, never parameters in the middle of local steps.
+
+DiLoCo has an outer optimizer on the mean distance travelled. The model is cut into fragments that are synchronised in turn (streaming): a fragment's
 reduction starts, `fragment_sync_delay` local steps continue beside it, then the outer step is committed by vote.
 Each fragment keeps its global parameters: they are the state that heals, and what a failed commit falls back to.
 """

@@ -1,4 +1,7 @@
-"""The vote over plain sockets: every rank tells every rank, from the training thread, without a thread between.
+"""The vote that ends a step, over plain sockets: every rank sends it to every rank, from the training thread.
+
+It comes after every gradient has been reduced. If it succeeds, every rank knows that every rank holds the same
+gradients, and whether the membership should change, so all act at the same boundary. The lighthouse is not asked.
 
 Runs in a rank. A gloo allreduce of five numbers costs four hand-overs between threads; a send and a receive
 cost none. Connections come in through the healing server (same port, same proof of membership). A vote costs about 12 us of

@@ -2,6 +2,8 @@
 
 Runs in the rank. The table follows torch's pybind signatures, all overloads: `opts` objects, plain operators and
 roots, single tensors and lists. Ops have readable names of their own; model/torch_dump.py maps them to torch's.
+
+What of ours runs inside a call of the program goes through an `ErrorGuard`: an error of ours never reaches the program.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
 """What is known of a process group: its name, its members, its counters. Runs in the rank.
 
 A group is looked up by the identity of its Python object, once per call.
+
+Calls that C++ makes by itself (DDP's reducer on the autograd thread, functional collectives): C++ does not look at
+Python methods of a plain ProcessGroup, but it does call those of a Python subclass. So where C++ is handed a group (the
+reducer, the registry of group names, two functions of DDP's set-up), it gets a proxy: a ProcessGroup of the same name
+that shares the backends of the original and records before it passes a call on. Python code never sees a proxy: what it
+gets from the registry is turned back into the original. If anything here fails, the original is handed over and only
+the recording of C++'s own calls is lost.
 """
 
 from __future__ import annotations

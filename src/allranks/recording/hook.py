@@ -4,7 +4,7 @@ Where it hooks, and what each hook sees:
 
 - methods of the pybind classes `ProcessGroup` and `Backend`: every call that comes from Python, on any backend
   (torch.distributed, FSDP, pipelines, object collectives, `_dist2`, bare Backend objects);
-- `recording_group.py`: calls that C++ makes by itself (DDP's reducer, functional collectives);
+- `groups.py`: calls that C++ makes by itself (DDP's reducer, functional collectives);
 - `Work.wait`: the moment at which the program knows that a call is over.
 
 Recording is decided by one cell, so that `uninstall` is cheap and a forked child is silent at once.

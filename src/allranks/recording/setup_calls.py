@@ -2,6 +2,9 @@
 
 A rank that hangs in `init_process_group` or `new_group` has made no call yet, and one that has destroyed its groups
 makes none any more: the box says which of them it is inside, how many it has finished, and what it has destroyed.
+
+Members of a group meet at the address of its store. Processes of different worlds that meet at one address are in one
+group, whatever rank each has in its own world.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The report as one HTML page that needs no network: verdict, table, foldable tree, flame graphs. Pure.
+"""The report as one HTML page that needs no network: verdict, table, foldable tree, flame graphs,
+and who waits for whom as a drawing. Pure.
 
 Titles, functions and paths come from other people's processes: everything is escaped, and nothing is executed.
 """

@@ -1,4 +1,5 @@
-"""Joins what several looks say about one thread, so that a pattern can ask one thing. Pure."""
+"""Joins what several looks say about one thread, so that a pattern can ask one thing: also whether it
+moved, computed, or only asked again and again. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """torchft.process_group: groups whose members come and go.
 
 The Baby groups exist in torchft because a stuck backend could not be aborted inside a process. Ours can: they are
-the ordinary groups, without a child process.
+the ordinary groups, without a child process. `ManagedProcessGroup` can be given to
+`torch.distributed.all_reduce(group=...)`; `ManagedDeviceMesh` has one dimension over replicas (managed) beside ordinary
+ones inside the replica.
 """
 
 from __future__ import annotations

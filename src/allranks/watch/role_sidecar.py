@@ -1,7 +1,11 @@
 """Watches a job of several roles: `allranks watch --tree`. Runs in `allranks watch`, as sidecar.py does.
 
 Every process below the watched ones is sampled. When none of them moves for longer than the job's history allows, all are
-looked at for some seconds (stacktraces/tree.py), and only a finding that the job is stuck is reported.
+looked at for some seconds (stacktraces/tree.py), and only a finding that the job is stuck is reported. A stuck role may be
+restarted by its own command from the job file, and by nothing else:
+
+    debug:
+      restart: ["reward=systemctl --user restart reward"]
 """
 
 from __future__ import annotations

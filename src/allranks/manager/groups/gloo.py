@@ -1,7 +1,12 @@
 """Making and ending raw gloo backends: one gloo device per process, groups over it, their sockets known.
 
 Runs in a rank. The device (and with it the listening port) is kept for the life of the process, so every
-connected socket of every group can be told by its ports, also while a group is still being made.
+connected socket of every group is known by its ports, also while a group is still being made.
+
+gloo offers no abort: `ProcessGroupGloo.abort()` leaves a pending operation hanging until its timeout. Shutting down the
+group's connected sockets ends it within a millisecond. Sockets are recognised by port, never by guessing: every gloo
+pair has our gloo listener's port on one side or a peer's on the other. The listener itself is never touched: gloo
+terminates the process when accept() fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The state on its way, at both ends: fetched for the group that wants it, offered to members that need ours.
+"""The state on its way, at both ends: fetched for the group that wants it, offered to members that need ours, loaded
+into the user's objects.
 
-Runs in a rank, on the regrouping thread; `make_offer_if_due` and what `load.py` uses are called by the training thread.
+Runs in a rank, on the regrouping thread; `make_offer_if_due` and what loads a state are called by the training thread.
 """
 
 from __future__ import annotations
