@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("forks")
+
 DOCUMENTED = {
     "agent": "ElasticTrainingConfig WorldInfo get_world_info setup_distributed_environment cleanup_distributed "
     "is_main_process get_rank get_world_size barrier broadcast_object",

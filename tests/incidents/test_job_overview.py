@@ -311,6 +311,7 @@ os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else None
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_killed_rank_gets_its_torch_dump_from_its_black_box(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_spare_that_fails_to_start_does_not_end_running_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,7 @@ def browser(keep_child: set[int]) -> Iterator[Any]:
         yield running
 
 
+@pytest.mark.usefixtures("forks")
 def test_amber_within_two_seconds_of_the_suspicion_and_red_within_one_of_the_verdict(
     browser: Any, tmp_path: Path
 ) -> None:

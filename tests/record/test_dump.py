@@ -209,6 +209,7 @@ for name, data in sorted(native_dumps().items()):
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_torchs_ring_of_every_backend_is_harvested() -> None:
     """torch 2.15 keeps one ring for each backend's own name."""
     if "backend:" not in (internals.c10d._dump_fr_trace.__doc__ or ""):
