@@ -224,18 +224,42 @@ def test_ranks_that_all_run_the_same_loop_are_hung_at_the_cap() -> None:
     assert judge_stall(in_a_loop(310, ("load", "a", "b", "c")), LIMITS).state == "stalled"
 
 
+def remote_calls(woken: dict[int, tuple[int, ...]], quiet_s: tuple[float, ...] = (60, 80, 107)) -> list[Look]:
+    """Looks at three ranks in RPC, of which rank 1 runs a call of another. `woken`: context switches of each rank, by look."""
+    file, found = "/x/torch/distributed/rpc/api.py", []
+    for number, at in enumerate(quiet_s):
+        serving = (StackFrame("work", "train.py", 7), StackFrame("_run_function", file, 3))
+        waiting = (StackFrame("shutdown", file, 9),)
+        states = {
+            rank: RankState(rank, "rendezvous_wait", "train.py:50", "", stack=waiting) for rank in (0, 2)
+        }
+        states[1] = RankState(1, "sleep", "train.py:7 in work", "", stack=serving)
+        activity = {rank: Activity(5, (INSIDE,), switches=counts[number]) for rank, counts in woken.items()}
+        found.append(Look(at, at, StacksReport(True, (1,), "", states), False, activity=activity))
+    return found
+
+
 def test_ranks_that_call_each_other_are_not_hung() -> None:
-    """RPC: a worker's main thread waits without limit while another thread answers. When nothing wakes any more, time tells."""
-    file = "/x/torch/distributed/rpc/api.py"
-    seen = []
-    for number, one in enumerate(looks("queue_wait", file=file, quiet_s=120, finding=None)):
-        assert one.report is not None
-        report = replace(one.report, ranks={r: replace(one.report.ranks[1], rank=r) for r in (0, 1)})
-        activity = {0: Activity(5, (INSIDE,), switches=number), 1: Activity(5, (INSIDE,))}
-        seen.append(replace(one, report=report, activity=activity))
-    assert judge_stall(seen, LIMITS).reason == "the ranks call each other (RPC)"
-    silent = [replace(one, activity={r: Activity(5, (INSIDE,)) for r in (0, 1)}) for one in seen]
-    assert (judge_stall(silent, LIMITS).state, judge_stall(silent, LIMITS).certain) == ("hung", False)
+    """A call that ends wakes its caller and the rank that ran it; what no look has seen ended is as old as the looks."""
+    calling = remote_calls({0: (1, 2, 3), 1: (1, 2, 3), 2: (1, 1, 1)})
+    assert judge_stall(calling, LIMITS).reason == "the ranks call each other (RPC)"
+    long = remote_calls({0: (1, 2, 2), 1: (1, 2, 2), 2: (1, 1, 1)}, (60, 80, 150))
+    assert judge_stall(long, LIMITS).state == "stalled"
+
+
+@pytest.mark.parametrize("others", [(1, 1, 1), (1, 2, 3)])
+def test_a_call_of_another_rank_that_does_not_return_is_hung(others: tuple[int, ...]) -> None:
+    """Also beside others that return, and where our own debugger has woken the rank once."""
+    looks = remote_calls({0: others, 1: (1, 1, 1), 2: others}, (60, 80, 151))
+    found = judge_stall(looks, LIMITS)
+    assert (found.state, found.certain) == ("hung", False)
+    assert "rank 1 sleeps at train.py:7 in work" in found.reason
+    steps = StallLimits(hung_s=90.0, cap_s=300.0, trained=True)  # the silence began with the last step
+    assert (
+        judge_stall(remote_calls({0: others, 1: (1, 1, 1), 2: others}, (10, 13, 91)), steps).state == "hung"
+    )
+    debugged = remote_calls({0: (1, 1, 1, 1), 1: (1, 1, 3, 3), 2: (1, 1, 1, 1)}, (60, 80, 107, 171))
+    assert judge_stall(debugged, LIMITS).state == "hung"
 
 
 def test_the_last_rank_whose_thread_sleeps_for_an_hour_is_hung() -> None:

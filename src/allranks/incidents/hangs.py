@@ -314,7 +314,8 @@ class HangInvestigator:
         stalled = case.outcome.state == "stalled"
         self.pipeline.settle(case.opened, f"stalled: {describe_pause(case.looks)}" if stalled else "")
         further = stalled and len(case.looks) > 1
-        case.next_quiet_s = next_look_s(suspicion.quiet_s, limits, case.took_s) if further else 0.0
+        at_s = case.outcome.hung_at_s
+        case.next_quiet_s = next_look_s(suspicion.quiet_s, limits, case.took_s, at_s) if further else 0.0
         if stalled and (suspicion.by_step or case is self.behind):  # else the deadline is extended
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         known = {moment.text for moment in case.opened.current.timeline}

@@ -128,6 +128,7 @@ class StallOutcome:
     reason: str
     certain: bool = False
     livelock: bool = False  # every rank runs, and none gets further
+    hung_at_s: float = 0.0  # the silence at which a stall is a hang, where that is not known from the limits
 
 
 def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
@@ -141,8 +142,15 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
         return StallOutcome("stalled", "one look cannot tell a pause from a hang")
     if reason := _certain(looks, limits):
         return StallOutcome("hung", reason, certain=True)
-    if _calls_remotely(looks):
-        return StallOutcome("stalled", "the ranks call each other (RPC)")
+    if (began_s := _remote_call_began_s(looks, limits)) is not None and (
+        last.quiet_s - began_s < limits.hung_s
+    ):
+        doing = (
+            "the ranks call each other (RPC)"
+            if began_s == last.quiet_s
+            else _describe(find_guilty(last), last)
+        )
+        return StallOutcome("stalled", doing, hung_at_s=began_s + limits.hung_s)
     if all(map(_all_wake, looks[-2:])):
         loop = _shared_loop(looks)
         if last.quiet_s < limits.cap_s or not (limits.trained or loop):
@@ -178,12 +186,22 @@ def _all_wake(look: Look) -> bool:
     return apart and 1 < len(mains) == len(states) and not any(main.still for main in mains)
 
 
-def _calls_remotely(looks: Sequence[Look]) -> bool:
-    """Whether all ranks are in RPC, and some thread has woken since the look before."""
-    before, last = looks[-2:]
+def _remote_call_began_s(looks: Sequence[Look], limits: StallLimits) -> float | None:
+    """How long the silence had lasted when the remote call that others wait for was seen first; None outside of RPC.
+
+    Remote calls are not recorded. One that ends wakes the rank that ran it and the one that asked for it.
+    """
+    last = looks[-1]
     states = list(last.report.ranks.values()) if last.report is not None else []
-    woke = [r for r, a in last.activity.items() if a.switches != before.activity.get(r, a).switches]
-    return bool(states and woke) and all(map(_serves, states))
+    if not any(map(_serves, states)) or not all(_serves(s) or s.cause == "p2p_wait" for s in states):
+        return None
+    guilty = {state.rank for state in find_guilty(last)}
+    began_s = 0.0 if limits.trained else looks[0].quiet_s
+    for before, look in zip(looks, looks[1:], strict=False):
+        woke = {r for r, a in look.activity.items() if a.switches != before.activity.get(r, a).switches}
+        if len(woke) > 1 and (woke & guilty or not guilty):
+            began_s = look.quiet_s
+    return began_s
 
 
 def _serves(state: RankState) -> bool:
@@ -228,11 +246,11 @@ def limits_of(floor_s: float, cap_s: float, longest_s: float, trained: bool = Fa
     return StallLimits(min(cap_s, hung_s), cap_s, longest_s, trained)
 
 
-def next_look_s(quiet_s: float, limits: StallLimits, took_s: float = 0.0) -> float:
+def next_look_s(quiet_s: float, limits: StallLimits, took_s: float = 0.0, hung_at_s: float = 0.0) -> float:
     """The length of the silence at which to look again: each time a third longer, and so that a look which takes as long as the
     last one ends when a limit is reached."""
-    later = quiet_s * 4 / 3
-    near = (limit for limit in (limits.hung_s, limits.cap_s) if quiet_s < limit < later)
+    later = min(quiet_s * 4 / 3, quiet_s + limits.hung_s)
+    near = (limit for limit in (limits.hung_s, hung_at_s, limits.cap_s) if quiet_s < limit < later)
     return next((limit - 0.8 * took_s for limit in near), later)
 
 
