@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from allranks.incidents.policy import CERTAIN_MISMATCH, PROGRAM_FAULT
@@ -197,7 +198,7 @@ def _remote_call_began_s(looks: Sequence[Look], limits: StallLimits) -> float | 
         return None
     guilty = {state.rank for state in find_guilty(last)}
     began_s = 0.0 if limits.trained else looks[0].quiet_s
-    for before, look in zip(looks, looks[1:], strict=False):
+    for before, look in pairwise(looks):
         woke = {r for r, a in look.activity.items() if a.switches != before.activity.get(r, a).switches}
         if len(woke) > 1 and (woke & guilty or not guilty):
             began_s = look.quiet_s
