@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.stall import (
     Activity,
     Look,
@@ -262,6 +263,15 @@ def test_a_call_of_another_rank_that_does_not_return_is_hung(others: tuple[int, 
     assert judge_stall(debugged, LIMITS).state == "hung"
 
 
+@pytest.mark.parametrize("took_s", [0.3, 1.3, 1.5])
+def test_a_hang_by_time_is_called_one_within_90_s_and_a_pause_of_88_s_is_not(took_s: float) -> None:
+    """At defaults, in a job whose steps take 0.2 s: the look that decides begins at a poll of the watch, and takes its time."""
+    limits = limits_of(10.0, 300.0, 0.2)
+    begins_s = next_look_s(80.0, limits, took_s)
+    assert limits.hung_s > 88.0 + 2 * 0.2
+    assert begins_s + WatchOptions.poll_s + took_s <= 90.0
+
+
 def test_the_last_rank_whose_thread_sleeps_for_an_hour_is_hung() -> None:
     """The others have left; a thread that is not a daemon keeps the program from its end. While others work, nobody waits."""
     seen = looks(
@@ -306,8 +316,8 @@ def test_a_rank_that_only_serves_compiled_code_does_not_compile() -> None:
 
 
 def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
-    assert limits_of(10.0, 300.0, 0.0) == StallLimits(90.0, 300.0, 0.0)
-    assert limits_of(10.0, 300.0, 3.0).hung_s == 93.0  # a step of 3 s with a pause of 90 s in it
+    assert limits_of(10.0, 300.0, 0.0) == StallLimits(89.0, 300.0, 0.0)
+    assert limits_of(10.0, 300.0, 3.0).hung_s == 92.0  # a step of 3 s with a pause of 88 s in it
     assert limits_of(10.0, 300.0, 50.0).hung_s == 150.0
     assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
 
