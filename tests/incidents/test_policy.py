@@ -55,6 +55,19 @@ def test_a_doubtful_verdict_evicts_nobody() -> None:
     assert kind(replace(REPLICA, confidence=0.5)) == "collect"
 
 
+def test_a_replica_that_has_trained_is_ended_only_if_it_surely_hangs() -> None:
+    """It may upload its last checkpoint for minutes; a thread that waits for nobody keeps it for ever."""
+    left = replace(REPLICA, cause="shutdown_join", trained=True, certain=False, stalled_s=500.0)
+    assert kind(replace(left, trained=False)) == "evict"
+    action = decide_action(1000.0, left, PolicyState(), PolicyOptions())
+    assert action.kind == "collect" and "finished the training and may still save" in action.reason
+    assert kind(replace(left, certain=True)) == "evict"
+    assert (
+        kind(replace(left, certain=True, mode="whole_job"), options=PolicyOptions(enabled=True))
+        == "restart_job"
+    )
+
+
 def test_most_replicas_at_once_are_not_evicted() -> None:
     """If three of four are named, the verdict or the program is wrong."""
     assert kind(replace(REPLICA, ranks=(0, 2, 4))) == "collect"

@@ -8,12 +8,14 @@ import pytest
 
 from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.stall import (
+    POLL_S,
     Activity,
     Look,
     StallLimits,
     ThreadWait,
     find_activity,
     judge_stall,
+    left_s,
     limits_of,
     next_look_s,
 )
@@ -263,13 +265,18 @@ def test_a_call_of_another_rank_that_does_not_return_is_hung(others: tuple[int, 
     assert judge_stall(debugged, LIMITS).state == "hung"
 
 
-@pytest.mark.parametrize("took_s", [0.3, 1.3, 1.5])
-def test_a_hang_by_time_is_called_one_within_90_s_and_a_pause_of_88_s_is_not(took_s: float) -> None:
-    """At defaults, in a job whose steps take 0.2 s: the look that decides begins at a poll of the watch, and takes its time."""
-    limits = limits_of(10.0, 300.0, 0.2)
-    begins_s = next_look_s(80.0, limits, took_s)
-    assert limits.hung_s > 88.0 + 2 * 0.2
-    assert begins_s + WatchOptions.poll_s + took_s <= 90.0
+@pytest.mark.parametrize("late_s", [0.0, POLL_S])
+@pytest.mark.parametrize(("took_s", "takes_s"), [(0.3, 0.3), (1.3, 1.0), (1.3, 1.5), (4.0, 3.0), (4.0, 4.5)])
+def test_a_hang_by_time_is_called_one_within_90_s_and_a_pause_of_88_s_is_not(
+    late_s: float, took_s: float, takes_s: float
+) -> None:
+    """At defaults, in a job whose steps take 0.5 s: the look ends before the limit, and is judged when that is reached."""
+    limits = limits_of(10.0, 300.0, 0.5)
+    assert limits.hung_s >= 88.0 + 2 * 0.5 and WatchOptions.poll_s == POLL_S
+    ends_s = next_look_s(80.0, limits, took_s) + late_s + takes_s
+    assert limits.hung_s <= ends_s + left_s(ends_s, limits) <= 90.0
+    assert left_s(90.0, limits) == left_s(60.0, limits) == 0.0
+    assert left_s(148.0, limits, hung_at_s=149.5) == pytest.approx(1.501)
 
 
 def test_the_last_rank_whose_thread_sleeps_for_an_hour_is_hung() -> None:
@@ -326,9 +333,11 @@ def test_looks_become_rarer_and_do_not_miss_a_limit() -> None:
     """Each one asks all nodes for their stacks."""
     seen = [12.0]
     while seen[-1] < 300:
-        seen.append(next_look_s(seen[-1], LIMITS))
-    assert 90.5 in seen and 300.0 in seen and len(seen) == 14
-    assert next_look_s(80.0, LIMITS, took_s=2.0) == pytest.approx(88.9)
+        ends_s = next_look_s(seen[-1], LIMITS)
+        seen.append(ends_s + left_s(ends_s, LIMITS))
+    assert 90.501 in seen and 300.001 in seen and len(seen) == 13
+    assert left_s(4.0, limits_of(0.5, 300.0, 0.0)) == 0.0  # of a short limit the wait is short, too
+    assert next_look_s(80.0, LIMITS, took_s=2.0) == pytest.approx(87.6)
 
 
 def test_activity_is_of_threads_that_may_wake_another() -> None:

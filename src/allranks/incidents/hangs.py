@@ -25,6 +25,7 @@ from allranks.incidents.stall import (
     describe_pause,
     find_activity,
     judge_stall,
+    left_s,
     limits_of,
     next_look_s,
 )
@@ -297,9 +298,12 @@ class HangInvestigator:
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> None:
         """What it is after one more look."""
-        after, notice = read_samples(self.options.folder), self.options.notice
-        alive = [sample for sample in suspects if sample.alive]
+        notice, alive = self.options.notice, [sample for sample in suspects if sample.alive]
         limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s, self.history.trained)
+        if wait_s := left_s(suspicion.quiet_s, limits, case.outcome.hung_at_s):
+            time.sleep(wait_s)
+            suspicion = replace(suspicion, quiet_s=suspicion.quiet_s + wait_s)
+        after = read_samples(self.options.folder)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
         elif alive and all(map(self.pipeline.asked_to_end.covers, alive)):
@@ -395,6 +399,7 @@ class HangInvestigator:
             stalled_s=case.looks[-1].quiet_s,
             usual_s=options.notice.floor_s,
             act_s=act_s,
+            trained=has_left_training([s for s in samples if s.rank in verdict.ranks]),
         )
 
     def _act(self, opened: IncidentFolder, action: Action, samples: list[RankSample]) -> None:
@@ -435,6 +440,13 @@ def find_ended(
     alive = _processes(after)
     ended = [s.rank for s in before if s.alive and s.process not in alive]
     return next((rank for rank in ended if whole_job or rank in guilty), None)
+
+
+def has_left_training(samples: Sequence[RankSample]) -> bool:
+    """Whether these ranks have shut their manager down."""
+    return bool(samples) and all(
+        any(phase.name == "leaving" and not phase.end_ns for phase in sample.phases) for sample in samples
+    )
 
 
 def _processes(samples: Sequence[RankSample]) -> frozenset[ProcessId]:

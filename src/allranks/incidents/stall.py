@@ -238,6 +238,8 @@ def _by_history(limits: StallLimits) -> bool:
 HISTORY_FACTOR, FLOOR_FACTOR = 3.0, 8.9  # times the longest pause; times the shortest silence that is a stall
 
 
+POLL_S = 0.5  # a look may begin so much later than it should
+SPARE_S = 3.0  # that a look may end before the limit which it is made for
 LOOP_LOOKS = 4  # in which a rank must be in the same functions
 
 
@@ -248,11 +250,17 @@ def limits_of(floor_s: float, cap_s: float, longest_s: float, trained: bool = Fa
 
 
 def next_look_s(quiet_s: float, limits: StallLimits, took_s: float = 0.0, hung_at_s: float = 0.0) -> float:
-    """The length of the silence at which to look again: each time a third longer, and so that a look which takes as long as the
-    last one ends when a limit is reached."""
+    """The length of the silence at which to look again: each time a third longer, and so that a look which takes somewhat longer
+    than the last one ends before a limit is reached."""
     later = min(quiet_s * 4 / 3, quiet_s + limits.hung_s)
     near = (limit for limit in (limits.hung_s, hung_at_s, limits.cap_s) if quiet_s < limit < later)
-    return next((limit - 0.8 * took_s for limit in near), later)
+    return next((limit - POLL_S - 1.2 * took_s for limit in near), later)
+
+
+def left_s(quiet_s: float, limits: StallLimits, hung_at_s: float = 0.0) -> float:
+    """How long to wait before a look is judged that has ended just before a limit: what it saw counts if nobody moves until then."""
+    every = (limits.hung_s, hung_at_s, limits.cap_s)
+    return next((one - quiet_s + 1e-3 for one in every if 0.0 < one - quiet_s <= min(SPARE_S, one / 20)), 0.0)
 
 
 def find_guilty(look: Look) -> list[RankState]:
