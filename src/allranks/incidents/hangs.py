@@ -40,6 +40,7 @@ log = logging.getLogger("allranks.agent")
 
 # a hang without an action is examined again after this long at the earliest, where one may be taken
 AGAIN_S = 30.0
+MAX_LOOKS = 32  # of one case: ranks that call each other (RPC) are a stall for as long as the job lasts
 LASTED_S = 10.0  # how often the duration of a hang is written
 ACTIONS = ("evict", "restart_rank", "restart_job", "command")
 
@@ -310,6 +311,7 @@ class HangInvestigator:
             # stacks of an interpreter that ends tell nothing
             case.outcome = StallOutcome("ended", "the job was stopped")
         else:
+            del case.looks[:-MAX_LOOKS]
             case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
             case.outcome = judge_stall(case.looks, limits)
         if case.outcome.state == "ended":
@@ -399,7 +401,7 @@ class HangInvestigator:
             stalled_s=case.looks[-1].quiet_s,
             usual_s=options.notice.floor_s,
             act_s=act_s,
-            trained=has_left_training([s for s in samples if s.rank in verdict.ranks]),
+            leaving=has_left_training([s for s in samples if s.rank in verdict.ranks]),
         )
 
     def _act(self, opened: IncidentFolder, action: Action, samples: list[RankSample]) -> None:

@@ -86,7 +86,7 @@ class HangFacts:
     stalled_s: float = 0.0  # so far
     usual_s: float = 10.0  # a shorter silence is not noticed
     act_s: float = 60.0  # what the action costs: as long as it took this job before
-    trained: bool = False  # the guilty ranks have left their training: they save, upload or end
+    leaving: bool = False  # the guilty ranks have left their training: they save, upload or end
 
 
 NO_STEP = "no_step"  # collectives are completed, no step is: a loop, or a phase that nobody announced
@@ -213,7 +213,7 @@ def _why_not(
         return f"{_why(case, wanted)}: nobody is evicted" if wanted == "evict" else ""
     if case.confidence < options.min_confidence:
         return f"the verdict's confidence {case.confidence:.2f} is below {options.min_confidence:.2f}"
-    if case.trained and not case.certain:
+    if case.leaving and not case.certain:
         return (
             f"{ranks_text(case.ranks)} finished the training and may still save: nothing is won by ending it"
         )
