@@ -272,7 +272,7 @@ def test_a_hang_by_time_is_called_one_within_90_s_and_a_pause_of_88_s_is_not(
 ) -> None:
     """At defaults, in a job whose steps take 0.5 s: the look ends before the limit, and is judged when that is reached."""
     limits = limits_of(10.0, 300.0, 0.5)
-    assert limits.hung_s >= 88.0 + 2 * 0.5 and WatchOptions.poll_s == POLL_S
+    assert limits.hung_s > 88.0 + 0.5 and WatchOptions.poll_s == POLL_S
     ends_s = next_look_s(80.0, limits, took_s) + late_s + takes_s
     assert limits.hung_s <= ends_s + left_s(ends_s, limits) <= 90.0
     assert left_s(90.0, limits) == left_s(60.0, limits) == 0.0
@@ -323,8 +323,8 @@ def test_a_rank_that_only_serves_compiled_code_does_not_compile() -> None:
 
 
 def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
-    assert limits_of(10.0, 300.0, 0.0) == StallLimits(89.0, 300.0, 0.0)
-    assert limits_of(10.0, 300.0, 3.0).hung_s == 92.0  # a step of 3 s with a pause of 88 s in it
+    assert limits_of(10.0, 300.0, 0.0) == StallLimits(88.5, 300.0, 0.0)
+    assert limits_of(10.0, 300.0, 3.0).hung_s == 91.5  # a step of 3 s with a pause of 88 s in it
     assert limits_of(10.0, 300.0, 50.0).hung_s == 150.0
     assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
 
