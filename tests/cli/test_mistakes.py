@@ -67,6 +67,16 @@ def test_on_a_narrow_terminal_lines_break_between_words(monkeypatch: pytest.Monk
     assert terminal.fold("  - " + "word " * 12)[1].startswith("    word")
 
 
+@pytest.mark.parametrize("width", range(30, 60))
+def test_no_line_breaks_inside_of_a_flag_or_a_short_command(width: int) -> None:
+    """It broke after "--first-", and between a command and its flag."""
+    text = "rank 3 is gone: start again with `allranks run --replicas 4` or allranks run --first-replica N (--no-lighthouse)"
+    lines = terminal.wrap(text, width)
+    assert "".join(" " + line.strip() for line in lines).strip() == text
+    for whole in ("`allranks run --replicas 4`", "allranks run --first-replica", "--no-lighthouse"):
+        assert any(whole in line for line in lines), lines
+
+
 def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback of the first rank; the others name it. Another error, and one of later, are shown whole."""
     monkeypatch.setenv("ALLRANKS_DIR", str(tmp_path))

@@ -16,7 +16,7 @@ from allranks.incidents.judge import accuse, correct
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
-from allranks.model.stacks import ChildState, RankState, StacksReport
+from allranks.model.stacks import ChildState, RankState, StackFrame, StacksReport
 from allranks.stacktraces.classify import find_culprits
 from boxes import write_box
 
@@ -219,6 +219,22 @@ def test_where_the_boxes_name_nobody_the_stacks_may_unless_they_know_less(
     nobody = Diagnosis("fault", Finding("no_progress", (), "no rank is in a collective", confidence=sure))
     report = replace(stacks("collective_wait", "lock_deadlock"), culprits=(1,))
     assert named(correct(nobody, report, Observed(reason="silent")))[1] == guilty
+
+
+def test_remote_calls_that_wait_for_each_other_are_named() -> None:
+    """Each rank runs a call of another that calls a further one, and no thread is left to answer."""
+    serving = (
+        StackFrame("back", "train.py", 7),
+        StackFrame("_run_function", "/x/torch/distributed/rpc/internal.py", 9),
+    )
+    report = stacks("p2p_wait", "p2p_wait", "p2p_wait")
+    ranks = {r: replace(s, stack=serving) if r else s for r, s in report.ranks.items()}
+    boxes = Diagnosis("unclear", Finding("no_progress", (), "no rank is in a collective", confidence=0.35))
+    found = correct(boxes, replace(report, ranks=ranks), Observed())
+    assert named(found) == ("p2p_wait", (1, 2))
+    assert found.verdict is not None and "rank 1 at data.py:3 in load" in found.verdict.sentence
+    ranks[0] = replace(ranks[0], cause="sleep")
+    assert named(correct(boxes, replace(report, ranks=ranks), Observed())) == ("no_progress", ())
 
 
 def test_what_the_agent_observed_is_read_back_as_it_was(tmp_path: Path) -> None:

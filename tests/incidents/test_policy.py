@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from allranks.blackbox.phases import PhaseMark
+from allranks.incidents.hangs import has_left_training
 from allranks.incidents.policy import (
     HangFacts,
     PolicyOptions,
@@ -18,6 +20,7 @@ from allranks.incidents.policy import (
     weigh,
 )
 from allranks.model.diagnosis import CALIBRATION, share_right
+from allranks.watch.samples import RankSample
 
 REPLICA = HangFacts(
     "replica", "stuck_before_collective", (5,), 0.95, ranks_per_replica=2, replicas=4, members=(0, 1, 2, 3)
@@ -53,6 +56,27 @@ def test_nobody_is_evicted_for_the_network() -> None:
 def test_a_doubtful_verdict_evicts_nobody() -> None:
     """Below the least confidence only evidence is kept."""
     assert kind(replace(REPLICA, confidence=0.5)) == "collect"
+
+
+def test_a_replica_that_has_trained_is_ended_only_if_it_surely_hangs() -> None:
+    """It may upload its last checkpoint for minutes; a thread that waits for nobody keeps it for ever."""
+    left = replace(REPLICA, cause="shutdown_join", leaving=True, certain=False, stalled_s=500.0)
+    assert kind(replace(left, leaving=False)) == "evict"
+    action = decide_action(1000.0, left, PolicyState(), PolicyOptions())
+    assert action.kind == "collect" and "finished the training and may still save" in action.reason
+    assert kind(replace(left, certain=True)) == "evict"
+    assert (
+        kind(replace(left, certain=True, mode="whole_job"), options=PolicyOptions(enabled=True))
+        == "restart_job"
+    )
+
+
+def test_a_rank_has_left_its_training_while_it_leaves() -> None:
+    def sample(rank: int, *phases: PhaseMark) -> RankSample:
+        return RankSample(rank, 7 + rank, "", True, 40, 9, 9, 1, 1, phases=phases)
+
+    left, back = sample(1, PhaseMark("leaving", 5, 0)), sample(2, PhaseMark("leaving", 5, 6))
+    assert has_left_training([left]) and not has_left_training([left, back]) and not has_left_training([])
 
 
 def test_most_replicas_at_once_are_not_evicted() -> None:

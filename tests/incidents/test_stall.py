@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.stall import (
+    POLL_S,
     Activity,
     Look,
     StallLimits,
     ThreadWait,
     find_activity,
     judge_stall,
+    left_s,
     limits_of,
     next_look_s,
 )
@@ -224,18 +227,56 @@ def test_ranks_that_all_run_the_same_loop_are_hung_at_the_cap() -> None:
     assert judge_stall(in_a_loop(310, ("load", "a", "b", "c")), LIMITS).state == "stalled"
 
 
+def remote_calls(woken: dict[int, tuple[int, ...]], quiet_s: tuple[float, ...] = (60, 80, 107)) -> list[Look]:
+    """Looks at three ranks in RPC, of which rank 1 runs a call of another. `woken`: context switches of each rank, by look."""
+    file, found = "/x/torch/distributed/rpc/api.py", []
+    for number, at in enumerate(quiet_s):
+        serving = (StackFrame("work", "train.py", 7), StackFrame("_run_function", file, 3))
+        waiting = (StackFrame("shutdown", file, 9),)
+        states = {
+            rank: RankState(rank, "rendezvous_wait", "train.py:50", "", stack=waiting) for rank in (0, 2)
+        }
+        states[1] = RankState(1, "sleep", "train.py:7 in work", "", stack=serving)
+        activity = {rank: Activity(5, (INSIDE,), switches=counts[number]) for rank, counts in woken.items()}
+        found.append(Look(at, at, StacksReport(True, (1,), "", states), False, activity=activity))
+    return found
+
+
 def test_ranks_that_call_each_other_are_not_hung() -> None:
-    """RPC: a worker's main thread waits without limit while another thread answers. When nothing wakes any more, time tells."""
-    file = "/x/torch/distributed/rpc/api.py"
-    seen = []
-    for number, one in enumerate(looks("queue_wait", file=file, quiet_s=120, finding=None)):
-        assert one.report is not None
-        report = replace(one.report, ranks={r: replace(one.report.ranks[1], rank=r) for r in (0, 1)})
-        activity = {0: Activity(5, (INSIDE,), switches=number), 1: Activity(5, (INSIDE,))}
-        seen.append(replace(one, report=report, activity=activity))
-    assert judge_stall(seen, LIMITS).reason == "the ranks call each other (RPC)"
-    silent = [replace(one, activity={r: Activity(5, (INSIDE,)) for r in (0, 1)}) for one in seen]
-    assert (judge_stall(silent, LIMITS).state, judge_stall(silent, LIMITS).certain) == ("hung", False)
+    """A call that ends wakes its caller and the rank that ran it; what no look has seen ended is as old as the looks."""
+    calling = remote_calls({0: (1, 2, 3), 1: (1, 2, 3), 2: (1, 1, 1)})
+    assert judge_stall(calling, LIMITS).reason == "the ranks call each other (RPC)"
+    long = remote_calls({0: (1, 2, 2), 1: (1, 2, 2), 2: (1, 1, 1)}, (60, 80, 150))
+    assert judge_stall(long, LIMITS).state == "stalled"
+
+
+@pytest.mark.parametrize("others", [(1, 1, 1), (1, 2, 3)])
+def test_a_call_of_another_rank_that_does_not_return_is_hung(others: tuple[int, ...]) -> None:
+    """Also beside others that return, and where our own debugger has woken the rank once."""
+    looks = remote_calls({0: others, 1: (1, 1, 1), 2: others}, (60, 80, 151))
+    found = judge_stall(looks, LIMITS)
+    assert (found.state, found.certain) == ("hung", False)
+    assert "rank 1 sleeps at train.py:7 in work" in found.reason
+    steps = StallLimits(hung_s=90.0, cap_s=300.0, trained=True)  # the silence began with the last step
+    assert (
+        judge_stall(remote_calls({0: others, 1: (1, 1, 1), 2: others}, (10, 13, 91)), steps).state == "hung"
+    )
+    debugged = remote_calls({0: (1, 1, 1, 1), 1: (1, 1, 3, 3), 2: (1, 1, 1, 1)}, (60, 80, 107, 171))
+    assert judge_stall(debugged, LIMITS).state == "hung"
+
+
+@pytest.mark.parametrize("late_s", [0.0, POLL_S])
+@pytest.mark.parametrize(("took_s", "takes_s"), [(0.3, 0.3), (1.3, 1.0), (1.3, 1.5), (4.0, 3.0), (4.0, 4.5)])
+def test_a_hang_by_time_is_called_one_within_90_s_and_a_pause_of_88_s_is_not(
+    late_s: float, took_s: float, takes_s: float
+) -> None:
+    """At defaults, in a job whose steps take 0.5 s: the look ends before the limit, and is judged when that is reached."""
+    limits = limits_of(10.0, 300.0, 0.5)
+    assert limits.hung_s > 88.0 + 0.5 and WatchOptions.poll_s == POLL_S
+    ends_s = next_look_s(80.0, limits, took_s) + late_s + takes_s
+    assert limits.hung_s <= ends_s + left_s(ends_s, limits) <= 90.0
+    assert left_s(90.0, limits) == left_s(60.0, limits) == 0.0
+    assert left_s(148.0, limits, hung_at_s=149.5) == pytest.approx(1.501)
 
 
 def test_the_last_rank_whose_thread_sleeps_for_an_hour_is_hung() -> None:
@@ -282,8 +323,8 @@ def test_a_rank_that_only_serves_compiled_code_does_not_compile() -> None:
 
 
 def test_the_longest_pause_of_a_job_moves_its_limit() -> None:
-    assert limits_of(10.0, 300.0, 0.0) == StallLimits(90.0, 300.0, 0.0)
-    assert limits_of(10.0, 300.0, 3.0).hung_s == 93.0  # a step of 3 s with a pause of 90 s in it
+    assert limits_of(10.0, 300.0, 0.0) == StallLimits(88.5, 300.0, 0.0)
+    assert limits_of(10.0, 300.0, 3.0).hung_s == 91.5  # a step of 3 s with a pause of 88 s in it
     assert limits_of(10.0, 300.0, 50.0).hung_s == 150.0
     assert limits_of(10.0, 300.0, 200.0).hung_s == 300.0
 
@@ -292,9 +333,11 @@ def test_looks_become_rarer_and_do_not_miss_a_limit() -> None:
     """Each one asks all nodes for their stacks."""
     seen = [12.0]
     while seen[-1] < 300:
-        seen.append(next_look_s(seen[-1], LIMITS))
-    assert 90.5 in seen and 300.0 in seen and len(seen) == 14
-    assert next_look_s(80.0, LIMITS, took_s=2.0) == pytest.approx(88.9)
+        ends_s = next_look_s(seen[-1], LIMITS)
+        seen.append(ends_s + left_s(ends_s, LIMITS))
+    assert 90.501 in seen and 300.001 in seen and len(seen) == 13
+    assert left_s(4.0, limits_of(0.5, 300.0, 0.0)) == 0.0  # of a short limit the wait is short, too
+    assert next_look_s(80.0, LIMITS, took_s=2.0) == pytest.approx(87.6)
 
 
 def test_activity_is_of_threads_that_may_wake_another() -> None:

@@ -184,7 +184,7 @@ def hang_incident(ranks: int) -> tuple[Incident, list[RankEvidence]]:
             (1,),
             0,
             done=True,
-            result="replica-0 was evicted",
+            result="replica-0 was evicted; elsewhere start with `allranks run --first-replica 4`, --no-lighthouse or allranks run --replicas 4",
         ),
         timeline=moments,
         closed=begin + 9.8,
@@ -279,7 +279,7 @@ LOOK = r"""() => {
     const style = getComputedStyle(holder), range = document.createRange();
     const a = light(parse(style.color)), b = light(ground(holder)), ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     if (ratio < 4.5) flaws.push(`contrast ${ratio.toFixed(2)}: ${node.data.trim().slice(0, 40)}`);
-    for (const word of node.data.matchAll(/[\p{L}]{2,}/gu)) {
+    for (const word of node.data.matchAll(/(?<![\w-])--?[a-z][\w-]*|[\p{L}]{2,}/gu)) {
       range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
       const tops = new Set([...range.getClientRects()].filter((r) => r.width > 0).map((r) => Math.round(r.top)));
       if (tops.size > 1) flaws.push(`cut word: ${word[0]}`);

@@ -397,19 +397,32 @@ def test_a_lock_is_called_a_deadlock_only_where_no_thread_could_release_it(holde
     assert ("no other thread can release" in state.evidence) != holder
 
 
-def test_a_remote_call_that_does_not_return_is_what_its_rank_does() -> None:
-    """The main thread of the callee waits in rpc.shutdown, the caller for its answer."""
+SERVED = {  # what a remote call is stuck in: its innermost frames, system call, and the cause
+    "sleep": ((), "clock_nanosleep", "sleep"),
+    "lock": ((), "futex", "lock_deadlock"),
+    "event": ((StackFrame("Event.wait", "/usr/lib/python3.11/threading.py", 629),), "futex", "queue_wait"),
+}
+
+
+@pytest.mark.parametrize("waits_for", ["answer", "future"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_remote_call_that_does_not_return_is_what_its_rank_does(kind: str, waits_for: str) -> None:
+    """The main thread of the callee waits in rpc.shutdown, the caller for its answer: in Python, or in a future's native wait."""
     api, run = (
         "/x/site-packages/torch/distributed/rpc/api.py",
         "/x/site-packages/torch/distributed/rpc/internal.py",
     )
-    caller = (StackFrame("rpc_sync", api, 804), StackFrame("main", "/home/user/t.py", 12))
+    inner, syscall, cause = SERVED[kind]
+    main = StackFrame("main", "/home/user/t.py", 12, source="for f in futures: f.wait()")
+    caller = (StackFrame("rpc_sync", api, 804), main) if waits_for == "answer" else (main,)
     waits = (StackFrame("_wait_all_workers", api, 170), StackFrame("shutdown", api, 360))
-    serves = (StackFrame("work", "/home/user/t.py", 7), StackFrame("_run_function", run, 214))
-    futex = ThreadFacts(5, state="S", syscall="futex")
-    sleeps = ThreadFacts(7, state="S", syscall="clock_nanosleep")
+    line = StackFrame("work", "/home/user/t.py", 7, source="lock.acquire()" if kind == "lock" else "")
+    serves = (*inner, line, StackFrame("_run_function", run, 214))
+    futex = ThreadFacts(5, state="S", syscall="futex", args=(1, 0x189))
+    sleeps = ThreadFacts(7, "pt_thread_pool", state="S", syscall=syscall, args=(1, 0x189))
+    network = ThreadFacts(8, "TP_UV_loop", state="S", syscall="epoll_pwait")
     threads = {
-        0: ((ThreadStack(5, "MainThread", caller),), (futex,)),
+        0: ((ThreadStack(5, "MainThread", caller),), (futex, network)),
         1: ((ThreadStack(5, "MainThread", waits), ThreadStack(7, "pt_rpc", serves)), (futex, sleeps)),
     }
     processes = tuple(
@@ -418,5 +431,6 @@ def test_a_remote_call_that_does_not_return_is_what_its_rank_does() -> None:
     )
     report = classify(Capture(processes))
     assert report.culprits == (1,)
-    assert (report.ranks[1].cause, report.ranks[1].where) == ("sleep", "t.py:7 in work")
+    assert report.ranks[0].cause == "p2p_wait"
+    assert (report.ranks[1].cause, report.ranks[1].where) == (cause, "t.py:7 in work")
     assert report.ranks[1].evidence.startswith("a call of another rank")

@@ -126,6 +126,22 @@ def _worker_deadlocked(rank: int) -> None:
     _train_on(block)
 
 
+def never_answer() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _remote_call(rank: int) -> None:
+    from torch.distributed import rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{Path.cwd()}/rpc", rpc_timeout=600)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        rpc.rpc_async("worker1", never_answer).wait()
+    rpc.shutdown()
+
+
 @pytest.mark.parametrize(
     ("work", "culprit", "causes", "where"),
     [
@@ -134,8 +150,12 @@ def _worker_deadlocked(rank: int) -> None:
         (_checkpoint, 0, {0: "checkpoint_io", 1: "collective_wait"}, "in _checkpoint"),
         (_worker_asleep, 0, {0: "dataloader_wait", 1: "collective_wait"}, "in _train_on"),
         (_worker_deadlocked, 0, {0: "dataloader_wait", 1: "collective_wait"}, "in _train_on"),
+        (_remote_call, 1, {0: "p2p_wait", 1: "lock_deadlock"}, "in never_answer"),
     ],
-    ids=["missing rank", "store wait", "checkpoint to a FIFO", "worker asleep", "worker deadlocked by fork"],
+    ids=[
+        *("missing rank", "store wait", "checkpoint to a FIFO", "worker asleep"),
+        *("worker deadlocked by fork", "remote call that is not answered"),
+    ],
 )
 def test_the_guilty_rank_of_a_hung_job_is_named(
     work: Callable[[int], None], culprit: int, causes: dict[int, str], where: str, tmp_path: Path

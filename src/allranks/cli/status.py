@@ -7,14 +7,13 @@ import importlib.util
 import json
 import shutil
 import sys
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from allranks.cli.parser import add_flags, read_flags
-from allranks.cli.terminal import use_color
+from allranks.cli.terminal import use_color, wrap
 from allranks.model.cluster import JobView, RankRow
 from allranks.model.formatting import count, duration, rank_list, ranks_text
 from allranks.model.options import option
@@ -172,7 +171,7 @@ def doing_text(row: RankRow, waiters: int, still: bool, narrow: bool = False) ->
 
 def _wrap(text: str, width: int) -> list[str]:
     """The whole text in lines of the screen: an answer is not cut."""
-    return textwrap.wrap(printable(text, len(text)), width, subsequent_indent="  ") or [""]
+    return wrap(printable(text, len(text)), width) or [""]
 
 
 def _cut(text: str, width: int) -> str:

@@ -17,11 +17,14 @@ from typing import TextIO
 
 from allranks.errors import InputError
 from allranks.model.files import replacing
+from allranks.model.formatting import FLAG
 from allranks.model.parsing import printable
 
 LONG_S = 1.0  # what takes longer shows that it is at work
 _CLEAR = "\r\x1b[K"  # the line under the cursor
 _PAINT = re.compile(r"\x1b\[[0-9;]*m")
+_WHOLE = re.compile(rf"`[^`]{{1,36}}`|{FLAG.pattern}")
+_GLUE = "\xa0"  # where textwrap does not break
 _OURS = re.compile(r"(\x1b\[(?:[0-2]|3[1-6])m|[\n\t])")
 
 
@@ -49,16 +52,18 @@ def fold(line: str) -> list[str]:
     if not width or len(plain) <= width:
         return [line]
     indent = " " * min(len(plain) - len(plain.lstrip(" -")), width // 2)
-    lines = textwrap.wrap(
-        plain,
-        width,
-        subsequent_indent=indent or "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-        drop_whitespace=True,
-    )
+    lines = wrap(plain, width, indent or "  ")
     codes = _PAINT.findall(line)
     return [f"{codes[0]}{each}{codes[-1]}" for each in lines] if codes else lines
+
+
+def wrap(text: str, width: int, indent: str = "  ") -> list[str]:
+    """The text in lines of this width, broken between words; a flag stays with its command, and a short command in one line."""
+    glued = _WHOLE.sub(lambda found: found[0].replace(" ", _GLUE), text)
+    lines = textwrap.wrap(
+        glued, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace(_GLUE, " ") for line in lines]
 
 
 def note(text: str) -> None:

@@ -25,6 +25,7 @@ from allranks.incidents.stall import (
     describe_pause,
     find_activity,
     judge_stall,
+    left_s,
     limits_of,
     next_look_s,
 )
@@ -39,6 +40,7 @@ log = logging.getLogger("allranks.agent")
 
 # a hang without an action is examined again after this long at the earliest, where one may be taken
 AGAIN_S = 30.0
+MAX_LOOKS = 32  # of one case: ranks that call each other (RPC) are a stall for as long as the job lasts
 LASTED_S = 10.0  # how often the duration of a hang is written
 ACTIONS = ("evict", "restart_rank", "restart_job", "command")
 
@@ -297,15 +299,19 @@ class HangInvestigator:
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> None:
         """What it is after one more look."""
-        after, notice = read_samples(self.options.folder), self.options.notice
-        alive = [sample for sample in suspects if sample.alive]
+        notice, alive = self.options.notice, [sample for sample in suspects if sample.alive]
         limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s, self.history.trained)
+        if wait_s := left_s(suspicion.quiet_s, limits, case.outcome.hung_at_s):
+            time.sleep(wait_s)
+            suspicion = replace(suspicion, quiet_s=suspicion.quiet_s + wait_s)
+        after = read_samples(self.options.folder)
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
         elif alive and all(map(self.pipeline.asked_to_end.covers, alive)):
             # stacks of an interpreter that ends tell nothing
             case.outcome = StallOutcome("ended", "the job was stopped")
         else:
+            del case.looks[:-MAX_LOOKS]
             case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
             case.outcome = judge_stall(case.looks, limits)
         if case.outcome.state == "ended":
@@ -314,7 +320,8 @@ class HangInvestigator:
         stalled = case.outcome.state == "stalled"
         self.pipeline.settle(case.opened, f"stalled: {describe_pause(case.looks)}" if stalled else "")
         further = stalled and len(case.looks) > 1
-        case.next_quiet_s = next_look_s(suspicion.quiet_s, limits, case.took_s) if further else 0.0
+        at_s = case.outcome.hung_at_s
+        case.next_quiet_s = next_look_s(suspicion.quiet_s, limits, case.took_s, at_s) if further else 0.0
         if stalled and (suspicion.by_step or case is self.behind):  # else the deadline is extended
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         known = {moment.text for moment in case.opened.current.timeline}
@@ -394,6 +401,7 @@ class HangInvestigator:
             stalled_s=case.looks[-1].quiet_s,
             usual_s=options.notice.floor_s,
             act_s=act_s,
+            leaving=has_left_training([s for s in samples if s.rank in verdict.ranks]),
         )
 
     def _act(self, opened: IncidentFolder, action: Action, samples: list[RankSample]) -> None:
@@ -434,6 +442,13 @@ def find_ended(
     alive = _processes(after)
     ended = [s.rank for s in before if s.alive and s.process not in alive]
     return next((rank for rank in ended if whole_job or rank in guilty), None)
+
+
+def has_left_training(samples: Sequence[RankSample]) -> bool:
+    """Whether these ranks have shut their manager down."""
+    return bool(samples) and all(
+        any(phase.name == "leaving" and not phase.end_ns for phase in sample.phases) for sample in samples
+    )
 
 
 def _processes(samples: Sequence[RankSample]) -> frozenset[ProcessId]:

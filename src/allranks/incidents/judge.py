@@ -205,7 +205,7 @@ def _from_stacks(report: StacksReport | None) -> Finding | None:
     """A verdict from stacks alone, when the black boxes name nobody. Who waits elsewhere is only odd; a process that is
     stopped, or whose C code holds the GIL, is what others wait for although their CUDA calls look like work."""
     if report is None or not report.culprits:
-        return None
+        return _nested_calls(report) if report is not None else None
     mute = tuple(rank for rank in report.culprits if report.ranks[rank].cause in _CANNOT_RECORD)
     ranks = mute if len(mute) == 1 else tuple(report.culprits)
     culprit = report.ranks[ranks[0]]
@@ -216,6 +216,18 @@ def _from_stacks(report: StacksReport | None) -> Finding | None:
         sentence = f"rank {culprit.rank} is in {culprit.cause} at {line or 'an unknown line'}, and the others may wait for it"
     confidence = 0.9 if sure else 0.5 if culprit.cause in WAITS else 0.6
     return Finding(culprit.cause, ranks, sentence, confidence=confidence, where=line)
+
+
+def _nested_calls(report: StacksReport) -> Finding | None:
+    """Remote calls that wait for further ones while every rank waits for another."""
+    states = report.ranks.values()
+    nested = [s for s in states if s.cause == "p2p_wait" and s.stack and s.stack[-1].name == "_run_function"]
+    if len(nested) < 2 or not all(state.cause in WAITS for state in states):
+        return None
+    where = "; ".join(f"rank {s.rank} at {s.where or 'an unknown line'}" for s in nested[:8])
+    why = "perhaps no thread is left to answer them (num_worker_threads)"
+    sentence = f"remote calls wait for each other: {where}; {why}"
+    return Finding("p2p_wait", tuple(s.rank for s in nested), sentence, confidence=0.6, where=nested[0].where)
 
 
 def _judge_stacks(result: Diagnosis, report: StacksReport) -> Diagnosis:

@@ -86,6 +86,7 @@ class HangFacts:
     stalled_s: float = 0.0  # so far
     usual_s: float = 10.0  # a shorter silence is not noticed
     act_s: float = 60.0  # what the action costs: as long as it took this job before
+    leaving: bool = False  # the guilty ranks have left their training: they save, upload or end
 
 
 NO_STEP = "no_step"  # collectives are completed, no step is: a loop, or a phase that nobody announced
@@ -212,6 +213,10 @@ def _why_not(
         return f"{_why(case, wanted)}: nobody is evicted" if wanted == "evict" else ""
     if case.confidence < options.min_confidence:
         return f"the verdict's confidence {case.confidence:.2f} is below {options.min_confidence:.2f}"
+    if case.leaving and not case.certain:
+        return (
+            f"{ranks_text(case.ranks)} finished the training and may still save: nothing is won by ending it"
+        )
     guilty = {rank // case.ranks_per_replica for rank in case.ranks}
     if wanted == "evict" and len(guilty) > 1 and len(guilty) * 2 > max(1, len(case.members) or case.replicas):
         return f"{len(guilty)} of {case.replicas} replicas are named: too many to evict"

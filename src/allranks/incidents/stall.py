@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from allranks.incidents.policy import CERTAIN_MISMATCH, PROGRAM_FAULT
@@ -128,6 +129,7 @@ class StallOutcome:
     reason: str
     certain: bool = False
     livelock: bool = False  # every rank runs, and none gets further
+    hung_at_s: float = 0.0  # the silence at which a stall is a hang, where that is not known from the limits
 
 
 def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
@@ -141,8 +143,15 @@ def judge_stall(looks: Sequence[Look], limits: StallLimits) -> StallOutcome:
         return StallOutcome("stalled", "one look cannot tell a pause from a hang")
     if reason := _certain(looks, limits):
         return StallOutcome("hung", reason, certain=True)
-    if _calls_remotely(looks):
-        return StallOutcome("stalled", "the ranks call each other (RPC)")
+    if (began_s := _remote_call_began_s(looks, limits)) is not None and (
+        last.quiet_s - began_s < limits.hung_s
+    ):
+        doing = (
+            "the ranks call each other (RPC)"
+            if began_s == last.quiet_s
+            else _describe(find_guilty(last), last)
+        )
+        return StallOutcome("stalled", doing, hung_at_s=began_s + limits.hung_s)
     if all(map(_all_wake, looks[-2:])):
         loop = _shared_loop(looks)
         if last.quiet_s < limits.cap_s or not (limits.trained or loop):
@@ -178,12 +187,22 @@ def _all_wake(look: Look) -> bool:
     return apart and 1 < len(mains) == len(states) and not any(main.still for main in mains)
 
 
-def _calls_remotely(looks: Sequence[Look]) -> bool:
-    """Whether all ranks are in RPC, and some thread has woken since the look before."""
-    before, last = looks[-2:]
+def _remote_call_began_s(looks: Sequence[Look], limits: StallLimits) -> float | None:
+    """How long the silence had lasted when the remote call that others wait for was seen first; None outside of RPC.
+
+    Remote calls are not recorded. One that ends wakes the rank that ran it and the one that asked for it.
+    """
+    last = looks[-1]
     states = list(last.report.ranks.values()) if last.report is not None else []
-    woke = [r for r, a in last.activity.items() if a.switches != before.activity.get(r, a).switches]
-    return bool(states and woke) and all(map(_serves, states))
+    if not any(map(_serves, states)) or not all(_serves(s) or s.cause == "p2p_wait" for s in states):
+        return None
+    guilty = {state.rank for state in find_guilty(last)}
+    began_s = 0.0 if limits.trained else looks[0].quiet_s
+    for before, look in pairwise(looks):
+        woke = {r for r, a in look.activity.items() if a.switches != before.activity.get(r, a).switches}
+        if len(woke) > 1 and (woke & guilty or not guilty):
+            began_s = look.quiet_s
+    return began_s
 
 
 def _serves(state: RankState) -> bool:
@@ -216,9 +235,14 @@ def _by_history(limits: StallLimits) -> bool:
     return limits.longest_s * HISTORY_FACTOR >= limits.hung_s
 
 
-HISTORY_FACTOR, FLOOR_FACTOR = 3.0, 9.0  # times the longest pause; times the shortest silence that is a stall
+HISTORY_FACTOR, FLOOR_FACTOR = (
+    3.0,
+    8.85,
+)  # times the longest pause; times the shortest silence that is a stall
 
 
+POLL_S = 0.5  # a look may begin so much later than it should
+SPARE_S = 3.0  # that a look may end before the limit which it is made for
 LOOP_LOOKS = 4  # in which a rank must be in the same functions
 
 
@@ -228,12 +252,18 @@ def limits_of(floor_s: float, cap_s: float, longest_s: float, trained: bool = Fa
     return StallLimits(min(cap_s, hung_s), cap_s, longest_s, trained)
 
 
-def next_look_s(quiet_s: float, limits: StallLimits, took_s: float = 0.0) -> float:
-    """The length of the silence at which to look again: each time a third longer, and so that a look which takes as long as the
-    last one ends when a limit is reached."""
-    later = quiet_s * 4 / 3
-    near = (limit for limit in (limits.hung_s, limits.cap_s) if quiet_s < limit < later)
-    return next((limit - 0.8 * took_s for limit in near), later)
+def next_look_s(quiet_s: float, limits: StallLimits, took_s: float = 0.0, hung_at_s: float = 0.0) -> float:
+    """The length of the silence at which to look again: each time a third longer, and so that a look which takes somewhat longer
+    than the last one ends before a limit is reached."""
+    later = min(quiet_s * 4 / 3, quiet_s + limits.hung_s)
+    near = (limit for limit in (limits.hung_s, hung_at_s, limits.cap_s) if quiet_s < limit < later)
+    return next((limit - POLL_S - 1.2 * took_s for limit in near), later)
+
+
+def left_s(quiet_s: float, limits: StallLimits, hung_at_s: float = 0.0) -> float:
+    """How long to wait before a look is judged that has ended just before a limit: what it saw counts if nobody moves until then."""
+    every = (limits.hung_s, hung_at_s, limits.cap_s)
+    return next((one - quiet_s + 1e-3 for one in every if 0.0 < one - quiet_s <= min(SPARE_S, one / 20)), 0.0)
 
 
 def find_guilty(look: Look) -> list[RankState]:

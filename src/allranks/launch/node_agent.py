@@ -192,7 +192,12 @@ class NodeAgent:
         told = self._ask(lambda client: client.evict(name, f"{incident.id}: {action.reason}"))
         if self.supervisor.has(action.replica):
             self._replace(action.replica, f"evicted: {action.reason}")
-            done = f"{name} was evicted and is started again"
+            over = self.supervisor.training_over
+            done = (
+                f"{name} was ended: the training is over"
+                if over
+                else f"{name} was evicted and is started again"
+            )
         else:
             done = f"{name} was evicted; the agent of its node starts it again"
         return done + ("" if told else " (lighthouse not notified)")

@@ -323,7 +323,7 @@ class Manager:
             self.training.changed.notify_all()
         atexit.unregister(self._leave)
         end_compile_workers()
-        record.announce("leaving", up_to_s=120.0)  # saving and ending are not a hang
+        record.announce("leaving", up_to_s=15.0)  # the end of a program takes its time
         opened.close(reason, finished)
 
     # ---- inside ----

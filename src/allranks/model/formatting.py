@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # numpy, which commands that only print do not need
     from allranks.model.trace import World
 
+#: A flag, with the command before it: a line is not broken inside of it, nor between its two dashes.
+FLAG = re.compile(r"(?:\ballranks (?:\w+ )?)?(?<![\w-])--?[a-z][\w-]*")
 _RANKS = re.compile(r"\b([Rr])anks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)")
 
 

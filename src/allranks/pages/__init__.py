@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.model.formatting import duration, rank_list
+from allranks.model.formatting import FLAG, duration, rank_list
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import is_user_file
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _COMMAND = re.compile(r"(?:: run )?`((?:\w+=\S+ )*allranks [^`]+)`")
+SHORT = 36  # letters of code that fit a line of the narrowest screen
 _LONG = re.compile(r"\S{19,}")
 _BREAKS = re.compile(r"(?<=[/_.:;=\\\-])(?=\w)|(?<=,)(?=\D)|(?<=[a-z0-9])(?=[A-Z])")
 
@@ -116,18 +117,34 @@ _made: Environment | None = None
 
 
 def breaks(text: object) -> Markup:
-    """Escaped text that may wrap after the separators of paths and names, so that no word is cut."""
+    """Escaped text that may wrap after the separators of paths and names, so that no word is cut. Flags do not wrap."""
+    from markupsafe import Markup
+
+    parts, end = [], 0
+    for flag in FLAG.finditer(str(text)):
+        parts += [_with_breaks(str(text)[end : flag.start()]), _whole("span", flag[0])]
+        end = flag.end()
+    return Markup("").join([*parts, _with_breaks(str(text)[end:])])
+
+
+def _with_breaks(text: str) -> Markup:
     from markupsafe import Markup, escape
 
     wbr = Markup("<wbr>")
     parts, end = [], 0
-    for word in _LONG.finditer(str(text)):
+    for word in _LONG.finditer(text):
         parts += [
-            escape(str(text)[end : word.start()]),
+            escape(text[end : word.start()]),
             wbr.join(escape(part) for part in _BREAKS.split(word[0])),
         ]
         end = word.end()
-    return Markup("").join([*parts, escape(str(text)[end:])])
+    return Markup("").join([*parts, escape(text[end:])])
+
+
+def _whole(tag: str, text: str) -> Markup:
+    from markupsafe import Markup
+
+    return Markup('<{0} class="whole">{1}</{0}>').format(Markup(tag), text)
 
 
 def data(value: object) -> Markup:
@@ -142,7 +159,7 @@ def _sentence(text: str) -> Markup:
 
     parts = str(text).split("`")
     return Markup("").join(
-        Markup("<code>{}</code>").format(breaks(part))
+        (_whole("code", part) if len(part) <= SHORT else Markup("<code>{}</code>").format(breaks(part)))
         if index % 2 and index < len(parts) - 1
         else breaks(part)
         for index, part in enumerate(parts)

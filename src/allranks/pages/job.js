@@ -8,6 +8,13 @@
   const opened = new Set(), shut = new Set(), fetched = new Map();
   function text(node, value) { if (node.textContent !== value) node.textContent = value; return node; }
   function make(tag, value, name) { const node = document.createElement(tag); if (value) node.textContent = value; if (name) node.className = name; return node; }
+  // flags and short `commands` stay on one line
+  function say(node, value) {
+    const parts = (value || "").split(/(`[^`]{1,36}`|(?:\ballranks (?:\w+ )?)?(?<![\w-])--?[a-z][\w-]*)/);
+    if (node.dataset.said !== value) node.replaceChildren(...parts.map((one, i) => i % 2 ? make(one[0] === "`" ? "code" : "span", one.replaceAll("`", ""), "whole") : one));
+    node.dataset.said = value || "";
+    return node;
+  }
   function age(s) { return s < 10 ? s.toFixed(1) + " s" : s < 120 ? Math.round(s) + " s" : s < 7200 ? Math.floor(s / 60) + " min " + Math.round(s % 60) + " s" : Math.floor(s / 3600) + " h " + Math.round(s % 3600 / 60) + " min"; }
   function clock(at) { return new Date(at * 1000).toLocaleTimeString("en-GB"); }
   function count(n, word) { return `${digits.format(n)} ${word}${n === 1 ? "" : "s"}`; }
@@ -16,7 +23,7 @@
   function show(v) {
     view = v;
     text($("job"), v.job || "job without a name");
-    text($("sentence"), v.line.text);
+    say($("sentence"), v.line.text);
     if (document.title !== v.line.text) document.title = v.line.text;
     $("now").className = "now " + v.line.level;
     $("now").dataset.state = v.line.state;
@@ -80,9 +87,9 @@
     const state = i.kind === "request" ? "stacks" : i.closed ? (i.kind === "stall" ? "ended" : "recovered") : i.kind || "open";
     box.dataset.id = i.id; box.classList.add(level || "plain");
     const cost = i.kind === "request" || !i.took_s ? "" : i.closed ? ` · ${age(i.took_s)}` : "";
-    head.append(make("time", new Date(i.at * 1000).toLocaleString("sv-SE"), "soft"), " ", make("span", state, "pill " + level), " ", make("span", i.sentence, "what"), make("span", cost, "soft"));
+    head.append(make("time", new Date(i.at * 1000).toLocaleString("sv-SE"), "soft"), " ", make("span", state, "pill " + level), " ", say(make("span", "", "what"), i.sentence), make("span", cost, "soft"));
     const body = make("div", "", "incident-body");
-    if (i.outcome) body.append(make("p", i.outcome));
+    if (i.outcome) body.append(say(make("p"), i.outcome));
     const links = make("p", "", "bar");
     if (i.story && i.story.startsWith("/incidents/")) { const link = make("a", "Open the story"); link.href = i.story; links.append(link); } else if (i.path) links.append(make("span", `evidence: ${i.path}${i.node ? " on " + i.node : ""}`, "soft"));
     body.append(links);
@@ -249,7 +256,7 @@
     connection(false, lost ? "connection lost, trying again" : "no news");
     $("now").className = "now warn";
     const last = view ? ` Last known: ${view.line.text}` : "";
-    text($("sentence"), `No news from the lighthouse${heard ? ` for ${age(quiet)}` : ""}.${last}`);
+    say($("sentence"), `No news from the lighthouse${heard ? ` for ${age(quiet)}` : ""}.${last}`);
     document.title = "No news: " + (view ? view.job || "job" : "job");
   }
   Charts.start($("charts")); Ranks.start(pick);

@@ -73,7 +73,7 @@ def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern
         return _at_exit(view, main, first, patterns)
     if first.pattern.cause == "background":
         return _cause(first, main, view, "queue_wait")
-    return _behind_main(view, main, patterns) or _cause(first, main, view)
+    return _behind_main(view, main, first, patterns) or _cause(first, main, view)
 
 
 def _at_exit(
@@ -91,7 +91,9 @@ def _at_exit(
     return replace(found, where=where(thread.python), evidence=says, thread=thread.name, stack=thread.python)
 
 
-def _behind_main(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause | None:
+def _behind_main(
+    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
+) -> Cause | None:
     """What others of the rank's threads do for the main one: hooks of a backward, as the gradients of a GPU come in a thread that
     Python has not started; or for other ranks: their remote calls, while the main one waits for the end of all."""
     top, others = (
@@ -103,16 +105,24 @@ def _behind_main(view: ProcessView, main: ThreadView, patterns: Sequence[StackPa
             "a hook of its backward",
             [t for t in others if not t.python[-1].name.endswith("_bootstrap")],
         )
-    elif any(frame.file.endswith(_RPC_API) for frame in main.python):
+    elif first.pattern.cause == "p2p_wait" or any(frame.file.endswith(_RPC_API) for frame in main.python):
         what, chosen = "a call of another rank", [t for t in others if t.python[-1].file.endswith(_RPC_CALL)]
     else:
         return None
-    told = _told(view, chosen, [one for one in patterns if one.cause != "background"])
-    if not told:
+    table = [one for one in patterns if one.cause != "background"]
+    causes = [_cause_of_shape(m, t, view) for t in chosen if (m := match_thread(table, t, view)) is not None]
+    if not causes:
         return None
-    thread, match = max(told, key=lambda pair: _weight(pair[1]))
-    cause = _cause(match, thread, view)
-    return replace(cause, evidence=f"{what} {cause.evidence}", thread=thread.name)
+    cause = max(causes, key=lambda one: (one.cause not in WAITS, one.cause != "sleep", one.confidence))
+    return replace(cause, evidence=f"{what} {cause.evidence}")
+
+
+def _cause_of_shape(match: PatternMatch, thread: ThreadView, view: ProcessView) -> Cause:
+    """The cause of a thread whose own wait is all that is looked at."""
+    if match.pattern.cause == "lock_wait":
+        return replace(_lock_cause(view, [thread], None), thread=thread.name)
+    shape = "queue_wait" if match.pattern.cause in _SHAPES else ""
+    return replace(_cause(match, thread, view, shape), thread=thread.name)
 
 
 def _told(

@@ -151,7 +151,8 @@ def _describe_waiters(culprits: Sequence[int], ranks: Mapping[int, RankState]) -
     waiting = [state for rank, state in ranks.items() if rank not in culprits]
     if not waiting:
         return ""
-    names = (s.operation or s.cause.replace("collective_wait", "a collective") for s in waiting)
+    plain = {"collective_wait": "a collective", "p2p_wait": "a message or a remote call"}
+    names = (s.operation or plain.get(s.cause, s.cause) for s in waiting)
     operation, count = Counter(names).most_common(1)[0]
     noun = "rank waits" if count == 1 else "ranks wait"
     return f" while {count} {noun} in {operation}"

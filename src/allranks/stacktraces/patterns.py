@@ -257,7 +257,7 @@ def library(frame: StackFrame) -> str:
 
 
 def _has_torch_threads(process: ProcessView) -> bool:
-    return any(comm.startswith(("gloo", "pt_gloo", "pt_nccl", "nccl")) for comm in process.comms)
+    return any(comm.startswith(("gloo", "pt_gloo", "pt_nccl", "nccl", "TP_")) for comm in process.comms)
 
 
 def _starves(holder: ThreadView, process: ProcessView) -> bool:

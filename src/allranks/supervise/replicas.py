@@ -318,7 +318,7 @@ class Supervisor:
             delay, why = None, f"set aside: {replica.reason}"
         elif error:
             delay, why = None, f"set aside: {error}"
-        elif self._finished_s is not None and now > self._finished_s + self.options.finish_grace_s:
+        elif self.training_over:
             delay, why = None, "not started again: the training is over"
         if delay is None:
             replica.state = "aside"
@@ -327,6 +327,12 @@ class Supervisor:
         replica.history = replica.history.after_restart()
         replica.state, replica.start_at_s = "waiting", now + delay
         self._tell(Event("restarting", replica.number, now, f"{replica.reason}: {why}"))
+
+    @property
+    def training_over(self) -> bool:
+        """Whether a replica has finished, and others have had time to do so: none is started again. From any thread."""
+        done_s = self._finished_s
+        return done_s is not None and time.monotonic() >= done_s + self.options.finish_grace_s
 
     def _find_program_error(self, replica: _Replica) -> str:
         """Why it makes no sense to start the replica again; when all replicas have the same error, the job ends."""
@@ -373,7 +379,7 @@ class Supervisor:
 
     def _stop_latecomers(self) -> None:
         """A replica that came back too late would train alone from the start: it is stopped."""
-        if self._finished_s is None or time.monotonic() < self._finished_s + self.options.finish_grace_s:
+        if not self.training_over:
             return
         for replica in self._replicas.values():
             if replica.history.restarts and replica.state == "running":
