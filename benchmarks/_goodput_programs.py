@@ -175,6 +175,17 @@ class Junk:
         self.me = self
 
 
+class Costly(Junk):
+    """Garbage that only a full collection frees, and that takes long to free."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def __del__(self) -> None:
+        time.sleep(self.seconds)
+
+
 def plant(args: argparse.Namespace, rank: int, step: int, chance: random.Random) -> tuple[float, float]:
     """Seconds of work of this rank in this step, and the relative length of its input. Also does what is not work."""
     own, length = args.step_s, 1.0
@@ -188,6 +199,7 @@ def plant(args: argparse.Namespace, rank: int, step: int, chance: random.Random)
     if args.cause == "loader" and chance.random() < 0.15:
         time.sleep(args.step_s * args.share)
     if args.cause == "gc" and (step + 3 * rank) % 8 == 0:
+        Costly(args.step_s * args.share)
         gc.collect()
     if args.cause == "input":
         length = chance.uniform(1 - args.share, 1 + args.share)

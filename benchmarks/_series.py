@@ -134,11 +134,13 @@ class Series:
         return {"case": name, **result, "took_s": round(time.monotonic() - begin, 1)}
 
     def _keep(self, name: str, folder: Path) -> None:
-        """Evidence of a failed case: logs and ledgers."""
+        """Evidence of a failed case: logs, ledgers, black boxes."""
         kept = self.output / "failed" / "".join(c if c.isalnum() else "_" for c in name)
         kept.mkdir(parents=True, exist_ok=True)
         for path in [*folder.glob("*.log"), *folder.rglob("*.ledger"), *folder.rglob("*.slow.json")]:
             (kept / path.name).write_bytes(path.read_bytes()[-KEPT_BYTES:])
+        for path in folder.rglob("*.box"):
+            shutil.copy(path, kept)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from allranks.cli import main
 from allranks.doctor.explain import Pattern, explain, match_line, parse_line, patterns, read_lines
+from allranks.doctor.words import needed_words
 
 
 @pytest.mark.parametrize("pattern", patterns(), ids=lambda pattern: pattern.id)
@@ -217,3 +218,77 @@ def test_a_cause_in_the_log_of_a_rank_comes_before_the_numbers_of_the_watchdog(t
     (tmp_path / "job.log").write_text(logs)
     found = explain(read_lines([tmp_path]))
     assert found.first is not None and found.first.pattern.id == "cuda_out_of_memory"
+
+
+def _searches(lines: list[str]) -> int:
+    """How often an expression was applied to a text while these lines were explained."""
+    number = 0
+
+    def count(frame: object, event: str, called: object) -> None:
+        nonlocal number
+        number += event == "c_call" and getattr(called, "__name__", "") == "search"
+
+    parsed = [parse_line("log", n, line) for n, line in enumerate(lines, 1)]
+    sys.setprofile(count)
+    try:
+        explain(parsed)
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+def test_few_expressions_are_applied_to_a_long_ordinary_log() -> None:
+    """A log of many megabytes is read in seconds: what a pattern needs is looked for before its expression."""
+    kinds = (
+        "2026-11-18 12:00:01,123 - INFO - trainer - step {n} loss 1.25 tokens/s 120000 grad_norm 0.3",
+        "node1:1:{n} [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC/read comm 0x5581 nRanks 08",
+        '  File "/opt/lib/python3.11/site-packages/torch/nn/modules/module.py", line {n}, in _call_impl',
+        "    return forward_call(*args, **kwargs)",
+    )
+    lines = [kind.format(n=n) for n in range(250) for kind in kinds]
+    assert _searches(lines) < len(lines)
+
+
+def test_a_failure_that_thousands_of_lines_repeat_is_worded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets are taken out of what is shown, not of every line."""
+    import allranks.doctor.explain as module
+
+    shown: list[str] = []
+    monkeypatch.setattr(module, "without_secrets", lambda text: shown.append(text) or text)
+    found = explain(parse_line("log", n, "ValueError: bad") for n in range(1, 3001))
+    assert found.first is not None and found.lines == 3000
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize("pattern", patterns(), ids=lambda pattern: pattern.id)
+def test_each_sample_among_ordinary_lines_is_found(pattern: Pattern) -> None:
+    """Also where its failure stands in the middle of a long log, in any block of it."""
+    for place in (0, 255, 256, 700):
+        lines = ["step done"] * 1000
+        lines[place] = pattern.sample
+        found = explain(parse_line("log", n, line) for n, line in enumerate(lines))
+        assert found.first is not None and found.first.pattern.id == pattern.id
+        assert found.first.line.number == place
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("abc", ("abc",)),
+        ("(?i)ABC|de+f", ("abc", "d")),
+        (r"a\d+bcd", ("bcd",)),
+        ("a(?:bcd|efgh)?x", ("a",)),
+        ("(?:bcd|efgh)x", ("bcd", "efgh")),
+        ("(?:bcd|)", ()),
+        (r"(?!abc)\w+", ()),
+        ("(?:abc){2}", ("abc",)),
+        ("(?:abc)*", ()),
+    ],
+)
+def test_the_words_that_an_expression_needs(expression: str, words: tuple[str, ...]) -> None:
+    assert needed_words(expression) == words
+
+
+def test_every_pattern_needs_some_words() -> None:
+    """One that does not would be applied to each line of each log."""
+    assert [one.id for one in patterns() if not needed_words(one.pattern)] == []

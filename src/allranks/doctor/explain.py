@@ -10,20 +10,24 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, Literal, NamedTuple, cast
 
 import yaml
 
+from allranks.doctor.words import needed_words
 from allranks.model.formatting import ranks_text
 from allranks.model.parsing import without_secrets
 
 Level = Literal["root", "symptom", "warning"]
 MAX_LINE = 4000
+BLOCK = 256  # lines that are looked at together
 #: Bytes of one packed log that are read: a small file may unpack to any size.
 MAX_UNPACKED = 512 << 20
 
@@ -79,40 +83,66 @@ def patterns() -> tuple[Pattern, ...]:
     return tuple(Pattern(**entry) for entry in yaml.safe_load(text))
 
 
+class _Known(NamedTuple):
+    pattern: Pattern
+    regex: re.Pattern[str]
+    words: tuple[str, ...]  # a line that it knows has one of these, in lower case
+
+    def may_know(self, lower: str) -> bool:
+        return not self.words or any(word in lower for word in self.words)
+
+
 @cache
-def _compiled() -> tuple[tuple[Pattern, re.Pattern[str]], ...]:
-    return tuple((pattern, re.compile(pattern.pattern)) for pattern in patterns())
+def _known() -> tuple[_Known, ...]:
+    return tuple(_Known(one, re.compile(one.pattern), needed_words(one.pattern)) for one in patterns())
 
 
 def match_line(line: LogLine) -> Match | None:
     """The first pattern that knows this line."""
-    for pattern, regex in _compiled():
-        found = regex.search(line.text[:MAX_LINE])
-        if found:
-            shown = without_secrets(line.text[:MAX_LINE])
-            facts = (regex.search(shown) or found).groupdict(default="")
-            line = replace(line, text=shown)
-            return Match(pattern, line, _fill(pattern.cause, facts), _fill(pattern.hint, facts))
-    return None
+    known = _find_known(line, _known())
+    return _match(line, known) if known is not None else None
+
+
+def _find_known(line: LogLine, among: Iterable[_Known]) -> _Known | None:
+    text = line.text[:MAX_LINE]
+    lower = text.lower()
+    return next((one for one in among if one.may_know(lower) and one.regex.search(text)), None)
+
+
+def _match(line: LogLine, known: _Known) -> Match:
+    pattern, regex, _ = known
+    shown = without_secrets(line.text[:MAX_LINE])
+    found = regex.search(shown) or regex.search(line.text[:MAX_LINE])
+    facts = found.groupdict(default="") if found is not None else {}
+    return Match(pattern, replace(line, text=shown), _fill(pattern.cause, facts), _fill(pattern.hint, facts))
+
+
+def _in_blocks(lines: Iterable[LogLine]) -> Iterator[tuple[LogLine, tuple[_Known, ...]]]:
+    """Each line with the patterns that may know a line of its block: in most blocks there are few."""
+    rest = iter(lines)
+    while block := tuple(islice(rest, BLOCK)):
+        lower = "\n".join(line.text[:MAX_LINE] for line in block).lower()
+        among = tuple(one for one in _known() if one.may_know(lower))
+        yield from ((line, among) for line in block)
 
 
 def explain(lines: Iterable[LogLine]) -> Explanation:
     """The explanation of a whole set of logs."""
     firsts: dict[tuple[str, int | None], Match] = {}  # of each pattern in each rank
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     launcher, watchdogs = _Launcher(), _Watchdogs()
     total = 0
-    for line in lines:
+    for line, among in _in_blocks(lines):
         total += 1
         launcher.read(line)
         watchdogs.read(line)
-        match = match_line(line)
-        if match is None:
+        known = _find_known(line, among)
+        if known is None:
             continue
-        key = (match.pattern.id, line.rank)
-        counts[match.pattern.id] = counts.get(match.pattern.id, 0) + 1
-        if key not in firsts or _earlier(match.line, firsts[key].line):
-            firsts[key] = match
+        key = (known.pattern.id, line.rank)
+        counts[known.pattern.id] += 1
+        if key not in firsts or _earlier(line, firsts[key].line):
+            firsts[key] = _match(line, known)
     ordered = sorted(firsts.values(), key=lambda match: _weight(match, launcher.blamed))
     first = _long_before(ordered) or next(iter(ordered), None)  # a warning only where there is nothing worse
     if first is not None and first.pattern.id in _OF_WATCHDOG:
