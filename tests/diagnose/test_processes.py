@@ -236,3 +236,15 @@ def test_nobody_is_missed_by_a_group_whose_members_are_all_at_its_store() -> Non
 def test_of_more_candidates_than_missing_members_none_is_accused() -> None:
     idle = [process(n, thread(9, "idle", 22), ppid=9, title="python job.py rollout 80") for n in (2, 3)]
     assert answer(TRAINER, *idle) == ("stuck", {(1, 36)})
+
+
+def test_a_process_that_was_started_again_is_named_not_the_one_that_died() -> None:
+    """It forms the group anew; the others still use the old one, and never come."""
+    links = tuple(tcp(n, 90 + n, 80, "client") for n in (1, 2))
+    trainer = process(1, thread(1, "store", 94, wait_ends=("tcp h:91>h:80",)), links=links[:1])
+    again = process(2, thread(1, "rendezvous", 196, wait_ends=("tcp h:92>h:80",)), links=links[1:])
+    store = process(4, IDLE, links=tuple(tcp(9, 80, 90 + n, "server") for n in (1, 2)), system=True)
+    died = process(3, alive=False, ended="killed, or crashed")
+    restarted = replace(died, role=again.role)
+    assert answer(trainer, again, store, restarted) == ("stuck", {(2, 196)})
+    assert (3, 0) in answer(trainer, again, store, died)[1]
