@@ -202,3 +202,49 @@ def test_an_idle_process_is_not_missed_by_one_that_forms_a_group() -> None:
     waits = process(2, thread(1, "event", 5), ppid=9)
     assert answer(joins, process(3, IDLE, ppid=9)) == ("stuck", {(1, 36)})
     assert answer(joins, waits, process(3, IDLE, ppid=9)) == ("stuck", {(2, 5)})
+
+
+JOINS = thread(1, "rendezvous", 36, wait_ends=("tcp h:51>h:80",), wait_members=2)
+TRAINER = process(1, JOINS, links=(tcp(3, 51, 80, "client"), tcp(4, 80, 51, "server")), ppid=9)
+
+
+def test_the_member_that_a_group_lacks_is_missed_even_if_it_is_idle() -> None:
+    """A group of two, one at its store: who knows the store's address, or would join next, is the other one."""
+    knows = process(2, thread(9, "idle", 22), ppid=9, title="python job.py rollout 80")
+    would = process(3, thread(9, "idle", 24, later=("init_process_group",)), ppid=9)
+    reward = process(4, IDLE, ppid=9, title="python job.py reward 8080")
+    assert answer(TRAINER, knows, reward) == ("stuck", {(2, 22)})
+    assert answer(TRAINER, would, reward) == ("stuck", {(3, 24)})
+    assert answer(TRAINER, reward) == ("stuck", {(1, 36)})
+
+
+def test_a_rank_of_the_same_world_is_missed_even_if_it_is_idle() -> None:
+    trainer = replace(TRAINER, rank=0, world=2)
+    late = process(2, thread(9, "idle", 22), ppid=9, rank=1, world=2)
+    assert answer(trainer, late, process(4, IDLE, ppid=9)) == ("stuck", {(2, 22)})
+
+
+def test_nobody_is_missed_by_a_group_whose_members_are_all_at_its_store() -> None:
+    """The restarted one waits for ever; an idle process that knows the address, too, has no part in it."""
+    ours, theirs = tcp(5, 61, 62, "client", owner="gloo 1"), tcp(5, 62, 61, "client", owner="gloo 1")
+    trainer = replace(TRAINER, links=(*TRAINER.links, ours))
+    other = process(2, thread(1, "collective", 5), links=(tcp(3, 52, 80, "client"), theirs), ppid=9)
+    idle = process(3, thread(9, "idle", 22), ppid=9, title="python job.py rollout 80")
+    assert answer(trainer, other, idle) == ("stuck", {(1, 36)})
+
+
+def test_of_more_candidates_than_missing_members_none_is_accused() -> None:
+    idle = [process(n, thread(9, "idle", 22), ppid=9, title="python job.py rollout 80") for n in (2, 3)]
+    assert answer(TRAINER, *idle) == ("stuck", {(1, 36)})
+
+
+def test_a_process_that_was_started_again_is_named_not_the_one_that_died() -> None:
+    """It forms the group anew; the others still use the old one, and never come."""
+    links = tuple(tcp(n, 90 + n, 80, "client") for n in (1, 2))
+    trainer = process(1, thread(1, "store", 94, wait_ends=("tcp h:91>h:80",)), links=links[:1])
+    again = process(2, thread(1, "rendezvous", 196, wait_ends=("tcp h:92>h:80",)), links=links[1:])
+    store = process(4, IDLE, links=tuple(tcp(9, 80, 90 + n, "server") for n in (1, 2)), system=True)
+    died = process(3, alive=False, ended="killed, or crashed")
+    restarted = replace(died, role=again.role)
+    assert answer(trainer, again, store, restarted) == ("stuck", {(2, 196)})
+    assert (3, 0) in answer(trainer, again, store, died)[1]

@@ -20,6 +20,7 @@ from allranks.errors import ConfigurationError
 from allranks.model.stacks import GroupCall, JobLook, Process, ProcessLink, StackFrame, ThreadLook, WaitFor
 from allranks.stacktraces import source
 from allranks.stacktraces.debug_config import DebugOptions
+from allranks.stacktraces.debuggers import read_variables
 from allranks.stacktraces.html import draw, render_processes
 from allranks.stacktraces.roles import give_roles, load_roles, parse_roles, with_roles
 from allranks.stacktraces.tasks import line_at, read_tasks
@@ -132,6 +133,36 @@ def test_suspended_tasks_are_read_from_memory(tmp_path: Path) -> None:
     lines = {tuple(f.line for f in frames if f.file.endswith("job.py")): delay for frames, delay in chains}
     assert (5, 8) in lines
     assert 3000.0 in lines.values() or 0.05 in lines.values()
+
+
+def test_the_size_of_a_group_that_forms_is_read_from_the_variables_of_torch() -> None:
+    """The innermost frame of torch.distributed tells; a variable of the user's code does not."""
+
+    def frame(file: str, **values: object) -> dict[str, object]:
+        rows = [{"name": name, "addr": 255, "repr": str(value)} for name, value in values.items()]
+        return {"name": "f", "filename": file, "line": 1, "locals": rows}
+
+    torch = "/lib/site-packages/torch/distributed/distributed_c10d.py"
+    frames = [frame(torch, group_size=2), frame(torch, world_size=4, self=1), frame("/job.py", world_size=9)]
+    rows = [{"os_thread_id": 7, "frames": frames}, {"os_thread_id": 8, "frames": frames[2:]}]
+    found = read_variables(json.dumps(rows))
+    assert (found[7].selves, found[7].members, found[8].members) == (("", "ff", ""), 2, 0)
+
+
+def test_a_call_that_is_still_ahead_is_found_in_the_function_and_in_what_it_calls() -> None:
+    text = """
+def join():
+    dist.init_process_group("gloo")
+def rollout():
+    control.accept()
+    join()
+def trainer():
+    dist.init_process_group("gloo")
+    control.accept()
+main(rollout, join)
+"""
+    ahead = [source.calls_later(text, line, "init_process_group") for line in (5, 6, 9, 10)]
+    assert ahead == [True, False, False, False]
 
 
 def test_processes_of_other_users_are_not_read(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def test_a_healthy_job_is_right_when_nobody_is_accused() -> None:
     assert not gallery.judge(case, {}, {"state": "stuck", "guilty": []}).right
 
 
-@pytest.mark.parametrize("name", ["reward_lock", "one_connection", "producer_thread_died", "ok_idle_server"])
+@pytest.mark.parametrize(
+    "name", ["reward_lock", "one_connection", "producer_thread_died", "world_never_joined", "ok_idle_server"]
+)
 def test_who_does_not_move_is_named_and_nothing_is_left(name: str) -> None:
     before = set(gallery.descendants(os.getpid()))
     outcome = gallery.run(TABLE[name])

@@ -136,3 +136,27 @@ def test_an_engine_moves_when_its_metrics_do(tmp_path: Path) -> None:
             assert moved.mark > still.mark
         finally:
             engine.kill()
+
+
+def test_a_process_is_read_again_only_when_it_changes_its_command_line(tmp_path: Path) -> None:
+    """At rest nothing is read anew; a program that another one takes over is, and so is what starts meanwhile."""
+    text = "import os, sys; input(); os.execl(sys.executable, sys.executable, '-c', 'print(); input()', 'rollout')"
+    words = [sys.executable, "-u", "-c", text]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdin is not None and job.stdout is not None
+            sidecar = RoleSidecar(DebugOptions(), tmp_path)
+            sidecar.take([job.pid])
+            sidecar._observe(0.0)
+            first = sidecar._entries[job.pid]
+            for now in (5.0, 10.0, 15.0):
+                sidecar._observe(now)
+            assert sidecar._entries[job.pid] is first
+            job.stdin.write("\n")
+            job.stdin.flush()
+            job.stdout.readline()
+            for now in (20.0, 40.0, 80.0):
+                sidecar._observe(now)
+            assert sidecar._entries[job.pid].title.endswith("rollout")
+        finally:
+            job.kill()

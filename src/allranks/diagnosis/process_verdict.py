@@ -127,7 +127,7 @@ def explain_processes(look: JobLook) -> ProcessFinding:
     dead = [p for p in dead if p.ended.startswith("killed")] or dead
     works = any(not u.still and not u.process.system for u in waits.units)
     missed = stuck or [root for root in roots if root.polls and not works]
-    if dead and missed:
+    if dead and missed and not _joins_again(dead, missed[0]):
         return _dead(look, dead, missed[0])
     if stuck:
         return _stuck(look, [root for root in stuck if root.rank[:2] == stuck[0].rank[:2]])
@@ -207,6 +207,18 @@ def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     )
 
 
+def _joins_again(dead: Sequence[Process], root: Root) -> bool:
+    """Whether a process of the same role was started in place of a dead one, and waits to join the group that the others
+    still use: they never form it again."""
+    return any(u.process.role == p.role for u in _late(root.units) for p in dead)
+
+
+def _late(units: Sequence[Unit]) -> list[Unit]:
+    """Those that still form a group which the others of a circle use."""
+    late = [u for u in units if u.thread.wait.kind == "rendezvous"]
+    return late if len(late) < len(units) else []
+
+
 def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     best = roots[0]
     chosen = [best]
@@ -240,8 +252,7 @@ def _beside(root: Root) -> list[Unit]:
 
 def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
     """Of a circle all, but of calls of a group and waits for keys those that wait for one partner, else the minority."""
-    late = [u for u in units if u.thread.wait.kind == "rendezvous"]
-    if 0 < len(late) < len(units):  # the others use a group that these still form: they came late
+    if late := _late(units):
         return late
     if len(units) == 1 or any(u.thread.wait.kind not in ("collective", "store") for u in units):
         return units

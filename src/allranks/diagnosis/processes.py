@@ -7,7 +7,8 @@ a thread that does not move, a circle, a process that has ended or is idle while
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -313,11 +314,32 @@ class _Finder:
         return world or [o for o in found if o.ppid == p.ppid and o.node == p.node]
 
     def _rendezvous(self, number: int, unit: Unit) -> list[int]:
-        """Those at the same store, where that is known, else of the same world, that are not forming it, too."""
-        if met := self._at_store(unit) if unit.thread.wait.ends else []:
-            return [n for n in met if self.units[n].thread.wait.kind != "rendezvous"]
-        missing = [p for p in self._siblings(unit) if not self._collects(p)]
-        return [n for p in missing for n in self._whole(p.where) if self.units[n].active]
+        """Those at the same store, where that is known, else of the same world, that are not forming it, too; then those of
+        the job that the group lacks."""
+        met = self._at_store(unit)
+        others = [n for n in met if self.units[n].thread.wait.kind != "rendezvous"]
+        if not met:
+            missing = [p for p in self._siblings(unit) if not self._collects(p)]
+            others = [n for p in missing for n in self._whole(p.where) if self.units[n].active]
+        return others or [n for p in self._absent(unit, met) for n in self._whole(p.where)]
+
+    def _absent(self, unit: Unit, met: Sequence[int]) -> list[Process]:
+        """Idle processes that have not come to a store, if something shows that they belong to the group that forms there,
+        and the group lacks as many: their rank, a call ahead of them that joins, the store's port on their command line."""
+        own, wait = unit.process, unit.thread.wait
+        come = {own.where, *(self.units[n].process.where for n in met)}
+        if not wait.ends:
+            come |= {u.process.where for u in self.units if u.thread.wait.kind == "rendezvous"}
+        ports = {end.rsplit(":", 1)[-1] for end in wait.ends}
+        away = [p for p in self.look.processes if p.alive and p.where not in come and not self._collects(p)]
+        away = [p for p in away if not (p.system or p.ours)]
+        signs: tuple[Callable[[Process], bool], ...] = (
+            lambda p: own.rank is not None and p.rank is not None and p.world == own.world == wait.members,
+            lambda p: any("init_process_group" in t.later for t in p.threads),
+            lambda p: p.pid != own.ppid and bool(ports & set(re.findall(r"\d+", p.title))),
+        )
+        found = ([p for p in away if sign(p)] for sign in signs)
+        return next((some for some in found if 0 < len(some) <= wait.members - len(come)), [])
 
     def _store(self, number: int, unit: Unit) -> list[int]:
         """All that are connected to the store and do not wait for a key themselves."""

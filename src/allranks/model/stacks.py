@@ -295,6 +295,7 @@ class WaitFor:
     setters: tuple[str, ...] = ()  # functions of its file that would end the wait
     tids: tuple[int, ...] = ()  # threads of this process that it waits for
     left_s: float | None = None  # a wait that ends by itself: after so many seconds
+    members: int = 0  # of the process group that it forms; 0 unknown
     strong: bool = True  # False: a helper's wait, which tells little
     operation: str = ""
 
@@ -315,7 +316,7 @@ class ThreadLook:
     handles: bool = False  # it serves a request
     thread_key: str = ""  # address of the Thread object that it runs
     user: StackFrame | None = None  # the innermost line of the user's own code
-    later: tuple[str, ...] = ()  # names of FIFOs of the job that its function still mentions
+    later: tuple[str, ...] = ()  # FIFOs and joins that others wait for, and that its code still has ahead
 
     @property
     def at(self) -> str:

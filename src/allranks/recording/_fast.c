@@ -1605,7 +1605,7 @@ static PyObject *add_type(PyObject *made, const char *name, PyType_Spec *spec) {
 #endif
 
 /* Frames are read in place, so only the Python that this was built for will do: the same 3.x, and exactly the same where
- * one of the two is not a final release. Otherwise the import fails, and the Python engine records. */
+ * one of the two is not a final release. Otherwise the import fails, and nothing is recorded. */
 static int is_built_for_this(void) {
     const char *built = BUILT_FOR, *runs = Py_GetVersion(), *unfinished = "abcr+";
     size_t length = strcspn(runs, " "), minor = strcspn(built, ".") + 1;

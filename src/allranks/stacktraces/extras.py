@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from allranks.model.stacks import ThreadFacts
+from allranks.stacktraces.debuggers import Variables
 from allranks.stacktraces.links import epoll_members
 from allranks.stacktraces.procfs import PROC, open_inodes, peek, read_proc
 from allranks.stacktraces.waits import ThreadExtra
@@ -24,7 +25,7 @@ MAX_FDS = 64
 def read_extras(
     pid: int,
     facts: Mapping[int, ThreadFacts],
-    selves: Mapping[int, tuple[str, ...]],
+    variables: Mapping[int, Variables],
     locks: FileLocks,
 ) -> dict[int, ThreadExtra]:
     """What each thread waits for, by its id."""
@@ -35,7 +36,7 @@ def read_extras(
             memory = stack.enter_context(open(PROC / str(pid) / "mem", "rb", buffering=0))
         shared = _shared_maps(pid) if any(one.syscall == "futex" for one in facts.values()) else []
         for tid, fact in facts.items():
-            found[tid] = _extra(pid, fact, memory, shared, selves.get(tid, ()), locks)
+            found[tid] = _extra(pid, fact, memory, shared, variables.get(tid, Variables()), locks)
     return found
 
 
@@ -44,7 +45,7 @@ def _extra(
     fact: ThreadFacts,
     memory: BinaryIO | None,
     shared: list[tuple[int, int, str]],
-    selves: tuple[str, ...],
+    known: Variables,
     locks: FileLocks,
 ) -> ThreadExtra:
     name, args = fact.syscall, fact.args
@@ -69,7 +70,8 @@ def _extra(
         child=child,
         holders=locks.waiting.get(pid, ()) if name in ("flock", "fcntl") else (),
         polled=locks.of_files(pid) if name in ("nanosleep", "clock_nanosleep") else (),
-        selves=selves,
+        selves=known.selves,
+        members=known.members,
         switches=fact.switches,
     )
 

@@ -290,6 +290,22 @@ def mentions_later(text: str, line: int, word: str) -> bool:
     return bool(word) and any(word in one for one in text.splitlines()[line - 1 : last])
 
 
+def calls_later(text: str, line: int, name: str) -> bool:
+    """Whether the function around a line calls another one behind that line, directly or by a function of the same file."""
+    tree, around = _tree(text), _last_function(_around(text, line))
+    if tree is None or not around or name not in text:
+        return False
+    defined = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = {name, *(f.name for f in defined if any(called == name for _, called in _calls(f)))}
+    return any(at > line and called in names for at, called in _calls(around[0]))
+
+
+def _calls(function: ast.AST) -> list[tuple[int, str]]:
+    """(line, name) of the calls of a function itself."""
+    nodes = [one for one in _own_nodes(function) if isinstance(one, ast.Call)]
+    return [(one.lineno, _last_word(one.func)) for one in nodes]
+
+
 def _last_word(node: ast.expr) -> str:
     """`self.done` is done, `request["done"]` too."""
     if isinstance(node, ast.Attribute):

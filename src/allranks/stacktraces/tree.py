@@ -32,6 +32,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     ThreadLook,
     ThreadStack,
+    is_user_file,
 )
 from allranks.stacktraces import debuggers, ray_state, source
 from allranks.stacktraces.boxes import group_calls
@@ -58,6 +59,7 @@ from allranks.stacktraces.waits import Surroundings, Task, look_at_threads
 LOOK = "processes.json"
 MANY = 48  # processes; of more, those that look alike from outside are sampled
 ALIKE = 4  # of each kind
+JOINS = ("init_process_group",)
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class _Case:
     entry: ProcessEntry
     python: bool
     snapshots: list[Snapshot] = field(default_factory=list)
-    selves: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    variables: dict[int, debuggers.Variables] = field(default_factory=dict)
     inner: dict[int, int] = field(default_factory=dict)
     # ticks of all threads, switches of the main one
     work: list[tuple[int, int]] = field(default_factory=list)
@@ -257,7 +259,7 @@ class _Look:
         run = debuggers.run_pyspy(self.pyspy, case.entry.pid, variables=True)
         try:
             stacks = debuggers.parse_json(run.output) if not run.problem else ()
-            case.selves = debuggers.read_selves(run.output) if stacks else case.selves
+            case.variables = debuggers.read_variables(run.output) if stacks else case.variables
         except (ValueError, RecursionError, TypeError, AttributeError) as error:
             stacks, run = (), replace(run, problem=f"py-spy printed something unreadable: {str(error)[:100]}")
         if run.problem and run.problem not in case.notes:
@@ -292,26 +294,28 @@ class _Look:
         tasks, note = ray_state.read_tasks(entries.values(), found)
         found = ray_state.with_tasks(found, tasks) if tasks else found
         found += ray_state.ended_actors(entries.values(), self.node)
-        named = give_roles(self._with_fifos(found), entries, rules)
+        named = give_roles(self._with_later(found), entries, rules)
         return JobLook(named, seconds, (*self._notes(), *([note] if note else [])), tasks)
 
-    def _with_fifos(self, processes: list[Process]) -> list[Process]:
-        """Marks threads whose function still mentions a FIFO that another one opens."""
-        names = {
-            t.wait.path.rsplit("/", 1)[-1] for p in processes for t in p.threads if t.wait.kind == "open"
-        }
-        return (
-            [replace(p, threads=tuple(self._with_later(p, t, names) for t in p.threads)) for p in processes]
-            if names
-            else processes
-        )
+    def _with_later(self, processes: list[Process]) -> list[Process]:
+        """Marks threads that would open a FIFO, or join a group, that another one waits for."""
+        waits = [t.wait for p in processes for t in p.threads]
+        names = {wait.path.rsplit("/", 1)[-1] for wait in waits if wait.kind == "open"}
+        joins = any(wait.kind == "rendezvous" for wait in waits)
+        if not names and not joins:
+            return processes
+        return [
+            replace(
+                p, threads=tuple(replace(t, later=self._later(p.pid, t, names, joins)) for t in p.threads)
+            )
+            for p in processes
+        ]
 
-    def _with_later(self, process: Process, thread: ThreadLook, names: set[str]) -> ThreadLook:
-        user = thread.user
-        if user is None:
-            return thread
-        text = self.sources.text(user.file, process.pid)
-        return replace(thread, later=tuple(n for n in names if source.mentions_later(text, user.line, n)))
+    def _later(self, pid: int, thread: ThreadLook, names: set[str], joins: bool) -> tuple[str, ...]:
+        """Of these FIFOs those that its function still mentions; the call that joins a group, if it is ahead of any frame."""
+        places = [(self.sources.text(f.file, pid), f.line) for f in thread.frames if is_user_file(f.file)]
+        found = [n for n in names if places and source.mentions_later(*places[0], n)]
+        return (*found, *(one for one in JOINS if joins and any(source.calls_later(*p, one) for p in places)))
 
     def _process(
         self,
@@ -358,8 +362,8 @@ class _Look:
         shots = [replace(s, stacks=renumber(s.stacks, case.inner)) for s in case.snapshots]
         # counters of the last moment
         shots.append(replace(shots[-1], facts=self._facts(case, shots[-1].stacks)))
-        selves = {case.inner.get(tid, tid): value for tid, value in case.selves.items()}
-        extras = read_extras(entry.pid, {f.tid: f for f in shots[-1].facts if f.syscall}, selves, locks)
+        known = {case.inner.get(tid, tid): value for tid, value in case.variables.items()}
+        extras = read_extras(entry.pid, {f.tid: f for f in shots[-1].facts if f.syscall}, known, locks)
         capture = ProcessCapture(0, None, entry.pid, self.node, entry.title, tuple(shots))
         around = Surroundings(
             view=view_process(capture, Children(bool(children), bool(children))),

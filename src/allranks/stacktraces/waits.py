@@ -52,6 +52,7 @@ class ThreadExtra:
     connects: str = ""  # the address that it connects to: "unix /path", "tcp port"
     opens: str = ""  # the path that it opens
     selves: tuple[str, ...] = ()  # address of `self` for each frame
+    members: int = 0  # of the process group that it forms
     switches: int = 0
 
 
@@ -277,12 +278,14 @@ def _by_torch(a: _Asked) -> WaitFor | None:
         return WaitFor("store", "waits for a key of the store", ends=ends, operation=a.operation)
     says = {
         "collective": f"waits in {a.operation or 'a collective'}",
-        "rendezvous": "waits for its process group to form",
+        "rendezvous": f"waits for its process group{f' of {a.extra.members}' if a.extra.members else ''} to form",
         "device": "waits for the device",
     }
     kind = kinds[a.cause]
-    ends = _ends(a.extra, a.around) if kind == "rendezvous" else ()
-    return WaitFor(kind, says.get(kind, "waits for a key of the store"), ends=ends, operation=a.operation)
+    found = WaitFor(kind, says.get(kind, "waits for a key of the store"), operation=a.operation)
+    if kind != "rendezvous":
+        return found
+    return replace(found, ends=_ends(a.extra, a.around), members=a.extra.members)
 
 
 def _by_ray(a: _Asked) -> WaitFor | None:

@@ -30,7 +30,7 @@ from allranks.model.stacks import JobLook, Process, ProcessFinding
 from allranks.stacktraces.boxes import LiveBox, find_boxes
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.links import read_links
-from allranks.stacktraces.procfs import ProcessEntry, read_proc
+from allranks.stacktraces.procfs import ProcessEntry, command_line, read_proc
 from allranks.stacktraces.roles import give_roles, with_roles
 from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes, write_look
 from allranks.watch.role_progress import SAMPLE_S, EngineMetrics, PhaseHistory, RoleWork, parse_metrics
@@ -75,8 +75,8 @@ LOOK_AGAIN_S, LOOK_SELDOM_S = 30.0, 600.0
 #: Processes that are sampled every two seconds; more of them less often, and half as often while none moves.
 PER_SAMPLE = 50
 POLL_S = 1.0
-#: A new process may change its title: so often, and while it is so young, it is read again.
-READ_AGAIN, TITLE_S = 3, 60.0
+#: So long after a process began: it may have changed its title since, opened a port or a black box.
+AGAIN_S = (5.0, 15.0, 45.0, 120.0)
 #: A process that polls never looks silent: looks at these times, then every ten minutes. Two must agree.
 CHECKS_S, CHECK_EVERY_S, AGREE_S = (30.0, 60.0, 120.0, 240.0, 480.0), 600.0, 20.0
 
@@ -108,7 +108,7 @@ class RoleSidecar(Sidecar):
         self._processes: list[Process] = []
         self._entries: dict[int, ProcessEntry] = {}
         self._all: set[int] = set()  # processes of the machine at the last look
-        self._unread = READ_AGAIN  # how often the processes are still read anew
+        self._again: tuple[float, ...] = ()  # when their titles, ports and boxes are looked for again
         self._boxes: dict[int, LiveBox] = {}
         self._ports: dict[int, str] = {}  # pid -> address whose metrics are of an engine
         self._silent_ports: set[str] = set()  # addresses that answered nothing that we know
@@ -128,8 +128,7 @@ class RoleSidecar(Sidecar):
     def _observe(self, now: float) -> list[RankSample]:
         every = RESCAN_S if now < YOUNG_S else RESCAN_LATER_S
         if now - self._scanned_s >= every or not self._processes:
-            if self._has_new():
-                self._rescan()
+            self._rescan(now)
             self._scanned_s = now
         rest = 1.0 if self._moves else 2.0
         if now - self._sampled_s >= SAMPLE_S * rest * max(1.0, len(self._processes) / PER_SAMPLE):
@@ -141,36 +140,49 @@ class RoleSidecar(Sidecar):
             self._follow_phases(now)
         return self._samples
 
+    def _rescan(self, now: float) -> None:
+        """Reads new processes, and for a while those that have changed. At rest this only lists /proc."""
+        new = self._has_new()
+        if new or not self._processes:
+            self._again = tuple(now + after for after in AGAIN_S)
+        elif not self._again or now < self._again[0]:
+            return
+        else:
+            self._again = tuple(at for at in self._again if at > now)
+        same = {e.pid: e for e in self._entries.values() if command_line(e.pid) == e.title}
+        if new or len(same) < len(self._entries) or not same:
+            self._read_tree(same)
+        self._find_boxes()
+        self._find_metrics([one for one in self._processes if ENGINE.search(one.title)])
+
     def _has_new(self) -> bool:
-        """Whether a process has begun since the last look that may belong to the job. At rest this only lists /proc."""
+        """Whether a process has begun since the last look that may belong to the job."""
         pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         new, self._all = pids - self._all, pids
-        for pid in new:
-            fields = process_stat(pid)
-            if len(fields) > 3 and {int(fields[1]), int(fields[3])} & {*self._roots, *self._entries}:
-                self._unread = READ_AGAIN
-        self._unread -= 1
-        return self._unread >= 0
+        mine = {*self._roots, *self._entries}
+        stats = [fields for pid in new if len(fields := process_stat(pid)) > 3]
+        return any(int(fields[1]) in mine or int(fields[3]) in mine for fields in stats)
 
-    def _rescan(self) -> None:
-        """The processes of the job, their roles, boxes and metrics."""
-        old = {e.pid: e for e in self._entries.values() if _age_s(e.start_ticks) > TITLE_S}
-        entries = {one.pid: one for one in find_tree(self._roots, old)}
-        known = {one.pid: one for one in self._processes}
+    def _read_tree(self, same: dict[int, ProcessEntry]) -> None:
+        """The processes of the job with their roles; the `same` ones are not read again."""
+        known = {one.pid: one for one in self._processes if one.pid in same}
+        self._entries = {one.pid: one for one in find_tree(self._roots, same)}
         bare = [
-            Process(e.pid, e.ppid, title=e.title, started_s=float(e.start_ticks)) for e in entries.values()
+            Process(e.pid, e.ppid, title=e.title, started_s=float(e.start_ticks))
+            for e in self._entries.values()
         ]
-        named = give_roles(bare, entries, self._rules)
+        named = give_roles(bare, self._entries, self._rules)
         ours = [one for one in named if not (one.system or one.ours)]
         # a look has seen stacks, which tell more than titles
         self._processes = [known.get(one.pid, one) for one in ours]
-        self._entries = entries
-        folders = {Path(e.environ["ALLRANKS_DIR"]) for e in entries.values() if "ALLRANKS_DIR" in e.environ}
+
+    def _find_boxes(self) -> None:
+        entries = self._entries.values()
+        folders = {Path(e.environ["ALLRANKS_DIR"]) for e in entries if "ALLRANKS_DIR" in e.environ}
         users = {os.stat(f"/proc/{pid}").st_uid for pid in self._roots}
-        starts = {(e.pid, e.start_ticks): e.pid for e in entries.values()}
+        starts = {(e.pid, e.start_ticks): e.pid for e in entries}
         boxes = find_boxes(tuple(folders), uids=users)
         self._boxes = {starts[b.pid, b.start_ticks]: b for b in boxes if (b.pid, b.start_ticks) in starts}
-        self._find_metrics([one for one in ours if ENGINE.search(one.title)])
 
     def _find_metrics(self, engines: Sequence[Process]) -> None:
         """The endpoints of engines, among what they listen on; of nobody else is a port asked."""
@@ -307,7 +319,3 @@ def _log_bytes(pid: int) -> int:
             continue
         total += facts.st_size if stat.S_ISREG(facts.st_mode) else 0
     return total
-
-
-def _age_s(start_ticks: int) -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
