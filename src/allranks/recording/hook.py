@@ -4,7 +4,7 @@ Where it hooks, and what each hook sees:
 
 - methods of the pybind classes `ProcessGroup` and `Backend`: every call that comes from Python, on any backend
   (torch.distributed, FSDP, pipelines, object collectives, `_dist2`, bare Backend objects);
-- `groups.py`: calls that C++ makes by itself (DDP's reducer, functional collectives);
+- `recording_group.py`: calls that C++ makes by itself (DDP's reducer, functional collectives);
 - `Work.wait`: the moment at which the program knows that a call is over.
 
 Recording is decided by one cell, so that `uninstall` is cheap and a forked child is silent at once.
@@ -34,10 +34,10 @@ from allranks.recording.torch_internals import NO_OPTIONS, layout_of
 from allranks.recording.writer import CallWriter, Shapes, warn_once
 
 if TYPE_CHECKING:
-    from allranks.recording.groups import RecordingProxies
+    from allranks.recording.recording_group import RecordingProxies
 
 #: Modules whose code runs under a collective.
-_NAMES = "hook guard setup_calls stores recording_group writer stack calls groups torch_internals"
+_NAMES = "hook setup_calls recording_group writer stack calls groups torch_internals"
 OURS = (*(f"{__package__}.{name}" for name in _NAMES.split()), "allranks.blackbox.file_writer")
 P2P_OPS = frozenset({"send", "recv"})
 BATCH = "coalesced"  # what the row of a whole batch is called
@@ -117,7 +117,7 @@ class Hook:
     def _install_proxies(self) -> None:
         if internals.version() < internals.FIRST_WITH_PROXIES:
             raise LookupError("they need torch 2.7")
-        from allranks.recording.groups import RecordingProxies
+        from allranks.recording.recording_group import RecordingProxies
 
         self._proxies = RecordingProxies(self)
         self._proxies.install()
