@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -134,10 +135,13 @@ def test_bash_completes_commands_flags_and_files(tmp_path: Path) -> None:
     assert _bash(tmp_path, "completion", "z") == ["zsh"]
 
 
+@cache
+def _script(shell: str) -> str:
+    return subprocess.run([*ALLRANKS, "completion", shell], capture_output=True, text=True, check=True).stdout
+
+
 def _bash(folder: Path, *words: str) -> list[str]:
-    script = subprocess.run(
-        [*ALLRANKS, "completion", "bash"], capture_output=True, text=True, check=True
-    ).stdout
+    script = _script("bash")
     ask = f"COMP_WORDS=(allranks {' '.join(words)}); COMP_CWORD={len(words)}; _allranks; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(
         ["bash", "-c", script + ask], capture_output=True, text=True, cwd=folder, check=True
@@ -148,9 +152,7 @@ def _bash(folder: Path, *words: str) -> list[str]:
 @pytest.mark.parametrize(("shell", "check"), [("zsh", ["-n"]), ("fish", ["--no-execute"])])
 def test_the_scripts_of_other_shells_are_valid(shell: str, check: list[str], tmp_path: Path) -> None:
     """As the shell itself judges."""
-    script = subprocess.run(
-        [*ALLRANKS, "completion", shell], capture_output=True, text=True, check=True
-    ).stdout
+    script = _script(shell)
     assert "diagnose" in script and "html" in script
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")

@@ -17,6 +17,8 @@ from allranks.load import load_paths
 
 from .torch_dumps import entry, number, write
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 CASES = Path(__file__).parent / "cases"
 HANG = str(CASES / "flight_recorder_subgroup_hang" / "dumps")
 HEALTHY = str(CASES / "flight_recorder_normal" / "dumps")
@@ -175,7 +177,8 @@ def test_diagnosing_imports_no_torch() -> None:
         "import sys; from allranks.cli import main; "
         f"main(['diagnose', {HANG!r}]); print('torch' in sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    words = [sys.executable, "-I", "-c", code]  # an interpreter of its own, not a fork
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.stderr.strip().splitlines()[-1] == "False"
 
 
