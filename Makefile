@@ -16,7 +16,7 @@ WORKERS ?= $(shell expr $$(nproc) + 4)
 test: $(STAMP) packages
 	@find src -depth -type d -name __pycache__ -execdir sh -c 'ls *.py >/dev/null 2>&1 || rm -r __pycache__' \;  # of packages that a pull has removed
 	@find src -depth -type d -empty -delete
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/forks.py suite $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Every test, also those that `make test` leaves out, on the versions of Python and torch that we promise, each in an
 # environment of its own.

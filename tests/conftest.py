@@ -124,6 +124,9 @@ def keep_child() -> Iterator[set[int]]:
 def _template(keep_child: set[int]) -> Iterator[None]:
     import forks
 
+    if forks.has_template():
+        yield
+        return
     process = forks.start_template()
     keep_child.add(process.pid)
     yield

@@ -10,6 +10,9 @@ The new process is a child of the one that asked, with the descriptors, session,
 /proc, the command line that it would have had. Programs that start ranks fork a template of their own before they begin.
 What torch reads from the environment while it is imported is that of the template, so a start whose environment differs
 in such a variable is an ordinary one.
+
+`python tests/forks.py suite N ARGUMENTS…` runs pytest with N workers (`make test` does). They are forks too, of one process
+that has torch loaded, and each begins with a template of its own.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ import json
 import mmap
 import os
 import runpy
+import select
+import shlex
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -70,6 +76,11 @@ def start_template() -> subprocess.Popen[bytes]:
     _template = ours
     _at_start.update(_read_at_start(os.environ))
     return process
+
+
+def has_template() -> bool:
+    """Whether this process began with one."""
+    return _template is not None
 
 
 def stop_template(process: subprocess.Popen[bytes]) -> None:
@@ -255,6 +266,10 @@ def _run(order: dict[str, Any]) -> None:
     what, *rest = [word for number, word in enumerate(words) if number and not (number == 1 and word == "-u")]
     if (rest[0] if what == "-m" else Path(what).name) in LAUNCHERS:
         own_template()
+    elif "worker" in order:
+        own_template()
+        patch(False)  # until a test asks for forks
+        sys.modules["forks"] = sys.modules["__main__"]
     sys.path[0:1] = filter(
         None, [_first_of_path(what), *order["env"].get("PYTHONPATH", "").split(os.pathsep)]
     )
@@ -334,7 +349,66 @@ def load() -> None:
     gc.freeze()
 
 
-if __name__ == "__main__":
+def suite(workers: int, words: list[str]) -> int:
+    """pytest with so many workers, forked from this process; its exit code."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    load()
+    del os.environ["OMP_NUM_THREADS"], os.environ["OPENBLAS_NUM_THREADS"]
+    folder = tempfile.mkdtemp()
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.bind(f"{folder}/door")
+    door.listen(workers)
+    starter = shlex.join([sys.executable, "-S", "-E", __file__, "worker", f"{folder}/door"])
+    spread = ["--tx", f"{workers}*popen//python={starter}"] if workers else ["-n", "0"]
+    order = {"env": dict(os.environ), "session": False, "cwd": os.getcwd()}
+    pytest = os.fork()
+    if pytest == 0:
+        door.close()
+        _become({**order, "words": [sys.executable, "-m", "pytest", *spread, *words]})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest has it too, and ends the workers
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pytest, signal.SIGTERM))
+    try:
+        while True:
+            if select.select([door], [], [], 0.2)[0]:
+                _start_worker(door, order)
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            while pid not in (0, pytest):
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == pytest:
+                return os.waitstatus_to_exitcode(status)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _start_worker(door: socket.socket, order: dict[str, Any]) -> None:
+    line, _ = door.accept()
+    data, fds, _, _ = socket.recv_fds(line, MOST_BYTES, MOST_FDS)
+    pid = os.fork()
+    if pid == 0:
+        line.detach()
+        door.detach()
+        _take_descriptors(fds, {})
+        _become({**order, "words": [sys.executable, *json.loads(data)], "worker": True})
+    line.send(str(pid).encode())
+    line.close()
+    for fd in fds:
+        os.close(fd)
+
+
+def worker(door: str, words: list[str]) -> None:
+    """What execnet takes for its worker: has one forked, and ends with it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.connect(door)
+        socket.send_fds(line, [json.dumps(words).encode()], [0, 1, 2])
+        ended = os.pidfd_open(int(line.recv(64)))
+    select.select([ended], [], [])
+
+
+if __name__ == "__main__" and sys.argv[1] == "worker":
+    worker(sys.argv[2], sys.argv[3:])
+elif __name__ == "__main__" and sys.argv[1] == "suite":
+    os._exit(suite(int(sys.argv[2]), sys.argv[3:]))  # nothing of the loaded modules has to be taken apart
+elif __name__ == "__main__":
     line = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     load()
