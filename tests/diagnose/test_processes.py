@@ -108,6 +108,18 @@ def test_a_process_that_computes_is_unclear() -> None:
     assert found.state == "unclear" and "--for" in found.reason
 
 
+def test_who_waits_for_a_process_that_computes_is_told() -> None:
+    """Slow or without end: the answer names the busy line, since when, those behind it, and how to tell."""
+    handler = thread(2, "work", 41, handles=True, busy=True)
+    other = process(3, thread(1, "work", 7, busy=True), ticks=400)
+    server = process(2, IDLE, handler, links=(SERVER,), ticks=400)
+    found = explain_processes(JobLook((other, process(1, ASKS, links=(CLIENT,)), server), 5.0))
+    assert (found.state, found.guilty) == ("unclear", ())
+    assert found.sentence.startswith("role2 (pid 2, thread t2) (work) at job.py:41 in work for the whole 5 s")
+    assert "role1 (socket), needs role2 (pid 2)" in found.sentence
+    assert "--for 60" in found.reason and "job.py:41" in found.reason
+
+
 def test_idle_servers_are_no_hang() -> None:
     assert answer(process(1, IDLE), process(2, IDLE)) == ("moving", set())
 

@@ -178,6 +178,15 @@ def test_under_srun_the_workers_of_a_server_are_the_ranks_and_not_their_launcher
     assert not choose(_serving(**environ), [], Selection(job="78"))
 
 
+def test_the_launcher_of_a_server_that_was_asked_for_is_no_rank_either() -> None:
+    """Its workers are, with their numbers; a process that starts no rank is taken as it is."""
+    server = [(t.pid, t.rank, t.child) for t in choose(_serving(), [], Selection(pids=(10,)))]
+    assert server == [(11, 0, None), (12, 1, None), (15, 1, 0)]
+    plain = [_entry(10, 1), _entry(11, 10, "pt_data_worker")]
+    alone = [(t.pid, t.rank, t.child) for t in choose(plain, [], Selection(pids=(10,)))]
+    assert alone == [(10, 0, None), (11, 0, 0)]
+
+
 def test_the_job_of_a_process_that_lost_its_parent_and_its_environment_is_that_of_its_cgroup() -> None:
     """Slurm keeps every process of a job in a cgroup of it."""
     orphan = replace(_entry(11, 1, "sglang::scheduler_TP0"), slurm_job="77")

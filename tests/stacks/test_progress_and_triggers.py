@@ -52,6 +52,18 @@ def _timed(rank: int, times: list[float], seen: float, **more: object) -> RankMa
     return RankMarks(rank, tuple(Mark(t, i) for i, t in enumerate(times)), seen, **more)  # type: ignore[arg-type]
 
 
+def test_shortly_after_the_last_progress_the_answer_says_when_to_ask_again() -> None:
+    """Steps of 1 s, silent for 6 of 10 s; steps of 2 s; a pause that was declared."""
+    decide = lambda *marks: decide_progress({m.rank: m for m in marks}, {}, {}, Stillness())  # noqa: E731
+    first = decide(_timed(0, [float(second) for second in range(100)], 105.0))
+    text = "the last progress was 6 s ago, and silence is a hang after 10 s here: ask again in 5 s"
+    assert (first.hung, first.reason) == (None, text)
+    slow = decide(_timed(0, [2.0 * step for step in range(20)], 46.0))
+    assert (slow.hung, slow.reason.rsplit(": ", 1)[1]) == (None, "ask again in 3 s")
+    declared = decide(_timed(0, [1.0, 2.0], 20.0, expect_until_s=50.0))
+    assert (declared.hung, declared.reason) == (None, "rank 0 declared a pause: ask again in 31 s")
+
+
 def test_the_clock_decides_where_it_is_known() -> None:
     """Old marks: hung; new ones: not; fresh but silent: cannot tell; a declared silence is not a hang."""
     steps = [float(second) for second in range(100)]

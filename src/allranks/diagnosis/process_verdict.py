@@ -364,6 +364,17 @@ def _runs(numbers: Sequence[int]) -> str:
     return ",".join(rank_runs(numbers))
 
 
+def _computes(look: JobLook, waits: Waits) -> ProcessFinding:
+    """The busy thread that most processes wait for. A look cannot tell a long computation from a loop without end."""
+    busy = [n for n, u in enumerate(waits.units) if u.thread.busy and not u.process.system]
+    root = max((Root(waits, (n,)) for n in busy), key=lambda one: len(one.waiting))
+    unit, behind = root.units[0], _waiters(root, set())
+    text = f"{_says(unit)} for the whole {look.seconds:.0f} s"
+    at = unit.thread.at or "this line"
+    advice = f"a long computation or a loop without end: --for 60 tells whether it leaves {at}"
+    return ProcessFinding("unclear", f"{text}; {behind}" if behind else text, reason=advice)
+
+
 def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFinding:
     moving = [u for u in waits.units if u.thread.moved and not u.process.system]
     busy = [u for u in waits.units if u.thread.busy and not u.process.system]
@@ -387,12 +398,13 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     if links:
         names = _listed(dict.fromkeys(f"{p.name} (pid {p.pid})" for p in links[:3]))
         return ProcessFinding("moving", f"data moves between processes: {names}", reason="data moves")
-    if busy or ticks:
-        where = _says(busy[0]) if busy else f"{ticks[0].name} (pid {ticks[0].pid}) uses the processor"
+    if busy:
+        return _computes(look, waits)
+    if ticks:
         return ProcessFinding(
             "unclear",
-            f"{where} for the whole {look.seconds:.0f} s",
-            reason="look longer: --for 30 tells whether it leaves this line",
+            f"{ticks[0].name} (pid {ticks[0].pid}) uses the processor for the whole {look.seconds:.0f} s",
+            reason="look longer: --for 60",
         )
     if not any(p.read for p in look.processes):
         return ProcessFinding("unclear", "no stack of this job could be read", reason="see the notes")

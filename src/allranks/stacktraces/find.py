@@ -223,9 +223,12 @@ def choose(
     excluded = _ancestors(own_pid, by_pid) | {own_pid}
     boxed = _match_boxes(entries, boxes)
     candidates = [e for e in entries if e.state not in "ZX" or e.pid in selection.pids]
-    if not selection.pids:
-        excluded |= _launchers(entries, boxed, unnamed)
-    chosen = _chosen(candidates, boxed, selection, excluded)
+    launchers = _launchers(entries, boxed, unnamed)
+    chosen = _chosen(candidates, boxed, selection, excluded | launchers)
+    if asked := launchers & set(selection.pids):  # what they have started is meant
+        below = [e for e in family(asked, entries) if e.state not in "ZX"]
+        ranks_below = _chosen(below, boxed, replace(selection, pids=()), excluded | launchers)
+        chosen = [*(e for e in chosen if e.pid not in asked), *ranks_below] if ranks_below else chosen
     pids, kept = {entry.pid for entry in chosen}, {*selection.pids, *unnamed}
     roots = [e for e in chosen if e.pid in kept or _is_root(e, _ancestors(e.pid, by_pid) & pids, by_pid)]
     ranks = _numbers(roots, boxed)

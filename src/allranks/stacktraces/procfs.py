@@ -71,7 +71,7 @@ def read_entry(pid: int) -> ProcessEntry | None:
     fields = stat.rsplit(")", 1)[-1].split()
     if len(fields) < 20:
         return None
-    title = command_line(pid)
+    title = _command_line(pid)
     status = status_of(pid)
     inner = status.get("NSpid", "").split()
     return ProcessEntry(
@@ -177,8 +177,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for thread in threads for word in read_proc(pid, f"task/{thread}/children").split()]
 
 
-def command_line(pid: int) -> str:
-    """The words of a process, as it shows itself."""
+def _command_line(pid: int) -> str:
     return without_secrets(read_proc(pid, "cmdline")).replace("\0", " ").strip()
 
 
@@ -190,7 +189,7 @@ def read_facts(pid: int, only: Container[int] | None = None) -> dict[str, object
         raise ProcessLookupError(f"process {pid} is gone")
     return {
         "pid": pid,
-        "cmdline": command_line(pid),
+        "cmdline": _command_line(pid),
         "wchan": threads[0]["wchan"],
         "at_s": round(time.time(), 3),
         "machine": platform.machine(),

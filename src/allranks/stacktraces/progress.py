@@ -47,7 +47,7 @@ def decide_progress(
         return HangDecision(None, "there are no progress marks")
     timed = {rank: _by_clock(one, stillness) for rank, one in marked.items() if one.seen_s is not None}
     if timed:
-        return _join_timed(timed, marked)
+        return _join_timed(timed, marked, stillness)
     return _by_snapshots(marked, views, causes)
 
 
@@ -130,17 +130,43 @@ def _by_clock(one: RankMarks, stillness: Stillness) -> bool | None:
     if seen < one.expect_until_s:
         return None
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    # Not the longest: one long checkpoint must not blind us.
-    usual = sorted(gaps)[int(0.95 * (len(gaps) - 1))] if gaps else 0.0
-    limit = max(stillness.still_s, stillness.gaps * usual)
-    if age > limit:
+    if age > _limit_s(one, stillness):
         return False
     recent = stillness.gaps * max(median(gaps), 0.05) if gaps else 0.0
     # Marks taken between the first and the last sample mean that the rank moved while we watched.
     return True if age <= recent or (len(times) > 1 and age < 1.0) else None
 
 
-def _join_timed(timed: Mapping[int, bool | None], marked: Mapping[int, RankMarks]) -> HangDecision:
+def _limit_s(one: RankMarks, stillness: Stillness) -> float:
+    """So long a silence of this rank counts as a stall."""
+    gaps = [later.at_s - earlier.at_s for earlier, later in pairwise(one.marks)]
+    # Not the longest: one long checkpoint must not blind us.
+    usual = sorted(gaps)[int(0.95 * (len(gaps) - 1))] if gaps else 0.0
+    return max(stillness.still_s, stillness.gaps * usual)
+
+
+def _too_early(marked: Mapping[int, RankMarks], stillness: Stillness) -> str:
+    """What is seen, and when it can be decided: a second after the first rank's silence is long enough."""
+    seen = {rank: one.seen_s or 0.0 for rank, one in marked.items()}
+    pauses = {rank: one.expect_until_s - seen[rank] for rank, one in marked.items()}
+    declared = max(pauses, key=pauses.__getitem__)
+    if pauses[declared] > 0:
+        return f"rank {declared} declared a pause: ask again in {pauses[declared] + 1:.0f} s"
+    ages = {rank: seen[rank] - one.marks[-1].at_s for rank, one in marked.items() if one.marks}
+    if not ages:
+        return "no rank has made progress yet: ask again in 10 s"
+    limits = {rank: _limit_s(marked[rank], stillness) for rank in ages}
+    first = min(ages, key=lambda rank: limits[rank] - ages[rank])
+    left = max(1.0, limits[first] - ages[first] + 1)
+    return (
+        f"the last progress was {ages[first]:.0f} s ago, and silence is a hang after {limits[first]:.0f} s here: "
+        f"ask again in {left:.0f} s"
+    )
+
+
+def _join_timed(
+    timed: Mapping[int, bool | None], marked: Mapping[int, RankMarks], stillness: Stillness
+) -> HangDecision:
     still = [rank for rank, moves in timed.items() if moves is False]
     moving = sum(1 for moves in timed.values() if moves)
     if still:
@@ -154,7 +180,7 @@ def _join_timed(timed: Mapping[int, bool | None], marked: Mapping[int, RankMarks
     if moving and moving * 2 >= len(timed):
         how = f"{moving} of {len(timed)} ranks make progress, the others were heard lately"
         return HangDecision(False, how)
-    return HangDecision(None, "the last progress is too recent: run it again in 10 s")
+    return HangDecision(None, _too_early({rank: marked[rank] for rank in timed}, stillness))
 
 
 def _by_snapshots(

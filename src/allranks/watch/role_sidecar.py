@@ -30,7 +30,7 @@ from allranks.model.stacks import JobLook, Process, ProcessFinding
 from allranks.stacktraces.boxes import LiveBox, find_boxes
 from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.links import read_links
-from allranks.stacktraces.procfs import ProcessEntry, command_line, read_proc
+from allranks.stacktraces.procfs import ProcessEntry, read_proc
 from allranks.stacktraces.roles import give_roles, with_roles
 from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes, write_look
 from allranks.watch.role_progress import SAMPLE_S, EngineMetrics, PhaseHistory, RoleWork, parse_metrics
@@ -76,7 +76,7 @@ LOOK_AGAIN_S, LOOK_SELDOM_S = 30.0, 600.0
 PER_SAMPLE = 50
 POLL_S = 1.0
 #: So long after a process began: it may have changed its title since, opened a port or a black box.
-AGAIN_S = (5.0, 15.0, 45.0, 120.0)
+AGAIN_S = (10.0, 40.0, 120.0)
 #: A process that polls never looks silent: looks at these times, then every ten minutes. Two must agree.
 CHECKS_S, CHECK_EVERY_S, AGREE_S = (30.0, 60.0, 120.0, 240.0, 480.0), 600.0, 20.0
 
@@ -107,6 +107,7 @@ class RoleSidecar(Sidecar):
         self._restarts: list[tuple[str, float]] = []  # role, when
         self._processes: list[Process] = []
         self._entries: dict[int, ProcessEntry] = {}
+        self._words: dict[int, str] = {}  # their command lines when they were read
         self._all: set[int] = set()  # processes of the machine at the last look
         self._again: tuple[float, ...] = ()  # when their titles, ports and boxes are looked for again
         self._boxes: dict[int, LiveBox] = {}
@@ -149,7 +150,8 @@ class RoleSidecar(Sidecar):
             return
         else:
             self._again = tuple(at for at in self._again if at > now)
-        same = {e.pid: e for e in self._entries.values() if command_line(e.pid) == e.title}
+        words = {pid: read_proc(pid, "cmdline") for pid in self._entries}
+        same = {pid: e for pid, e in self._entries.items() if words[pid] == self._words.get(pid)}
         if new or len(same) < len(self._entries) or not same:
             self._read_tree(same)
         self._find_boxes()
@@ -167,6 +169,7 @@ class RoleSidecar(Sidecar):
         """The processes of the job with their roles; the `same` ones are not read again."""
         known = {one.pid: one for one in self._processes if one.pid in same}
         self._entries = {one.pid: one for one in find_tree(self._roots, same)}
+        self._words = {pid: read_proc(pid, "cmdline") for pid in self._entries}
         bare = [
             Process(e.pid, e.ppid, title=e.title, started_s=float(e.start_ticks))
             for e in self._entries.values()
@@ -305,7 +308,11 @@ def work_done(pid: int) -> tuple[str, tuple[int, int]]:
     fields = process_stat(pid)
     if len(fields) < 14:
         return "", (0, 0)
-    words = read_proc(pid, "schedstat").split()
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb", buffering=0) as file:  # called often
+            words = file.read().split()
+    except OSError:
+        words = []
     return task_state(fields), (int(fields[11]) + int(fields[12]), int(words[2]) if len(words) > 2 else 0)
 
 
