@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from allranks.blackbox.phases import GC, PhaseMark
-from allranks.ledger.arrivals import find_meetings, find_waits
+from allranks.ledger.agent import look_due_s
+from allranks.ledger.arrivals import find_blocking, find_meetings, find_waits
 from allranks.ledger.changes import find_change
-from allranks.ledger.slow import Lateness, find_slow, own_times, read_events
+from allranks.ledger.slow import Lateness, find_slow, own_times
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
 
 T0 = 1_790_000_000.0
@@ -107,8 +108,7 @@ def test_a_call_that_ranks_do_not_wait_in_delays_nobody(unwaited: tuple[int, ...
     traces, _ = record(plan, factors, unwaited=unwaited, jitter=0.02)
     waits = [one.blocks.all() for one in find_meetings(traces) if len(one.ranks) == 2]
     assert waits == [not unwaited] * 2
-    ranks, events = read_events(find_meetings(traces))
-    own = own_times(ranks, events).own
+    own = own_times(find_blocking(find_meetings(traces))).own
     assert np.median(own[2, 65:]) / np.median(own[[0, 1, 3], 65:]) == pytest.approx(
         1.1, abs=0.03 + uneven / 2
     )
@@ -383,3 +383,12 @@ def test_garbage_collection_is_named_by_its_marks() -> None:
     found = find_slow(traces, marks)
     assert found is not None and (found.cause, found.what_ifs[0].who) == ("garbage collection",) * 2
     assert found.what_ifs[0].step_s == pytest.approx(expected, rel=0.03)
+
+
+def test_comparing_ranks_costs_the_agent_less_than_a_thousandth_of_a_core_for_each() -> None:
+    """Ranks are compared after fifteen steps, but the more rarely the longer it takes."""
+    assert look_due_s(15, 0.0, 4) == 5.0
+    assert look_due_s(14, 0.0, 4) == 30.0
+    for cpu_s in (0.01, 0.1, 1.0):
+        for ranks in (1, 8, 64):
+            assert cpu_s / look_due_s(1000, cpu_s, ranks) / ranks < 0.001

@@ -8,7 +8,7 @@ long each rank was inside the call, since their clocks differ: the rank that wai
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -124,12 +124,13 @@ def _mark_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) ->
     for one in meetings:
         for i, rank in enumerate(one.ranks):
             late[rank][one.rows[i]] = one.late[i]
+    around = {rank: _around(rows, late[rank]) for rank, rows in calls.items()}
     found = []
     for one in meetings:
         blocks, lines, unwaited = one.blocks.copy(), calls[one.ranks[0]]["stack"][one.rows[0]], []
         for line in np.unique(lines):
             at = lines == line
-            parts = [_around(calls[rank], late[rank], one.rows[i, at]) for i, rank in enumerate(one.ranks)]
+            parts = [_less_usual(around[rank][:, one.rows[i, at]]) for i, rank in enumerate(one.ranks)]
             if not waits_in(*np.concatenate(parts, axis=1)):
                 blocks[:, at] = False
                 unwaited.append(int(line))
@@ -137,16 +138,18 @@ def _mark_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) ->
     return found
 
 
-def _around(calls: np.ndarray, late: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """For calls of one rank in which others came later: how late they came, the time from then until its next call, the time
-    since its call before, and how late others were there; each less what is usual for this rank."""
-    rows = rows[(rows > 0) & (rows < len(calls) - 1)]
-    rows = rows[late[rows] > 0]
-    created = (calls["created_ns"] - calls["created_ns"][:1]) / 1e9
-    after, before = created[rows + 1] - created[rows] - late[rows], created[rows] - created[rows - 1]
-    found = np.array([late[rows], after, before, late[rows - 1]])
-    usual: np.ndarray = found - np.median(found, axis=1, keepdims=True) if len(rows) else found
-    return usual
+def _around(calls: np.ndarray, late: np.ndarray) -> np.ndarray:
+    """For each call of one rank: how late others came, the time from then until its next call, the time since its call before,
+    and how late others were there. Not a number where there is no other call."""
+    passed = np.diff((calls["created_ns"] - calls["created_ns"][:1]) / 1e9, prepend=np.nan, append=np.nan)
+    return np.stack([late[:-1], passed[1:] - late[:-1], passed[:-1], np.roll(late[:-1], 1)])
+
+
+def _less_usual(around: np.ndarray) -> np.ndarray:
+    """Of calls in which others came later, less what is usual."""
+    around = around[:, (around[0] > 0) & ~np.isnan(around).any(axis=0)]
+    found: np.ndarray = around - np.median(around, axis=1, keepdims=True) if around.size else around
+    return found
 
 
 def waits_in(late: np.ndarray, after: np.ndarray, before: np.ndarray, late_before: np.ndarray) -> bool:
@@ -200,6 +203,8 @@ def find_messages(traces: Sequence[RankTrace], since_ns: int = 0) -> list[Messag
         calls = calls[
             (calls["flags"] & Flag.P2P != 0) & (calls["peer"] >= 0) & (calls["created_ns"] >= since_ns)
         ]
+        if not len(calls):
+            continue
         kinds = np.array([name.lstrip("_").lstrip("i")[:4] for name in trace.names] or [""])[calls["op"]]
         for kind in ("send", "recv"):
             for number, peer in {(int(n), int(p)) for n, p in calls[kinds == kind][["group", "peer"]]}:
@@ -221,6 +226,77 @@ def _pair(sender: int, receiver: int, sends: np.ndarray, recvs: np.ndarray) -> M
     same = same[numbers[0][1][first] == numbers[1][1][second]]
     sends, recvs = (side[np.isin(side["step"], same)] for side in (sends, recvs))
     return Messages(sender, receiver, sends["created_ns"] / 1e9, recvs["created_ns"] / 1e9, sends["step"])
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """The calls of all groups that ranks wait in, in the order in which they were released."""
+
+    ranks: tuple[int, ...]
+    # of each call
+    kind: np.ndarray  # 0 send, 1 receive, 2 collective
+    source: np.ndarray  # of which messages or meetings
+    number: np.ndarray  # its place there
+    step: np.ndarray
+    at: np.ndarray
+    # of each rank in each call
+    call: np.ndarray
+    rank: np.ndarray  # index
+    own: np.ndarray  # seconds before it
+    elements: np.ndarray
+
+
+def find_blocking(meetings: Sequence[Meetings], messages: Sequence[Messages] = ()) -> Blocking:
+    pairs = {rank for one in messages for rank in (one.sender, one.receiver)}
+    ranks = tuple(sorted({rank for one in meetings for rank in one.ranks} | pairs))
+    index = {rank: i for i, rank in enumerate(ranks)}
+    calls, rows, count = [np.zeros((5, 0))], [np.zeros((4, 0))], 0
+    for kind, source, members, released, arrived, elements, step, number in _sides(meetings, messages):
+        numbers = count + np.arange(len(released))
+        count += len(released)
+        calls.append(
+            np.stack([released, np.full(len(released), kind), np.full(len(released), source), number, step])
+        )
+        who = np.repeat([index[rank] for rank in members], len(released))
+        rows.append(np.stack([np.tile(numbers, len(members)), who, arrived.ravel(), elements.ravel()]))
+    released, kinds, sources, number, step = np.concatenate(calls, axis=1)
+    order = np.lexsort((number, sources, kinds, released))
+    turn = np.empty(count, int)
+    turn[order] = np.arange(count)
+    call, who, arrived, elements = np.concatenate(rows, axis=1)
+    call = turn[call.astype(int)]
+    released, kinds, sources, number, step = (one[order] for one in (released, kinds, sources, number, step))
+    by_rank = np.lexsort((call, who))
+    before = np.full(len(call), np.nan)  # when the rank was free
+    same = who[by_rank][1:] == who[by_rank][:-1]
+    before[by_rank[1:][same]] = released[call[by_rank[:-1][same]]]
+    own = arrived - before
+    odd = np.unique(call[~(own >= 0)])  # its first call here, or one that another group overlaps
+    rows_left, calls_left = ~np.isin(call, odd), np.setdiff1d(np.arange(count), odd)
+    step = np.where(step >= 0, step, np.arange(count))
+    of_calls = (
+        one[calls_left]
+        for one in (kinds.astype(int), sources.astype(int), number.astype(int), step.astype(int), released)
+    )
+    by_call = np.flatnonzero(rows_left)[np.lexsort((who[rows_left], call[rows_left]))]
+    place = np.searchsorted(calls_left, call[by_call])
+    return Blocking(ranks, *of_calls, place, who[by_call].astype(int), own[by_call], elements[by_call])
+
+
+_Side = tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def _sides(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> Iterator[_Side]:
+    """Kind, source, ranks, when the calls were released, when each rank came, sizes of inputs, steps, numbers."""
+    for source, one in enumerate(meetings):
+        at = np.flatnonzero(one.blocks.any(axis=0))
+        arrived = one.arrived[:, at]
+        yield 2, source, one.ranks, arrived.max(axis=0), arrived, one.elements[:, at], one.step[at], at
+    for source, way in enumerate(messages):
+        zeros, numbers = np.zeros(len(way.sent)), np.arange(len(way.sent))
+        yield 0, source, (way.sender,), way.sent, way.sent, zeros, way.step, numbers
+        released = np.maximum(way.sent, way.asked)
+        yield 1, source, (way.receiver,), released, way.asked, zeros, way.step, numbers
 
 
 def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, list[Span]]:
