@@ -11,8 +11,8 @@ import pytest
 from allranks.blackbox.phases import GC, PhaseMark
 from allranks.ledger.agent import look_due_s
 from allranks.ledger.arrivals import find_blocking, find_meetings, find_waits
-from allranks.ledger.changes import find_change
-from allranks.ledger.slow import Lateness, find_slow, own_times
+from allranks.ledger.changes import ChangePoint, find_change
+from allranks.ledger.slow import Lateness, OwnTimes, find_slow, own_times, rank_change
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
 
 T0 = 1_790_000_000.0
@@ -392,3 +392,36 @@ def test_comparing_ranks_costs_the_agent_less_than_a_thousandth_of_a_core_for_ea
     for cpu_s in (0.01, 0.1, 1.0):
         for ranks in (1, 8, 64):
             assert cpu_s / look_due_s(1000, cpu_s, ranks) / ranks < 0.001
+
+
+def lateness_of(own: np.ndarray, rank: int) -> ChangePoint | None:
+    steps = own.shape[1]
+    times = OwnTimes(tuple(range(len(own))), np.arange(steps), np.arange(steps) * 1.0, own, np.ones(steps))
+    return rank_change(times, rank, rank)
+
+
+def uneven(chance: np.random.Generator, steps: int, spread: float, memory: float) -> np.ndarray:
+    """Own times of four ranks; with memory a slow step is followed by slow ones, as on a machine that others use too."""
+    found = chance.standard_normal((4, steps))
+    for step in range(1, steps):
+        found[:, step] = memory * found[:, step - 1] + np.sqrt(1 - memory**2) * found[:, step]
+    return np.clip(1 + spread * found, 0.3, None)
+
+
+@pytest.mark.parametrize(("spread", "memory"), [(0.02, 0.5), (0.07, 0.0), (0.05, 0.3)])
+def test_ranks_that_are_uneven_did_not_become_slow(spread: float, memory: float) -> None:
+    chance = np.random.default_rng(39)
+    for _ in range(4):
+        own = uneven(chance, 1000, spread, memory)
+        assert [lateness_of(own, rank) for rank in range(4)] == [None] * 4
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.03, 0.04])
+def test_a_tenth_is_found_among_uneven_steps(spread: float) -> None:
+    chance = np.random.default_rng(40)
+    named = []
+    for _ in range(20):
+        own = uneven(chance, 145, spread, 0.0)  # a look comes up to fifteen steps late
+        own[2, 100:] *= 1.1
+        named.append([rank for rank in range(4) if lateness_of(own, rank) is not None])
+    assert named.count([2]) >= 19
