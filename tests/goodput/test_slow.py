@@ -10,7 +10,7 @@ import pytest
 
 from allranks.blackbox.phases import GC, PhaseMark
 from allranks.ledger.agent import look_due_s
-from allranks.ledger.arrivals import find_blocking, find_meetings, find_waits
+from allranks.ledger.arrivals import find_blocking, find_meetings, find_waits, waits_in
 from allranks.ledger.changes import ChangePoint, find_change
 from allranks.ledger.slow import Lateness, OwnTimes, find_slow, own_times, rank_change
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
@@ -425,3 +425,17 @@ def test_a_tenth_is_found_among_uneven_steps(spread: float) -> None:
         own[2, 100:] *= 1.1
         named.append([rank for rank in range(4) if lateness_of(own, rank) is not None])
     assert named.count([2]) >= 19
+
+
+@pytest.mark.parametrize(("waits", "times"), [(True, 0.0), (False, 1.0), (False, 2.0)])
+def test_whether_ranks_wait_in_a_call_is_told_although_one_saves_now_and_then(
+    waits: bool, times: float
+) -> None:
+    """After a save of another rank nothing is left to do beside the call, so the rank waits for it in any case."""
+    chance = np.random.default_rng(3)
+    late = np.abs(chance.normal(0, 0.02, 300))
+    late[::30] = 0.5
+    after = np.maximum(chance.normal(0.125, 0.02, 300) - times * late, 0.0)
+    before, late_before = chance.normal(0.1, 0.01, 300), np.abs(chance.normal(0, 0.01, 300))
+    parts = [one - np.median(one) for one in (late, after, before, late_before)]
+    assert waits_in(*parts) == waits

@@ -22,7 +22,7 @@ SYNCHRONISING = (
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS = 3
 #: For telling whether ranks wait in a call: samples, the share without a pause, standard errors, and what lateness must tell.
-MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 3.0, 0.01, 1e-5
+MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 4.0, 0.01, 1e-5
 MIN_SHARE = 0.002  # of the time: shorter waits are not told
 LONGEST_S = 60.0  # a wait that began longer before a stretch of time is not looked for
 Span = tuple[float, float, int]  # begin, end, the rank that was waited for
@@ -155,7 +155,10 @@ def _less_usual(around: np.ndarray) -> np.ndarray:
 def waits_in(late: np.ndarray, after: np.ndarray, before: np.ndarray, late_before: np.ndarray) -> bool:
     """Whether ranks wait in a call for those that come late. One that waits takes its usual time from then on; one that does
     not has that much less left to do. How fast a rank is in a step shows before the call too, so that is taken out."""
-    usual = after <= np.quantile(after, USUAL) if len(after) >= MIN_SAMPLES else np.zeros(0, bool)
+    if len(after) < MIN_SAMPLES:
+        return True
+    # pauses, and others that came so late that nothing was left to do, say nothing
+    usual = (after <= np.quantile(after, USUAL)) & (late <= np.quantile(late, USUAL))
     if usual.sum() < MIN_SAMPLES:
         return True
     known = np.stack([before, late_before, np.ones(len(late))], axis=1)[usual]
@@ -167,7 +170,7 @@ def waits_in(late: np.ndarray, after: np.ndarray, before: np.ndarray, late_befor
     slope = float(rest[:, 0] @ rest[:, 1]) / own
     left = rest[:, 1] - slope * rest[:, 0]
     error = np.sqrt(float(left @ left) / max(len(left) - 4, 1) / own)
-    return bool(abs(slope + 1) > 0.5 or slope + SURE * error > 0)
+    return bool(slope > -0.5 or slope + SURE * error > 0)
 
 
 def overlaps(trace: RankTrace) -> np.ndarray:
