@@ -25,7 +25,7 @@ MIN_CALLS = 3
 MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 4.0, 0.01, 1e-5
 MIN_SHARE = 0.002  # of the time: shorter waits are not told
 LONGEST_S = 60.0  # a wait that began longer before a stretch of time is not looked for
-Span = tuple[float, float, int]  # begin, end, the rank that was waited for
+Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # begins, ends, ranks that were waited for
 
 
 @dataclass(frozen=True)
@@ -302,42 +302,42 @@ def _sides(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> Iterat
         yield 1, source, (way.receiver,), released, way.asked, zeros, way.step, numbers
 
 
-def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, list[Span]]:
+def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, Spans]:
     """For each rank the times in which it waited and for whom, in order and without overlaps."""
-    found: dict[int, list[Span]] = defaultdict(list)
+    found: dict[int, list[np.ndarray]] = defaultdict(list)
     for one in meetings:
-        whom = np.array(one.ranks)[one.last]
+        whom, waits = np.array(one.ranks)[one.last], one.waits_s
         for i, rank in enumerate(one.ranks):
-            for k in np.flatnonzero(one.waits_s[i] > 0):
-                begin = float(one.arrived[i, k])
-                found[rank].append((begin, begin + float(one.waits_s[i, k]), int(whom[k])))
-    return {rank: _disjoint(sorted(spans)) for rank, spans in found.items()}
+            at = waits[i] > 0
+            found[rank].append(np.stack([one.arrived[i, at], one.arrived[i, at] + waits[i, at], whom[at]]))
+    return {rank: _disjoint(*np.concatenate(parts, axis=1)) for rank, parts in found.items()}
 
 
-def _disjoint(spans: list[Span]) -> list[Span]:
-    end, kept = 0.0, []
-    for begin, until, whom in spans:
-        if until > max(begin, end):
-            kept.append((max(begin, end), until, whom))
-            end = until
-    return kept
+def _disjoint(begin: np.ndarray, end: np.ndarray, whom: np.ndarray) -> Spans:
+    order = np.lexsort((whom, end, begin))
+    begin, end, whom = begin[order], end[order], whom[order]
+    begin = np.maximum(begin, np.concatenate([[0.0], np.maximum.accumulate(end)])[:-1])
+    left = end > begin
+    return begin[left], end[left], whom[left].astype(int)
 
 
 @dataclass(frozen=True)
 class Waited:
     """Who waited for whom, as far as the boxes show it."""
 
-    spans: Mapping[int, Sequence[Span]] = field(default_factory=dict)  # by rank
+    spans: Mapping[int, Spans] = field(default_factory=dict)  # by rank
     covered_s: float = 0.0  # what the boxes show
     whole: bool = True  # they show all of it
 
     def during(self, rank: int, begin: float, end: float, calling_s: float) -> dict[int, float]:
         """Rank -> seconds that this one waited for it between two times, in which it made calls for so long. What the boxes do
         not show any more was like the rest."""
-        found: dict[int, float] = defaultdict(float)
-        for low, high, whom in self.spans.get(rank, ()):
-            if low < end and high > begin:
-                found[whom] += min(high, end) - max(low, begin)
+        if rank not in self.spans:
+            return {}
+        low, high, whom = self.spans[rank]
+        ranks, which = np.unique(whom, return_inverse=True)
+        sums = np.bincount(which, np.maximum(0.0, np.minimum(high, end) - np.maximum(low, begin)), len(ranks))
+        found = dict(zip(ranks.tolist(), sums.tolist(), strict=True))
         scale = 1.0 if self.whole else calling_s / max(self.covered_s, sum(found.values()), 1e-9)
         return {w: s * scale for w, s in found.items() if s * scale >= MIN_SHARE * calling_s}
 
@@ -360,10 +360,12 @@ def find_waits(
     first = max(begin, min(float(one.arrived.min()) for one in meetings))
     last = max(float(one.arrived.max()) for one in meetings)
     covered = last - first - sum(max(0.0, min(last, high) - max(first, low)) for low, high in without)
-    spans = {
-        rank: [span for span in found if not any(span[0] < high and span[1] > low for low, high in without)]
-        for rank, found in waits_by_rank(meetings).items()
-    }
+    spans = {}
+    for rank, (low, high, whom) in waits_by_rank(meetings).items():
+        left = ~np.any(
+            [(low < until_s) & (high > since_s) for since_s, until_s in without] or [low < low], axis=0
+        )
+        spans[rank] = low[left], high[left], whom[left]
     whole = all(_reaches(trace, int(begin * 1e9)) for traces in batches for trace in traces)
     return Waited(spans, covered, whole)
 
