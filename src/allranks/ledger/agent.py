@@ -37,7 +37,7 @@ SLOW_S, SLOW_MIN_S, SLOW_STEPS = (
     5.0,
     15,
 )  # how often ranks are compared: after so many steps, between these
-LOOK_SHARE = 0.0006  # of a core for each rank: so much is spent on comparing at most
+LOOK_SHARE = 0.0004  # of a core for each rank: so much is spent on comparing at most
 COMPARE_S = 0.5  # longest time for reading what other nodes noted
 MAX_ENDED, MAX_AGENTS = 64, 64
 FAULTS = (

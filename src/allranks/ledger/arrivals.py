@@ -125,17 +125,29 @@ def _mark_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) ->
         for i, rank in enumerate(one.ranks):
             late[rank][one.rows[i]] = one.late[i]
     around = {rank: _around(rows, late[rank]) for rank, rows in calls.items()}
-    found = []
-    for one in meetings:
-        blocks, lines, unwaited = one.blocks.copy(), calls[one.ranks[0]]["stack"][one.rows[0]], []
-        for line in np.unique(lines):
-            at = lines == line
-            parts = [_less_usual(around[rank][:, one.rows[i, at]]) for i, rank in enumerate(one.ranks)]
-            if not waits_in(*np.concatenate(parts, axis=1)):
-                blocks[:, at] = False
-                unwaited.append(int(line))
-        found.append(replace(one, blocks=blocks, unwaited=tuple(unwaited)))
-    return found
+    stacks = {trace.header.rank: trace.stacks for trace in traces}
+    parts: dict[object, list[np.ndarray]] = defaultdict(
+        list
+    )  # by line: groups that make the same call are judged together
+    places: dict[object, list[tuple[int, int]]] = defaultdict(list)
+    for number, one in enumerate(meetings):
+        lines = calls[one.ranks[0]]["stack"][one.rows[0]]
+        for line in np.unique(lines).tolist():
+            key = stacks[one.ranks[0]][line] or line
+            rows = one.rows[:, lines == line]
+            parts[key] += [_less_usual(around[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
+            places[key].append((number, line))
+    unwaited: dict[int, list[int]] = defaultdict(list)
+    for key, found in parts.items():
+        for number, line in places[key] if not waits_in(*np.concatenate(found, axis=1)) else ():
+            unwaited[number].append(line)
+    return [_without(one, calls[one.ranks[0]], unwaited[number]) for number, one in enumerate(meetings)]
+
+
+def _without(one: Meetings, calls: np.ndarray, unwaited: Sequence[int]) -> Meetings:
+    """The same where nobody waits in the calls from these lines."""
+    blocks = one.blocks & ~np.isin(calls["stack"][one.rows[0]], unwaited)
+    return replace(one, blocks=blocks, unwaited=tuple(unwaited))
 
 
 def _around(calls: np.ndarray, late: np.ndarray) -> np.ndarray:
@@ -250,40 +262,43 @@ class Blocking:
 
 
 def find_blocking(meetings: Sequence[Meetings], messages: Sequence[Messages] = ()) -> Blocking:
+    """With own times: from the moment at which a rank was released from its call before."""
     pairs = {rank for one in messages for rank in (one.sender, one.receiver)}
     ranks = tuple(sorted({rank for one in meetings for rank in one.ranks} | pairs))
     index = {rank: i for i, rank in enumerate(ranks)}
     calls, rows, count = [np.zeros((5, 0))], [np.zeros((4, 0))], 0
     for kind, source, members, released, arrived, elements, step, number in _sides(meetings, messages):
-        numbers = count + np.arange(len(released))
-        count += len(released)
-        calls.append(
-            np.stack([released, np.full(len(released), kind), np.full(len(released), source), number, step])
+        calls.append(np.stack(np.broadcast_arrays(released, kind, source, number, step)))
+        numbers, who = count + np.arange(len(released)), [index[rank] for rank in members]
+        of_rows = (
+            np.tile(numbers, len(who)),
+            np.repeat(who, len(numbers)),
+            arrived.ravel(),
+            elements.ravel(),
         )
-        who = np.repeat([index[rank] for rank in members], len(released))
-        rows.append(np.stack([np.tile(numbers, len(members)), who, arrived.ravel(), elements.ravel()]))
-    released, kinds, sources, number, step = np.concatenate(calls, axis=1)
+        rows.append(np.stack(of_rows))
+        count += len(released)
+    released, kinds, sources, number, step = table = np.concatenate(calls, axis=1)
     order = np.lexsort((number, sources, kinds, released))
-    turn = np.empty(count, int)
-    turn[order] = np.arange(count)
+    turn = np.argsort(order)
     call, who, arrived, elements = np.concatenate(rows, axis=1)
-    call = turn[call.astype(int)]
-    released, kinds, sources, number, step = (one[order] for one in (released, kinds, sources, number, step))
-    by_rank = np.lexsort((call, who))
-    before = np.full(len(call), np.nan)  # when the rank was free
-    same = who[by_rank][1:] == who[by_rank][:-1]
-    before[by_rank[1:][same]] = released[call[by_rank[:-1][same]]]
+    call, who = turn[call.astype(int)], who.astype(int)
+    released, kinds, sources, number, step = table[:, order]
+    sorting = np.lexsort((call, who))
+    before = np.full(len(call), np.nan)
+    again = who[sorting][1:] == who[sorting][:-1]
+    before[sorting[1:][again]] = released[call[sorting[:-1][again]]]
     own = arrived - before
-    odd = np.unique(call[~(own >= 0)])  # its first call here, or one that another group overlaps
-    rows_left, calls_left = ~np.isin(call, odd), np.setdiff1d(np.arange(count), odd)
-    step = np.where(step >= 0, step, np.arange(count))
-    of_calls = (
-        one[calls_left]
-        for one in (kinds.astype(int), sources.astype(int), number.astype(int), step.astype(int), released)
+    # without a rank's first call here, and calls that another group overlaps
+    kept = np.setdiff1d(np.arange(count), call[~(own >= 0)])
+    left = np.flatnonzero(np.isin(call, kept))
+    left = left[np.lexsort((who[left], call[left]))]
+    kinds, sources, number = (one[kept].astype(int) for one in (kinds, sources, number))
+    step = np.where(step >= 0, step, np.arange(count))[kept].astype(int)
+    places = np.searchsorted(kept, call[left])
+    return Blocking(
+        ranks, kinds, sources, number, step, released[kept], places, who[left], own[left], elements[left]
     )
-    by_call = np.flatnonzero(rows_left)[np.lexsort((who[rows_left], call[rows_left]))]
-    place = np.searchsorted(calls_left, call[by_call])
-    return Blocking(ranks, *of_calls, place, who[by_call].astype(int), own[by_call], elements[by_call])
 
 
 _Side = tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
