@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,6 +99,17 @@ def what_if(
         "delayed_s": round(measured_step_s(delayed), 5),
         "replay_off": round(found["replayed_s"] / found["step_s"] - 1, 4),
         "evidence": found["evidence"],
+    }
+
+
+def sum_up(found: Sequence[Result]) -> Result:
+    """Of all programs that ran: errors of the prediction, and how often the cause was right."""
+    errors = [abs(one["error"]) for one in found if isinstance(one["error"], float)]
+    return {
+        "programs": len(found),
+        "median_error": round(statistics.median(errors), 4) if errors else None,
+        "worst_error": max(errors, default=None),
+        "cause_right": sum(one.get("cause_right") is True for one in found),
     }
 
 

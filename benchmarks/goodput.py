@@ -10,8 +10,11 @@
     [--jobs 2] [--limit 540] [--output DIR] [--only WORD…] [--seed 7000] [--runs N] [--steps N]
 
 Jobs are CPU tensors over gloo whose computing is a sleep, forked from this process, which has torch loaded: dozens run at
-once on two cores. Every case is one JSON line in DIR; failed ones leave
-their logs there.
+once on two cores. Every case is one JSON line in DIR; failed ones leave their logs, ledgers and black boxes there. A case of
+what-if takes about 100 s, one of replicas 105 s (and 105 s before the first one), so on 16 cores:
+
+    benchmarks/goodput.py what-if --jobs 10 --limit 400
+    benchmarks/goodput.py replicas --jobs 4 --limit 580
 """
 
 from __future__ import annotations
@@ -93,6 +96,8 @@ def main() -> int:
         name: case for name, case in cases.items() if not args.only or any(word in name for word in args.only)
     }
     found = series.measure(chosen)
+    if args.series == "what-if":
+        print(json.dumps(measured.sum_up(found)), flush=True)
     return 0 if found and all(one["right"] for one in found) else 1
 
 
