@@ -43,6 +43,9 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--state", default="", help="file of the last saved step")
+    parser.add_argument(
+        "--hang-if", default="", help="folder: hangs for good when it has a file named like its process"
+    )
     args = parser.parse_args()
     time.sleep(args.start_s)
     (train_replica if "REPLICA_GROUP_ID" in os.environ else train_whole)(args)
@@ -65,6 +68,9 @@ def one_step(args: argparse.Namespace, rank: int, step: int, began: int, attempt
     if attempt == 0 and step == args.hang_at and rank == args.hang_rank:
         planted(rank, "hang", args.hang_s)
         time.sleep(args.hang_s)
+    if args.hang_if and os.path.exists(os.path.join(args.hang_if, str(os.getpid()))):
+        planted(rank, "hang", 1e6)
+        time.sleep(1e6)
 
 
 def after_step(args: argparse.Namespace, rank: int, step: int) -> None:

@@ -102,6 +102,17 @@ def what_if(
     }
 
 
+def sum_up(found: Sequence[Result]) -> Result:
+    """Of all programs that ran: errors of the prediction, and how often the cause was right."""
+    errors = [abs(one["error"]) for one in found if isinstance(one["error"], float)]
+    return {
+        "programs": len(found),
+        "median_error": round(statistics.median(errors), 4) if errors else None,
+        "worst_error": max(errors, default=None),
+        "cause_right": sum(one.get("cause_right") is True for one in found),
+    }
+
+
 SLACK_S = 75.0  # for starting, and the steps until all ranks have heard that it is over
 HEALTHY = ("--noise", "0.02", "--eval-every", "37", "--save-every", "25", "--inputs", "1")
 
@@ -165,8 +176,8 @@ def healthy(series: Series, kind: str, ranks: int, seed: int, folder: Path) -> R
 
 # simulated against real replicas
 
-PLANS = ("kills", "pairs", "freezes")
-LENGTH_S, STALL_S, STEP_S = 90.0, 9.0, 0.25
+PLANS = ("kills", "pairs", "hangs")
+LENGTH_S, STALL_S, STEP_S = 90.0, 17.0, 0.25
 
 
 def plan_faults(plan: str, replicas: int, seed: int) -> list[scale.Failure]:
@@ -176,7 +187,7 @@ def plan_faults(plan: str, replicas: int, seed: int) -> list[scale.Failure]:
         at = 12.0 + turn * 24.0 + chance.uniform(0, 6)
         first = chance.randrange(replicas - 1)
         size = 2 if plan == "pairs" and replicas > 3 else 1
-        found.append(scale.Failure(at, size, first, plan == "freezes" and turn != 1))
+        found.append(scale.Failure(at, size, first, plan == "hangs" and turn != 1))
     return found
 
 
@@ -203,7 +214,7 @@ def real_replicas(
         node_replaced_s=0.0,
         start_s=known["start_s"],
         ours_kill_s=known["kill_s"],
-        notice_s=known["freeze_s"],
+        notice_s=known["hang_s"],
         ours_evict_s=0.0,
     )
     simulated = scale.replicas_job(replicas, LENGTH_S, faults, "allranks replicas", assumed)
@@ -219,15 +230,15 @@ def real_replicas(
 
 
 def calibrate(series: Series, folder: Path) -> dict[str, float]:
-    """Costs on this machine: how long a killed replica is away, and what the others lose by a death and by a freeze."""
+    """Costs on this machine: how long a killed replica is away, and what the others lose by a death and by a hang."""
     faults = [
         scale.Failure(12.0, 1, 0, False),
         scale.Failure(36.0, 1, 1, True),
         scale.Failure(62.0, 1, 0, False),
     ]
     _, seen = run_replicas(series, 4, faults, folder)
-    kill, freeze, again = seen.stalls
-    return {"start_s": statistics.median(seen.away), "kill_s": (kill + again) / 2, "freeze_s": freeze}
+    kill, hang, again = seen.stalls
+    return {"start_s": (seen.away[0] + seen.away[-1]) / 2, "kill_s": (kill + again) / 2, "hang_s": hang}
 
 
 @dataclass
@@ -272,10 +283,13 @@ class Progress:
             self.useful_steps += max(0, one.step - last)
             self._steps[one.rank] = one.pid, one.step
 
-    def hit(self, now: float, fault: scale.Failure, samples: Sequence[RankSample]) -> None:
+    def hit(self, now: float, fault: scale.Failure, samples: Sequence[RankSample], hangs: Path) -> None:
         for one in samples:
             if fault.first <= one.rank < fault.first + fault.gpus:
-                os.kill(one.pid, signal.SIGSTOP if fault.hang else signal.SIGKILL)
+                if fault.hang:
+                    (hangs / str(one.pid)).touch()
+                else:
+                    os.kill(one.pid, signal.SIGKILL)
                 self._gone[one.rank] = now
         self._pause, self._hit_at = 0.0, now
 
@@ -285,9 +299,10 @@ def run_replicas(
 ) -> tuple[float, Progress]:
     """The share of useful time of a real job, and what was seen of it."""
     flags = ["--replicas", str(replicas), "--notice-s", "4"]
-    job = series.start(
-        ["run", "--job", "real", *flags, JOB, "--steps", "100000", "--step-s", str(STEP_S)], folder
-    )
+    hangs = folder / "hang"
+    hangs.mkdir()
+    script = [JOB, "--steps", "100000", "--step-s", str(STEP_S), "--hang-if", str(hangs)]
+    job = series.start(["run", "--job", "real", *flags, *script], folder)
     seen, waiting = Progress(replicas), list(faults)
     while series.left_s > 20 and job.poll() is None:
         now, samples = time.monotonic(), [one for one in read_samples(folder / "boxes") if one.alive]
@@ -295,7 +310,7 @@ def run_replicas(
         if seen.began and now - seen.began > LENGTH_S:
             break
         if seen.began and waiting and now - seen.began >= waiting[0].at:
-            seen.hit(now, waiting.pop(0), samples)
+            seen.hit(now, waiting.pop(0), samples, hangs)
         time.sleep(0.02)
     took = time.monotonic() - seen.began
     assert seen.began and not waiting, f"it did not train long enough: {series.log_of(job)[-1500:]}"

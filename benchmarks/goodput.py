@@ -1,6 +1,6 @@
 """The ledger, what-if, fail-slow and the simulator against real jobs with planted faults.
 
-    benchmarks/goodput.py costs     the agent's time for one look at a rank; reading a month of 1,000 ranks
+    benchmarks/goodput.py costs     CPU of ranks and of the agent, ledger on and off; reading a month of 1,000 ranks
     benchmarks/goodput.py drills    30 drilled jobs of both modes: planted against booked rank-seconds
     benchmarks/goodput.py what-if   20 programs: predicted step without the delay against the measured one, and the cause
     benchmarks/goodput.py fail-slow 40 programs in which a rank becomes a tenth slower: named within 60 steps
@@ -10,8 +10,11 @@
     [--jobs 2] [--limit 540] [--output DIR] [--only WORD…] [--seed 7000] [--runs N] [--steps N]
 
 Jobs are CPU tensors over gloo whose computing is a sleep, forked from this process, which has torch loaded: dozens run at
-once on two cores. Every case is one JSON line in DIR; failed ones leave
-their logs there.
+once on two cores. Every case is one JSON line in DIR; failed ones leave their logs, ledgers and black boxes there. A case of
+what-if takes about 100 s, one of replicas 105 s (and 105 s before the first one), so on 16 cores:
+
+    benchmarks/goodput.py what-if --jobs 10 --limit 400
+    benchmarks/goodput.py replicas --jobs 4 --limit 580
 """
 
 from __future__ import annotations
@@ -29,32 +32,13 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # before numpy is imported: its threads do not survive a fork
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import _goodput_costs as costs  # noqa: E402
 import _goodput_drills as drills  # noqa: E402
 import _goodput_measured as measured  # noqa: E402
 import forks  # noqa: E402
 from _series import Result, Series  # noqa: E402
 
-SIZES = (3, 8, 16)
-
-
-def agent_cost() -> dict[str, float]:
-    """Seconds of the agent for one look at one rank, with eight ranks that train."""
-    from allranks.ledger.agent import LedgerKeeper
-    from goodput.timelines import T0, PaperRank
-
-    ranks = [PaperRank(n) for n in range(8)]
-    for rank in ranks:
-        rank.start(0.0)
-        rank.steps(1.0, 0, 1200, 0.5)
-    with tempfile.TemporaryDirectory() as folder:
-        keeper = LedgerKeeper(Path(folder), "cost", "n", "whole_job")
-        keeper.start(T0)
-        looks = [[s for rank in ranks if (s := rank.at(turn / 2)) is not None] for turn in range(1200)]
-        begin = time.process_time()
-        for turn, samples in enumerate(looks):
-            keeper.observe(samples, range(8), T0 + turn / 2)
-        used = time.process_time() - begin
-    return {"look_us": used / 1200 / 8 * 1e6, "share_of_a_core_per_rank": used / 600 / 8}
+SIZES = (3, 4, 8, 16)
 
 
 def month_cost() -> dict[str, float]:
@@ -99,7 +83,10 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=540.0)
     args = parser.parse_args()
     if args.series == "costs":
-        print(json.dumps({"agent": agent_cost(), "month_of_1000_ranks": month_cost()}))
+        with tempfile.TemporaryDirectory() as folder:
+            stretches = int(args.limit / costs.STRETCH_S) - 4
+            print(json.dumps(costs.measure(Path(folder), 4, stretches)), flush=True)
+        print(json.dumps({"month_of_1000_ranks": month_cost()}))
         return 0
     forks.load()
     forks.own_template()
@@ -109,6 +96,8 @@ def main() -> int:
         name: case for name, case in cases.items() if not args.only or any(word in name for word in args.only)
     }
     found = series.measure(chosen)
+    if args.series == "what-if":
+        print(json.dumps(measured.sum_up(found)), flush=True)
     return 0 if found and all(one["right"] for one in found) else 1
 
 

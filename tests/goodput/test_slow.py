@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from allranks.blackbox.phases import GC, PhaseMark
-from allranks.ledger.arrivals import find_meetings, find_waits
-from allranks.ledger.changes import find_change
-from allranks.ledger.slow import Lateness, find_slow, own_times, read_events
+from allranks.ledger.agent import look_due_s
+from allranks.ledger.arrivals import find_blocking, find_meetings, find_waits, waits_in
+from allranks.ledger.changes import ChangePoint, find_change
+from allranks.ledger.slow import Lateness, OwnTimes, find_slow, own_times, rank_change
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
 
 T0 = 1_790_000_000.0
@@ -107,8 +108,7 @@ def test_a_call_that_ranks_do_not_wait_in_delays_nobody(unwaited: tuple[int, ...
     traces, _ = record(plan, factors, unwaited=unwaited, jitter=0.02)
     waits = [one.blocks.all() for one in find_meetings(traces) if len(one.ranks) == 2]
     assert waits == [not unwaited] * 2
-    ranks, events = read_events(find_meetings(traces))
-    own = own_times(ranks, events).own
+    own = own_times(find_blocking(find_meetings(traces))).own
     assert np.median(own[2, 65:]) / np.median(own[[0, 1, 3], 65:]) == pytest.approx(
         1.1, abs=0.03 + uneven / 2
     )
@@ -383,3 +383,60 @@ def test_garbage_collection_is_named_by_its_marks() -> None:
     found = find_slow(traces, marks)
     assert found is not None and (found.cause, found.what_ifs[0].who) == ("garbage collection",) * 2
     assert found.what_ifs[0].step_s == pytest.approx(expected, rel=0.03)
+
+
+def test_comparing_ranks_costs_the_agent_less_than_a_thousandth_of_a_core_for_each() -> None:
+    """Ranks are compared after fifteen steps, but more rarely where it takes long; the first time, with imports, does not count."""
+    assert look_due_s(15, [], 4) == look_due_s(15, [9.0], 4) == look_due_s(15, [9.0, 0.004], 4) == 5.0
+    assert look_due_s(14, [], 4) == 30.0
+    for cpu_s in (0.001, 0.005, 0.012):
+        for ranks in (1, 8, 64):
+            assert cpu_s * ranks / look_due_s(1000, [cpu_s * ranks] * 2, ranks) < 0.0006 * ranks
+    assert look_due_s(1000, [9.0, 9.0], 1) == 30.0
+
+
+def lateness_of(own: np.ndarray, rank: int) -> ChangePoint | None:
+    steps = own.shape[1]
+    times = OwnTimes(tuple(range(len(own))), np.arange(steps), np.arange(steps) * 1.0, own, np.ones(steps))
+    return rank_change(times, rank, rank)
+
+
+def uneven(chance: np.random.Generator, steps: int, spread: float, memory: float) -> np.ndarray:
+    """Own times of four ranks; with memory a slow step is followed by slow ones, as on a machine that others use too."""
+    found = chance.standard_normal((4, steps))
+    for step in range(1, steps):
+        found[:, step] = memory * found[:, step - 1] + np.sqrt(1 - memory**2) * found[:, step]
+    return np.clip(1 + spread * found, 0.3, None)
+
+
+@pytest.mark.parametrize(("spread", "memory"), [(0.02, 0.5), (0.07, 0.0), (0.05, 0.3)])
+def test_ranks_that_are_uneven_did_not_become_slow(spread: float, memory: float) -> None:
+    chance = np.random.default_rng(39)
+    for _ in range(4):
+        own = uneven(chance, 1000, spread, memory)
+        assert [lateness_of(own, rank) for rank in range(4)] == [None] * 4
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.03, 0.04])
+def test_a_tenth_is_found_among_uneven_steps(spread: float) -> None:
+    chance = np.random.default_rng(40)
+    named = []
+    for _ in range(20):
+        own = uneven(chance, 145, spread, 0.0)  # a look comes up to fifteen steps late
+        own[2, 100:] *= 1.1
+        named.append([rank for rank in range(4) if lateness_of(own, rank) is not None])
+    assert named.count([2]) >= 19
+
+
+@pytest.mark.parametrize(("waits", "times"), [(True, 0.0), (False, 1.0), (False, 2.0)])
+def test_whether_ranks_wait_in_a_call_is_told_although_one_saves_now_and_then(
+    waits: bool, times: float
+) -> None:
+    """After a save of another rank nothing is left to do beside the call, so the rank waits for it in any case."""
+    chance = np.random.default_rng(3)
+    late = np.abs(chance.normal(0, 0.02, 300))
+    late[::30] = 0.5
+    after = np.maximum(chance.normal(0.125, 0.02, 300) - times * late, 0.0)
+    before, late_before = chance.normal(0.1, 0.01, 300), np.abs(chance.normal(0, 0.01, 300))
+    parts = [one - np.median(one) for one in (late, after, before, late_before)]
+    assert waits_in(*parts) == waits

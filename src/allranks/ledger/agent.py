@@ -37,6 +37,7 @@ SLOW_S, SLOW_MIN_S, SLOW_STEPS = (
     5.0,
     15,
 )  # how often ranks are compared: after so many steps, between these
+LOOK_SHARE = 0.0005  # of a core for each rank: comparing costs no more
 COMPARE_S = 0.5  # longest time for reading what other nodes noted
 MAX_ENDED, MAX_AGENTS = 64, 64
 FAULTS = (
@@ -71,6 +72,7 @@ class LedgerKeeper:
     _recent: Passed | None = None
     _looked_s: float = 0.0
     _looked_step: int = 0
+    _look_cpu_s: list[float] = field(default_factory=list)  # of the last comparisons
     _noted_s: float = 0.0
     _passed: list[Passed] = field(default_factory=list)  # of the rows that are being written
     _failed: bool = False
@@ -153,11 +155,10 @@ class LedgerKeeper:
             self._append(rows)
             self._opened_s = 0.0
         step = max((sample.step for sample in ours), default=-1)
-        due = SLOW_MIN_S if step - self._looked_step >= SLOW_STEPS else SLOW_S
-        if ours and now - self._looked_s >= due:
-            self._looked_step = step
-            self._looked_s = now
+        if ours and now - self._looked_s >= look_due_s(step - self._looked_step, self._look_cpu_s, len(ours)):
+            self._looked_step, self._looked_s, begin = step, now, time.thread_time()
             self._look_for_slow(now)
+            self._look_cpu_s = [*self._look_cpu_s, time.thread_time() - begin][-3:]
         there = running <= {s.rank for s in ours} or now - self._accounts.began >= OPEN_S
         if (
             ours
@@ -248,6 +249,13 @@ class LedgerKeeper:
                     "the goodput ledger is not up to date: %s", error, exc_info=not isinstance(error, OSError)
                 )
             self._failed = True
+
+
+def look_due_s(steps: int, cpu_s: Sequence[float], ranks: int) -> float:
+    """How long after a comparison of ranks the next one is due, when so many steps passed since and the last ones took `cpu_s`.
+    The first one does not count: it imports."""
+    cost = min(cpu_s) if len(cpu_s) > 1 else 0.0
+    return max(SLOW_MIN_S if steps >= SLOW_STEPS else SLOW_S, min(SLOW_S, cost / (LOOK_SHARE * ranks)))
 
 
 def _read_boxes(paths: Iterable[str]) -> list[RankTrace]:

@@ -8,7 +8,7 @@ long each rank was inside the call, since their clocks differ: the rank that wai
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,10 +22,10 @@ SYNCHRONISING = (
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS = 3
 #: For telling whether ranks wait in a call: samples, the share without a pause, standard errors, and what lateness must tell.
-MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 3.0, 0.01, 1e-5
+MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 4.0, 0.01, 1e-5
 MIN_SHARE = 0.002  # of the time: shorter waits are not told
 LONGEST_S = 60.0  # a wait that began longer before a stretch of time is not looked for
-Span = tuple[float, float, int]  # begin, end, the rank that was waited for
+Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # begins, ends, ranks that were waited for
 
 
 @dataclass(frozen=True)
@@ -124,35 +124,53 @@ def _mark_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) ->
     for one in meetings:
         for i, rank in enumerate(one.ranks):
             late[rank][one.rows[i]] = one.late[i]
-    found = []
-    for one in meetings:
-        blocks, lines, unwaited = one.blocks.copy(), calls[one.ranks[0]]["stack"][one.rows[0]], []
-        for line in np.unique(lines):
-            at = lines == line
-            parts = [_around(calls[rank], late[rank], one.rows[i, at]) for i, rank in enumerate(one.ranks)]
-            if not waits_in(*np.concatenate(parts, axis=1)):
-                blocks[:, at] = False
-                unwaited.append(int(line))
-        found.append(replace(one, blocks=blocks, unwaited=tuple(unwaited)))
+    around = {rank: _around(rows, late[rank]) for rank, rows in calls.items()}
+    stacks = {trace.header.rank: trace.stacks for trace in traces}
+    parts: dict[object, list[np.ndarray]] = defaultdict(
+        list
+    )  # by line: groups that make the same call are judged together
+    places: dict[object, list[tuple[int, int]]] = defaultdict(list)
+    for number, one in enumerate(meetings):
+        lines = calls[one.ranks[0]]["stack"][one.rows[0]]
+        for line in np.unique(lines).tolist():
+            key = stacks[one.ranks[0]][line] or line
+            rows = one.rows[:, lines == line]
+            parts[key] += [_less_usual(around[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
+            places[key].append((number, line))
+    unwaited: dict[int, list[int]] = defaultdict(list)
+    for key, found in parts.items():
+        for number, line in places[key] if not waits_in(*np.concatenate(found, axis=1)) else ():
+            unwaited[number].append(line)
+    return [_without(one, calls[one.ranks[0]], unwaited[number]) for number, one in enumerate(meetings)]
+
+
+def _without(one: Meetings, calls: np.ndarray, unwaited: Sequence[int]) -> Meetings:
+    """The same where nobody waits in the calls from these lines."""
+    blocks = one.blocks & ~np.isin(calls["stack"][one.rows[0]], unwaited)
+    return replace(one, blocks=blocks, unwaited=tuple(unwaited))
+
+
+def _around(calls: np.ndarray, late: np.ndarray) -> np.ndarray:
+    """For each call of one rank: how late others came, the time from then until its next call, the time since its call before,
+    and how late others were there. Not a number where there is no other call."""
+    passed = np.diff((calls["created_ns"] - calls["created_ns"][:1]) / 1e9, prepend=np.nan, append=np.nan)
+    return np.stack([late[:-1], passed[1:] - late[:-1], passed[:-1], np.roll(late[:-1], 1)])
+
+
+def _less_usual(around: np.ndarray) -> np.ndarray:
+    """Of calls in which others came later, less what is usual."""
+    around = around[:, (around[0] > 0) & ~np.isnan(around).any(axis=0)]
+    found: np.ndarray = around - np.median(around, axis=1, keepdims=True) if around.size else around
     return found
-
-
-def _around(calls: np.ndarray, late: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """For calls of one rank in which others came later: how late they came, the time from then until its next call, the time
-    since its call before, and how late others were there; each less what is usual for this rank."""
-    rows = rows[(rows > 0) & (rows < len(calls) - 1)]
-    rows = rows[late[rows] > 0]
-    created = (calls["created_ns"] - calls["created_ns"][:1]) / 1e9
-    after, before = created[rows + 1] - created[rows] - late[rows], created[rows] - created[rows - 1]
-    found = np.array([late[rows], after, before, late[rows - 1]])
-    usual: np.ndarray = found - np.median(found, axis=1, keepdims=True) if len(rows) else found
-    return usual
 
 
 def waits_in(late: np.ndarray, after: np.ndarray, before: np.ndarray, late_before: np.ndarray) -> bool:
     """Whether ranks wait in a call for those that come late. One that waits takes its usual time from then on; one that does
     not has that much less left to do. How fast a rank is in a step shows before the call too, so that is taken out."""
-    usual = after <= np.quantile(after, USUAL) if len(after) >= MIN_SAMPLES else np.zeros(0, bool)
+    if len(after) < MIN_SAMPLES:
+        return True
+    # pauses, and others that came so late that nothing was left to do, say nothing
+    usual = (after <= np.quantile(after, USUAL)) & (late <= np.quantile(late, USUAL))
     if usual.sum() < MIN_SAMPLES:
         return True
     known = np.stack([before, late_before, np.ones(len(late))], axis=1)[usual]
@@ -164,7 +182,7 @@ def waits_in(late: np.ndarray, after: np.ndarray, before: np.ndarray, late_befor
     slope = float(rest[:, 0] @ rest[:, 1]) / own
     left = rest[:, 1] - slope * rest[:, 0]
     error = np.sqrt(float(left @ left) / max(len(left) - 4, 1) / own)
-    return bool(abs(slope + 1) > 0.5 or slope + SURE * error > 0)
+    return bool(slope > -0.5 or slope + SURE * error > 0)
 
 
 def overlaps(trace: RankTrace) -> np.ndarray:
@@ -200,6 +218,8 @@ def find_messages(traces: Sequence[RankTrace], since_ns: int = 0) -> list[Messag
         calls = calls[
             (calls["flags"] & Flag.P2P != 0) & (calls["peer"] >= 0) & (calls["created_ns"] >= since_ns)
         ]
+        if not len(calls):
+            continue
         kinds = np.array([name.lstrip("_").lstrip("i")[:4] for name in trace.names] or [""])[calls["op"]]
         for kind in ("send", "recv"):
             for number, peer in {(int(n), int(p)) for n, p in calls[kinds == kind][["group", "peer"]]}:
@@ -223,42 +243,116 @@ def _pair(sender: int, receiver: int, sends: np.ndarray, recvs: np.ndarray) -> M
     return Messages(sender, receiver, sends["created_ns"] / 1e9, recvs["created_ns"] / 1e9, sends["step"])
 
 
-def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, list[Span]]:
+@dataclass(frozen=True)
+class Blocking:
+    """The calls of all groups that ranks wait in, in the order in which they were released."""
+
+    ranks: tuple[int, ...]
+    # of each call
+    kind: np.ndarray  # 0 send, 1 receive, 2 collective
+    source: np.ndarray  # of which messages or meetings
+    number: np.ndarray  # its place there
+    step: np.ndarray
+    at: np.ndarray
+    # of each rank in each call
+    call: np.ndarray
+    rank: np.ndarray  # index
+    own: np.ndarray  # seconds before it
+    elements: np.ndarray
+
+
+def find_blocking(meetings: Sequence[Meetings], messages: Sequence[Messages] = ()) -> Blocking:
+    """With own times: from the moment at which a rank was released from its call before."""
+    pairs = {rank for one in messages for rank in (one.sender, one.receiver)}
+    ranks = tuple(sorted({rank for one in meetings for rank in one.ranks} | pairs))
+    index = {rank: i for i, rank in enumerate(ranks)}
+    calls, rows, count = [np.zeros((5, 0))], [np.zeros((4, 0))], 0
+    for kind, source, members, released, arrived, elements, step, number in _sides(meetings, messages):
+        calls.append(np.stack(np.broadcast_arrays(released, kind, source, number, step)))
+        numbers, who = count + np.arange(len(released)), [index[rank] for rank in members]
+        of_rows = (
+            np.tile(numbers, len(who)),
+            np.repeat(who, len(numbers)),
+            arrived.ravel(),
+            elements.ravel(),
+        )
+        rows.append(np.stack(of_rows))
+        count += len(released)
+    released, kinds, sources, number, step = table = np.concatenate(calls, axis=1)
+    order = np.lexsort((number, sources, kinds, released))
+    turn = np.argsort(order)
+    call, who, arrived, elements = np.concatenate(rows, axis=1)
+    call, who = turn[call.astype(int)], who.astype(int)
+    released, kinds, sources, number, step = table[:, order]
+    sorting = np.lexsort((call, who))
+    before = np.full(len(call), np.nan)
+    again = who[sorting][1:] == who[sorting][:-1]
+    before[sorting[1:][again]] = released[call[sorting[:-1][again]]]
+    own = arrived - before
+    # without a rank's first call here, and calls that another group overlaps
+    kept = np.setdiff1d(np.arange(count), call[~(own >= 0)])
+    left = np.flatnonzero(np.isin(call, kept))
+    left = left[np.lexsort((who[left], call[left]))]
+    kinds, sources, number = (one[kept].astype(int) for one in (kinds, sources, number))
+    step = np.where(step >= 0, step, np.arange(count))[kept].astype(int)
+    places = np.searchsorted(kept, call[left])
+    return Blocking(
+        ranks, kinds, sources, number, step, released[kept], places, who[left], own[left], elements[left]
+    )
+
+
+_Side = tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def _sides(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> Iterator[_Side]:
+    """Kind, source, ranks, when the calls were released, when each rank came, sizes of inputs, steps, numbers."""
+    for source, one in enumerate(meetings):
+        at = np.flatnonzero(one.blocks.any(axis=0))
+        arrived = one.arrived[:, at]
+        yield 2, source, one.ranks, arrived.max(axis=0), arrived, one.elements[:, at], one.step[at], at
+    for source, way in enumerate(messages):
+        zeros, numbers = np.zeros(len(way.sent)), np.arange(len(way.sent))
+        yield 0, source, (way.sender,), way.sent, way.sent, zeros, way.step, numbers
+        released = np.maximum(way.sent, way.asked)
+        yield 1, source, (way.receiver,), released, way.asked, zeros, way.step, numbers
+
+
+def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, Spans]:
     """For each rank the times in which it waited and for whom, in order and without overlaps."""
-    found: dict[int, list[Span]] = defaultdict(list)
+    found: dict[int, list[np.ndarray]] = defaultdict(list)
     for one in meetings:
-        whom = np.array(one.ranks)[one.last]
+        whom, waits = np.array(one.ranks)[one.last], one.waits_s
         for i, rank in enumerate(one.ranks):
-            for k in np.flatnonzero(one.waits_s[i] > 0):
-                begin = float(one.arrived[i, k])
-                found[rank].append((begin, begin + float(one.waits_s[i, k]), int(whom[k])))
-    return {rank: _disjoint(sorted(spans)) for rank, spans in found.items()}
+            at = waits[i] > 0
+            found[rank].append(np.stack([one.arrived[i, at], one.arrived[i, at] + waits[i, at], whom[at]]))
+    return {rank: _disjoint(*np.concatenate(parts, axis=1)) for rank, parts in found.items()}
 
 
-def _disjoint(spans: list[Span]) -> list[Span]:
-    end, kept = 0.0, []
-    for begin, until, whom in spans:
-        if until > max(begin, end):
-            kept.append((max(begin, end), until, whom))
-            end = until
-    return kept
+def _disjoint(begin: np.ndarray, end: np.ndarray, whom: np.ndarray) -> Spans:
+    order = np.lexsort((whom, end, begin))
+    begin, end, whom = begin[order], end[order], whom[order]
+    begin = np.maximum(begin, np.concatenate([[0.0], np.maximum.accumulate(end)])[:-1])
+    left = end > begin
+    return begin[left], end[left], whom[left].astype(int)
 
 
 @dataclass(frozen=True)
 class Waited:
     """Who waited for whom, as far as the boxes show it."""
 
-    spans: Mapping[int, Sequence[Span]] = field(default_factory=dict)  # by rank
+    spans: Mapping[int, Spans] = field(default_factory=dict)  # by rank
     covered_s: float = 0.0  # what the boxes show
     whole: bool = True  # they show all of it
 
     def during(self, rank: int, begin: float, end: float, calling_s: float) -> dict[int, float]:
         """Rank -> seconds that this one waited for it between two times, in which it made calls for so long. What the boxes do
         not show any more was like the rest."""
-        found: dict[int, float] = defaultdict(float)
-        for low, high, whom in self.spans.get(rank, ()):
-            if low < end and high > begin:
-                found[whom] += min(high, end) - max(low, begin)
+        if rank not in self.spans:
+            return {}
+        low, high, whom = self.spans[rank]
+        ranks, which = np.unique(whom, return_inverse=True)
+        sums = np.bincount(which, np.maximum(0.0, np.minimum(high, end) - np.maximum(low, begin)), len(ranks))
+        found = dict(zip(ranks.tolist(), sums.tolist(), strict=True))
         scale = 1.0 if self.whole else calling_s / max(self.covered_s, sum(found.values()), 1e-9)
         return {w: s * scale for w, s in found.items() if s * scale >= MIN_SHARE * calling_s}
 
@@ -281,10 +375,12 @@ def find_waits(
     first = max(begin, min(float(one.arrived.min()) for one in meetings))
     last = max(float(one.arrived.max()) for one in meetings)
     covered = last - first - sum(max(0.0, min(last, high) - max(first, low)) for low, high in without)
-    spans = {
-        rank: [span for span in found if not any(span[0] < high and span[1] > low for low, high in without)]
-        for rank, found in waits_by_rank(meetings).items()
-    }
+    spans = {}
+    for rank, (low, high, whom) in waits_by_rank(meetings).items():
+        left = ~np.any(
+            [(low < until_s) & (high > since_s) for since_s, until_s in without] or [low < low], axis=0
+        )
+        spans[rank] = low[left], high[left], whom[left]
     whole = all(_reaches(trace, int(begin * 1e9)) for traces in batches for trace in traces)
     return Waited(spans, covered, whole)
 

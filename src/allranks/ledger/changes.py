@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BEFORE, AFTER = 30, 30  # steps: what is compared
+BEFORE, AFTER = 45, 36  # steps: what is compared
 MIN_SHARE = 0.05  # of the others' time
-NOISES = 4.0
-LASTING = 0.7  # of the later steps are slow
+SURE = 5.0  # standard errors
+PARTS = 3  # of the later steps: each of them is slow
 LATE = 0.3  # of the change: so late it is at least
 
 
@@ -38,24 +38,44 @@ def find_change(late: np.ndarray, others: np.ndarray, at: np.ndarray, rank: int)
     share = np.where(others > 0, late / np.maximum(others, 1e-9), 0.0)
     windows = np.lib.stride_tricks.sliding_window_view(share, BEFORE + AFTER)
     before, after = windows[:, :BEFORE], windows[:, BEFORE:]
-    low = np.median(before, axis=1)
-    noise = np.median(np.abs(before - low[:, None]), axis=1) * 1.4826
-    high = np.median(after, axis=1)
+    low, high = np.median(before, axis=1), np.median(after, axis=1)
     gain = high - low
-    slow = (after > (low + gain / 2)[:, None]).mean(axis=1)
-    large = gain >= np.maximum(MIN_SHARE, NOISES * noise / np.sqrt(AFTER / 4))
     # where the others became fast again, it is not late
-    found = np.flatnonzero(large & (slow >= LASTING) & (high >= LATE * gain))
+    found = np.flatnonzero((gain >= MIN_SHARE) & (high >= LATE * gain))
+    error = _error(before[found] - low[found, None], after[found] - high[found, None])
+    parts = [np.median(part, axis=1) for part in np.array_split(after[found], PARTS, axis=1)]
+    lasts = np.min(parts, axis=0) > (low + gain / 2)[found]
+    found = found[lasts & (gain[found] >= SURE * error)]
     if not len(found):
         return None
     at_least = float(gain[found[0] : found[0] + AFTER // 2].max())  # when the slow steps fill the window
-    level = low[found[0]] + at_least / 2
+    half = low[found[0]] + at_least / 2
     first = (
         int(found[0])
         + BEFORE // 2
-        + int(np.argmax(_smooth(share[found[0] + BEFORE // 2 : found[0] + BEFORE + AFTER]) > level))
+        + int(np.argmax(_smooth(share[found[0] + BEFORE // 2 : found[0] + BEFORE + AFTER]) > half))
     )
     return ChangePoint(rank, first, float(at[first]), at_least)
+
+
+def _error(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """The standard error of a difference of medians, from what each value differs from its median; windows x values. Where a
+    slow step is followed by slow ones, many steps say as much as few."""
+    noises = [np.median(np.abs(one), axis=1) * 1.4826 for one in (before, after)]
+    cut = [
+        one.clip(-3 * noise[:, None], 3 * noise[:, None])
+        for one, noise in zip((before, after), noises, strict=True)
+    ]
+    rest = np.concatenate(cut, axis=1)
+    rest = rest - rest.mean(axis=1, keepdims=True)
+    alike = (rest[:, 1:] * rest[:, :-1]).sum(axis=1) / np.maximum((rest**2).sum(axis=1), 1e-12)
+    alike = alike.clip(0.0, 0.9)
+    error: np.ndarray = (
+        1.2533
+        * np.sqrt(noises[0] ** 2 / BEFORE + noises[1] ** 2 / AFTER)
+        * np.sqrt((1 + alike) / (1 - alike))
+    )
+    return error
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from allranks.blackbox.phases import GC, PhaseMark
-from allranks.ledger.arrivals import Meetings, Messages, find_meetings, find_messages
+from allranks.ledger.arrivals import Blocking, Meetings, Messages, find_blocking, find_meetings, find_messages
 from allranks.ledger.changes import ChangePoint, find_change
 from allranks.ledger.records import SAVING, kind_of, state_of
 from allranks.model.formatting import duration, rank_list, ranks_text
@@ -99,50 +99,24 @@ class _Event:
     receives: int = -1
 
 
-def read_events(
-    meetings: Sequence[Meetings], messages: Sequence[Messages] = ()
-) -> tuple[tuple[int, ...], list[_Event]]:
-    """The blocking calls of all groups in the order in which they were released, with own times."""
-    pairs = {rank for one in messages for rank in (one.sender, one.receiver)}
-    ranks = tuple(sorted({rank for one in meetings for rank in one.ranks} | pairs))
-    index = {rank: i for i, rank in enumerate(ranks)}
-    free = np.full(len(ranks), np.nan)
+def read_events(calls: Blocking, messages: Sequence[Messages] = ()) -> list[_Event]:
+    """The same calls one by one, for the replay."""
     events: list[_Event] = []
     places: Counter[tuple[int, int, int]] = Counter()  # calls of a kind so far in a step
     numbers = np.cumsum([0, *(len(one.sent) for one in messages)])
-    for turn, (released, kind, source, k) in enumerate(_order(meetings, messages)):
-        if kind == 2:
-            meeting = meetings[source]
-            members = np.array([index[rank] for rank in meeting.ranks])
-            arrived, elements, step = meeting.arrived[:, k], meeting.elements[:, k], int(meeting.step[k])
-        else:
-            sent = messages[source]
-            members = np.array([index[sent.receiver if kind else sent.sender]])
-            arrived, elements = np.array([sent.asked[k] if kind else sent.sent[k]]), np.zeros(1)
-            step = int(sent.step[k])
-        own = arrived - free[members]
-        free[members] = released
-        if np.isnan(own).any() or (own < 0).any():
-            continue  # its first call here, or one that another group overlaps
-        step = step if step >= 0 else turn
-        message = int(numbers[source]) + k if kind < 2 else -1
+    cuts = np.searchsorted(calls.call, np.arange(1, len(calls.at)))
+    parts = zip(*(np.split(one, cuts) for one in (calls.rank, calls.own, calls.elements)), strict=True)
+    of_calls = zip(
+        *(one.tolist() for one in (calls.kind, calls.source, calls.number, calls.step, calls.at)), strict=True
+    )
+    for (kind, source, k, step, at), (members, own, elements) in zip(of_calls, parts, strict=False):
         places[kind, source, step] += 1
-        place = (kind, source, places[kind, source, step])
+        message = int(numbers[source]) + k if kind < 2 else -1
         way = (message, -1) if kind == 0 else (-1, message)
-        events.append(_Event(step, members, own, elements, released, place, *way))
-    return ranks, events
-
-
-def _order(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> list[tuple[float, int, int, int]]:
-    """(when it was released, 0 send 1 receive 2 collective, of which of the arguments, its number there), in order."""
-    found: list[tuple[float, int, int, int]] = []
-    for source, one in enumerate(meetings):
-        released = one.arrived.max(axis=0)
-        found += [(float(released[k]), 2, source, int(k)) for k in np.flatnonzero(one.blocks.any(axis=0))]
-    for source, way in enumerate(messages):
-        for kind, times in enumerate((way.sent, np.maximum(way.sent, way.asked))):
-            found += [(float(at), kind, source, k) for k, at in enumerate(times)]
-    return sorted(found)
+        events.append(
+            _Event(step, members, own, elements, at, (kind, source, places[kind, source, step]), *way)
+        )
+    return events
 
 
 Ideal = Callable[[int, _Event], np.ndarray]  # number of the event, and the event -> own times
@@ -221,16 +195,16 @@ def _running_median(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def own_times(ranks: tuple[int, ...], events: Sequence[_Event]) -> OwnTimes:
-    steps = sorted({event.step for event in events})[1:]  # the first is cut
-    column = {step: k for k, step in enumerate(steps)}
-    own, at = np.zeros((len(ranks), len(steps))), np.zeros(len(steps))
-    for event in events:
-        if event.step in column:
-            own[event.ranks, column[event.step]] += event.own
-            at[column[event.step]] = event.at
+def own_times(calls: Blocking) -> OwnTimes:
+    steps = np.unique(calls.step)[1:]  # the first is cut
+    column = np.searchsorted(steps, calls.step)
+    whole = np.isin(calls.step, steps)
+    own, at = np.zeros((len(calls.ranks), len(steps))), np.zeros(len(steps))
+    np.maximum.at(at, column[whole], calls.at[whole])
+    rows = whole[calls.call]
+    np.add.at(own, (calls.rank[rows], column[calls.call[rows]]), calls.own[rows])
     took = np.diff(at, prepend=at[:1]) if len(at) else at
-    return OwnTimes(ranks, np.array(steps), at, own, took)
+    return OwnTimes(calls.ranks, steps, at, own, took)
 
 
 @dataclass(frozen=True)
@@ -243,8 +217,8 @@ class _Candidate:
 def find_slow(traces: Sequence[RankTrace], phases: Phases | None = None) -> SlowReport | None:
     """What slow ranks, nodes, stages and groups cost, and pauses; None when the boxes hold too few steps."""
     meetings, messages = find_meetings(traces), find_messages(traces)
-    ranks, events = read_events(meetings, messages)
-    times = own_times(ranks, events)
+    calls = find_blocking(meetings, messages)
+    ranks, events, times = calls.ranks, read_events(calls, messages), own_times(calls)
     if len(ranks) < 2 or len(times.steps) < MIN_STEPS:
         return None
     base = _typical(replay(events, len(ranks)))
@@ -433,10 +407,10 @@ class Lateness:
         if old is not None and unwaited != self._unwaited:  # earlier steps were measured in another way
             old, since_ns, meetings = None, 0, find_meetings(traces)
         self._unwaited = unwaited
-        ranks, events = read_events(meetings, find_messages(traces, since_ns))
+        new = own_times(find_blocking(meetings, find_messages(traces, since_ns)))
+        ranks = new.ranks
         if len(ranks) < MIN_RANKS:
             return []
-        new = own_times(ranks, events)
         here = new.own[:, -OVERLAP:].max(axis=1, initial=0.0) > 0  # who took part in the newest steps
         ranks = tuple(itertools.compress(ranks, here))
         if len(ranks) < MIN_RANKS:
