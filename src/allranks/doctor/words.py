@@ -5,14 +5,23 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable
+from types import ModuleType
 
-# how the interpreter reads an expression; not a public module
-_parser = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+
+def _find_parser() -> ModuleType | None:
+    """How the interpreter reads an expression: not a public module, and not needed for right answers."""
+    try:
+        return importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+    except ImportError:
+        return None
+
+
+_parser = _find_parser()
 
 
 def needed_words(expression: str) -> tuple[str, ...]:
     """In lower case; every line that matches has at least one of them. Empty: nothing is known."""
-    return tuple(sorted(_needed(_parser.parse(expression))))
+    return tuple(sorted(_needed(_parser.parse(expression)))) if _parser is not None else ()
 
 
 def _needed(parts: Iterable[tuple[object, object]]) -> frozenset[str]:
