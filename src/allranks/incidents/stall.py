@@ -235,10 +235,8 @@ def _by_history(limits: StallLimits) -> bool:
     return limits.longest_s * HISTORY_FACTOR >= limits.hung_s
 
 
-HISTORY_FACTOR, FLOOR_FACTOR = (
-    3.0,
-    8.85,
-)  # times the longest pause; times the shortest silence that is a stall
+HISTORY_FACTOR = 3.0  # times the longest pause
+FLOOR_FACTOR = 8.85  # times the shortest silence that is a stall
 
 
 POLL_S = 0.5  # a look may begin so much later than it should
