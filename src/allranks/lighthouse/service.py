@@ -28,6 +28,7 @@ from allranks.lighthouse.sessions import (
     Sessions,
     deliver,
     merged,
+    refuse_names,
     signed,
     superseded,
 )
@@ -48,7 +49,6 @@ from allranks.model.cluster import (
 
 log = logging.getLogger("allranks.lighthouse")
 
-MAX_NAME = 256  # characters of the name of a replica or a node
 _PONG = encode(Pong())
 #: A rank whose liveness proxy was killed starts another, and is back within this time.
 PROXY_BACK_S = 5.0
@@ -164,10 +164,8 @@ class Service:
             return Refused("draining", "this lighthouse is closing", self.leader)
         if not self.leading:
             return Refused("moved", "this lighthouse does not lead", self.leader)
-        names = (hello.replica, hello.node, hello.session)
-        if not all(len(name) <= MAX_NAME and name.isprintable() for name in names):
-            wanted = f"be printable, without control characters, and have at most {MAX_NAME}"
-            return Refused("garbage", f"names of replicas and nodes must {wanted}")
+        if refused := refuse_names(hello.replica, hello.node, hello.session):
+            return refused
         observer = hello.role == "observer"
         name = hello.replica or f"{hello.node or 'observer'}#{hello.session[:8] or uuid.uuid4().hex[:8]}"
         key = hello.session or uuid.uuid4().hex
@@ -215,7 +213,7 @@ class Service:
         elif hello.rank == 0:
             kind, words = ("returned", "is back") if returned else ("connected", "connected")
             self.event_log.event(kind, f"{name} {words} from {peer.address}", name)
-        self._plan_sweep(now + self.options.heartbeat_timeout_s)
+        self._next_sweep = min(self._next_sweep, now + self.options.heartbeat_timeout_s)
         return session
 
     def _refuse_second(self, name: str, key: str, observer: bool) -> Refused | None:
@@ -255,7 +253,7 @@ class Service:
         self.coordinator.reason = f"taken over: {quorum.reason}"
         text = f"took over quorum {quorum.number} of {len(quorum.members)} members"
         self.event_log.event("quorum", text, number=quorum.number)
-        self._plan_sweep(now + self.options.heartbeat_timeout_s)
+        self._next_sweep = min(self._next_sweep, now + self.options.heartbeat_timeout_s)
         self.coordinator.soon()
 
     # ---- staying ----------------------------------------------------------------------------------------
@@ -340,9 +338,7 @@ class Service:
             failed = known.keys() & set(probed.unreached)
             reach.report(now, session.session, failed)
             for other in failed:
-                text = f"{session.replica} cannot connect to {known[other]}, which waits to join"
-                if session.replica not in self.state.members:
-                    text = f"{session.replica} waits to join and cannot connect to {known[other]}"
+                text = self.state.describe_unreached(session.replica, known[other])
                 self.event_log.event("unreachable", text, known[other])
             self.coordinator.soon()
 
@@ -389,9 +385,8 @@ class Service:
     def accuse(self, name: str, reason: str, stopped: bool = False) -> bool:
         """Somebody who can see it (its liveness proxy, its agent) says that a replica is dead, or stopped."""
         if name not in self.sessions.by_replica:
-            if confirmed := self.state.confirm_death(name):
-                self.coordinator.soon()
-            return confirmed
+            self.coordinator.soon()
+            return self.state.confirm_death(name)
         self._lose(name, reason, certain=True, stopped=stopped)
         return True
 
@@ -410,13 +405,9 @@ class Service:
             self._drop(session)
             self.agents.lose(session, CUT_BACK_S if session.cut else 0.0)
             return
-        where = f" (rank {session.rank})" if session.connections > 1 else ""
-        reason = f"process{where} exited without shutting down"
-        if session.cut:
-            reason = f"connection{where} was cut and did not come back"
         proxy = session.proxy and not session.cut
-        certain = not session.cut and not proxy
-        self._lose(session.replica, reason, certain, PROXY_BACK_S if proxy else None)
+        back_s = PROXY_BACK_S if proxy else None
+        self._lose(session.replica, session.end, not session.cut and not proxy, back_s)
 
     def _sweep(self) -> None:
         """Looks for the silent when somebody may have become so; keeps the clock awake in between."""
@@ -430,18 +421,15 @@ class Service:
         delay = min(pause, max(self._next_sweep - now, 0.001)) if self.sessions.by_replica else pause
         self._sweep_timer = self.timers.call_later(delay, self._sweep)
 
-    def _plan_sweep(self, at: float) -> None:
-        self._next_sweep = min(self._next_sweep, at)
-
     def _lose_silent(self, session: Session, now: float) -> None:
         if session.observer:
             self._drop(session)
             self.agents.lose(session, SILENT_BACK_S)
             return
+        what, since = "nothing heard", session.heard
         replica = self.state.replicas.get(session.replica)
-        expected = replica is not None and not replica.connected
-        what = "did not come back to the new lighthouse" if expected else "nothing heard"
-        since = replica.since if replica is not None and expected else session.heard
+        if replica is not None and not replica.connected:
+            what, since = "did not come back to the new lighthouse", replica.since
         self._lose(session.replica, f"{what} for {now - since:.2f} s", certain=False)
 
     def _lose(
@@ -467,10 +455,9 @@ class Service:
 
     def _drop(self, session: Session) -> None:
         """Forgets all sessions of a name without telling anybody; closes what is open."""
-        name = session.replica
-        if session.observer and name in self.state.replicas:
-            self.state.leave(self.now(), name, "observer")
-        for each in self.sessions.drop(name):
+        if session.observer and session.replica in self.state.replicas:
+            self.state.leave(self.now(), session.replica, "observer")
+        for each in self.sessions.drop(session.replica):
             if each.peer is not None:
                 each.peer.close()
 
@@ -494,9 +481,9 @@ class Service:
         """Throws a replica out; it stays out until let in."""
         number, targets = self._number_of(name), self._concerned(name) | {name}
         self.state.evict(name, reason)
-        refused = Refused("evicted", f"{name} is evicted: {reason}")
         for session in self.sessions.of(name):
             if session.asking is not None:
+                refused = Refused("evicted", f"{name} is evicted: {reason}")
                 session.tell(refused, encode(refused))
             session.asking = None
         self.event_log.event("evicted", f"{name} evicted: {reason}", name, number)

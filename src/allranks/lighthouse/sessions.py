@@ -26,6 +26,7 @@ from allranks.model.parsing import printable
 log = logging.getLogger("allranks.lighthouse")
 
 _MAX_PENDING = 256
+_MAX_NAME = 256  # characters of the name of a replica or a node
 
 
 class Peer(Protocol):
@@ -62,6 +63,14 @@ class Session:
     dialect: str = ""  # of another protocol than ours
     proxy: bool = False  # held by a liveness proxy: when that is killed the rank lives, and starts another
     pending: dict[int, tuple[Notice, bytes]] = field(default_factory=dict)
+
+    @property
+    def end(self) -> str:
+        """What a connection that is closed says of its process."""
+        where = f" (rank {self.rank})" if self.connections > 1 else ""
+        if self.cut:
+            return f"connection{where} was cut and did not come back"
+        return f"process{where} exited without shutting down"
 
     def tell(self, message: object, frame: bytes, close: bool = False) -> None:
         """Sends it over the connection, if there is one just now; and ends that, if asked."""
@@ -249,6 +258,14 @@ class Names:
 
     def lose(self, lost: MemberLost) -> None:
         _note(self.lost, lost.session, lost)
+
+
+def refuse_names(*names: str) -> Refused | None:
+    """Unless they can be shown and kept."""
+    if all(len(name) <= _MAX_NAME and name.isprintable() for name in names):
+        return None
+    wanted = f"be printable, without control characters, and have at most {_MAX_NAME}"
+    return Refused("garbage", f"names of replicas and nodes must {wanted}")
 
 
 def superseded(name: str) -> Refused:

@@ -186,6 +186,12 @@ class QuorumState:
         if name in self.gone:
             self.gone[name] = replace(self.gone[name], step=step)
 
+    def describe_unreached(self, name: str, other: str) -> str:
+        """One of them is a member, the other one waits to join."""
+        if name in self.members:
+            return f"{name} cannot connect to {other}, which waits to join"
+        return f"{name} waits to join and cannot connect to {other}"
+
     def returned(self, names: Iterable[str]) -> list[float]:
         """When those of them came back that were given up as members: they hold a state, and are about to ask."""
         return [self.replicas[n].since for n in names if self._sessions.get(n) == self.replicas[n].session]
