@@ -125,10 +125,8 @@ def test_how_a_rank_ended_is_known_also_when_the_launcher_has_waited_for_it_firs
     with watched() as (lines, child):
         if held:
             lines.hold([child.pid])
-        lines.peek([child.pid])
+        lines.know(child)
         child.send_signal(signal.SIGSEGV)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        lines.peek([child.pid])
         assert child.wait() == -signal.SIGSEGV
         assert not lines.note_dead([child.pid])
         assert {pid: end.words for pid, end in lines.endings.items()} == {child.pid: "died of SIGSEGV"}

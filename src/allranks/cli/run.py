@@ -237,7 +237,7 @@ def _run_whole(job: NodeJob, words: list[str]) -> int:
         started = Launch(tuple(words), variables, options.record, job.log_dir, options.quiet, options.spares)
         if watch is not None:
             started = replace(
-                started, on_stop=agent.expect_end, why_not_again=agent.why_not_again, before_reaping=watch.before_reaping
+                started, on_stop=agent.expect_end, why_not_again=agent.why_not_again, on_start=watch.know_child
             )  # fmt: skip
         code = launch(started)
     if watch is None or code == 0 or (code in STOPPED and not watch.hung_at_end):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import tempfile
 import threading
 import time
@@ -121,9 +122,9 @@ class Watch:
         self.pipeline.asked_to_end.add(asked := tuple(pids))
         self.pipeline.explained.tell(asked, self.options.folder)
 
-    def before_reaping(self, pids: Iterable[int]) -> None:
-        """The launcher is about to wait for those of these ranks that have ended: how is read before. From any thread."""
-        self._exits.peek(pids)
+    def know_child(self, child: subprocess.Popen[bytes]) -> None:
+        """The launcher waits for this rank: it may know before us how it ended. From any thread."""
+        self._exits.know(child)
 
     def look(self, now_s: float | None = None) -> Suspicion | None:
         """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""

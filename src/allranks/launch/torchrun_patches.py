@@ -112,12 +112,17 @@ def hearing_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int], bool], object]) -> Iterator[None]:
+def ending_ranks(
+    grace_s: int | None,
+    on_stop: Callable[[set[int], bool], object],
+    on_start: Callable[[subprocess.Popen[bytes]], object] = lambda rank: None,
+) -> Iterator[None]:
     """While it is open, ranks end in the time that was asked for, and with all that they have started.
 
     torchrun obeys --shutdown-timeout only when the whole job ends, and not when it restarts; and it leaves alone what a
     rank that died had started. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s). `on_stop` gets
-    the pids of ranks that are about to be asked to end, which is not an incident, and whether a signal is the reason.
+    the pids of ranks that are about to be asked to end, which is not an incident, and whether a signal is the reason;
+    `on_start` gets each rank.
     """
     guard = Guard()
 
@@ -125,6 +130,7 @@ def ending_ranks(grace_s: int | None, on_stop: Callable[[set[int], bool], object
         def popen(handler: SubprocessHandler, *args: object, **kwargs: object) -> subprocess.Popen[bytes]:
             process = ordinary(handler, *args, **kwargs)
             guard.add(process.pid)
+            on_start(process)
             return process
 
         return popen

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -55,8 +56,8 @@ class Launch:
     spares: bool = True  # keep warm processes where a restart is possible
     # told which ranks are about to be asked to end, and whether because somebody stopped us
     on_stop: Callable[[set[int], bool], object] = lambda pids, by_user: None
-    # told the ranks' pids before torchrun takes the exit codes of those that have ended
-    before_reaping: Callable[[list[int]], object] = lambda pids: None
+    # given each rank as it starts
+    on_start: Callable[[subprocess.Popen[bytes]], object] = lambda rank: None
     # asked after a failure: pid -> exit code
     why_not_again: Callable[[dict[int, int]], str] = lambda exits: ""
 
@@ -79,10 +80,11 @@ def launch(job: Launch) -> int:
         if at_a_host(args):
             find_host(args)
         with (
-            serving(spares), patches.ending_ranks(grace(args), job.on_stop), patches.holding_master_port(),
+            serving(spares), patches.ending_ranks(grace(args), job.on_stop, job.on_start),
+            patches.holding_master_port(),
             patches.hearing_signals(),
             patches.repeating_rendezvous() as retry, patches.watching_members(retry, restarts=may_restart(args)),
-            sensible_restarts(job.why_not_again, job.before_reaping),
+            sensible_restarts(job.why_not_again),
         ):  # fmt: skip
             run_through_losses(args, retry)
     except ChildFailedError as error:
@@ -101,15 +103,11 @@ def launch(job: Launch) -> int:
 
 
 @contextlib.contextmanager
-def sensible_restarts(
-    why_not_again: Callable[[dict[int, int]], str],
-    before_reaping: Callable[[list[int]], object] = lambda pids: None,
-) -> Iterator[None]:
+def sensible_restarts(why_not_again: Callable[[dict[int, int]], str]) -> Iterator[None]:
     """While it is open, a failure that no restart fixes uses up the restarts that are left."""
 
     def judging(ordinary: Looking) -> Looking:
         def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
-            before_reaping([worker.id for worker in group.workers if isinstance(worker.id, int)])
             result = ordinary(agent, group)
             if result.state.name in ("FAILED", "UNHEALTHY") and agent._remaining_restarts > 0:
                 why = why_not_again({f.pid: int(f.exitcode) for f in (result.failures or {}).values()})

@@ -15,6 +15,7 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,16 +68,19 @@ class Ending:
 
 
 MAX_DATAGRAMS = 64  # taken at a time
+_TAKEN_S = 0.5  # more than a thread needs to note the code that it has taken
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 @dataclass
 class ExitWatcher:
-    """`wait` and `hold` belong to one thread; `wake` and `peek` may be called from any."""
+    """`wait` and `hold` belong to one thread; `wake` and `know` may be called from any."""
 
     endings: dict[int, Ending] = field(default_factory=dict)  # pid -> how it ended
     _held: dict[int, int] = field(default_factory=dict)  # pid -> pidfd
-    _codes: dict[int, int] = field(default_factory=dict)  # pid -> exit code, of those that `peek` found dead
+    _children: dict[int, subprocess.Popen[bytes]] = field(
+        default_factory=dict
+    )  # that their launcher waits for
     _selector: selectors.BaseSelector | None = None
     _datagrams: socket.socket | None = None
     _wake: tuple[socket.socket, socket.socket] | None = None
@@ -139,12 +143,9 @@ class ExitWatcher:
                 ending.add(pid)
         return ending
 
-    def peek(self, pids: Iterable[int]) -> None:
-        """For the thread that is about to wait for these children: the exit code goes with that wait."""
-        for pid in pids:
-            code = _exit_code(os.P_PID, pid)
-            if code is not None:
-                self._codes[pid] = code
+    def know(self, child: subprocess.Popen[bytes]) -> None:
+        """Another thread waits for this child, and may take its exit code."""
+        self._children[child.pid] = child
 
     def wait(self, timeout_s: float) -> None:
         """Returns when something happened, or after the time."""
@@ -196,8 +197,12 @@ class ExitWatcher:
             self.endings[pid] = Ending(pid, code, time.time())
 
     def _code(self, kind: int, child: int, pid: int) -> int | None:
-        code, peeked = _exit_code(kind, child), self._codes.pop(pid, None)
-        return peeked if code is None else code
+        code, known = _exit_code(kind, child), self._children.pop(pid, None)
+        if code is None and known is not None:
+            deadline = time.monotonic() + _TAKEN_S
+            while (code := known.returncode) is None and time.monotonic() < deadline:
+                time.sleep(0.002)
+        return code
 
 
 def _is_over(pidfd: int) -> bool:
