@@ -132,7 +132,9 @@ def _pid(output: str) -> str:
 
 
 @pytest.mark.everything
-@pytest.mark.parametrize(("page", "commands"), [("hang_now.md", 12), ("dumps.md", 10), ("survive_kill.md", 9)])
+@pytest.mark.parametrize(
+    ("page", "commands"), [("hang_now.md", 12), ("dumps.md", 10), ("survive_kill.md", 9)]
+)
 def test_a_new_user_gets_what_the_page_promises(page: str, commands: int, tmp_path: Path) -> None:
     """Every command that the page shows, copied."""
     try:

@@ -205,7 +205,7 @@ class JobLife:
             assert decision.rule == expected[0]
 
     def a_living_member_is_never_dropped_without_a_reason(self) -> None:
-        """Anyone who is no longer there has left, was lost, or the lighthouse is new."""
+        """Members that are gone have left or were lost, or the lighthouse is new."""
         if self.state.last is None:
             return
         for member in self.state.last.members:

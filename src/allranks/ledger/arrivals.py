@@ -152,7 +152,7 @@ def _without(one: Meetings, calls: np.ndarray, unwaited: Sequence[int]) -> Meeti
 
 def _around(calls: np.ndarray, late: np.ndarray) -> np.ndarray:
     """For each call of one rank: how late others came, the time from then until its next call, the time since its call before,
-    and how late others were there. Not a number where there is no other call."""
+    and how late others were there. Not a number where nobody else makes a call."""
     passed = np.diff((calls["created_ns"] - calls["created_ns"][:1]) / 1e9, prepend=np.nan, append=np.nan)
     return np.stack([late[:-1], passed[1:] - late[:-1], passed[:-1], np.roll(late[:-1], 1)])
 

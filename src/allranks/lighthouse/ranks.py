@@ -45,7 +45,7 @@ class Differences:
     def find(
         self, now_s: float, report: NodeReport, before: NodeReport | None, reports: Mapping[str, NodeReport]
     ) -> tuple[str, ...]:
-        """The agents with which the reporter should compare calls, itself if there is no other; () when nothing differs."""
+        """The agents with which the reporter should compare calls, itself if it is the only one; () when nothing differs."""
         if report.differs and now_s >= self._next_s:  # one node: many may see the same
             chosen = _others(report, reports)[:SOME] or [report.agent] * (len(reports) == 1)
             self._next_s = now_s + FIRST_S if chosen else 0.0  # ranks of other nodes are about to start

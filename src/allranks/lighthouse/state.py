@@ -407,7 +407,7 @@ class QuorumState:
         self._index(replica.name)
         if not self.continuing:  # the state is with those that are stopped: who has none waits for them
             for name, gone in list(self.gone.items()):
-                if gone.stopped and name not in self.evicted:
+                if gone.stopped and gone.certain and name not in self.evicted:
                     self.gone[name] = replace(gone, certain=False, at=now)
                     self._index(name)
 

@@ -78,9 +78,8 @@ class ExitWatcher:
 
     endings: dict[int, Ending] = field(default_factory=dict)  # pid -> how it ended
     _held: dict[int, int] = field(default_factory=dict)  # pid -> pidfd
-    _children: dict[int, subprocess.Popen[bytes]] = field(
-        default_factory=dict
-    )  # that their launcher waits for
+    # that their launcher waits for
+    _children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _selector: selectors.BaseSelector | None = None
     _datagrams: socket.socket | None = None
     _wake: tuple[socket.socket, socket.socket] | None = None
