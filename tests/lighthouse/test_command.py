@@ -18,7 +18,8 @@ from tests.ports import held_port
 from allranks.blackbox.files import job_folder
 from allranks.channel.keys import write_token
 from allranks.cli import main
-from allranks.cli.lighthouse import LighthouseFlags, default_token_file, server_token
+from allranks.cli.lighthouse import LighthouseFlags, default_token_file
+from allranks.cli.lighthouse_serve import server_token
 from allranks.incidents.job_overview import TOKEN_FILE, write_job
 from allranks.lighthouse.client.client import Client
 from allranks.model.cluster import Member
