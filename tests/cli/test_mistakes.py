@@ -103,3 +103,22 @@ def test_a_dump_through_a_pipe_that_is_not_there_says_so(
     assert main(["dump", str(box), "-o", str(out), "--native", str(tmp_path / "pipe")]) == 0
     said = capsys.readouterr().err
     assert "rank 0 cannot be asked" in said and "TORCH_NCCL_DEBUG_INFO_PIPE_FILE=" in said
+
+
+def test_an_address_that_nobody_answers_at_is_told_with_what_to_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was "[Errno 111]", and an internal address of the cloud."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert main(["diagnose", f"http://127.0.0.1:{port}/trace_0"]) == 2
+    said = capsys.readouterr().err
+    assert "trace_0: Connection refused\n" in said and "can this machine reach it?" in said
+
+    def refuse(url: str) -> None:
+        raise OSError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token")
+
+    monkeypatch.setattr("allranks.load.sources._open_obstore", refuse)
+    assert main(["diagnose", "s3://bucket/dumps"]) == 2
+    said = capsys.readouterr().err
+    assert "s3://bucket/dumps: no credentials were found\n" in said and "AWS_ACCESS_KEY_ID" in said
