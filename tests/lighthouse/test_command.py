@@ -190,7 +190,6 @@ def test_status_says_with_its_exit_code_that_a_member_is_lost(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["lighthouse", "dance"], "unknown action"),
         (["lighthouse", "status", "no-such-job"], "no job 'no-such-job' on this node"),
         (["lighthouse", "--bind", "nowhere:x:y:99999"], "--bind"),
         (

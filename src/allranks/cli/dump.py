@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from allranks.api.debug_server import is_address
-from allranks.cli.parser import add_flags
 from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
 from allranks.model.formatting import ranks_text
-from allranks.model.options import option
+from allranks.model.options import argument, option
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
@@ -27,6 +26,12 @@ ENDINGS = {".json": "json", ".pickle": "pickle", ".pkl": "pickle"}
 class DumpFlags:
     """Which boxes, and what becomes of them. All of them are off or empty unless given."""
 
+    paths: tuple[str, ...] = argument(
+        (),
+        "name of a job, black boxes, dumps, archives or folders of them, or the address of torch's debug server, "
+        "http://HOST:25999 (default: the job that runs on this machine)",
+        metavar="JOB",
+    )
     job: str = option("", "of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)", metavar="ID")
     pid: tuple[int, ...] = option((), "only this process; repeatable", metavar="P")
     rank: tuple[int, ...] = option((), "only this rank; repeatable", metavar="R")
@@ -54,15 +59,7 @@ class DumpFlags:
     json: bool = option(False, "one JSON object on stdout")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="JOB",
-        help="name of a job, black boxes, dumps, archives or folders of them, or the address of torch's debug server, "
-        "http://HOST:25999 (default: the job that runs on this machine)",
-    )
-    add_flags(parser, DumpFlags)
+FLAGS = (DumpFlags,)
 
 
 def main(args: argparse.Namespace) -> int:

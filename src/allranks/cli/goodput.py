@@ -7,10 +7,14 @@ import gc
 import json
 import re
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.cli.parser import read_flags
 from allranks.errors import InputError
+from allranks.model.options import argument, option
 
 if TYPE_CHECKING:
     from allranks.ledger.summary import JobAccount
@@ -18,25 +22,29 @@ if TYPE_CHECKING:
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "jobs",
-        nargs="*",
+@dataclass(frozen=True)
+class LedgerFlags:
+    """Which ledgers, and which part of them."""
+
+    jobs: tuple[str, ...] = argument(
+        (),
+        "name of a job, folder of incidents, or ledger file (default: ./allranks-incidents)",
         metavar="JOB|FOLDER",
-        help="name of a job, folder of incidents, or ledger file (default: ./allranks-incidents)",
     )
-    add("--since", metavar="TIME", help="only the time after it: 24h, 7d, or 2026-11-18T14:00 (UTC)")
-    add("--window", metavar="TIME", help="also the share of each window of this length: 1h, 1d")
-    add(
-        "--gpu-hour",
-        type=float,
-        default=0.0,
-        metavar="PRICE",
-        help="price of a GPU hour in dollars, for the cost",
+    since: str = option("", "only the time after it: 24h, 7d, or 2026-11-18T14:00 (UTC)", metavar="TIME")
+    json: bool = option(False, "print one JSON object")
+
+
+@dataclass(frozen=True)
+class GoodputFlags(LedgerFlags):
+    window: str = option("", "also the share of each window of this length: 1h, 1d", metavar="TIME")
+    gpu_hour: float | None = option(
+        None, "price of a GPU hour in dollars, for the cost", metavar="PRICE", at_least=0
     )
-    add("--json", action="store_true", help="print one JSON object")
-    add("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    html: str = option("", "write a page with pictures", metavar="FILE")
+
+
+FLAGS = (GoodputFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -44,14 +52,15 @@ def main(args: argparse.Namespace) -> int:
     from allranks.ledger.report import Price, render_page, render_text, to_object
 
     gc.disable()  # a month has a million small objects, none of which is garbage
-    price = Price(args.gpu_hour)
-    window_s = seconds_of(args.window) if args.window else 0.0
-    accounts = read_accounts(args.jobs, moment_of(args.since))
-    if args.html is not None:
+    flags = read_flags(GoodputFlags, args)
+    price = Price(flags.gpu_hour or 0.0)
+    window_s = seconds_of(flags.window) if flags.window else 0.0
+    accounts = read_accounts(flags.jobs, moment_of(flags.since))
+    if flags.html:
         from allranks.model.files import write_atomically
 
-        write_atomically(args.html, render_page(accounts[-1], price, time.time()), mode=0o644)
-    if args.json:
+        write_atomically(Path(flags.html), render_page(accounts[-1], price, time.time()), mode=0o644)
+    if flags.json:
         found = [to_object(one, price, window_s) for one in accounts]
         print(json.dumps(found[0] if len(found) == 1 else found))
         return 0
@@ -59,12 +68,12 @@ def main(args: argparse.Namespace) -> int:
         if len(accounts) > 1:
             print(f"{chr(10) if number else ''}job {one.job}")
         print("\n".join(render_text(one, price, window_s)))
-    if args.html is not None:
-        print(f"Wrote {args.html}")
+    if flags.html:
+        print(f"Wrote {flags.html}")
     return 0
 
 
-def read_accounts(words: list[str], since: float = 0.0) -> list[JobAccount]:
+def read_accounts(words: Sequence[str], since: float = 0.0) -> list[JobAccount]:
     """The account of every job that is meant, one for each name."""
     from allranks.ledger.file import read_jobs
     from allranks.ledger.summary import account
@@ -105,8 +114,8 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * UNITS[found[2] or "s"]
 
 
-def moment_of(text: str | None) -> float:
-    """Epoch seconds of "24h" (ago), "2026-11-18" or "2026-11-18T14:00" (UTC); 0 for None."""
+def moment_of(text: str) -> float:
+    """Epoch seconds of "24h" (ago), "2026-11-18" or "2026-11-18T14:00" (UTC); 0 for ""."""
     if not text:
         return 0.0
     for form in ("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"):
