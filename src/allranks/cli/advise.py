@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from allranks.cli.goodput import LedgerFlags, moment_of, read_accounts
+from allranks.cli.goodput import LedgerFlags, moment_of
 from allranks.cli.parser import read_flags
 
 FLAGS = (LedgerFlags,)
@@ -14,10 +14,11 @@ FLAGS = (LedgerFlags,)
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing to change, 1 there is advice, 2 no ledger."""
+    from allranks.api.functions import job_accounts
     from allranks.ledger.advice import advise, find_intervals
 
     flags = read_flags(LedgerFlags, args)
-    accounts = read_accounts(flags.jobs, moment_of(flags.since))
+    accounts = job_accounts(flags.jobs, moment_of(flags.since))
     found = {one.job: advise(one) for one in accounts}
     if flags.json:
         body = [

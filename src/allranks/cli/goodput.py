@@ -7,17 +7,12 @@ import gc
 import json
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from allranks.cli.parser import read_flags
 from allranks.errors import InputError
 from allranks.model.options import argument, option
-
-if TYPE_CHECKING:
-    from allranks.ledger.summary import JobAccount
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -49,13 +44,14 @@ FLAGS = (GoodputFlags,)
 
 def main(args: argparse.Namespace) -> int:
     """0 when there is a ledger, 2 when there is none."""
+    from allranks.api.functions import job_accounts
     from allranks.ledger.report import Price, render_page, render_text, to_object
 
     gc.disable()  # a month has a million small objects, none of which is garbage
     flags = read_flags(GoodputFlags, args)
     price = Price(flags.gpu_hour or 0.0)
     window_s = seconds_of(flags.window) if flags.window else 0.0
-    accounts = read_accounts(flags.jobs, moment_of(flags.since))
+    accounts = job_accounts(flags.jobs, moment_of(flags.since))
     if flags.html:
         from allranks.model.files import write_atomically
 
@@ -71,39 +67,6 @@ def main(args: argparse.Namespace) -> int:
     if flags.html:
         print(f"Wrote {flags.html}")
     return 0
-
-
-def read_accounts(words: Sequence[str], since: float = 0.0) -> list[JobAccount]:
-    """The account of every job that is meant, one for each name."""
-    from allranks.ledger.file import read_jobs
-    from allranks.ledger.summary import account
-
-    paths = [path for word in words or ["allranks-incidents"] for path in _ledgers_of(word)]
-    found = [account(ledgers, since) for ledgers in read_jobs(paths).values()]
-    if paths and not any(one.ranks for one in found):
-        raise InputError(
-            f"no row of a ledger can be read in {', '.join(map(str, paths[:3]))}",
-            hint="A ledger is JOB.NODE.ledger beside the incidents of a job; a job writes its first rows after a few seconds.",
-        )
-    return found
-
-
-def _ledgers_of(word: str) -> list[Path]:
-    """By a path, or by the name of a job that was run here."""
-    from allranks.ledger.file import find_ledgers, ledgers_at
-
-    if (found := ledgers_at(word)) or word == "allranks-incidents":
-        return found
-    from allranks.incidents.job_overview import find_job, read_job
-
-    folder = find_job(word)
-    facts = read_job(folder)
-    job, incidents = facts.get("job"), facts.get("incidents")
-    if not isinstance(job, str) or not isinstance(incidents, str):
-        raise InputError(
-            f"{folder} does not say where the incidents of its job are", hint="Give that folder."
-        )
-    return find_ledgers(Path(incidents), job)
 
 
 def seconds_of(text: str) -> float:

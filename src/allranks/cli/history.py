@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 
-from allranks.cli.goodput import read_accounts, seconds_of
+from allranks.cli.goodput import seconds_of
 from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
@@ -36,6 +36,7 @@ FLAGS = (HistoryFlags,)
 
 def main(args: argparse.Namespace) -> int:
     """0 no bad node, 1 there are some, 2 the history cannot be read. --slurm-exclude: always 0."""
+    from allranks.api.functions import job_accounts
     from allranks.ledger.history import NodeHistory, default_place
 
     flags, place = read_flags(HistoryFlags, args), default_place(os.environ)
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     history, now, forgive_s = NodeHistory(place), time.time(), seconds_of(flags.forgive_after)
     try:
         for folder in flags.ledgers:
-            for found in read_accounts([folder]):
+            for found in job_accounts([folder]):
                 history.record_job(found)
         bad = [one for one in history.bad_nodes(now, forgive_s) if flags.node in ("", one.node)]
         since = now - 7 * 86400 if flags.week else 0.0
