@@ -20,7 +20,7 @@ SYNCHRONISING = (
     "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall", "barrier",
 )  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
-MIN_CALLS = 3
+MIN_CALLS, NEWEST = 3, 16
 #: For telling whether ranks wait in a call: samples, the share without a pause, standard errors, and what lateness must tell.
 MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 4.0, 0.01, 1e-5
 MIN_SHARE = 0.002  # of the time: shorter waits are not told
@@ -75,7 +75,7 @@ def find_meetings(
 def _match_all(
     traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62, ended_ns: int = 0
 ) -> list[Meetings]:
-    lanes = find_lanes(traces, since_ns, until_ns, ended_ns)
+    lanes = find_lanes(traces, since_ns, until_ns, ended_ns, least=NEWEST)
     found = [_match(name, lane) for (name, _), lane in lanes.items() if len(lane) > 1]
     return [one for one in found if one is not None]
 
@@ -86,10 +86,14 @@ Lane = dict[int, tuple[RankTrace, np.ndarray]]  # rank -> its box, and rows of i
 
 
 def find_lanes(
-    traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62, ended_ns: int = 0
+    traces: Sequence[RankTrace],
+    since_ns: int = 0,
+    until_ns: int = 1 << 62,
+    ended_ns: int = 0,
+    least: int = 0,
 ) -> dict[tuple[str, tuple[int, ...]], Lane]:
     """Group -> the calls of each rank that nobody leaves before everybody has entered: those that began in this time and did
-    not end before `ended_ns`."""
+    not end before `ended_ns`, or, where they are fewer than `least`, the newest ones before `until_ns`."""
     lanes: dict[tuple[str, tuple[int, ...]], Lane] = defaultdict(dict)
     for trace in traces:
         rank, calls = trace.header.rank, trace.calls
@@ -97,11 +101,15 @@ def find_lanes(
             continue
         synchronising = np.array([name.lstrip("_").startswith(SYNCHRONISING) for name in trace.names])
         keep = synchronising[calls["op"]] & (calls["flags"] & _UNUSED == 0) & (calls["seq"] > 0)
-        keep &= (calls["created_ns"] >= since_ns) & (calls["created_ns"] < until_ns)
-        keep &= (calls["completed_ns"] == 0) | (calls["completed_ns"] >= ended_ns)
+        keep &= calls["created_ns"] < until_ns
+        within = calls["created_ns"] >= since_ns
+        within &= (calls["completed_ns"] == 0) | (calls["completed_ns"] >= ended_ns)
         for number in np.unique(calls["group"][keep]):
-            group = trace.groups[number]
-            lanes[group.name, group.ranks][rank] = trace, np.flatnonzero(keep & (calls["group"] == number))
+            group, rows = trace.groups[number], np.flatnonzero(keep & (calls["group"] == number))
+            chosen = rows[within[rows]]
+            chosen = rows[-least:] if len(chosen) < least else chosen
+            if len(chosen):
+                lanes[group.name, group.ranks][rank] = trace, chosen
     return lanes
 
 
