@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.checkpoint.stores import Store, StoreSpec, open_store, reason_of, split_address
-from allranks.cli.parser import run_action
+from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError, require
 from allranks.model.formatting import byte_size
@@ -345,7 +345,7 @@ def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]
         bar.clear()
 
 
-ACTIONS = {
+ACTIONS: Actions = {
     "ls": ("list the checkpoints of a store", _OfStore, _ls),
     "show": ("show what a checkpoint holds", _ShowFlags, _show),
     "verify": ("read every byte and compare every checksum; exit 1 if damaged", _VerifyFlags, _verify),

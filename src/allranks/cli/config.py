@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import dataclass
 
-from allranks.cli.parser import run_action
+from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import answer, harmless, use_color
 from allranks.model.options import argument, option
 
@@ -74,7 +74,7 @@ def _check(flags: CheckFlags) -> int:
     return 0 if result.valid else 1
 
 
-ACTIONS = {
+ACTIONS: Actions = {
     "check": ("report every problem of a job file, with line and column", CheckFlags, _check),
     "show": ("print the whole configuration, defaults filled in, secrets left out (***)", FileFlags, _show),
     "schema": ("print the JSON Schema of job files, for editors", SchemaFlags, _schema),

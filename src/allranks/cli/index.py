@@ -7,7 +7,7 @@ import glob
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from allranks.cli.parser import run_action
+from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError
 from allranks.model.options import argument, option
@@ -121,7 +121,7 @@ def _verify(args: IndexFlags) -> int:
     return 1 if damage else 0
 
 
-ACTIONS = {
+ACTIONS: Actions = {
     "build": ("tokenize text files into an index", BuildFlags, _build),
     "show": ("what an index holds and where it came from", IndexFlags, _show),
     "verify": ("check every block", IndexFlags, _verify),

@@ -220,7 +220,11 @@ def declare(parser: argparse.ArgumentParser, module: Any) -> None:
             add_flags(inner.add_parser(name, help=text), flags)
 
 
-def run_action(actions: Mapping[str, tuple[str, Any, Callable[[Any], int]]], args: argparse.Namespace) -> int:
+#: name -> (help, options class, function)
+Actions = Mapping[str, tuple[str, type, Callable[[Any], int]]]
+
+
+def run_action(actions: Actions, args: argparse.Namespace) -> int:
     """Calls the function of the chosen action with its options."""
     _, flags, run = actions[args.action]
     return run(read_flags(flags, args))

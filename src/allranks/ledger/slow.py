@@ -117,7 +117,7 @@ def _prepare(calls: Blocking, messages: Sequence[Messages]) -> _Recorded:
         found[kind, source, seen[kind, source, step]].append(n)
         seen[kind, source, step] += 1
     width = np.diff(cuts)
-    places = tuple(cuts[of][:, None] + np.arange(width[of[0]]) for of in map(np.array, found.values()))
+    places = tuple(cuts[np.array(of)][:, None] + np.arange(width[of[0]]) for of in found.values())
     return _Recorded(calls, cuts, message, places)
 
 
