@@ -241,9 +241,9 @@ def _export(args: _ExportFlags) -> int:
         names = export_checkpoint(
             store.path_of(name), args.file, _options(args.options), args.force, progress
         )
-    facts = {"file": args.file, "tensors": len(names), "bytes": Path(args.file).stat().st_size}
-    size = byte_size(facts["bytes"])
-    return _answer(args, facts, f"Wrote {args.file} ({len(names)} tensors of the model, {size})")
+    size = Path(args.file).stat().st_size
+    facts = {"file": args.file, "tensors": len(names), "bytes": size}
+    return _answer(args, facts, f"Wrote {args.file} ({len(names)} tensors of the model, {byte_size(size)})")
 
 
 def _import(args: _ImportFlags) -> int:

@@ -129,7 +129,7 @@ def _explain(flags: DoctorFlags) -> int:
         raise InputError(
             "no log was given", hint="allranks doctor explain LOG… (files, folders, or - for standard input)"
         )
-    if paths == ["-"]:
+    if paths == ("-",):
         lines = (parse_line("-", number, text.rstrip("\n")) for number, text in enumerate(sys.stdin, 1))
         found = explain(lines)
     else:
