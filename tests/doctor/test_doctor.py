@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import socket
@@ -177,6 +178,17 @@ def test_explain_prints_the_cause_and_what_to_do(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert main(["doctor", "explain", str(log), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["first"]["id"] == "disk_full"
+
+
+def test_explain_reads_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kubectl logs … | allranks doctor explain -`."""
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    )
+    assert main(["doctor", "explain", "-"]) == 1
+    assert capsys.readouterr().out.startswith("A GPU ran out of memory")
 
 
 def test_explain_without_a_log_or_with_a_wrong_path_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
