@@ -130,8 +130,13 @@ def _explain(program: str, error: Exception) -> int:
             FileNotFoundError("the working folder was removed"),
             "Go to another one (cd), then start again.",
         )
+    text = str(error)
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+        if isinstance(error, PermissionError) and not hint:
+            hint = "Is it yours? `ls -ld` shows who may use it."
     # "allranks run needs the extra …"
-    said = f"{program}: {error}".replace(f"{program}: {program} ", f"{program} ")
+    said = f"{program}: {text}".replace(f"{program}: {program} ", f"{program} ")
     for line in f"{said}\n{hint}".rstrip().split("\n"):
         print(printable(without_secrets(line)), file=sys.stderr)
     return 2

@@ -133,6 +133,9 @@ def _diagnose(
         if not found.files:
             asked = "Give the folder that holds the dumps, or the name of a job that was recorded here."
             raise InputError(f"{', '.join(paths)}: there are no files in it", hint=asked)
+        if all(note.status == "unreadable" for note in found.files):
+            rights = "Run this as the user who wrote them: `ls -l` shows who that is."
+            raise InputError("no file may be read by this user", hint=f"{hint}\n{rights}")
         kinds = "Dumps are files of torch's flight recorder, black boxes (*.box) and archives of them. Logs: `allranks doctor explain PATH` finds the first cause in them."
         raise InputError("no dump among the files could be read", hint=f"{hint}\n{kinds}")
     return found
