@@ -33,9 +33,7 @@ class LedgerFlags:
 @dataclass(frozen=True)
 class GoodputFlags(LedgerFlags):
     window: str = option("", "also the share of each window of this length: 1h, 1d", metavar="TIME")
-    gpu_hour: float | None = option(
-        None, "price of a GPU hour in dollars, for the cost", metavar="PRICE", at_least=0
-    )
+    gpu_hour: float | None = option(None, "price of a GPU hour in dollars, for the cost", metavar="PRICE")
     html: str = option("", "write a page with pictures", metavar="FILE")
 
 
