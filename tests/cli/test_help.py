@@ -111,7 +111,7 @@ def test_every_example_can_be_parsed(line: str) -> None:
         (["diagnos", "x"], "Did you mean diagnose?"),
         (["diagnose", "x", "--htlm", "y"], "did you mean --html"),
         (["checkpoint", "verfy", "x"], "did you mean verify"),
-        (["lighthouse", "evct", "job", "replica-1"], "did you mean evict"),
+        (["lighthouse", "readmitt", "job", "replica-1"], "did you mean readmit"),
         (["nonsense"], "`allranks --help` lists the commands."),
         (["diagnose"], "For example: allranks diagnose dumps/\n"),
     ],
