@@ -425,10 +425,11 @@ class Lateness:
         return found
 
     def _judge(self, traces: Sequence[RankTrace]) -> bool:
-        """Finds out which lines ranks do not wait in: at every look of the first minute, then once a minute. Whether that changed."""
+        """Finds out which lines ranks do not wait in: four times in the first minute, then once a minute. Whether that changed."""
         now = max((int(trace.calls["created_ns"].max(initial=0)) for trace in traces), default=0)
         self._from_ns = self._from_ns or now
-        if self.unwaited is not None and now - self._judged_ns < JUDGE_NS <= now - self._from_ns:
+        every = JUDGE_NS if now - self._from_ns >= JUDGE_NS else JUDGE_NS // 4
+        if self.unwaited is not None and now - self._judged_ns < every:
             return False
         before, self._judged_ns = self.unwaited, now
         self.unwaited = find_unwaited(find_meetings(traces, unwaited=()), traces)
