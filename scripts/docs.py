@@ -198,7 +198,7 @@ def options_of_parts() -> Iterator[str]:
 #: options class -> its section of the job file
 SECTIONS = {
     "allranks.checkpoint.CheckpointConfig": "checkpoint",
-    "allranks.stacktraces.debug_config.DebugOptions": "debug",
+    "allranks.model.debug_options.DebugOptions": "debug",
     "allranks.watch.silence.NoticeOptions": "debug",
     "allranks.incidents.policy.PolicyOptions": "recovery",
 }

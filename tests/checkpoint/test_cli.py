@@ -89,8 +89,7 @@ def test_prune_keeps_the_newest(store: Path, capsys: pytest.CaptureFixture[str])
         and dry["removed"] == []
     )
     assert _json(capsys, "prune", str(store), "--keep-last", "1")["removed"] == dry["would_remove"]
-    with pytest.raises(SystemExit):
-        main(["checkpoint", "prune", str(store), "--keep", "0"])
+    assert main(["checkpoint", "prune", str(store), "--keep", "0"]) == 2
     assert contents(store) == ["checkpoint_step_00000003"]
 
 

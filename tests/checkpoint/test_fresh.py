@@ -11,7 +11,7 @@ import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
 from allranks.checkpoint.group import FRESH_VARIABLE, MARK
-from allranks.cli.parser import read_flags
+from allranks.cli.parser import declare, read_flags
 from allranks.cli.run_job import RunFlags, read_settings, with_job_file
 from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointUnreachable, InputError
@@ -99,7 +99,7 @@ def test_the_variable_alone_does_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def _arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    run.add_arguments(parser)
+    declare(parser, run)
     return parser.parse_args(run.arrange_words(["run", *words])[1:])
 
 

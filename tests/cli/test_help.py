@@ -57,6 +57,43 @@ def test_every_help_has_an_example() -> None:
     ] == []
 
 
+SLOW = {
+    "asyncio",
+    "http",
+    "logging.config",
+    "multiprocessing",
+    "socket",
+    "sqlite3",
+    "ssl",
+    "subprocess",
+    "tempfile",
+}
+LOADED = """
+import sys
+before = set(sys.modules)
+from allranks.cli import main
+try:
+    main([sys.argv[1], "--help"])
+except SystemExit as end:
+    assert not end.code
+print(*sorted(set(sys.modules) - before), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_imports_no_library_and_nothing_slow(command: str) -> None:
+    """Each takes less than 60 ms of CPU: numpy alone takes more."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, command], capture_output=True, text=True, timeout=300, check=True
+    )
+    loaded = set(done.stderr.split())
+    ours = {name for name in loaded if name.partition(".")[0] == "allranks"}
+    others = {name.partition(".")[0].lstrip("_") for name in loaded - ours}
+    assert others <= {name.lstrip("_") for name in sys.stdlib_module_names}, others
+    assert not loaded & SLOW, loaded & SLOW
+    assert len(ours) <= 24, ours
+
+
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
 def test_every_example_can_be_parsed(line: str) -> None:
     """Flags and arguments exist."""
@@ -74,6 +111,7 @@ def test_every_example_can_be_parsed(line: str) -> None:
         (["diagnos", "x"], "Did you mean diagnose?"),
         (["diagnose", "x", "--htlm", "y"], "did you mean --html"),
         (["checkpoint", "verfy", "x"], "did you mean verify"),
+        (["lighthouse", "readmitt", "job", "replica-1"], "did you mean readmit"),
         (["nonsense"], "`allranks --help` lists the commands."),
         (["diagnose"], "For example: allranks diagnose dumps/\n"),
     ],

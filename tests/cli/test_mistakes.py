@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -103,3 +104,40 @@ def test_a_dump_through_a_pipe_that_is_not_there_says_so(
     assert main(["dump", str(box), "-o", str(out), "--native", str(tmp_path / "pipe")]) == 0
     said = capsys.readouterr().err
     assert "rank 0 cannot be asked" in said and "TORCH_NCCL_DEBUG_INFO_PIPE_FILE=" in said
+
+
+def test_an_address_that_nobody_answers_at_is_told_with_what_to_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was "[Errno 111]", and an internal address of the cloud."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert main(["diagnose", f"http://127.0.0.1:{port}/trace_0"]) == 2
+    said = capsys.readouterr().err
+    assert "trace_0: Connection refused\n" in said and "can this machine reach it?" in said
+
+    def refuse(url: str) -> None:
+        raise OSError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token")
+
+    monkeypatch.setattr("allranks.load.sources._open_obstore", refuse)
+    assert main(["diagnose", "s3://bucket/dumps"]) == 2
+    said = capsys.readouterr().err
+    assert "s3://bucket/dumps: no credentials were found\n" in said and "AWS_ACCESS_KEY_ID" in said
+
+
+DROPPED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")  # root may read everything
+
+
+@pytest.mark.skipif(os.getuid() == 0 and shutil.which("setpriv") is None, reason="root without setpriv")
+@pytest.mark.parametrize("closed", ["files", "folder"])
+def test_dumps_of_another_user_are_told_from_damaged_ones(closed: str, tmp_path: Path) -> None:
+    """It was "[Errno 13] … job.json", and what dumps are."""
+    (tmp_path / "trace_0").write_bytes(b"")
+    (tmp_path / "trace_0").chmod(0)
+    tmp_path.chmod(0 if closed == "folder" else 0o700)
+    words = [sys.executable, "-m", "allranks", "diagnose", str(tmp_path)]
+    words = [*DROPPED, *words] if os.getuid() == 0 else words
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    tmp_path.chmod(0o700)
+    assert done.returncode == 2 and "Errno" not in done.stderr and "`ls -l" in done.stderr, done.stderr
+    assert "may be read by this user" in done.stderr or "Permission denied" in done.stderr

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 
 from allranks.cli import main
-from allranks.doctor.explain import Pattern, explain, match_line, parse_line, patterns, read_lines
-from allranks.doctor.words import needed_words
+from allranks.doctor.explain import (
+    Pattern,
+    explain,
+    match_line,
+    needed_words,
+    parse_line,
+    patterns,
+    read_lines,
+)
 
 
 @pytest.mark.parametrize("pattern", patterns(), ids=lambda pattern: pattern.id)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.cli.parser import read_flags
+from allranks.cli.parser import declare, read_flags
 from allranks.cli.run_job import (
     RunFlags,
     heartbeats,
@@ -22,20 +22,20 @@ from allranks.cli.run_job import (
 from allranks.elastic.config import load_config
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options
-from allranks.model.options import key_of, meanings
-from allranks.stacktraces.debug_config import (
+from allranks.model.debug_options import (
     OF_RUN,
     DebugOptions,
     parse_debug,
     read_debug_options,
 )
+from allranks.model.options import key_of, meanings
 from allranks.watch import collection
 
 
 def _taken(settings: dict[str, Any], script: list[str], *words: str) -> tuple[RunFlags, list[str]]:
     """The options and the script of `allranks run WORDS` with these settings."""
     parser = argparse.ArgumentParser()
-    importlib.import_module("allranks.cli.run").add_arguments(parser)
+    declare(parser, importlib.import_module("allranks.cli.run"))
     args = parser.parse_args([*words])
     return with_job_file(read_flags(RunFlags, args), args, settings, script)
 

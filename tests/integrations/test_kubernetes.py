@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from allranks.cli.run import FLAGS
+from allranks.cli.run import OURS
 from allranks.launch.command_line import arrange, from_environment
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -82,7 +82,7 @@ def test_commands_token_and_memory_are_as_allranks_needs_them(name: str) -> None
     for spec in [spec for document in documents(name) for spec in pod_specs(document)]:
         (container,) = spec["containers"]
         assert container["command"][:2] == ["allranks", "run"]
-        _, _, script = arrange(container["command"][2:], FLAGS)
+        _, _, script = arrange(container["command"][2:], OURS)
         assert script == ["train.py"]
         assert spec["terminationGracePeriodSeconds"] > 30
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]

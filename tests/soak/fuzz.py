@@ -60,10 +60,10 @@ from allranks.lighthouse.messages import decode, encode, plain_load
 from allranks.load.loading import Reader
 from allranks.load.sources import DumpSource, LoadOptions, Unreadable, is_tar, tar_members, zip_members
 from allranks.model.cluster import Member, MemberLost, Quorum
+from allranks.model.debug_options import read_debug_options
 from allranks.model.stacks import Capture, ProcessCapture, Snapshot
 from allranks.stacktraces.bundle import encode as encode_bundle
 from allranks.stacktraces.bundle import read_capture
-from allranks.stacktraces.debug_config import read_debug_options
 from allranks.stacktraces.debuggers import (
     parse_faulthandler,
     parse_gdb,

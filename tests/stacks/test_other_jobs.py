@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.stacktraces.debug_config import DebugOptions
+from allranks.model.debug_options import DebugOptions
 from allranks.stacktraces.debuggers import find_pyspy
 from allranks.watch.sidecar import Sidecar
 

@@ -17,9 +17,9 @@ import pytest
 from allranks.cli.stacks import finding_json
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
+from allranks.model.debug_options import DebugOptions
 from allranks.model.stacks import GroupCall, JobLook, Process, ProcessLink, StackFrame, ThreadLook, WaitFor
 from allranks.stacktraces import source
-from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.debuggers import read_variables
 from allranks.stacktraces.html import draw, render_processes
 from allranks.stacktraces.roles import give_roles, load_roles, parse_roles, with_roles

@@ -16,6 +16,11 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import ConfigurationError
+from allranks.model.debug_options import (
+    DebugOptions,
+    parse_debug,
+    read_debug_options,
+)
 from allranks.model.stacks import (
     Capture,
     Mark,
@@ -23,11 +28,6 @@ from allranks.model.stacks import (
     RasReply,
 )
 from allranks.stacktraces import Stillness, classify, procfs, ras, read_capture
-from allranks.stacktraces.debug_config import (
-    DebugOptions,
-    parse_debug,
-    read_debug_options,
-)
 from allranks.stacktraces.progress import decide_progress
 from allranks.watch.samples import RankSample
 from allranks.watch.sidecar import Sidecar

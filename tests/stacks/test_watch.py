@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from allranks.model.debug_options import DebugOptions
 from allranks.stacktraces import read_bundle
-from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.debuggers import find_pyspy
 from allranks.watch.sidecar import MainThreadWork, Sidecar
 

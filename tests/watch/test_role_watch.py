@@ -13,8 +13,8 @@ import pytest
 
 from allranks.channel import web_client
 from allranks.errors import ConfigurationError
+from allranks.model.debug_options import DebugOptions
 from allranks.model.stacks import Guilty, ProcessFinding
-from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.debuggers import find_pyspy
 from allranks.watch.role_sidecar import MAX_RESTARTS, RoleSidecar, choose_restart, restart_commands
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from allranks.model.cluster import JobView
 
 
+INCIDENTS = "allranks-incidents"  # where `allranks run` leaves them
 MAX_PAGE = 8 << 20  # characters; a larger page would make the notebook slow
 _TIMES = ("created", "started", "completed")
 _MAYBE = ("rank", "p2p_seq", "step", "peer", "root", "timeout_ms")  # columns where -1 stands for "not known"
@@ -414,14 +415,46 @@ def tensors_of(checkpoint: Opened) -> dict[str, TensorFacts]:
 def goodput(*jobs: str, since: float = 0.0) -> JobAccount:
     """Where the time of a job went, from its ledger: `allranks.goodput("my-job").goodput` is the share of useful time.
 
-    `jobs`: the name of a job whose incidents are in ./allranks-incidents, folders of incidents, or ledger files. Of several jobs
-    the last one counts. `since`: epoch seconds.
+    `jobs`: the name of a job that was run here, folders of incidents, or ledger files. Of several jobs the last one counts.
+    `since`: epoch seconds.
     """
-    from allranks.ledger.file import ledgers_at, read_jobs
+    return job_accounts([str(job) for job in jobs], since)[-1]
+
+
+def job_accounts(jobs: Sequence[str], since: float = 0.0) -> list[JobAccount]:
+    """The account of every job that is meant, one for each name; without one those in ./allranks-incidents."""
+    from allranks.ledger.file import read_jobs
     from allranks.ledger.summary import account
 
-    found = read_jobs(path for word in jobs or ("allranks-incidents",) for path in ledgers_at(str(word)))
-    return account(list(found.values())[-1], since)
+    paths = [path for job in jobs or [INCIDENTS] for path in _ledgers_of(job)]
+    found = [account(ledgers, since) for ledgers in read_jobs(paths).values()]
+    if not any(one.ranks for one in found):
+        raise InputError(
+            f"no row of a ledger can be read in {', '.join(map(str, paths[:3]))}",
+            hint="A ledger is JOB.NODE.ledger beside the incidents of a job; a job writes its first rows after a few seconds.",
+        )
+    return found
+
+
+def _ledgers_of(word: str) -> list[Path]:
+    """The ledgers of a file, a folder of incidents, or a job by its name."""
+    from allranks.incidents.job_overview import find_job, read_job
+    from allranks.ledger.file import find_ledgers
+
+    path = Path(word)
+    if path.is_file():
+        return [path]
+    found = (find_ledgers(path) if path.is_dir() else []) or find_ledgers(Path(INCIDENTS), word)
+    if found or word == INCIDENTS:
+        return found
+    folder = find_job(word)
+    facts = read_job(folder)
+    job, incidents = facts.get("job"), facts.get("incidents")
+    if not isinstance(job, str) or not isinstance(incidents, str):
+        raise InputError(
+            f"{folder} does not say where the incidents of its job are", hint="Give that folder."
+        )
+    return find_ledgers(Path(incidents), job)
 
 
 @dataclass(frozen=True)

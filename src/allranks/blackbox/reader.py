@@ -223,9 +223,10 @@ _ID_COLUMNS = ("group", "op", "shapes", "stack", "label")
 _FIRST_ID = int(CALL.fields["group"][1]) // 4  # type: ignore[index]
 
 
-def read_trace(box: str | os.PathLike[str] | bytes) -> RankTrace:
-    """Everything in one box, given by its path or its bytes. InputError when it is none."""
-    cache = HeapCache(Tables())
+def read_trace(box: str | os.PathLike[str] | bytes, cache: HeapCache | None = None) -> RankTrace:
+    """Everything in one box, given by its path or its bytes. InputError when it is none. Boxes of one program with one `cache`
+    are read faster."""
+    cache = cache or HeapCache(Tables())
     if isinstance(box, bytes):
         raw, path = read_box(BytesFile(box), cache), ""
     else:

@@ -1,7 +1,8 @@
 """The `allranks` command: finds the sub-command's file, turns errors into exit codes. Only cli prints or exits.
 
-Each sub-command is one file with `HELP` (one line, in COMMANDS here so that start-up imports nothing else),
-`add_arguments(parser)` and `main(args) -> int`. Exit codes: 0 nothing wrong, 1 fault found, 2 could not run.
+Each sub-command is one file with FLAGS or ACTIONS (what it takes, as allranks.cli.parser.declare reads it) and
+`main(args) -> int`; its one line of help is here. A file imports what it needs for its work inside functions: `--help` takes 30 ms.
+Exit codes: 0 nothing wrong, 1 fault found, 2 could not run.
 """
 
 from __future__ import annotations
@@ -18,44 +19,52 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-#: sub-command -> (module under allranks.cli, one-line help). Order is the order of `--help`.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "diagnose": ("diagnose", "find out why a job hangs, from dumps: rank, line and cause"),
-    "run": ("run", "start a job with torchrun's command line; record it, keep it alive"),
-    "lighthouse": ("lighthouse", "track which replicas of a job are alive and train together"),
-    "dump": ("dump", "copy black boxes, also of a job that hangs; convert dumps"),
-    "stacks": ("stacks", "show what every rank is doing now, and what it is stuck on"),
-    "record": ("record", "record every process group of a command, without touching its code"),
-    "watch": ("watch", "collect stacks when a job stalls, also one that already runs"),
-    "status": ("status", "show the ranks of a job: step, call, who waits for whom"),
-    "top": ("status", "show the ranks of a job, live"),
-    "mcp": ("mcp", "offer these commands to an AI agent as tools (MCP, on stdio)"),
-    "goodput": ("goodput", "show where the time of a job went, and what it cost"),
-    "slow": ("slow", "show what slow ranks cost each step, and why"),
-    "advise": ("advise", "show what would raise the goodput of a job, and by how much"),
-    "history": ("history", "list nodes that failed in earlier jobs"),
-    "page": ("page", "open the page of a job in the browser"),
-    "demo": ("demo", "show a hang, its verdict and a recovery on CPU, in a minute"),
-    "drill": ("drill", "run a job under planned faults; report what was noticed"),
-    "replay": ("replay", "write a recorded hang as one small Python program; run it"),
-    "frtrace": ("frtrace", "take torchfrtrace's command line, print its output"),
-    "doctor": ("doctor", "check a node before a job, or explain the logs after it"),
-    "checkpoint": ("checkpoint", "list, verify, copy, prune, export and import checkpoints"),
-    "slurm": ("slurm", "submit or start a job under Slurm, or collect its stacks"),
-    "etcd": ("etcd", "start, check or stop an etcd on this machine"),
-    "config": ("config", "check, show or describe a job file"),
-    "index": ("index", "build, show or verify a token index"),
-    "completion": ("completion", "print a completion script for bash, zsh or fish"),
+#: Heading -> sub-command -> one-line help, in the order of `allranks --help`.
+GROUPS: dict[str, dict[str, str]] = {
+    "My job hangs now": {
+        "diagnose": "find out why a job hangs, from dumps: rank, line and cause",
+        "stacks": "show what every rank is doing now, and what it is stuck on",
+        "dump": "copy black boxes, also of a job that hangs; convert dumps",
+        "replay": "write a recorded hang as one small Python program; run it",
+        "status": "show the ranks of a job: step, call, who waits for whom",
+        "top": "show the ranks of a job, live",
+        "page": "open the page of a job in the browser",
+    },
+    "Keep my job running": {
+        "run": "start a job with torchrun's command line; record it, keep it alive",
+        "record": "record every process group of a command, without touching its code",
+        "watch": "collect stacks when a job stalls, also one that already runs",
+        "lighthouse": "track which replicas of a job are alive and train together",
+        "slurm": "submit or start a job under Slurm, or collect its stacks",
+        "drill": "run a job under planned faults; report what was noticed",
+    },
+    "Where does the time go": {
+        "goodput": "show where the time of a job went, and what it cost",
+        "slow": "show what slow ranks cost each step, and why",
+        "advise": "show what would raise the goodput of a job, and by how much",
+        "history": "list nodes that failed in earlier jobs",
+    },
+    "Lose nothing": {
+        "checkpoint": "list, verify, copy, prune, export and import checkpoints",
+        "config": "check, show or describe a job file",
+        "index": "build, show or verify a token index",
+    },
+    "Read dumps": {
+        "frtrace": "take torchfrtrace's command line, print its output",
+    },
+    "This machine": {
+        "demo": "show a hang, its verdict and a recovery on CPU, in a minute",
+        "doctor": "check a node before a job, or explain the logs after it",
+        "mcp": "offer these commands to an AI agent as tools (MCP, on stdio)",
+        "etcd": "start, check or stop an etcd on this machine",
+        "completion": "print a completion script for bash, zsh or fish",
+    },
 }
-
-#: Heading -> commands, in the order of `allranks --help`.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "My job hangs now": ("diagnose", "stacks", "dump", "replay", "status", "top", "page"),
-    "Keep my job running": ("run", "record", "watch", "lighthouse", "slurm", "drill"),
-    "Where does the time go": ("goodput", "slow", "advise", "history"),
-    "Lose nothing": ("checkpoint", "config", "index"),
-    "Read dumps": ("frtrace",),
-    "This machine": ("demo", "doctor", "mcp", "etcd", "completion"),
+#: sub-command -> (module under allranks.cli, one-line help).
+COMMANDS = {
+    name: ("status" if name == "top" else name, text)
+    for names in GROUPS.values()
+    for name, text in names.items()
 }
 #: Commands that read dumps with numpy; their start-up time counts.
 READING = frozenset({"diagnose", "frtrace", "dump", "replay"})
@@ -121,8 +130,13 @@ def _explain(program: str, error: Exception) -> int:
             FileNotFoundError("the working folder was removed"),
             "Go to another one (cd), then start again.",
         )
+    text = str(error)
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+        if isinstance(error, PermissionError) and not hint:
+            hint = "Is it yours? `ls -ld` shows who may use it."
     # "allranks run needs the extra …"
-    said = f"{program}: {error}".replace(f"{program}: {program} ", f"{program} ")
+    said = f"{program}: {text}".replace(f"{program}: {program} ", f"{program} ")
     for line in f"{said}\n{hint}".rstrip().split("\n"):
         print(printable(without_secrets(line)), file=sys.stderr)
     return 2
@@ -190,7 +204,7 @@ def program_help() -> str:
     about = "Finds out why a distributed PyTorch job hangs, and keeps it training when\nmachines fail."
     lines = ["usage: allranks COMMAND …", "", about, ""]
     for heading, names in GROUPS.items():
-        lines += [f"{heading}:", *(f"  {name:<12}{COMMANDS[name][1]}" for name in names), ""]
+        lines += [f"{heading}:", *(f"  {name:<12}{text}" for name, text in names.items()), ""]
     lines += ["`allranks COMMAND --help` shows arguments and examples."]
     return "\n".join(lines) + "\n"
 

@@ -6,28 +6,21 @@ import argparse
 import json
 from dataclasses import asdict
 
-from allranks.cli.goodput import moment_of, read_accounts
+from allranks.cli.goodput import LedgerFlags, moment_of
+from allranks.cli.parser import read_flags
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "jobs",
-        nargs="*",
-        metavar="JOB|FOLDER",
-        help="name of a job, folder of incidents, or ledger file (default: ./allranks-incidents)",
-    )
-    add("--since", metavar="TIME", help="only the time after it: 24h, 7d, or 2026-11-18T14:00 (UTC)")
-    add("--json", action="store_true", help="print one JSON object")
+FLAGS = (LedgerFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing to change, 1 there is advice, 2 no ledger."""
+    from allranks.api.functions import job_accounts
     from allranks.ledger.advice import advise, find_intervals
 
-    accounts = read_accounts(args.jobs, moment_of(args.since))
+    flags = read_flags(LedgerFlags, args)
+    accounts = job_accounts(flags.jobs, moment_of(flags.since))
     found = {one.job: advise(one) for one in accounts}
-    if args.json:
+    if flags.json:
         body = [
             {
                 "job": one.job,

@@ -6,82 +6,98 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.checkpoint.stores import Store, StoreSpec, open_store, reason_of, split_address
+from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError, require
 from allranks.model.formatting import byte_size
+from allranks.model.options import argument, check_options, option
 
 if TYPE_CHECKING:
     from allranks.checkpoint.stores.listing import Listed
 
-    Actions = argparse._SubParsersAction[argparse.ArgumentParser]
-
-_ADDRESS = "a folder, or a URL: s3://BUCKET/PREFIX, gs://…, az://…, peer://HOST:PORT/JOB"
-_ONE = "one checkpoint (STORE/NAME), or a store: then its newest"
+ADDRESS = "a folder, or a URL: s3://BUCKET/PREFIX, gs://…, az://…, peer://HOST:PORT/JOB"
+ONE = "one checkpoint (STORE/NAME), or a store: then its newest"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    ls = _action(actions, "ls", _ls, "list the checkpoints of a store")
-    ls.add_argument("store", help=_ADDRESS)
-    show = _action(actions, "show", _show, "show what a checkpoint holds")
-    show.add_argument("checkpoint", help=_ONE)
-    show.add_argument("--tensors", action="store_true", help="list every tensor with shape, type and shards")
-    text = "read every byte and compare every checksum; exit 1 if damaged"
-    verify = _action(actions, "verify", _verify, text)
-    verify.add_argument("checkpoint", help="one checkpoint (STORE/NAME), or a store: then all of it")
-    verify.add_argument("--quarantine", action="store_true", help="move damaged ones out of the way")
-    copy = _action(actions, "copy", _copy, "copy a checkpoint to another store, verified on the way")
-    copy.add_argument("checkpoint", help=_ONE)
-    copy.add_argument("target", help="STORE, or STORE/checkpoint_step_N to rename it")
-    copy.add_argument("--force", action="store_true", help="replace one of that name")
-    _add_pairs(copy, "--target-option", "as --option, for the target")
-    _add_cleaning(actions)
-    _add_conversions(actions)
+@dataclass(frozen=True)
+class _Flags:
+    """What every action takes."""
 
-
-def _add_cleaning(actions: Actions) -> None:
-    text = "remove old checkpoints; never the last good one, nor one being read"
-    prune = _action(actions, "prune", _prune, text)
-    prune.add_argument("store", help=_ADDRESS)
-    prune.add_argument(
-        "--keep", "--keep-last", type=_positive, required=True, metavar="N", help="how many to keep"
+    options: tuple[str, ...] = option(
+        (),
+        "of the store: endpoint, region, access_key_id, secret_access_key, token (peer)",
+        flags="--option",
+        metavar="KEY=VALUE",
     )
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
-    prune.add_argument(
-        "--no-verify",
-        action="store_true",
-        help="do not read the newest first; a damaged one then counts as kept",
-    )
-    text = "take all checkpoints out of sight, so that a job starts from scratch; deletes nothing"
-    _action(actions, "set-aside", _set_aside, text).add_argument("store", help=_ADDRESS)
+    json: bool = option(False, "one JSON object on stdout")
 
 
-def _add_conversions(actions: Actions) -> None:
-    text = "write one file: .safetensors (the model) or .pt (everything)"
-    export = _action(actions, "export", _export, text)
-    export.add_argument("checkpoint", help=_ONE)
-    export.add_argument("file", help="where to; the suffix decides the kind")
-    export.add_argument("--force", action="store_true", help="overwrite the file")
-    text = "make a checkpoint of a .pt, a .safetensors or a folder of Hugging Face's Trainer"
-    take = _action(actions, "import", _import, text)
-    take.add_argument("file", help="the file or folder")
-    take.add_argument("store", help=_ADDRESS)
-    take.add_argument("--force", action="store_true", help="replace a checkpoint of that step")
-    take.add_argument("--step", type=int, help="the step to give it (default: the one in the file, or 0)")
-    take.add_argument(
-        "--trusted-source", action="store_true", help="unpickle freely: RUNS CODE the file may hold"
+@dataclass(frozen=True)
+class _OfStore(_Flags):
+    store: str = argument("", ADDRESS, required=True)
+
+
+@dataclass(frozen=True)
+class _ShowFlags(_Flags):
+    checkpoint: str = argument("", ONE, required=True)
+    tensors: bool = option(False, "list every tensor with shape, type and shards")
+
+
+@dataclass(frozen=True)
+class _VerifyFlags(_Flags):
+    checkpoint: str = argument("", "one checkpoint (STORE/NAME), or a store: then all of it", required=True)
+    quarantine: bool = option(False, "move damaged ones out of the way")
+
+
+@dataclass(frozen=True)
+class _CopyFlags(_Flags):
+    checkpoint: str = argument("", ONE, required=True)
+    target: str = argument("", "STORE, or STORE/checkpoint_step_N to rename it", required=True)
+    force: bool = option(False, "replace one of that name")
+    target_option: tuple[str, ...] = option((), "as --option, for the target", metavar="KEY=VALUE")
+
+
+@dataclass(frozen=True)
+class _PruneFlags(_OfStore):
+    keep: int = option(
+        1,
+        "how many to keep, at least 1: the last good one is always kept",
+        flags="--keep --keep-last",
+        required=True,
+        at_least=1,
     )
+    dry_run: bool = option(False, "only say what would go")
+    no_verify: bool = option(False, "do not read the newest first; a damaged one then counts as kept")
+
+    def __post_init__(self) -> None:
+        check_options(self, "--")
+
+
+@dataclass(frozen=True)
+class _ExportFlags(_Flags):
+    checkpoint: str = argument("", ONE, required=True)
+    file: str = argument("", "where to; the suffix decides the kind", required=True)
+    force: bool = option(False, "overwrite the file")
+
+
+@dataclass(frozen=True)
+class _ImportFlags(_Flags):
+    file: str = argument("", "the file or folder", required=True)
+    store: str = argument("", ADDRESS, required=True)
+    force: bool = option(False, "replace a checkpoint of that step")
+    step: int | None = option(None, "the step to give it (default: the one in the file, or 0)")
+    trusted_source: bool = option(False, "unpickle freely: RUNS CODE the file may hold")
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs one action; 1 when something is damaged."""
     try:
-        return int(args.run(args))
+        return run_action(ACTIONS, args)
     except OSError as error:
         where = error.filename or getattr(args, "store", None) or getattr(args, "checkpoint", "")
         raise InputError(
@@ -89,10 +105,10 @@ def main(args: argparse.Namespace) -> int:
         ) from error
 
 
-def _ls(args: argparse.Namespace) -> int:
+def _ls(args: _OfStore) -> int:
     from allranks.checkpoint.stores.listing import list_checkpoints
 
-    with _store(args.store, args.option) as store:
+    with _store(args.store, args.options) as store:
         found, quarantined = list_checkpoints(store), store.quarantined()
     bad = [{"path": path, "reason": reason} for path, reason in quarantined]
     facts = {"store": args.store, "checkpoints": [asdict(one) for one in found], "quarantined": bad}
@@ -117,11 +133,11 @@ def _table(address: str, found: list[Listed]) -> Iterator[str]:
             yield f"{one.step:>10} {byte_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}"
 
 
-def _show(args: argparse.Namespace) -> int:
+def _show(args: _ShowFlags) -> int:
     from allranks.api.functions import tensors_of
     from allranks.checkpoint.restore.opened_checkpoint import opened
 
-    with _checkpoint(args.checkpoint, args.option) as (store, name), opened(store, name) as checkpoint:
+    with _checkpoint(args.checkpoint, args.options) as (store, name), opened(store, name) as checkpoint:
         manifest, path = checkpoint.manifest, checkpoint.path
         tensors = tensors_of(checkpoint)
     total = sum(int(entry["bytes"]) for entry in tensors.values())
@@ -139,11 +155,11 @@ def _show(args: argparse.Namespace) -> int:
     return _answer(args, facts, lines)
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: _VerifyFlags) -> int:
     from allranks.checkpoint.restore.opened_checkpoint import verify_checkpoint
 
     results, moved = [], {}
-    with _store_and_names(args.checkpoint, args.option) as (store, names):
+    with _store_and_names(args.checkpoint, args.options) as (store, names):
         for name in names:
             with _bar(f"verify {name}", _bytes_of(store, name), args.json) as progress:
                 result = verify_checkpoint(store, name, progress)
@@ -165,16 +181,16 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
-def _copy(args: argparse.Namespace) -> int:
+def _copy(args: _CopyFlags) -> int:
     from allranks.checkpoint.restore.opened_checkpoint import copy_checkpoint
     from allranks.checkpoint.stores.listing import has_manifest
 
-    with _checkpoint(args.checkpoint, args.option) as (source, name):
+    with _checkpoint(args.checkpoint, args.options) as (source, name):
         base, new_name = args.target, name
         head, tail = split_address(args.target)
         if tail.startswith("checkpoint_step_"):
             base, new_name = head, tail
-        options = args.target_option or args.option
+        options = args.target_option or args.options
         with _store(base, options, must_exist=False) as target:
             if not args.force and has_manifest(target, new_name):
                 raise InputError(f"'{target.path_of(new_name)}' exists already", hint="--force replaces it")
@@ -185,11 +201,11 @@ def _copy(args: argparse.Namespace) -> int:
     return _answer(args, facts, f"Wrote {path} (step {manifest.step}, {byte_size(manifest.data_bytes)})")
 
 
-def _prune(args: argparse.Namespace) -> int:
+def _prune(args: _PruneFlags) -> int:
     from allranks.checkpoint.restore.opened_checkpoint import verify_checkpoint
     from allranks.checkpoint.stores.listing import decide, list_verified, remove
 
-    with _store(args.store, args.option) as store:
+    with _store(args.store, args.options) as store:
 
         def good(name: str) -> bool:
             if args.no_verify:
@@ -207,60 +223,47 @@ def _prune(args: argparse.Namespace) -> int:
     return _answer(args, {**would, "removed": removed, "being_read": left}, lines)
 
 
-def _set_aside(args: argparse.Namespace) -> int:
-    with _store(args.store, args.option) as store:
+def _set_aside(args: _OfStore) -> int:
+    with _store(args.store, args.options) as store:
         moved = store.set_aside()
     lines = [f"moved to {where}" for where in moved] or f"no checkpoints in {args.store}"
     return _answer(args, {"moved_to": moved}, lines)
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: _ExportFlags) -> int:
     require("torch", feature="allranks checkpoint export", extra="torch")
     from allranks.checkpoint.convert import export_checkpoint
 
     with (
-        _checkpoint(args.checkpoint, args.option) as (store, name),
+        _checkpoint(args.checkpoint, args.options) as (store, name),
         _bar(f"export {name}", _bytes_of(store, name), args.json) as progress,
     ):
-        names = export_checkpoint(store.path_of(name), args.file, _options(args.option), args.force, progress)
-    facts = {"file": args.file, "tensors": len(names), "bytes": Path(args.file).stat().st_size}
-    size = byte_size(facts["bytes"])
-    return _answer(args, facts, f"Wrote {args.file} ({len(names)} tensors of the model, {size})")
+        names = export_checkpoint(
+            store.path_of(name), args.file, _options(args.options), args.force, progress
+        )
+    size = Path(args.file).stat().st_size
+    facts = {"file": args.file, "tensors": len(names), "bytes": size}
+    return _answer(args, facts, f"Wrote {args.file} ({len(names)} tensors of the model, {byte_size(size)})")
 
 
-def _import(args: argparse.Namespace) -> int:
+def _import(args: _ImportFlags) -> int:
     require("torch", feature="allranks checkpoint import", extra="torch")
     from allranks.checkpoint.config import CheckpointLoadConfig
     from allranks.checkpoint.convert import import_checkpoint
 
     trust = CheckpointLoadConfig(trusted_source=args.trusted_source)
     path = import_checkpoint(
-        args.file, args.store, step=args.step, config=trust, options=_options(args.option), force=args.force
+        args.file, args.store, step=args.step, config=trust, options=_options(args.options), force=args.force
     )
     return _answer(args, {"path": path}, f"Wrote {path}")
 
 
-def _action(
-    actions: Actions, name: str, run: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=text)
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    of_store = "of the store: endpoint, region, access_key_id, secret_access_key, token (peer)"
-    _add_pairs(parser, "--option", of_store)
-    return parser
-
-
-def _add_pairs(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
-    parser.add_argument(flag, action="append", default=[], metavar="KEY=VALUE", help=text)
-
-
-def _answer(args: argparse.Namespace, facts: Mapping[str, object], lines: str | Iterable[str]) -> int:
+def _answer(args: _Flags, facts: Mapping[str, object], lines: str | Iterable[str]) -> int:
     answer(args.json, {"schema": 1, **facts}, lines)
     return 0
 
 
-def _options(given: list[str]) -> dict[str, str]:
+def _options(given: tuple[str, ...]) -> dict[str, str]:
     wrong = [word for word in given if "=" not in word]
     if wrong:
         raise InputError(f"--option takes KEY=VALUE, not '{wrong[0]}'")
@@ -268,7 +271,7 @@ def _options(given: list[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _store(address: str, options: list[str], must_exist: bool = True) -> Iterator[Store]:
+def _store(address: str, options: tuple[str, ...], must_exist: bool = True) -> Iterator[Store]:
     store = open_store(StoreSpec(address, _options(options)))
     folder = address.removeprefix("file://")
     if must_exist and "://" not in folder and not Path(folder).is_dir():
@@ -291,7 +294,7 @@ def _not_a_store(path: Path) -> InputError:
 
 
 @contextmanager
-def _checkpoint(address: str, options: list[str]) -> Iterator[tuple[Store, str]]:
+def _checkpoint(address: str, options: tuple[str, ...]) -> Iterator[tuple[Store, str]]:
     """The store and name of one checkpoint; of a store, its newest."""
     with _store_and_names(address, options) as (store, names):
         if not names:
@@ -300,7 +303,7 @@ def _checkpoint(address: str, options: list[str]) -> Iterator[tuple[Store, str]]
 
 
 @contextmanager
-def _store_and_names(address: str, options: list[str]) -> Iterator[tuple[Store, list[str]]]:
+def _store_and_names(address: str, options: tuple[str, ...]) -> Iterator[tuple[Store, list[str]]]:
     """Either one checkpoint of a store, or all of a store, oldest step first."""
     from allranks.checkpoint.stores.listing import has_manifest, list_checkpoints
 
@@ -342,7 +345,21 @@ def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]
         bar.clear()
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1: the last good one is always kept")
-    return int(text)
+ACTIONS: Actions = {
+    "ls": ("list the checkpoints of a store", _OfStore, _ls),
+    "show": ("show what a checkpoint holds", _ShowFlags, _show),
+    "verify": ("read every byte and compare every checksum; exit 1 if damaged", _VerifyFlags, _verify),
+    "copy": ("copy a checkpoint to another store, verified on the way", _CopyFlags, _copy),
+    "prune": ("remove old checkpoints; never the last good one, nor one being read", _PruneFlags, _prune),
+    "set-aside": (
+        "take all checkpoints out of sight, so that a job starts from scratch; deletes nothing",
+        _OfStore,
+        _set_aside,
+    ),
+    "export": ("write one file: .safetensors (the model) or .pt (everything)", _ExportFlags, _export),
+    "import": (
+        "make a checkpoint of a .pt, a .safetensors or a folder of Hugging Face's Trainer",
+        _ImportFlags,
+        _import,
+    ),
+}

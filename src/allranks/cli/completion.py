@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+
+from allranks.model.options import argument, option
 
 SHELLS = ("bash", "zsh", "fish")
 JOBS = ("status", "top", "page")  # their argument is the name of a job
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", nargs="?", choices=SHELLS, help="the shell that will read it")
-    parser.add_argument(
-        "--jobs", action="store_true", help="print the names of the jobs on this node instead"
-    )
+@dataclass(frozen=True)
+class CompletionFlags:
+    shell: str | None = argument(None, "the shell that will read it", choices=SHELLS)
+    jobs: bool = option(False, "print the names of the jobs on this node instead")
+
+
+FLAGS = (CompletionFlags,)
 
 
 def main(args: argparse.Namespace) -> int:

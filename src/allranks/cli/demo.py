@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.cli.parser import read_flags
 from allranks.cli.terminal import use_color
 from allranks.errors import require
 from allranks.model.formatting import duration
+from allranks.model.options import option
 
 if TYPE_CHECKING:
     from allranks.drill.demo import DemoResult
@@ -21,25 +23,29 @@ if TYPE_CHECKING:
 _COLOURS = {"title": "1", "text": "2", "bad": "31", "action": "33", "good": "32"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="where everything is kept (default: a new temporary folder)",
+@dataclass(frozen=True)
+class DemoFlags:
+    folder: Path | None = option(
+        None, "where everything is kept (default: a new temporary folder)", metavar="DIR"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    json: bool = option(False, "print one JSON object at the end")
+
+
+FLAGS = (DemoFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 when everything held, 1 when something fell short."""
+    import tempfile
+
     require("torch", feature="allranks demo", extra="torch")
     from allranks.drill.demo import DemoOptions, run_demo
     from allranks.drill.run import ended_by_signals
 
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="allranks-demo-"))
+    flags = read_flags(DemoFlags, args)
+    folder = flags.folder or Path(tempfile.mkdtemp(prefix="allranks-demo-"))
     begin = time.monotonic()
-    stream = sys.stderr if args.json else sys.stdout
+    stream = sys.stderr if flags.json else sys.stdout
 
     def say(kind: str, text: str) -> None:
         shown = f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if use_color(stream) else text
@@ -54,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     say("text", f"everything else: {folder}")
     held = "everything held" if result.good else "SOMETHING FELL SHORT"
     say("title", f"{held}, {time.monotonic() - begin:.0f} s")
-    if args.json:
+    if flags.json:
         names = ("good", "identical", "loss_difference", "story")
         facts = {name: getattr(result, name) for name in names}
         print(json.dumps({"schema": 1, **facts, "drill": result.drill.to_dict()}))

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags
 from allranks.cli.terminal import ProgressBar, at_work, check_target, fold, use_color, write_whole
 from allranks.errors import InputError
-from allranks.model.options import check_options, option
+from allranks.model.options import argument, check_options, option
 
 if TYPE_CHECKING:  # heavy: numpy comes with them
     from allranks.load import LoadResult
@@ -29,6 +29,12 @@ _output, _reading = partial(option, group="output"), partial(option, group="what
 class DiagnoseFlags:
     """What to read and what to write."""
 
+    paths: tuple[str, ...] = argument(
+        (),
+        "folders, files or URLs: black boxes, torch or torchcomms dumps, stack captures, in any mix; or the name of a job that was recorded here",
+        metavar="PATH",
+        required=True,
+    )
     json: bool = _output(False, "one JSON object on stdout (docs/reference/json.md)")
     html: str = _output("", "write one self-contained page: timeline, groups, stacks, search", metavar="FILE")
     perfetto: str = _output(
@@ -68,14 +74,7 @@ class DiagnoseFlags:
             raise InputError("--transform-ft needs --group-world-size N, the number of ranks in one replica")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="folders, files or URLs: black boxes, torch or torchcomms dumps, stack captures, in any mix; or the name of a job that was recorded here",
-    )
-    add_flags(parser, DiagnoseFlags)
+FLAGS = (DiagnoseFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -134,6 +133,9 @@ def _diagnose(
         if not found.files:
             asked = "Give the folder that holds the dumps, or the name of a job that was recorded here."
             raise InputError(f"{', '.join(paths)}: there are no files in it", hint=asked)
+        if all(note.status == "unreadable" for note in found.files):
+            rights = "Run this as the user who wrote them: `ls -l` shows who that is."
+            raise InputError("no file may be read by this user", hint=f"{hint}\n{rights}")
         kinds = "Dumps are files of torch's flight recorder, black boxes (*.box) and archives of them. Logs: `allranks doctor explain PATH` finds the first cause in them."
         raise InputError("no dump among the files could be read", hint=f"{hint}\n{kinds}")
     return found

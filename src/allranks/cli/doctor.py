@@ -6,17 +6,21 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer, use_color
 from allranks.doctor import Check, DoctorOptions, run_checks
-from allranks.doctor.explain import Explanation, Match, explain, parse_line, read_lines
 from allranks.errors import InputError
 from allranks.model.formatting import count
+from allranks.model.options import argument, option
 from allranks.model.parsing import printable, without_secrets
+
+if TYPE_CHECKING:
+    from allranks.doctor.explain import Explanation, Match
 
 _MARKS = {
     "ok": ("ok", "32"),
@@ -26,75 +30,59 @@ _MARKS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "what",
-        nargs="*",
-        metavar="explain LOG | compare ANSWER",
-        help="explain LOG…: find the first cause in logs (files, folders, - for standard input); compare ANSWER…: "
+@dataclass(frozen=True)
+class DoctorFlags:
+    what: tuple[str, ...] = argument(
+        (),
+        "explain LOG…: find the first cause in logs (files, folders, - for standard input); compare ANSWER…: "
         "what differs between nodes, from their `doctor --json`",
+        metavar="explain LOG | compare ANSWER",
     )
-    add_flags(parser, DoctorOptions)
-    add("--config", type=Path, metavar="FILE", help="job configuration: check what it names too")
-    add("--fix", action="store_true", help="carry out the harmless repairs")
-    add("--json", action="store_true", help="print one JSON object")
+    config: Path | None = option(None, "job configuration: check what it names too", metavar="FILE")
+    json: bool = option(False, "print one JSON object")
+
+
+FLAGS = (DoctorFlags, DoctorOptions)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing wrong, 1 problem or cause found, 2 could not run."""
     commands = {"explain": _explain, "compare": _compare}
-    if args.what and args.what[0] not in commands:
+    flags = read_flags(DoctorFlags, args)
+    if flags.what and flags.what[0] not in commands:
         raise InputError(
-            f"unknown word {args.what[0]!r}",
+            f"unknown word {flags.what[0]!r}",
             hint="Use `allranks doctor`, `allranks doctor explain LOG…` or `allranks doctor compare ANSWER…`.",
         )
-    return commands[args.what[0]](args) if args.what else _check(args)
+    return commands[flags.what[0]](flags) if flags.what else _check(flags, read_flags(DoctorOptions, args))
 
 
-def _check(args: argparse.Namespace) -> int:
-    options = read_flags(DoctorOptions, args)
-    if args.config:
-        options = _with_config(options, args.config)
-    found = run_checks(options)
-    fixed = []
-    for check in found if args.fix else ():
-        if check.fix is not None and check.status != "ok":
-            try:
-                fixed.append(check.fix())
-            except OSError as error:
-                fixed.append(f"could not repair {check.name}: {error}")
-    if fixed:
-        found = run_checks(options)  # report how it is now
+def _check(flags: DoctorFlags, options: DoctorOptions) -> int:
+    if flags.config:
+        options = _with_config(options, flags.config)
     from allranks.doctor.nodes import read_facts
     from allranks.doctor.services import clock_offset_s
 
-    return _report(found, args, fixed=fixed, facts=read_facts(clock_offset_s(options)) if args.json else {})
+    return _report(run_checks(options), flags.json, read_facts(clock_offset_s(options)) if flags.json else {})
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(flags: DoctorFlags) -> int:
     from allranks.doctor.nodes import compare, read_files
 
-    if len(args.what) < 2:
+    if len(flags.what) < 2:
         raise InputError(
             "no answers were given", hint="srun -N 4 allranks doctor --json | allranks doctor compare -"
         )
-    return _report(compare(read_files(args.what[1:], sys.stdin)), args)
+    return _report(compare(read_files(flags.what[1:], sys.stdin)), flags.json)
 
 
-def _report(
-    found: list[Check],
-    args: argparse.Namespace,
-    fixed: Sequence[str] = (),
-    facts: Mapping[str, object] | None = None,
-) -> int:
+def _report(found: list[Check], as_json: bool, facts: Mapping[str, object] | None = None) -> int:
     hide = without_secrets
     found = [replace(one, name=hide(one.name), detail=hide(one.detail), hint=hide(one.hint)) for one in found]
     problems = sum(check.status == "problem" for check in found)
-    checks = [{k: v for k, v in asdict(check).items() if k != "fix"} for check in found]
-    more = {} if facts is None else {"fixed": fixed, "facts": facts}
-    lines = [*(f"fixed: {text}" for text in fixed), *render_checks(found, colour=use_color())]
-    answer(args.json, {"schema": 1, "problems": problems, "checks": checks, **more}, lines)
+    more = {} if facts is None else {"facts": facts}
+    shape = {"schema": 1, "problems": problems, "checks": [asdict(check) for check in found], **more}
+    answer(as_json, shape, render_checks(found, colour=use_color()))
     return 1 if problems else 0
 
 
@@ -133,13 +121,15 @@ def render_checks(found: list[Check], colour: bool) -> Iterator[str]:
     )
 
 
-def _explain(args: argparse.Namespace) -> int:
-    paths = args.what[1:]
+def _explain(flags: DoctorFlags) -> int:
+    from allranks.doctor.explain import explain, parse_line, read_lines
+
+    paths = flags.what[1:]
     if not paths:
         raise InputError(
             "no log was given", hint="allranks doctor explain LOG… (files, folders, or - for standard input)"
         )
-    if paths == ["-"]:
+    if paths == ("-",):
         lines = (parse_line("-", number, text.rstrip("\n")) for number, text in enumerate(sys.stdin, 1))
         found = explain(lines)
     else:
@@ -151,7 +141,7 @@ def _explain(args: argparse.Namespace) -> int:
         found = replace(found, unreadable=tuple(unreadable))
         if unreadable and not found.lines:
             raise InputError("; ".join(f"cannot read {path}: {why}" for path, why in unreadable))
-    answer(args.json, _as_json(found), map(printable, render_explanation(found)))
+    answer(flags.json, _as_json(found), map(printable, render_explanation(found)))
     return 1 if found.first and found.first.pattern.level != "warning" else 0
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags, words_after
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
-from allranks.model.options import check_options, option
+from allranks.model.options import argument, check_options, option
 
-EPILOG = """\
+PLAN = """\
 plan.yaml:
   seed: 7
   faults:
@@ -29,8 +28,20 @@ kinds of fault:
 """
 
 
+def _epilog() -> str:
+    from allranks.drill.self_faults import FAULTS
+
+    lines = (f"  {kind:<12}{fault.text}" for kind, fault in FAULTS.items())
+    return (
+        "\n".join([PLAN.rstrip(), *(textwrap.fill(line, 80, subsequent_indent=" " * 14) for line in lines)])
+        + "\n"
+    )
+
+
 @dataclass(frozen=True)
 class DrillFlags:
+    plan: Path | None = option(None, "the faults, in YAML or JSON", metavar="FILE", required=True)
+    words: tuple[str, ...] = argument((), "the job to run", nargs="...", metavar="-- COMMAND…")
     ranks: int | None = option(
         None, 'ranks of the job, for "random" (default: read from the command)', at_least=1
     )
@@ -45,29 +56,22 @@ class DrillFlags:
         check_options(self)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    from allranks.drill.self_faults import FAULTS
-
-    lines = (f"  {kind:<12}{fault.text}" for kind, fault in FAULTS.items())
-    kinds = [textwrap.fill(line, 80, subsequent_indent=" " * 14) for line in lines]
-    parser.epilog = "\n".join([EPILOG.rstrip(), *kinds]) + "\n"
-    add("--plan", type=Path, required=True, metavar="FILE", help="the faults, in YAML or JSON")
-    add_flags(parser, DrillFlags)
-    add("job", nargs=argparse.REMAINDER, metavar="-- COMMAND…", help="the job to run")
+FLAGS = (DrillFlags,)
+EPILOG = _epilog()
 
 
 def main(args: argparse.Namespace) -> int:
     """0 every fault fired, was noticed and survived; 1 something fell short; 2 could not run."""
+    import tempfile
+
     from allranks.drill.plan import read_plan
     from allranks.drill.run import run_drill
 
-    command = args.job[1:] if args.job[:1] == ["--"] else args.job
+    command, flags = words_after(args), read_flags(DrillFlags, args)
     if not command:
         raise InputError(
             "no command was given", hint="allranks drill --plan FILE -- allranks run --replicas 2 train.py"
         )
-    flags = read_flags(DrillFlags, args)
     ranks, per_replica = find_size(command)
     plan = read_plan(args.plan, ranks=flags.ranks or ranks, ranks_per_replica=per_replica)
     folder = flags.folder or Path(tempfile.mkdtemp(prefix="allranks-drill-"))

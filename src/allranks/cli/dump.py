@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from allranks.api.debug_server import is_address
-from allranks.cli.parser import add_flags
 from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
 from allranks.model.formatting import ranks_text
-from allranks.model.options import option
+from allranks.model.options import argument, option
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
@@ -27,6 +26,12 @@ ENDINGS = {".json": "json", ".pickle": "pickle", ".pkl": "pickle"}
 class DumpFlags:
     """Which boxes, and what becomes of them. All of them are off or empty unless given."""
 
+    paths: tuple[str, ...] = argument(
+        (),
+        "name of a job, black boxes, dumps, archives or folders of them, or the address of torch's debug server, "
+        "http://HOST:25999 (default: the job that runs on this machine)",
+        metavar="JOB",
+    )
     job: str = option("", "of this job (ALLRANKS_JOB_ID, TORCHELASTIC_RUN_ID, SLURM_JOB_ID)", metavar="ID")
     pid: tuple[int, ...] = option((), "only this process; repeatable", metavar="P")
     rank: tuple[int, ...] = option((), "only this rank; repeatable", metavar="R")
@@ -54,15 +59,7 @@ class DumpFlags:
     json: bool = option(False, "one JSON object on stdout")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="JOB",
-        help="name of a job, black boxes, dumps, archives or folders of them, or the address of torch's debug server, "
-        "http://HOST:25999 (default: the job that runs on this machine)",
-    )
-    add_flags(parser, DumpFlags)
+FLAGS = (DumpFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -96,12 +93,23 @@ def _are_files(args: argparse.Namespace) -> bool:
     return not boxes or len(paths) > 1 or Path(args.output or "").suffix in ENDINGS
 
 
+def _put(path: Path, data: str | bytes, force: bool, mode: int = 0o600) -> None:
+    """Writes a file; InputError when it exists, or cannot be written."""
+    from allranks.model.files import write_atomically
+
+    if path.exists() and not force:
+        raise InputError(f"{path} exists", hint="Choose another name with -o, or --force.")
+    try:
+        write_atomically(path, data, mode)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
+
+
 def _convert(args: argparse.Namespace) -> int:
     """Writes each rank's calls in another format. 0 all were written, 1 some files were damaged or left out, 2 could not run."""
     from pathlib import Path
 
     from allranks.load import LoadOptions, load_paths
-    from allranks.model.files import write_atomically
     from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 
     output = Path(args.output or f"allranks-dump-{Path(args.paths[0]).stem}")
@@ -111,18 +119,13 @@ def _convert(args: argparse.Namespace) -> int:
         raise InputError("files cannot be made into black boxes", hint="Use --format pickle or json.")
     result = load_paths(args.paths, LoadOptions(number_unknown=True))
     one_file = len(result.traces) == 1 and ending and not output.is_dir()
+    encode = to_torch_pickle if form == "pickle" else to_torch_json
     written = []
     for trace in result.traces:
         # the name under which torch's tools and ours find the rank
         name = f"trace_{trace.header.rank or 0}" + (".json" if form == "json" else "")
         path = output if one_file else output / name
-        if path.exists() and not args.force:
-            raise InputError(f"{path} exists", hint="Choose another name with -o, or --force.")
-        encode = to_torch_pickle if form == "pickle" else to_torch_json
-        try:
-            write_atomically(path, encode(trace, include_completed=not args.active), 0o666)
-        except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror}") from error
+        _put(path, encode(trace, include_completed=not args.active), args.force, 0o666)
         written.append({"path": str(path), "rank": trace.header.rank})
     bad = [one for one in result.files if one.status != "ok"]
     for one in bad:
@@ -287,10 +290,9 @@ def _state(header: Header) -> str:
 def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, object]]:
     from pathlib import Path
 
-    from allranks.model.files import write_atomically
     from allranks.recording.dump import Content, dump_bytes
 
-    folder = Path(args.output) if args.output else Path(f"allranks-dump-{headers[0].path.parent.name}")
+    folder = Path(args.output or f"allranks-dump-{headers[0].path.parent.name}")
     many = len({header.rank for header in headers}) < len(headers)
     written: list[dict[str, object]] = []
     for header in headers:
@@ -298,13 +300,11 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
         extra = f"a{header.attempt}_p{header.pid}_" if many else ""
         name = f"{extra}rank_{max(header.rank, 0)}" + (".json" if args.format == "json" else "")
         target = folder / (header.path.name if args.format == "box" else name)
-        if target.exists() and not args.force:
-            raise InputError(f"{target} exists", hint="choose another folder with -o, or --force")
-        data = dump_bytes(header.path, args.format, Content(completed=not args.active))
-        write_atomically(target, data)
+        _put(target, dump_bytes(header.path, args.format, Content(completed=not args.active)), args.force)
         facts = {"path": str(target), "rank": header.rank, "pid": header.pid, "attempt": header.attempt}
-        facts |= {"calls": header.calls_started, "state": _state(header), "box": str(header.path)}
-        written.append(facts)
+        written.append(
+            {**facts, "calls": header.calls_started, "state": _state(header), "box": str(header.path)}
+        )
     return written
 
 

@@ -7,51 +7,54 @@ import gc
 import json
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from allranks.cli.parser import read_flags
 from allranks.errors import InputError
-
-if TYPE_CHECKING:
-    from allranks.ledger.summary import JobAccount
+from allranks.model.options import argument, option
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "jobs",
-        nargs="*",
+@dataclass(frozen=True)
+class LedgerFlags:
+    """Which ledgers, and which part of them."""
+
+    jobs: tuple[str, ...] = argument(
+        (),
+        "name of a job, folder of incidents, or ledger file (default: ./allranks-incidents)",
         metavar="JOB|FOLDER",
-        help="name of a job, folder of incidents, or ledger file (default: ./allranks-incidents)",
     )
-    add("--since", metavar="TIME", help="only the time after it: 24h, 7d, or 2026-11-18T14:00 (UTC)")
-    add("--window", metavar="TIME", help="also the share of each window of this length: 1h, 1d")
-    add(
-        "--gpu-hour",
-        type=float,
-        default=0.0,
-        metavar="PRICE",
-        help="price of a GPU hour in dollars, for the cost",
-    )
-    add("--json", action="store_true", help="print one JSON object")
-    add("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    since: str = option("", "only the time after it: 24h, 7d, or 2026-11-18T14:00 (UTC)", metavar="TIME")
+    json: bool = option(False, "print one JSON object")
+
+
+@dataclass(frozen=True)
+class GoodputFlags(LedgerFlags):
+    window: str = option("", "also the share of each window of this length: 1h, 1d", metavar="TIME")
+    gpu_hour: float | None = option(None, "price of a GPU hour in dollars, for the cost", metavar="PRICE")
+    html: str = option("", "write a page with pictures", metavar="FILE")
+
+
+FLAGS = (GoodputFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 when there is a ledger, 2 when there is none."""
+    from allranks.api.functions import job_accounts
     from allranks.ledger.report import Price, render_page, render_text, to_object
 
     gc.disable()  # a month has a million small objects, none of which is garbage
-    price = Price(args.gpu_hour)
-    window_s = seconds_of(args.window) if args.window else 0.0
-    accounts = read_accounts(args.jobs, moment_of(args.since))
-    if args.html is not None:
+    flags = read_flags(GoodputFlags, args)
+    price = Price(flags.gpu_hour or 0.0)
+    window_s = seconds_of(flags.window) if flags.window else 0.0
+    accounts = job_accounts(flags.jobs, moment_of(flags.since))
+    if flags.html:
         from allranks.model.files import write_atomically
 
-        write_atomically(args.html, render_page(accounts[-1], price, time.time()), mode=0o644)
-    if args.json:
+        write_atomically(Path(flags.html), render_page(accounts[-1], price, time.time()), mode=0o644)
+    if flags.json:
         found = [to_object(one, price, window_s) for one in accounts]
         print(json.dumps(found[0] if len(found) == 1 else found))
         return 0
@@ -59,42 +62,9 @@ def main(args: argparse.Namespace) -> int:
         if len(accounts) > 1:
             print(f"{chr(10) if number else ''}job {one.job}")
         print("\n".join(render_text(one, price, window_s)))
-    if args.html is not None:
-        print(f"Wrote {args.html}")
+    if flags.html:
+        print(f"Wrote {flags.html}")
     return 0
-
-
-def read_accounts(words: list[str], since: float = 0.0) -> list[JobAccount]:
-    """The account of every job that is meant, one for each name."""
-    from allranks.ledger.file import read_jobs
-    from allranks.ledger.summary import account
-
-    paths = [path for word in words or ["allranks-incidents"] for path in _ledgers_of(word)]
-    found = [account(ledgers, since) for ledgers in read_jobs(paths).values()]
-    if paths and not any(one.ranks for one in found):
-        raise InputError(
-            f"no row of a ledger can be read in {', '.join(map(str, paths[:3]))}",
-            hint="A ledger is JOB.NODE.ledger beside the incidents of a job; a job writes its first rows after a few seconds.",
-        )
-    return found
-
-
-def _ledgers_of(word: str) -> list[Path]:
-    """By a path, or by the name of a job that was run here."""
-    from allranks.ledger.file import find_ledgers, ledgers_at
-
-    if (found := ledgers_at(word)) or word == "allranks-incidents":
-        return found
-    from allranks.incidents.job_overview import find_job, read_job
-
-    folder = find_job(word)
-    facts = read_job(folder)
-    job, incidents = facts.get("job"), facts.get("incidents")
-    if not isinstance(job, str) or not isinstance(incidents, str):
-        raise InputError(
-            f"{folder} does not say where the incidents of its job are", hint="Give that folder."
-        )
-    return find_ledgers(Path(incidents), job)
 
 
 def seconds_of(text: str) -> float:
@@ -105,8 +75,8 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * UNITS[found[2] or "s"]
 
 
-def moment_of(text: str | None) -> float:
-    """Epoch seconds of "24h" (ago), "2026-11-18" or "2026-11-18T14:00" (UTC); 0 for None."""
+def moment_of(text: str) -> float:
+    """Epoch seconds of "24h" (ago), "2026-11-18" or "2026-11-18T14:00" (UTC); 0 for ""."""
     if not text:
         return 0.0
     for form in ("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"):

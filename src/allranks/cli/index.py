@@ -4,55 +4,48 @@ from __future__ import annotations
 
 import argparse
 import glob
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError
+from allranks.model.options import argument, option
 
 if TYPE_CHECKING:
     from allranks.elastic.index import BuildProgress
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the three verbs."""
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    build = verbs.add_parser("build", help="tokenize text files into an index")
-    build.add_argument(
-        "files", nargs="*", metavar="FILE", help=".jsonl, .txt (also .gz, .zst) or .parquet; patterns allowed"
+@dataclass(frozen=True)
+class BuildFlags:
+    files: tuple[str, ...] = argument(
+        (), ".jsonl, .txt (also .gz, .zst) or .parquet; patterns allowed", metavar="FILE"
     )
-    build.add_argument("--data-files", nargs="+", default=[], metavar="FILE", help="the same as FILE")
-    build.add_argument("-o", "--output", required=True, metavar="INDEX", help="the index to write")
-    build.add_argument(
-        "--tokenizer", default="bytes", help="a tokenizer.json, a Hugging Face name, or bytes (default)"
-    )
-    build.add_argument("--text-key", default="text", help="key or column that holds the text (default: text)")
-    build.add_argument(
-        "--append-eos", action="store_true", help="end each document with the end-of-text token"
-    )
-    build.add_argument("--eos-id", type=int, help="end each document with this token")
-    build.add_argument(
-        "--skip-bad", action="store_true", help="leave out records that cannot be read, and count them"
-    )
-    build.add_argument("--force", action="store_true", help="overwrite INDEX")
-    build.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    for verb, text in (
-        ("show", "what an index holds and where it came from"),
-        ("verify", "check every block"),
-    ):
-        sub = verbs.add_parser(verb, help=text)
-        sub.add_argument("index", metavar="INDEX")
-        sub.add_argument("--json", action="store_true", help="print one JSON object")
+    data_files: tuple[str, ...] = option((), "the same as FILE", nargs="+", metavar="FILE")
+    output: str = option("", "the index to write", flags="-o --output", metavar="INDEX", required=True)
+    tokenizer: str = option("bytes", "a tokenizer.json, a Hugging Face name, or bytes")
+    text_key: str = option("text", "key or column that holds the text")
+    append_eos: bool = option(False, "end each document with the end-of-text token")
+    eos_id: int | None = option(None, "end each document with this token")
+    skip_bad: bool = option(False, "leave out records that cannot be read, and count them")
+    force: bool = option(False, "overwrite INDEX")
+    json: bool = option(False, "print one JSON object at the end")
+
+
+@dataclass(frozen=True)
+class IndexFlags:
+    index: str = argument("", "the index file", metavar="INDEX", required=True)
+    json: bool = option(False, "print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
     """0: done; 1: damage found (verify); 2: could not run."""
-    if args.verb == "build":
-        return _build(args)
+    return run_action(ACTIONS, args)
+
+
+def _show(args: IndexFlags) -> int:
     from allranks.elastic.index import TokenIndexFile
 
-    if args.verb == "verify":
-        return _verify(args)
     with TokenIndexFile(args.index) as index:
         facts = {
             "schema": 1,
@@ -74,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build(args: argparse.Namespace) -> int:
+def _build(args: BuildFlags) -> int:
     from allranks.elastic.index import BuildRequest, build_index
 
     text = (args.tokenizer, args.text_key, args.append_eos, args.eos_id, args.skip_bad)
@@ -117,7 +110,7 @@ def _expanded(patterns: list[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: IndexFlags) -> int:
     from allranks.elastic.index import TokenIndexFile
 
     with TokenIndexFile(args.index, sample_check=False) as index:
@@ -126,3 +119,10 @@ def _verify(args: argparse.Namespace) -> int:
     lines = [f"{args.index}: block {d.block} at byte {d.offset} fails its checksum" for d in damage]
     answer(args.json, facts, lines or f"{args.index}: ok")
     return 1 if damage else 0
+
+
+ACTIONS: Actions = {
+    "build": ("tokenize text files into an index", BuildFlags, _build),
+    "show": ("what an index holds and where it came from", IndexFlags, _show),
+    "verify": ("check every block", IndexFlags, _verify),
+}

@@ -10,18 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks.channel.keys import read_token
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags, with_heading
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options, ServerOptions
-from allranks.model.options import option
+from allranks.model.options import argument, option
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
     from allranks.lighthouse.client.client import Client
 
-ACTIONS = ("serve", "status", "evict", "readmit", "collect")
 _server = partial(option, group="server")
 
 
@@ -29,6 +27,15 @@ _server = partial(option, group="server")
 class LighthouseFlags:
     """What the command takes besides the options of the quorum and of the server."""
 
+    action: str = argument("serve", "what to do", choices=("serve", "status", "evict", "readmit", "collect"))
+    address: str | None = argument(
+        None,
+        "name of a job on this node, or HOST:PORT of a running lighthouse (not for serve)",
+        metavar="JOB",
+    )
+    replica: tuple[str, ...] = argument(
+        (), "to evict, to readmit, or to collect evidence from", metavar="REPLICA"
+    )
     json: bool = option(False, "print one JSON line (serve: once it listens)")
     token_file: str = option(
         "", "file with the job token; or $ALLRANKS_TOKEN, $ALLRANKS_TOKEN_FILE", metavar="FILE"
@@ -59,28 +66,13 @@ class LighthouseFlags:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action", nargs="?", default="serve", metavar="ACTION", help=f"{', '.join(ACTIONS)} (default: serve)"
-    )
-    parser.add_argument(
-        "address",
-        nargs="?",
-        metavar="JOB",
-        help="name of a job on this node, or HOST:PORT of a running lighthouse (not for serve)",
-    )
-    parser.add_argument(
-        "replica", nargs="*", metavar="REPLICA", help="to evict, to readmit, or to collect evidence from"
-    )
-    add_flags(parser, LighthouseFlags)
-    add_flags(parser, Options, grouped=True)
-    add_flags(parser, ServerOptions, grouped=True)
+FLAGS = (LighthouseFlags, with_heading(Options), with_heading(ServerOptions))
 
 
 def main(args: argparse.Namespace) -> int:
     """Serves until a signal, or does one action."""
-    action = _action(args.action)
     options = read_flags(LighthouseFlags, args)
+    action = options.action
     if action == "serve":
         from allranks.cli.lighthouse_serve import serve
 
@@ -99,16 +91,6 @@ def main(args: argparse.Namespace) -> int:
     return _act(action, options, read_flags(ServerOptions, args), address, token_file, args.replica)
 
 
-def _action(given: str) -> str:
-    if given not in ACTIONS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(given, ACTIONS, n=1)
-        meant = f"Did you mean {near[0]}? " if near else ""
-        raise InputError(f"unknown action {given!r}", hint=f"{meant}One of: {', '.join(ACTIONS)}")
-    return given
-
-
 def _act(
     action: str,
     options: LighthouseFlags,
@@ -117,6 +99,7 @@ def _act(
     token_file: str,
     replicas: list[str],
 ) -> int:
+    from allranks.channel.keys import read_token
     from allranks.lighthouse.client.client import Client, ClientOptions
 
     token, left = "", default_token_file(address)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING
 
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags
 from allranks.errors import require
 from allranks.model.options import option
 
@@ -43,15 +41,16 @@ class ToolAnswer:
     error: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, McpFlags)
-    parser.epilog = "Read-only without --allow-actions. Needs: pip install 'allranks[mcp]'\n"
+FLAGS = (McpFlags,)
+EPILOG = "Read-only without --allow-actions. Needs: pip install 'allranks[mcp]'\n"
 
 
 def main(args: argparse.Namespace) -> int:
     """Serves until its standard input ends."""
     flags = read_flags(McpFlags, args)
     if flags.skill:
+        from importlib import resources
+
         print(resources.files("allranks.pages").joinpath("skill.md").read_text(), end="")
         return 0
     require("mcp", feature="allranks mcp", extra="mcp")
@@ -62,6 +61,8 @@ def main(args: argparse.Namespace) -> int:
 def call(*words: str) -> ToolAnswer:
     """Runs one of our commands and reads its JSON."""
     shown = " ".join(["allranks", *words])
+    import subprocess
+
     try:
         done = subprocess.run(
             [sys.executable, "-m", "allranks", *words],

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
+from dataclasses import dataclass
 
+from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
+from allranks.model.options import argument, option
 
 ANSWER_S = 5.0  # a lighthouse that takes longer to accept a connection is taken for gone
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "job",
-        nargs="?",
+@dataclass(frozen=True)
+class PageFlags:
+    job: str | None = argument(
+        None,
+        "name of a job, folder of its black boxes, or HOST:PORT of a lighthouse (default: the newest job that runs here)",
         metavar="JOB",
-        help="name of a job, folder of its black boxes, or HOST:PORT of a lighthouse (default: the newest job that "
-        "runs here)",
     )
-    add("--no-browser", action="store_true", help="only print the address")
-    add("--json", action="store_true", help='print {"url": …}')
+    no_browser: bool = option(False, "only print the address")
+    json: bool = option(False, 'print {"url": …}')
+
+
+FLAGS = (PageFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 opened or printed, 2 no such job or it has no lighthouse."""
-    url = _url(args.job)
-    answer(args.json, {"url": url}, url)
-    if args.no_browser or args.json:
+    flags = read_flags(PageFlags, args)
+    url = _url(flags.job)
+    answer(flags.json, {"url": url}, url)
+    if flags.no_browser or flags.json:
         return 0
     import webbrowser
 
@@ -39,6 +43,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _url(job: str | None) -> str:
+    import socket
+
     from allranks.incidents.job_overview import lighthouse_of
 
     address, folder = lighthouse_of(job)

@@ -200,9 +200,45 @@ def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
         module, text = COMMANDS[name]
         sub = subparsers.add_parser(name, help=text)
         if name == chosen:
-            importlib.import_module(f"allranks.cli.{module}").add_arguments(sub)
+            declare(sub, importlib.import_module(f"allranks.cli.{module}"))
             _add_examples(sub, text)
     return parser
+
+
+def declare(parser: argparse.ArgumentParser, module: Any) -> None:
+    """What a command takes, from its module: ACTIONS (name -> help, options class, function), or FLAGS: classes or objects,
+    each alone or with the names that are meant. EPILOG, USAGE: more of the help. With `arrange_words` there are words of
+    another command."""
+    parser.epilog, parser.usage = getattr(module, "EPILOG", None), getattr(module, "USAGE", None)
+    for part in getattr(module, "FLAGS", ()):
+        add_flags(parser, *(part if isinstance(part, tuple) else (part,)))
+    if hasattr(module, "arrange_words"):
+        parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    if actions := getattr(module, "ACTIONS", None):
+        inner = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+        for name, (text, flags, _) in actions.items():
+            add_flags(inner.add_parser(name, help=text), flags)
+
+
+#: name -> (help, options class, function)
+Actions = Mapping[str, tuple[str, type, Callable[[Any], int]]]
+
+
+def run_action(actions: Actions, args: argparse.Namespace) -> int:
+    """Calls the function of the chosen action with its options."""
+    _, flags, run = actions[args.action]
+    return run(read_flags(flags, args))
+
+
+def words_after(args: argparse.Namespace) -> list[str]:
+    """The words of another command, without the dashes before them."""
+    words: list[str] = args.words
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def with_heading(options: type) -> tuple[type, tuple[str, ...]]:
+    """The options of a class that have a heading in the help."""
+    return options, tuple(one.name for one, meaning in meanings(options) if meaning.group)
 
 
 def _examples(prog: str) -> tuple[str, ...]:
@@ -226,25 +262,28 @@ def _add_examples(parser: argparse.ArgumentParser, about: str) -> None:
 Options = TypeVar("Options")
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, options: Any, names: Collection[str] = (), *, grouped: bool = False
-) -> None:
-    """Adds a flag for every option of a class, or for those of these names or with a heading, under their headings.
-    An object instead of its class has the defaults that the help shows."""
+def add_flags(parser: argparse.ArgumentParser, options: Any, names: Collection[str] = ()) -> None:
+    """Adds a flag for every option of a class, or for those of these names, under their headings. An object instead of its class
+    has the defaults that the help shows."""
     kinds = typing.get_type_hints(options if isinstance(options, type) else type(options))
     groups: dict[str, argparse._ArgumentGroup | argparse.ArgumentParser] = {
         **{group.title or "": group for group in parser._action_groups},
         "": parser,
     }
     for one, meaning in meanings(options):
-        if (names and one.name not in names) or (grouped and not meaning.group):
+        if names and one.name not in names:
             continue
         if meaning.group not in groups:
             groups[meaning.group] = parser.add_argument_group(meaning.group)
         spellings = flags_of(one.name, meaning)
         default = default_of(one) if isinstance(options, type) else getattr(options, one.name)
         settings = _settings(default, meaning, kinds[one.name])
-        groups[meaning.group].add_argument(*spellings, dest=one.name, default=None, **settings)
+        if meaning.argument and "choices" not in settings:
+            settings["metavar"] = meaning.metavar or one.name.upper()
+        if meaning.argument:
+            parser.add_argument(one.name, **settings)
+        else:
+            groups[meaning.group].add_argument(*spellings, dest=one.name, default=None, **settings)
 
 
 def flags_of(name: str, meaning: Meaning) -> tuple[str, ...]:
@@ -260,7 +299,7 @@ def takes_value(options: type) -> dict[str, bool]:
     kinds = typing.get_type_hints(options)
     found = {}
     for one, meaning in meanings(options):
-        for flag in flags_of(one.name, meaning):
+        for flag in () if meaning.argument else flags_of(one.name, meaning):
             found[flag] = bool not in _members(kinds[one.name])
             if kinds[one.name] == bool | None:
                 found[flag.replace("--", "--no-", 1)] = False
@@ -304,7 +343,7 @@ def _settings(default: Any, meaning: Meaning, hint: Any) -> dict[str, Any]:
         optional = default is None and not meaning.flags
         return {"action": argparse.BooleanOptionalAction if optional else "store_true", "help": text}
     kind = _seconds if meaning.ms else _kind(hint)
-    if default not in (None, "", ()):
+    if default not in (None, "", ()) and not meaning.required:
         shown = default * 1000 if meaning.ms else default
         text += f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
     found: dict[str, Any] = {"type": kind, "help": text.replace("%", "%%")}
@@ -314,8 +353,13 @@ def _settings(default: Any, meaning: Meaning, hint: Any) -> dict[str, Any]:
         found["metavar"] = (
             meaning.metavar or ("" if meaning.ms else _UNITS.get(meaning.unit)) or _METAVARS.get(kind, "TEXT")
         )
-    if any(typing.get_origin(member) is tuple for member in _members(hint)):
+    many = any(typing.get_origin(member) is tuple for member in _members(hint))
+    if meaning.argument and not (meaning.required and not many):
+        found["nargs"] = meaning.nargs or ("?" if not many else "+" if meaning.required else "*")
+    elif many:
         found |= {"nargs": meaning.nargs} if meaning.nargs else {"action": "append"}
+    if meaning.required and not meaning.argument:
+        found["required"] = True
     return found
 
 

@@ -10,17 +10,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags, words_after
 from allranks.errors import InputError
-from allranks.model.options import option
+from allranks.model.options import argument, option
 
 PTH = "allranks_record.pth"
 
 
 @dataclass(frozen=True)
 class RecordFlags:
-    """What the command takes."""
-
+    words: tuple[str, ...] = argument((), "the job to start and record", nargs="...", metavar="-- COMMAND")
     env: bool = option(False, 'print the variables for a shell: eval "$(allranks record --env)"')
     job: str = option(
         "", "name of the job (default: the present one of Slurm, else the time)", metavar="NAME"
@@ -30,22 +29,17 @@ class RecordFlags:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "command_words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the job to start and record"
-    )
-    add_flags(parser, RecordFlags)
-    parser.epilog = (
-        "Every Python process that the command starts records its process groups,\n"
-        "also Ray workers and the processes of an engine.\n"
-        "`allranks diagnose` and `allranks dump` read them.\n"
-    )
+FLAGS = (RecordFlags,)
+EPILOG = """\
+Every Python process that the command starts records its process groups,
+also Ray workers and the processes of an engine.
+`allranks diagnose` and `allranks dump` read them.
+"""
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints the variables, or becomes the command."""
-    flags = read_flags(RecordFlags, args)
-    words = args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
+    flags, words = read_flags(RecordFlags, args), words_after(args)
     if bool(words) == flags.env:
         raise InputError(
             "give a command or --env, one of them", hint="allranks record -- python -m mypackage.train"

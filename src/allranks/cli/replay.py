@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer, at_work, check_target, write_whole
 from allranks.errors import InputError, require
-from allranks.model.options import check_options, option
+from allranks.model.options import argument, check_options, option
 
 if TYPE_CHECKING:  # heavy: numpy comes with them
     from allranks.diagnosis import DiagnoseOptions
@@ -26,6 +26,9 @@ _flag = partial(option, group="output")
 class ReplayFlags:
     """Where the file goes, how many processes it starts, and whether it is run."""
 
+    paths: tuple[str, ...] = argument(
+        (), "the folder of an incident; or black boxes and dumps of a job", metavar="PATH", required=True
+    )
     output: str = _flag("replay.py", "the file to write", flags="-o --output", metavar="FILE")
     run: bool = _flag(False, "run it under the recorder, and check that cause and ranks are the same")
     processes: int = _flag(
@@ -38,14 +41,7 @@ class ReplayFlags:
         check_options(self)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="the folder of an incident; or black boxes and dumps of a job",
-    )
-    add_flags(parser, ReplayFlags)
+FLAGS = (ReplayFlags,)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -17,10 +17,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from allranks.channel.keys import write_token
-from allranks.cli.parser import add_flags, read_flags, takes_value
-from allranks.cli.run_job import FLAGS as FLAGS_OF_FILE
+from allranks.cli.parser import read_flags, takes_value, words_after
 from allranks.cli.run_job import (
+    OF_ELASTIC,
     NodeJob,
     RunFlags,
     Settings,
@@ -37,7 +36,6 @@ from allranks.cli.run_job import (
     with_job_file,
 )
 from allranks.cli.terminal import note
-from allranks.elastic.world import ElasticTrainingConfig, need_etcd_v2, obey_timeout
 from allranks.errors import InputError, MissingExtra
 from allranks.launch.command_line import (
     JobEnvironment,
@@ -48,7 +46,6 @@ from allranks.launch.command_line import (
     has_flag,
     job_token,
 )
-from allranks.launch.slurm import replicas_of_node
 
 EPILOG = """\
 Every flag of torchrun is accepted: --nnodes, --nproc-per-node, --standalone,
@@ -56,32 +53,29 @@ Every flag of torchrun is accepted: --nnodes, --nproc-per-node, --standalone,
 --rdzv-conf, --max-restarts, --log-dir, --tee, -m, --no-python ...
 """
 
-#: our flags -> takes a value. The other words before the script are torchrun's.
 MIN_OPEN_FILES = 256
 #: Exit codes of a job that somebody stopped: it has not failed.
 STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-FLAGS = {**takes_value(RunFlags), "-h": False, "--help": False}
+#: our flags -> takes a value. The other words before the script are torchrun's.
+OURS = {**takes_value(RunFlags), "-h": False, "--help": False}
+FLAGS = (RunFlags,)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
-    parser.usage = "allranks run [our flags] [torchrun flags] SCRIPT ARGS…"
-    add_flags(parser, RunFlags)
-    parser.add_argument("theirs", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+USAGE = "allranks run [our flags] [torchrun flags] SCRIPT ARGS…"
 
 
 def arrange_words(words: Sequence[str]) -> list[str]:
     """Puts our flags first, so that argparse needs to know nothing of torchrun's."""
-    mine, theirs, script = arrange(words[1:], FLAGS)
+    mine, theirs, script = arrange(words[1:], OURS)
     return [words[0], *mine, "--", *theirs, "--", *script]
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs the job to its end and returns its exit code."""
-    words = args.theirs[1:] if args.theirs[:1] == ["--"] else list(args.theirs)
+    words = words_after(args)
     split = words.index("--") if "--" in words else len(words)
     torchrun, script = words[:split], words[split + 1 :]
-    check(torchrun, FLAGS)
+    check(torchrun, OURS)
     options = read_flags(RunFlags, args)
     settings = read_settings(options.config) if options.config else {}
     options, script = with_job_file(options, args, settings, script)
@@ -121,7 +115,10 @@ def _need_open_files() -> None:
 def _run(
     options: RunFlags, settings: Settings, torchrun: list[str], script: list[str], stack: ExitStack
 ) -> int:
+    from allranks.channel.keys import write_token
+    from allranks.elastic.world import need_etcd_v2, obey_timeout
     from allranks.incidents.job_overview import TOKEN_FILE, set_aside_earlier, write_job
+    from allranks.launch.slurm import replicas_of_node
     from allranks.watch import start_timed_stacks, stop_timed_stacks
 
     if options.replicas:
@@ -357,6 +354,8 @@ def find_job_name(
 
     A job file always has a rendezvous id. Its default names a job only where nodes share a rendezvous and must agree.
     """
+    from allranks.elastic.world import ElasticTrainingConfig
+
     elastic = settings.get("elastic") or {}
     meets = elastic.get("rdzv_endpoint") or has_flag(torchrun, "--rdzv-endpoint")
     default = elastic.get("rdzv_id") == ElasticTrainingConfig.rdzv_id and not meets
@@ -382,7 +381,7 @@ def _torchrun_from(settings: Settings, given: list[str]) -> list[str]:
         nowhere = elastic["rdzv_backend"] == "c10d" and not elastic["rdzv_endpoint"]
         if elastic["max_nodes"] == 1 and nowhere and not has_flag(given, "--rdzv-endpoint", "--rdzv-backend"):
             words.append("--standalone")  # a free port: two jobs on one machine never share a rendezvous
-    for key, flag in FLAGS_OF_FILE.items():
+    for key, flag in OF_ELASTIC.items():
         if elastic.get(key) not in (None, "") and not has_flag(given, flag):
             words += [flag, str(elastic[key])]
     if not has_flag(given, "--rdzv-conf"):

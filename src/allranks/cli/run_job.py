@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 from allranks.cli.terminal import note
 from allranks.errors import AllranksError, InputError
 from allranks.launch.command_line import JobEnvironment, flag_value, has_flag
-from allranks.lighthouse.metrics import SPENT
-from allranks.model.cluster import AGENT
 from allranks.model.options import check_options, key_of, meanings, option
 
 if TYPE_CHECKING:
@@ -131,7 +128,7 @@ class RunFlags:
 
 
 #: Keys of the `elastic` section and the flag of torchrun that each one is.
-FLAGS = {
+OF_ELASTIC = {
     "nproc_per_node": "--nproc-per-node",
     "rdzv_backend": "--rdzv-backend",
     "rdzv_endpoint": "--rdzv-endpoint",
@@ -156,7 +153,9 @@ def chosen_flags(path: Path) -> set[str]:
 
     written = load_config(path).written
     keys = {key.removeprefix("elastic.") for key in written if key.startswith("elastic.")}
-    return {FLAGS[key] for key in keys & set(FLAGS)} | ({"--nnodes"} if "max_nodes" in keys else set())
+    return {OF_ELASTIC[key] for key in keys & set(OF_ELASTIC)} | (
+        {"--nnodes"} if "max_nodes" in keys else set()
+    )
 
 
 def with_job_file(
@@ -312,6 +311,8 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
     options = job.options
     if not (options.watch and options.record):
         return None
+    import socket
+
     from allranks.incidents.loop import Watch
     from allranks.incidents.pipeline import WatchOptions
 
@@ -345,8 +346,11 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
 
 def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
     """Books where the ranks' time goes, beside the incidents."""
+    import socket
+
     from allranks.ledger.agent import LedgerKeeper
     from allranks.ledger.history import start_history
+    from allranks.lighthouse.metrics import SPENT
 
     keeper = LedgerKeeper(job.incidents, job.environment.job, socket.gethostname(), mode)
     keeper.history = start_history(os.environ)
@@ -384,7 +388,10 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Client | None:
     """The agent's own connection to the lighthouse; None when there is none or it does not answer."""
     if not environment.lighthouse:
         return None
+    import socket
+
     from allranks.lighthouse.client.client import Client, ClientOptions
+    from allranks.model.cluster import AGENT
 
     addresses, host = tuple(environment.lighthouse.split(",")), socket.gethostname()
     name = f"{AGENT}{host}-{os.getpid()}"

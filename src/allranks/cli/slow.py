@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.cli.parser import read_flags
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
 from allranks.model.formatting import count
+from allranks.model.options import argument, option
 
 if TYPE_CHECKING:
     from allranks.blackbox.phases import PhaseMark
     from allranks.model.trace import RankTrace
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "jobs",
-        nargs="*",
+@dataclass(frozen=True)
+class SlowFlags:
+    jobs: tuple[str, ...] = argument(
+        (),
+        "name of a job on this node, or dumps and folders of them (default: the newest job)",
         metavar="JOB|DUMPS",
-        help="name of a job on this node, or dumps and folders of them (default: the newest job)",
     )
-    add("--json", action="store_true", help="print one JSON object")
+    json: bool = option(False, "print one JSON object")
+
+
+FLAGS = (SlowFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
     """0 no rank slows the others down, 1 one does, 2 it cannot be told."""
     from allranks.ledger.slow import find_slow
 
-    traces, paths = _traces(args.jobs)
+    flags = read_flags(SlowFlags, args)
+    traces, paths = _traces(list(flags.jobs))
     found = find_slow(traces, read_marks(paths))
     if found is None:
         raise InputError(
@@ -43,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     lines = [f"  without {one.who}: {one.gain:.0%} faster steps" for one in found.what_ifs[1:5]]
     lines += [f"  {line}" for line in found.evidence]
     last = f"From {found.steps} steps of {found.ranks} ranks; the replay itself is off by {error:.1%}."
-    answer(args.json, {"sentence": found.sentence, **asdict(found)}, [found.sentence, *lines, last])
+    answer(flags.json, {"sentence": found.sentence, **asdict(found)}, [found.sentence, *lines, last])
     return 1 if found.what_ifs else 0
 
 

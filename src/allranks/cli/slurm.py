@@ -6,63 +6,54 @@ import argparse
 import os
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from allranks.cli.run import FLAGS
+from allranks.cli.parser import read_flags, takes_value, words_after
+from allranks.cli.run import OURS
 from allranks.cli.run_job import chosen_flags, embed_lighthouse, read_settings
 from allranks.cli.terminal import answer, note
 from allranks.errors import InputError
-from allranks.launch import slurm
 from allranks.launch.command_line import arrange, flag_value, has_flag, job_token
+from allranks.model.options import argument, option
 
-_FLAGS = {"--nodes", "--gpus-per-node", "--partition", "--time", "--name", "--output", "--sbatch", "--srun"}
-_ALONE = {"--exclude-bad-nodes", "--no-requeue", "--dry-run", "--json", "-h", "--help"}
+if TYPE_CHECKING:
+    from allranks.launch.slurm import Allocation
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    parser.usage = "allranks slurm ACTION [options] [arguments of `run` or `stacks`]"
-    add(
-        "action",
-        choices=["submit", "wrap", "collect"],
-        metavar="ACTION",
-        help="submit: a batch job; wrap: start the job inside sbatch or salloc; collect: stacks of a running job",
+@dataclass(frozen=True)
+class SlurmFlags:
+    action: str = argument(
+        "",
+        "submit: a batch job; wrap: start the job inside sbatch or salloc; collect: stacks of a running job",
+        choices=("submit", "wrap", "collect"),
+        required=True,
     )
-    add("--nodes", type=int, default=1, metavar="N", help="nodes to ask for (default: 1)")
-    add("--gpus-per-node", default="", metavar="N", help="GPUs on each, also the ranks on each")
-    add("--partition", default="", metavar="NAME", help="partition to submit to")
-    add("--time", default="", metavar="HH:MM:SS", help="time limit")
-    add("--name", default="allranks", help="name of the job (default: %(default)s)")
-    add("--output", default="slurm-%j.out", metavar="FILE", help="output of the job (default: slurm-%%j.out)")
-    add(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="a further sbatch option, e.g. --sbatch=--account=x",
+    nodes: int = option(1, "nodes to ask for")
+    gpus_per_node: str = option("", "GPUs on each, also the ranks on each", metavar="N")
+    partition: str = option("", "partition to submit to", metavar="NAME")
+    time: str = option("", "time limit", metavar="HH:MM:SS")
+    name: str = option("allranks", "name of the job", metavar="NAME")
+    output: str = option("slurm-%j.out", "output of the job", metavar="FILE")
+    sbatch: tuple[str, ...] = option(
+        (), "a further sbatch option, e.g. --sbatch=--account=x", metavar="OPTION"
     )
-    add(
-        "--srun",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="wrap, collect: a further srun option, e.g. --srun=--container-name=x",
+    srun: tuple[str, ...] = option(
+        (), "wrap, collect: a further srun option, e.g. --srun=--container-name=x", metavar="OPTION"
     )
-    add(
-        "--exclude-bad-nodes",
-        action="store_true",
-        help="submit: leave out nodes that `allranks history` lists",
-    )
-    add("--no-requeue", action="store_true", help="do not let Slurm requeue the job when a node fails")
-    add("--dry-run", action="store_true", help="print what would be run")
-    add("--json", action="store_true", help="submit: print one JSON object")
-    add("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    exclude_bad_nodes: bool = option(False, "submit: leave out nodes that `allranks history` lists")
+    no_requeue: bool = option(False, "do not let Slurm requeue the job when a node fails")
+    dry_run: bool = option(False, "print what would be run")
+    json: bool = option(False, "submit: print one JSON object")
+
+
+FLAGS = (SlurmFlags,)
+USAGE = "allranks slurm ACTION [options] [arguments of `run` or `stacks`]"
 
 
 def arrange_words(words: Sequence[str]) -> list[str]:
@@ -70,45 +61,52 @@ def arrange_words(words: Sequence[str]) -> list[str]:
 
     The flags go before the action: argparse would take what follows it as the rest.
     """
+    takes = {**takes_value(SlurmFlags), "-h": False, "--help": False}
     head, action, rest = list(words[:1]), list(words[1:2]), list(words[2:])
     while rest and rest[0].startswith("-"):
         name = rest[0].partition("=")[0]
-        if name not in _FLAGS | _ALONE:
+        if name not in takes:
             break
         head.append(rest.pop(0))
-        if name in _FLAGS and "=" not in head[-1] and rest:
+        if takes[name] and "=" not in head[-1] and rest:
             head.append(rest.pop(0))
     return [*head, *action, "--", *rest] if rest else [*head, *action]
 
 
 def main(args: argparse.Namespace) -> int:
-    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    flags, words = read_flags(SlurmFlags, args), words_after(args)
     command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
-    if args.action == "wrap":
-        return _wrap(args, words, command)
-    if args.action == "collect":
+    if flags.action == "wrap":
+        return _wrap(flags, words, command)
+    if flags.action == "collect":
         if not words:
             raise InputError("no job was given", hint="allranks slurm collect JOBID [-o DIR]")
+        from allranks.launch import slurm
+
         nodes = len(slurm.find_nodes(words[0])) or None  # else srun would start one collector only
-        return _call(args, slurm.collect_words(words[0], nodes, words[1:], command, args.srun), {})
-    return _submit(args, words, command)
+        return _call(flags, slurm.collect_words(words[0], nodes, words[1:], command, flags.srun), {})
+    return _submit(flags, words, command)
 
 
-def _wrap(args: argparse.Namespace, words: list[str], command: str) -> int:
+def _wrap(flags: SlurmFlags, words: list[str], command: str) -> int:
+    from allranks.launch import slurm
+
     if not words:
         raise InputError("no script was given", hint="allranks slurm wrap [flags of allranks run] SCRIPT")
-    mine, theirs, script = arrange(words, FLAGS)
-    flags = [*mine, *theirs]
+    mine, theirs, script = arrange(words, OURS)
+    words = [*mine, *theirs]
     allocation = slurm.read_allocation(os.environ)
-    file = flag_value(flags, "--config")
+    file = flag_value(words, "--config")
     chosen = chosen_flags(Path(file)) if file else ()
-    line = slurm.srun_words(allocation, flags, script, command, chosen, args.srun)
+    line = slurm.srun_words(allocation, words, script, command, chosen, flags.srun)
     with ExitStack() as stack:
-        return _call(args, line, {} if args.dry_run else _lighthouse(allocation, flags, stack))
+        return _call(flags, line, {} if flags.dry_run else _lighthouse(allocation, words, stack))
 
 
-def _lighthouse(allocation: slurm.Allocation, flags: list[str], stack: ExitStack) -> dict[str, str]:
+def _lighthouse(allocation: Allocation, flags: list[str], stack: ExitStack) -> dict[str, str]:
     """One lighthouse and one token for the agents of all nodes, as the variables that tell them."""
+    import socket
+
     found = {"ALLRANKS_TOKEN": job_token(os.environ)}
     if has_flag(flags, "--lighthouse", "--no-lighthouse") or os.environ.get("ALLRANKS_LIGHTHOUSE"):
         return found
@@ -124,33 +122,39 @@ def _lighthouse(allocation: slurm.Allocation, flags: list[str], stack: ExitStack
     return {**found, "ALLRANKS_LIGHTHOUSE": f"{socket.gethostname()}:{address.rpartition(':')[2]}"}
 
 
-def _call(args: argparse.Namespace, line: list[str], variables: dict[str, str]) -> int:
-    if args.dry_run:
+def _call(flags: SlurmFlags, line: list[str], variables: dict[str, str]) -> int:
+    if flags.dry_run:
         print(shlex.join(line))
         return 0
+    import subprocess
+
     _need("srun")
     return subprocess.call(line, env={**os.environ, **variables})
 
 
-def _submit(args: argparse.Namespace, words: list[str], command: str) -> int:
+def _submit(flags: SlurmFlags, words: list[str], command: str) -> int:
+    from allranks.launch import slurm
+
     if not words:
         raise InputError("no script was given", hint="allranks slurm submit --nodes 2 SCRIPT")
-    asked = (args.nodes, args.gpus_per_node, args.partition, args.time, args.name, args.output)
-    bad = bad_nodes() if args.exclude_bad_nodes else ""
-    more = (*args.sbatch, *([f"--exclude={bad}"] if bad else ()))
-    options = slurm.SubmitOptions(*asked, not args.no_requeue, more)
+    asked = (flags.nodes, flags.gpus_per_node, flags.partition, flags.time, flags.name, flags.output)
+    bad = bad_nodes() if flags.exclude_bad_nodes else ""
+    more = (*flags.sbatch, *([f"--exclude={bad}"] if bad else ()))
+    options = slurm.SubmitOptions(*asked, not flags.no_requeue, more)
     script = slurm.sbatch_script(options, words, command)
-    if args.dry_run:
+    if flags.dry_run:
         print(script, end="")
         return 0
+    import subprocess
+
     _need("sbatch")
     done = subprocess.run(["sbatch", "--parsable"], input=script, text=True, capture_output=True, check=False)
     if done.returncode:
         raise InputError(f"sbatch refused the job: {done.stderr.strip()}")
     job = done.stdout.strip().split(";")[0]
-    output = args.output.replace("%j", job)
+    output = flags.output.replace("%j", job)
     text = f"Submitted job {job}; output in {output}; stacks: allranks slurm collect {job}"
-    answer(args.json, {"schema": 1, "job": job, "output": output}, text)
+    answer(flags.json, {"schema": 1, "job": job, "output": output}, text)
     return 0
 
 

@@ -6,42 +6,33 @@ import argparse
 import json
 import os
 import re
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from allranks.api.debug_server import fetch, is_address
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags
 from allranks.cli.terminal import check_folder, check_target, note, write_whole
-from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import InputError
+from allranks.model.debug_options import DebugOptions, read_debug_options
 from allranks.model.formatting import count
-from allranks.model.options import check_options, option
+from allranks.model.options import argument, check_options, option
 from allranks.model.parsing import printable
-from allranks.model.stacks import Capture, JobLook, Process, ProcessFinding, StacksReport, ThreadLook, Where
-from allranks.stacktraces import (
-    CollectOptions,
-    Selection,
-    classify,
-    collect,
-    read_capture,
-    tree,
-    write_bundle,
-)
-from allranks.stacktraces.debug_config import DebugOptions, read_debug_options
-from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others
-from allranks.stacktraces.procfs import scan
-from allranks.stacktraces.progress import Stillness
-from allranks.stacktraces.roles import with_roles
+
+if TYPE_CHECKING:  # heavy: numpy comes with some
+    from allranks.model.stacks import (
+        Capture,
+        JobLook,
+        Process,
+        ProcessFinding,
+        StacksReport,
+        ThreadLook,
+        Where,
+    )
 
 Json = dict[str, object]
 DEFAULTS = DebugOptions(interval_s=1.0)
@@ -55,6 +46,11 @@ _output = partial(option, group="output")
 class StacksFlags:
     """What to sample and what to write. The samples themselves are described by DebugOptions."""
 
+    of_job: tuple[str, ...] = argument(
+        (),
+        "a job that was recorded here, or a part of its name; or folders of --bundle, one of each node",
+        metavar="JOB",
+    )
     pid: tuple[int, ...] = _which((), "this process; repeatable", metavar="P")
     name: str = _which("", "processes whose title or command line matches this expression", metavar="PATTERN")
     job: str = _which("", "ranks of this job (black box, SLURM_JOB_ID, TORCHELASTIC_RUN_ID)", metavar="ID")
@@ -106,19 +102,13 @@ class StacksFlags:
         check_options(self)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "of_job",
-        nargs="*",
-        metavar="JOB",
-        help="a job that was recorded here, or a part of its name; or folders of --bundle, one of each node",
-    )
-    add_flags(parser, StacksFlags)
-    add_flags(parser, DEFAULTS, ("rounds", "interval_s", "cuda_gdb"))
+FLAGS = (StacksFlags, (DEFAULTS, ("rounds", "interval_s", "cuda_gdb")))
 
 
 def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
+    from allranks.stacktraces import Stillness, classify, read_capture
+
     options = read_flags(StacksFlags, args)
     check_target(options.html, options.force)
     if (code := _several_roles(options, args.of_job)) is not None:
@@ -144,6 +134,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
     """The exit code where all processes of a job are asked for; None where its ranks are."""
+    from allranks.stacktraces import tree
+
     if given and all(Path(one).is_dir() and any(Path(one).rglob(tree.LOOK)) for one in given):
         return show_tree(tree.read_looks(given), options.html, options.json, options.role)
     chosen = any((options.pid, options.name, options.job, options.folder, options.container, given))
@@ -162,6 +154,11 @@ def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
 
 def _look_at_tree(pids: tuple[int, ...], options: StacksFlags) -> int:
     """0 moving, 1 stuck or unclear."""
+    import msgspec
+
+    from allranks.stacktraces import tree
+    from allranks.stacktraces.roles import with_roles
+
     check_folder(options.bundle)
     rules = with_roles(read_debug_options(options.config).roles) if options.config else ()
     look = tree.look_at_processes(tree.find_tree(pids), tree.LookOptions(options.for_s, rules=rules))
@@ -172,6 +169,8 @@ def _look_at_tree(pids: tuple[int, ...], options: StacksFlags) -> int:
 
 
 def show_tree(look: JobLook, html: str, as_json: bool, role: str = "") -> int:
+    from allranks.diagnosis.process_verdict import explain_processes
+
     finding = explain_processes(look)
     if html:
         from allranks.stacktraces.html import render_processes
@@ -185,6 +184,10 @@ def show_tree(look: JobLook, html: str, as_json: bool, role: str = "") -> int:
 
 def _from_server(address: str) -> Capture:
     """The stacks that torch's debug server of a job gives."""
+    import tempfile
+
+    from allranks.stacktraces import read_capture
+
     with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
         for line in fetch(address, Path(folder)):
             _say(line)
@@ -207,6 +210,10 @@ def _known_name(given: str, must: bool) -> str:
 def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture]:
     """Samples this node, job by job (one that was chosen, or is alone, has no name); the bundle and the raw files are
     kept where -o or the configuration says."""
+    from allranks.stacktraces import CollectOptions, Selection, collect, write_bundle
+    from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others
+    from allranks.stacktraces.procfs import scan
+
     base = read_debug_options(options.config) if options.config else DEFAULTS
     debug = read_flags(DebugOptions, args, base)
     folder = _folder(options.output or (str(debug.folder()) if options.config else ""), options.force)
@@ -247,7 +254,10 @@ def _file_name(job: str) -> str:
 
 def _sample_all_nodes(options: StacksFlags, args: argparse.Namespace) -> Capture:
     """Samples every node of a job, joined into one capture: through its agents, or a Slurm step."""
+    import tempfile
+
     from allranks.incidents.peers import find_lighthouse, gather_everywhere
+    from allranks.stacktraces import read_capture
 
     lighthouse = find_lighthouse(options.job)
     if lighthouse is None:
@@ -261,7 +271,12 @@ def _sample_all_nodes(options: StacksFlags, args: argparse.Namespace) -> Capture
 
 
 def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Capture:
+    import shutil
+    import subprocess
+    import tempfile
+
     from allranks.launch.slurm import collect_words, find_nodes
+    from allranks.stacktraces import read_capture
 
     job = options.job or os.environ.get("SLURM_JOB_ID", "")
     if not job or shutil.which("srun") is None:
@@ -295,6 +310,8 @@ def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Cap
 
 def _folder(name: str, force: bool) -> Path | None:
     """The output folder. Several nodes of a Slurm step share a file system: each gets a folder of its own."""
+    import socket
+
     if not name:
         return None
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()

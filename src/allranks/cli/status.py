@@ -11,13 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags
 from allranks.cli.terminal import use_color, wrap
-from allranks.model.cluster import JobView, RankRow
 from allranks.model.formatting import count, duration, rank_list, ranks_text
-from allranks.model.options import option
+from allranks.model.options import argument, option
 from allranks.model.parsing import printable
+
+if TYPE_CHECKING:
+    from allranks.model.cluster import JobView, RankRow
 
 UNLIMITED = 10_000
 CLEAR = "\x1b[H\x1b[2J"  # the whole screen
@@ -27,15 +30,17 @@ WIDE = 80  # a narrower screen has fewer columns
 
 @dataclass(frozen=True)
 class StatusFlags:
+    job: str | None = argument(
+        None,
+        "name of a job, or folder of its black boxes (default: the newest one that runs here)",
+        metavar="JOB",
+    )
     json: bool = option(False, "print one JSON object (with --watch: one per line)")
     watch: bool = option(False, "update until the job ends (`allranks top`)", flags="--watch -w")
     interval: float = option(1.0, "time between two updates", unit="s", above=0)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "name of a job, or folder of its black boxes (default: the newest one that runs here)"
-    parser.add_argument("job", nargs="?", metavar="JOB", help=text)
-    add_flags(parser, StatusFlags)
+FLAGS = (StatusFlags,)
 
 
 def main(args: argparse.Namespace) -> int:

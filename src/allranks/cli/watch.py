@@ -7,24 +7,25 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from allranks.cli.parser import add_flags, read_flags
+from allranks.cli.parser import read_flags, words_after
 from allranks.cli.terminal import note
 from allranks.errors import InputError
-from allranks.model.options import option
-from allranks.stacktraces.debug_config import DebugOptions, read_debug_options
+from allranks.model.debug_options import DebugOptions, read_debug_options
+from allranks.model.options import argument, option
 
 if TYPE_CHECKING:
     from allranks.watch.role_sidecar import RoleReport
     from allranks.watch.sidecar import Collection
 
 #: The options of a collection that have a flag; the others are for the job file.
-FLAGS = (*("wait_s", "output_dir", "at_s", "no_progress_s", "slow_ms", "rounds", "interval_s", "cuda_gdb"),)
+OF_WATCH = ("wait_s", "output_dir", "at_s", "no_progress_s", "slow_ms", "rounds", "interval_s", "cuda_gdb")
 
 
 @dataclass(frozen=True)
 class WatchFlags:
     """What the command takes besides the options of a collection."""
 
+    words: tuple[str, ...] = argument((), "the job to start and watch", nargs="...", metavar="-- COMMAND")
     pid: tuple[int, ...] = option((), "watch this process and its children instead; repeatable", metavar="P")
     tree: bool = option(
         False,
@@ -39,13 +40,10 @@ class WatchFlags:
     json: bool = option(False, "one JSON line for each collection on stderr")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "command_words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the job to start and watch"
-    )
-    add_flags(parser, WatchFlags)
-    add_flags(parser, DebugOptions, FLAGS)
-    parser.epilog = "kill -QUIT of this process collects at once. The exit code is the command's\n(128 + N after signal N).\n"
+FLAGS = (WatchFlags, (DebugOptions, OF_WATCH))
+EPILOG = (
+    "kill -QUIT of this process collects at once. The exit code is the command's\n(128 + N after signal N).\n"
+)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     from allranks.watch.role_sidecar import RoleSidecar
     from allranks.watch.sidecar import Sidecar
 
-    words = args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
+    words = words_after(args)
     if bool(words) == bool(args.pid):
         raise InputError(
             "give a command or --pid, one of them",

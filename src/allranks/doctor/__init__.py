@@ -8,9 +8,7 @@ A check never raises and never waits without limit. `ok` needs no reading, `warn
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from allranks.model.options import option
@@ -20,13 +18,12 @@ Status = Literal["ok", "warning", "problem", "skipped"]
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `fix` is a harmless repair that `--fix` carries out; it returns what it did."""
+    """One finding."""
 
     name: str
     status: Status
     detail: str
     hint: str = ""
-    fix: Callable[[], str] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,6 @@ class DoctorOptions:
     ports: tuple[int, ...] = option((), "port that must be free; repeatable", flags="--port", metavar="PORT")
     nproc_per_node: int | None = option(None, "ranks that will run here")
     timeout_s: float = 5.0
-
-
-def make_folder(folder: Path, mode: int = 0o777) -> str:
-    """A repair: makes what is missing, and says so."""
-    folder.mkdir(mode=mode, parents=True)
-    return f"made {folder}"
 
 
 def run_checks(options: DoctorOptions) -> list[Check]:

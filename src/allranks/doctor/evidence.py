@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 
-from allranks.doctor import Check, DoctorOptions, Status, make_folder
+from allranks.doctor import Check, DoctorOptions, Status
 from allranks.doctor.ptrace import may_read_siblings
 from allranks.errors import NotRecording
 from allranks.stacktraces.debuggers import CAP_SYS_PTRACE, find_cuda_gdb, find_pyspy, has_capability
@@ -116,7 +115,7 @@ def _check_dump_folder(name: str, folder: Path) -> list[Check]:
     """torch does not make the folder of its dumps; without it they are lost."""
     if not folder.exists():
         text = f"torch's dumps go to {folder}, which does not exist: they are lost"
-        return [Check(name, "problem", text, f"mkdir -p {folder}", partial(make_folder, folder))]
+        return [Check(name, "problem", text, f"mkdir -p {folder}")]
     if not os.access(folder, os.W_OK | os.X_OK):
         text = f"torch's dumps go to {folder}, which cannot be written: they are lost"
         return [Check(name, "problem", text, f"export {name} to a place that this user can write")]
@@ -143,9 +142,9 @@ def check_recorder_folder(options: DoctorOptions) -> list[Check]:
     named = os.environ.get("ALLRANKS_DIR")
     folder = Path(named or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()))
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    name, make = "black box folder", partial(make_folder, folder, 0o700)
+    name = "black box folder"
     if not folder.exists() and os.access(above, os.W_OK | os.X_OK):
-        return [Check(name, "warning", f"{folder} does not exist yet", f"mkdir -p -m 700 {folder}", make)]
+        return [Check(name, "warning", f"{folder} does not exist yet", f"mkdir -p -m 700 {folder}")]
     if not os.access(folder, os.W_OK | os.X_OK):
         text = f"{folder} cannot be written: nothing will be recorded"
         return [Check(name, "problem", text, "export ALLRANKS_DIR to a folder of this user")]

@@ -8,7 +8,9 @@ launcher saw fail first, then the order of lines. A line without a time is as ol
 from __future__ import annotations
 
 import gzip
+import importlib
 import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,11 +19,11 @@ from functools import cache
 from importlib import resources
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, Literal, NamedTuple, cast
 
 import yaml
 
-from allranks.doctor.words import needed_words
 from allranks.model.formatting import ranks_text
 from allranks.model.parsing import without_secrets
 
@@ -334,3 +336,41 @@ def _fill(text: str, facts: dict[str, str]) -> str:
         r"\[([^\[\]]*\{(\w+)\}[^\[\]]*)\]", lambda m: m.group(1) if facts.get(m.group(2)) else "", text
     )
     return re.sub(r"\{(\w+)\}", lambda m: facts.get(m.group(1), m.group(0)), text).strip()
+
+
+def _find_parser() -> ModuleType | None:
+    """How the interpreter reads an expression: not a public module, and not needed for right answers."""
+    try:
+        return importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+    except ImportError:
+        return None
+
+
+def needed_words(expression: str) -> tuple[str, ...]:
+    """Looking for them is much faster than the expression. In lower case; every line that matches has at least one of them. Empty: nothing is known."""
+    parser = _find_parser()
+    return tuple(sorted(_needed(parser.parse(expression)))) if parser is not None else ()
+
+
+def _needed(parts: Iterable[tuple[object, object]]) -> frozenset[str]:
+    """Of a sequence: the best of what each of its parts needs."""
+    found, run = [], ""
+    for kind, argument in parts:
+        if str(kind) == "LITERAL" and isinstance(argument, int):
+            run += chr(argument).lower()
+            continue
+        found += [frozenset({run}), _needed_by(str(kind), argument)]
+        run = ""
+    known = [one for one in (*found, frozenset({run})) if one and all(one)]
+    return max(known, key=lambda one: (min(map(len, one)), -len(one)), default=frozenset())
+
+
+def _needed_by(kind: str, argument: object) -> frozenset[str]:
+    if not isinstance(argument, tuple):
+        return frozenset()
+    if kind == "SUBPATTERN" or (kind in ("MAX_REPEAT", "MIN_REPEAT") and argument[0] > 0):
+        return _needed(argument[-1])
+    if kind == "BRANCH":
+        ways = [_needed(way) for way in argument[1]]
+        return frozenset().union(*ways) if all(ways) else frozenset()
+    return frozenset()

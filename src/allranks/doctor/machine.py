@@ -16,10 +16,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-from allranks.doctor import Check, DoctorOptions, make_folder
+from allranks.doctor import Check, DoctorOptions
 from allranks.ledger.history import known_bad
 from allranks.stacktraces.gpus import ask_nvidia_smi, csv_cells
 
@@ -261,7 +260,7 @@ def check_folders(options: DoctorOptions) -> list[Check]:
 def _check_folder(path: Path) -> Check:
     name = f"folder {path}"
     if not path.exists():
-        return Check(name, "problem", "it does not exist", f"mkdir -p {path}", partial(make_folder, path))
+        return Check(name, "problem", "it does not exist", f"mkdir -p {path}")
     try:
         speed = _write_speed(path)
     except OSError as error:

@@ -10,15 +10,13 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from allranks.drill.plan import make_plan
-from allranks.drill.run import DrillResult, run_drill
+from allranks.drill.run import DrillResult, read_marks, run_drill
 from allranks.errors import AllranksError
 
 TRAIN = Path(__file__).with_name("demo_train.py")
@@ -62,9 +60,10 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
     out.mkdir(parents=True, exist_ok=True)
     say("title", f"1. Training on {REPLICAS} replicas, with a hang and a kill")
     drill = _drill(options, out, say)
-    losses, identical = _compare(out)
+    folder = options.folder / "drill"
+    losses = _losses(folder)
     if not losses:
-        log = options.folder / "drill" / "output.log"
+        log = folder / "output.log"
         last = log.read_text(errors="replace").splitlines()[-5:] if log.exists() else []
         raise AllranksError(
             f"no step was trained: `allranks run` ended with code {drill.exit_code}",
@@ -78,11 +77,11 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
     if reference:
         say("text", f"{len(reference)} steps: loss {reference[0]:.3f} → {reference[-1]:.3f}")
     told = drill.faults[0].incident
-    story = str(options.folder / "drill" / "incidents" / told / "story.html") if told else ""
-    return DemoResult(drill, difference, tuple(losses), reference, identical, story)
+    story = str(folder / "incidents" / told / "story.html") if told else ""
+    return DemoResult(drill, difference, tuple(losses), reference, bool(drill.identical_replicas), story)
 
 
-def _ending(out: Path, say: Say) -> Say:
+def _ending(folder: Path, out: Path, say: Say) -> Say:
     """Hears the story and lets training end 20 steps after both culprits have healed."""
     # two stories, which a slow machine may interleave
     waiting = [["verdict: ", "rank 2 healed"], ["died of SIGKILL", "rank 1 healed"]]
@@ -94,8 +93,7 @@ def _ending(out: Path, say: Say) -> Say:
             if not story:
                 waiting.remove(story)
                 if not waiting:
-                    losses, _ = _compare(out)
-                    (out / "stop_at").write_text(str(len(losses) + 20))
+                    (out / "stop_at").write_text(str(len(_losses(folder)) + 20))
 
     return hear
 
@@ -109,46 +107,29 @@ def _drill(options: DemoOptions, out: Path, say: Say) -> DrillResult:
         "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(options.notice_s), "--job", f"demo-{time.time_ns()}",
         str(TRAIN), "--steps", str(options.steps), "--pace-s", str(options.pace_s), "--out", str(out),
     ]  # fmt: skip
-    tail = _Tail(folder / "output.log", _ending(out, say))
-    tail.start()
-    try:
-        return run_drill(plan, command, folder, timeout_s=options.timeout_s, quiet=True)
-    finally:
-        tail.close()
+    read = _follow(folder / "output.log", _ending(folder, out, say))
+    result = run_drill(plan, command, folder, timeout_s=options.timeout_s, quiet=True, until=read)
+    read()
+    return result
 
 
-class _Tail:
-    """Follows the job's output and says what matters of it."""
+def _follow(path: Path, say: Say) -> Callable[[], bool]:
+    """Says what matters of the lines that were added to the job's output since the last call. Never asks for its end."""
+    position, rest = 0, ""
 
-    def __init__(self, path: Path, say: Say) -> None:
-        self._path, self._say = path, say
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="allranks-demo-tail", daemon=True)
+    def read() -> bool:
+        nonlocal position, rest
+        if path.exists():
+            with open(path, errors="replace") as log:
+                log.seek(position)
+                *lines, rest = (rest + log.read()).split("\n")
+                position = log.tell()
+            for line in lines:
+                for kind, shown in notable(line):
+                    say(kind, shown)
+        return False
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Reads to the end and stops."""
-        self._stop.set()
-        self._thread.join(timeout=10)
-
-    def _run(self) -> None:
-        position, rest = 0, ""
-        while True:
-            last = self._stop.is_set()
-            if self._path.exists():
-                with open(self._path, errors="replace") as log:
-                    log.seek(position)
-                    text = log.read()
-                    position = log.tell()
-                *lines, rest = (rest + text).split("\n")
-                for line in lines:
-                    for kind, shown in notable(line):
-                        self._say(kind, shown)
-            if last:
-                return
-            self._stop.wait(0.1)
+    return read
 
 
 _RULES: tuple[tuple[str, str, str], ...] = (
@@ -171,25 +152,8 @@ def notable(line: str) -> Iterator[tuple[str, str]]:
             return
 
 
-class Committed(TypedDict):
-    """One line of a replica's report (demo_train.py)."""
-
-    step: int
-    loss: float
-    digest: str
-
-
-def _compare(out: Path) -> tuple[list[float], bool]:
-    """The committed losses by step, and whether all replicas held the same parameters at every common step."""
-    losses: dict[int, float] = {}
-    digests: dict[int, set[str]] = {}
-    for path in sorted(out.glob("loss.*.jsonl")):
-        for line in path.read_text().splitlines():
-            try:
-                entry: Committed = json.loads(line)
-            except ValueError:
-                continue
-            losses[entry["step"]] = entry["loss"]
-            digests.setdefault(entry["step"], set()).add(entry["digest"])
-    same = bool(digests) and all(len(seen) == 1 for seen in digests.values())
-    return [losses[step] for step in sorted(losses)], same
+def _losses(folder: Path) -> list[float]:
+    """The committed losses by step, as the replicas reported them to the drill."""
+    entries = (entry for entries in read_marks(folder).values() for entry in entries if "loss" in entry)
+    losses = {entry["at_step"]: entry["loss"] for entry in entries}
+    return [losses[step] for step in sorted(losses)]

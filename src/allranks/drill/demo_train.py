@@ -99,15 +99,12 @@ def digest(model: nn.Module) -> str:
     return seen.hexdigest()[:16]
 
 
-def report(step: int, loss: float, model: nn.Module, out: Path) -> None:
-    """Leaves one line per committed step, for the demo and for drills."""
-    seen = digest(model)
-    with open(out, "a") as log:
-        log.write(json.dumps({"at": time.time(), "step": step, "loss": loss, "digest": seen}) + "\n")
+def report(step: int, loss: float, model: nn.Module) -> None:
+    """Reports a committed step to the drill that it runs in, if it does."""
     if os.environ.get("ALLRANKS_DRILL"):
         from allranks.drill.preload import tell
 
-        tell(at_step=step, digest=seen, loss=loss)
+        tell(at_step=step, digest=digest(model), loss=loss)
 
 
 def reference_losses(steps: int) -> list[float]:
@@ -136,7 +133,7 @@ def last_step(limit: int, out: Path) -> int:
 
 
 def main() -> None:
-    """Trains to --steps; each replica leaves its losses and its final parameters in --out."""
+    """Trains to --steps; each replica reports its losses."""
     args = _arguments()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     torch.set_num_threads(1)
@@ -175,18 +172,16 @@ def train(args: argparse.Namespace) -> None:
 
     manager = Manager(load_state_dict=load, state_dict=save, min_replica_size=args.min_replicas)
     model, optimizer = DistributedDataParallel(manager, plain), Optimizer(manager, inner)
-    rank = int(os.environ.get("ALLRANKS_RANK", "0"))
     while manager.current_step() < last_step(args.steps, args.out):
         begin = time.monotonic()
         done = train_step(manager, model, optimizer, text)
         if done is not None:
             step, loss = done
-            report(step, loss, plain, args.out / f"loss.{rank}.jsonl")
+            report(step, loss, plain)
             if step % 10 == 0:
                 print(f"step {step}: loss {loss:.4f}, {manager.num_participants()} replicas", flush=True)
         time.sleep(max(0.0, args.pace_s - (time.monotonic() - begin)))
     manager.shutdown()
-    torch.save(plain.state_dict(), args.out / f"final.{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class DrillMark(TypedDict, total=False):
     at_step: int  # committed
     digest: str  # as the script says
     state: str  # as the drill sees it
+    loss: float
     part: int
     samples: list[int]
     all_samples: int

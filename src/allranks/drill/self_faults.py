@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
-import queue
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NamedTuple
 
 PIDFD_GETFD = 438  # the system call's number on every architecture
@@ -86,10 +80,14 @@ def _gil(for_s: float) -> None:
 
 
 def _subprocess(for_s: float) -> None:
+    import subprocess
+
     subprocess.run([sys.executable, "-c", f"import time; time.sleep({for_s or 1e6})"], check=False)
 
 
 def _queue(for_s: float) -> None:
+    import queue
+
     with contextlib.suppress(queue.Empty):
         queue.Queue[int]().get(timeout=for_s or None)
 
@@ -112,12 +110,17 @@ def _fifo(for_s: float) -> None:
 
 
 def _file_lock(for_s: float) -> None:
+    import fcntl
+    import tempfile
+
     with tempfile.NamedTemporaryFile() as held, open(held.name) as wanted:
         fcntl.flock(held, fcntl.LOCK_EX)
         fcntl.flock(wanted, fcntl.LOCK_EX)  # another opening of the same file: waits for the first
 
 
 def _network(for_s: float) -> None:
+    import socket
+
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         socket.create_connection(silent.getsockname()) as line,
@@ -127,6 +130,8 @@ def _network(for_s: float) -> None:
 
 
 def _store(for_s: float) -> None:
+    from datetime import timedelta
+
     from torch.distributed import TCPStore
 
     patience = timedelta(seconds=for_s or 1e6)
@@ -173,6 +178,8 @@ def _partition(for_s: float) -> None:
 
 def _stop_for(pids: list[int], seconds: float) -> None:
     """Stops processes; another one wakes them, also when this rank has ended meanwhile."""
+    import subprocess
+
     names = " ".join(map(str, pids))
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {names} 2>/dev/null"], start_new_session=True)
     for pid in pids:
@@ -191,6 +198,8 @@ def _cut_connections(pid: int) -> int:
 
 def _shut(fd: int) -> bool:
     """Shuts the connection behind a descriptor that is ours to close; anything else is left alone."""
+    import socket
+
     try:
         copy = socket.socket(fileno=fd)
     except OSError:

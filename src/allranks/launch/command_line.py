@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from allranks.channel.keys import find_token
 from allranks.errors import InputError
 
 # torchrun's flags that stand alone; every other one takes a value.
@@ -151,4 +149,8 @@ class JobEnvironment:
 
 def job_token(environment: Mapping[str, str]) -> str:
     """The token of the job: as the environment says, or a new one."""
+    import secrets
+
+    from allranks.channel.keys import find_token
+
     return find_token(environment) or secrets.token_urlsafe(24)

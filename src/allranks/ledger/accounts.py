@@ -8,12 +8,12 @@ longer a job runs, the longer its windows, so that a month of a large job stays 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.phases import PhaseMark
 from allranks.ledger.arrivals import Waited
-from allranks.ledger.booking import RankBook, Sampled, Stretch, advance, finish, resolve
+from allranks.ledger.booking import RankBook, Stretch, advance, finish, resolve
 from allranks.ledger.records import (
     IDLE,
     REPEATED,
@@ -27,6 +27,7 @@ from allranks.ledger.records import (
     kind_of,
 )
 from allranks.model.formatting import rank_runs
+from allranks.watch.samples import RankSample
 
 SETTLE_S = 8.0
 SHORTEST_S, LONGEST_S, WINDOWS = 10.0, 1800.0, 50  # a window is a fiftieth of the job's age, between these
@@ -41,6 +42,16 @@ Waits = Callable[[float, float, Sequence[Outage]], Waited]
 
 
 @dataclass
+class _Sum:
+    """What one rank did since the last row: seconds by state, and how often it began some of them."""
+
+    begin: float
+    end: float
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+@dataclass
 class Accounts:
     began: float  # epoch
     reached: int = -1  # the highest step of earlier runs of this job, or of this one
@@ -50,15 +61,13 @@ class Accounts:
     _phases: dict[int, tuple[PhaseMark, ...]] = field(default_factory=dict)
     _pending: list[Stretch] = field(default_factory=list)
     _outages: dict[str, Outage] = field(default_factory=dict)
-    _sums: dict[int, dict[str, float]] = field(default_factory=dict)
-    _times: dict[int, tuple[float, float]] = field(default_factory=dict)
-    _counts: dict[int, dict[str, int]] = field(default_factory=dict)
+    _sums: dict[int, _Sum] = field(default_factory=dict)
     # processes whose place a rank of another number has
     _past: set[tuple[int, int]] = field(default_factory=set)
     _folded: float = 0.0
     _tokens: float = 0.0  # since the last row
 
-    def observe(self, now: float, samples: Sequence[Sampled]) -> list[Booked]:
+    def observe(self, now: float, samples: Sequence[RankSample]) -> list[Booked]:
         """One sample of this node's ranks; returns the rows that are finished by now."""
         for sample in sorted(samples, key=lambda one: one.start_ns):
             if (sample.pid, sample.start_ns) in self._past:
@@ -72,7 +81,7 @@ class Accounts:
         self.reached = max([self.reached, *(sample.step for sample in samples)])
         return self._settle(now - SETTLE_S, now)
 
-    def _place_of(self, sample: Sampled) -> RankBook:
+    def _place_of(self, sample: RankSample) -> RankBook:
         """The book of a rank that is new here: in a job that was resized it continues that of a rank that is gone."""
         for rank, book in self._books.items():
             if book.process is not None and not book.alive and sample.start_ns / 1e9 >= book.booked:
@@ -93,11 +102,13 @@ class Accounts:
 
     def open_rows(self, now: float) -> list[Booked]:
         """What would be booked if the job ended now; changes nothing."""
-        draft = Accounts(self.began, self.reached, number=self.number)
-        draft._books, draft._phases, draft._outages = dict(self._books), self._phases, self._outages
-        draft._pending, draft._tokens = list(self._pending), self._tokens
-        draft._sums = {rank: dict(sums) for rank, sums in self._sums.items()}
-        draft._times, draft._counts = dict(self._times), {r: dict(c) for r, c in self._counts.items()}
+        sums = {
+            rank: replace(one, seconds=one.seconds.copy(), counts=one.counts.copy())
+            for rank, one in self._sums.items()
+        }
+        draft = replace(
+            self, waits=Accounts.waits, _books=dict(self._books), _pending=[*self._pending], _sums=sums
+        )
         return draft.close(now)
 
     def close(self, now: float) -> list[Booked]:
@@ -129,68 +140,58 @@ class Accounts:
 
     def _add(self, parts: Sequence[Stretch]) -> None:
         for part in parts:
-            sums = self._sums.setdefault(part.rank, {})
-            sums[part.state] = sums.get(part.state, 0.0) + part.end - part.begin
-            low, high = self._times.get(part.rank, (part.begin, part.end))
-            self._times[part.rank] = min(low, part.begin), max(high, part.end)
+            found = self._sums.setdefault(part.rank, _Sum(part.begin, part.end))
+            found.seconds[part.state] += part.end - part.begin
+            found.begin, found.end = min(found.begin, part.begin), max(found.end, part.end)
             if kind_of(part.state) in COUNTED:
-                counts = self._counts.setdefault(part.rank, {})
-                counts[part.state] = counts.get(part.state, 0) + 1
+                found.counts[part.state] += 1
 
     def _window_s(self, now: float) -> float:
         return min(LONGEST_S, max(SHORTEST_S, (now - self.began) / WINDOWS))
 
     def _fold(self, now: float) -> list[Booked]:
         self._folded = now
-        sums, times, counts = self._sums, self._times, self._counts
-        self._sums, self._times, self._counts = {}, {}, {}
+        sums, self._sums = self._sums, {}
         if not sums:
             return []
-        low, high = min(t[0] for t in times.values()), max(t[1] for t in times.values())
+        low, high = min(one.begin for one in sums.values()), max(one.end for one in sums.values())
         waits = self.waits(low, high, tuple(self._outages.values()))
         alike: dict[object, list[int]] = defaultdict(list)
-        for rank, states in sums.items():
-            _book_waits(states, rank, times[rank], waits)
+        for rank, one in sums.items():
+            _book_waits(one, rank, waits)
             unit = max(1e-3, ALIKE * (high - low))
-            shape = sorted((state, round(seconds / unit)) for state, seconds in states.items())
-            alike[tuple(one for one in shape if one[1])].append(rank)
-        return [
-            self._row(
-                {r: sums[r] for r in ranks}, [times[r] for r in ranks], [counts.get(r, {}) for r in ranks]
-            )
-            for ranks in alike.values()
-        ]
+            shape = sorted((state, round(seconds / unit)) for state, seconds in one.seconds.items())
+            alike[tuple(part for part in shape if part[1])].append(rank)
+        return [self._row(ranks, [sums[rank] for rank in ranks]) for ranks in alike.values()]
 
-    def _row(
-        self,
-        sums: Mapping[int, Mapping[str, float]],
-        times: list[tuple[float, float]],
-        counts: list[dict[str, int]],
-    ) -> Booked:
+    def _row(self, ranks: Sequence[int], sums: Sequence[_Sum]) -> Booked:
         self.number += 1
         total: dict[str, float] = defaultdict(float)
-        for states in sums.values():
-            for state, seconds in states.items():
+        most: dict[str, int] = defaultdict(int)
+        for one in sums:
+            for state, seconds in one.seconds.items():
                 total[state] += seconds
-        most = {state: max(c.get(state, 0) for c in counts) for one in counts for state in one}
+            for state, count in one.counts.items():
+                most[state] = max(most[state], count)
         rounded = {state: round(seconds, 4) for state, seconds in total.items()}
-        low, high = round(min(t[0] for t in times), 4), round(max(t[1] for t in times), 4)
+        low, high = round(min(one.begin for one in sums), 4), round(max(one.end for one in sums), 4)
         tokens, self._tokens = round(self._tokens), 0.0
         return Booked(
-            self.number, low, high, ",".join(rank_runs(list(sums))), rounded, self.reached, most, tokens
+            self.number, low, high, ",".join(rank_runs(ranks)), rounded, self.reached, dict(most), tokens
         )
 
 
-def _book_waits(states: dict[str, float], rank: int, when: tuple[float, float], waits: Waited) -> None:
+def _book_waits(one: _Sum, rank: int, waits: Waited) -> None:
     """Of the time of steps, what was spent waiting for others."""
+    states = one.seconds
     calling = sum(seconds for state, seconds in states.items() if kind_of(state) not in SILENT)
     steps = {state: states.get(state, 0.0) for state in (USEFUL, REPEATED)}
     own = sum(steps.values())
-    waited = waits.during(rank, *when, calling)
+    waited = waits.during(rank, one.begin, one.end, calling)
     scale = min(1.0, own / max(sum(waited.values()), 1e-9))
     for whom, seconds in waited.items():
         states[f"{WAITING}:{whom}"] = seconds * scale
         for state, part in steps.items():
-            states[state] = states.get(state, 0.0) - seconds * scale * part / max(own, 1e-9)
+            states[state] -= seconds * scale * part / max(own, 1e-9)
     for state in [state for state, seconds in states.items() if seconds <= 0.0]:
         del states[state]

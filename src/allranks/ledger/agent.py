@@ -15,11 +15,11 @@ from pathlib import Path
 
 import allranks
 from allranks.blackbox.reader import read_trace
+from allranks.blackbox.tables import HeapCache, Tables
 from allranks.errors import InputError
 from allranks.ledger.accounts import Accounts
 from allranks.ledger.across import FOR_S, RECENT_S, SHORT_S, NodeLateness, note_passed
 from allranks.ledger.arrivals import Waited, find_waits
-from allranks.ledger.booking import Sampled
 from allranks.ledger.changes import ChangePoint
 from allranks.ledger.file import LedgerFile, NodeLedger, find_ledgers, ledger_path, read_ledger, read_recent
 from allranks.ledger.history import HistoryWriter, outage_events
@@ -28,6 +28,7 @@ from allranks.ledger.slow import Lateness
 from allranks.ledger.summary import JobAccount, account
 from allranks.model.diagnosis import Incident
 from allranks.model.trace import RankTrace
+from allranks.watch.samples import RankSample
 
 log = logging.getLogger("allranks.agent")
 
@@ -37,7 +38,7 @@ SLOW_S, SLOW_MIN_S, SLOW_STEPS = (
     5.0,
     15,
 )  # how often ranks are compared: after so many steps, between these
-LOOK_SHARE = 0.0005  # of a core for each rank: comparing costs no more
+LOOK_SHARE = 0.0003  # of a core for each rank: comparing costs no more
 COMPARE_S = 0.5  # longest time for reading what other nodes noted
 MAX_ENDED, MAX_AGENTS = 64, 64
 FAULTS = (
@@ -102,7 +103,9 @@ class LedgerKeeper:
             (file for file in files if file.lock()), LedgerFile(ledger_path(self.folder, self.job, ""))
         )
 
-    def observe(self, samples: Sequence[Sampled], running: Sequence[int], now: float | None = None) -> None:
+    def observe(
+        self, samples: Sequence[RankSample], running: Sequence[int], now: float | None = None
+    ) -> None:
         """One look of the watch; `running` are the ranks of this agent that run, samples may be of others too."""
         at = time.time() if now is None else now
         self._carefully(lambda: self._observe(samples, set(running), at))
@@ -142,7 +145,7 @@ class LedgerKeeper:
 
     # inside
 
-    def _observe(self, samples: Sequence[Sampled], running: set[int], now: float) -> None:
+    def _observe(self, samples: Sequence[RankSample], running: set[int], now: float) -> None:
         assert self._accounts is not None
         self._ours |= {(s.pid, s.start_ns) for s in samples if s.rank in running}
         ours = [s for s in samples if (s.pid, s.start_ns) in self._ours]
@@ -236,7 +239,7 @@ class LedgerKeeper:
             if (passed := note_passed(newest, begin, end)) is not None:
                 self._passed.append(passed)
         without = [(one.begin, one.closed or one.recovered or end) for one in outages]
-        return find_waits(batches, begin, end, without)
+        return find_waits(batches, begin, end, without, self._slow.unwaited)
 
     def _carefully(self, work: Callable[[], None]) -> None:
         """The watch continues whatever happens here."""
@@ -259,10 +262,10 @@ def look_due_s(steps: int, cpu_s: Sequence[float], ranks: int) -> float:
 
 
 def _read_boxes(paths: Iterable[str]) -> list[RankTrace]:
-    traces: list[RankTrace] = []
+    traces, cache = [], HeapCache(Tables())
     for path in paths:
         try:
-            traces.append(read_trace(path))
+            traces.append(read_trace(path, cache))
         except InputError:
             continue  # removed meanwhile
     return traces

@@ -8,7 +8,7 @@ long each rank was inside the call, since their clocks differ: the rank that wai
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,10 +20,11 @@ SYNCHRONISING = (
     "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall", "barrier",
 )  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
-MIN_CALLS = 3
+MIN_CALLS, NEWEST = 3, 16
 #: For telling whether ranks wait in a call: samples, the share without a pause, standard errors, and what lateness must tell.
 MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 4.0, 0.01, 1e-5
 MIN_SHARE = 0.002  # of the time: shorter waits are not told
+SKEW_S = 1.0  # between clocks of hosts
 LONGEST_S = 60.0  # a wait that began longer before a stretch of time is not looked for
 Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # begins, ends, ranks that were waited for
 
@@ -40,7 +41,6 @@ class Meetings:
     blocks: np.ndarray  # whether the rank waits in this call (and does not compute meanwhile)
     elements: np.ndarray  # of the input, ranks x collectives
     rows: np.ndarray  # of these calls in the box of each rank
-    unwaited: tuple[int, ...] = ()  # stacks of calls that ranks do not wait in, as the first rank counts them
 
     @property
     def waits_s(self) -> np.ndarray:
@@ -54,20 +54,46 @@ class Meetings:
         return found
 
 
-def find_meetings(traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62) -> list[Meetings]:
-    """One for each group with at least two of these ranks in it."""
-    found = [_match(name, lane) for (name, _), lane in find_lanes(traces).items() if len(lane) > 1]
-    whole = _mark_unwaited([one for one in found if one is not None], traces)
-    return [part for one in whole if (part := _between(one, since_ns / 1e9, until_ns / 1e9)).arrived.size]
+def find_meetings(
+    traces: Sequence[RankTrace],
+    since_ns: int = 0,
+    until_ns: int = 1 << 62,
+    unwaited: Collection[Line] | None = None,
+    ended_ns: int = 0,
+) -> list[Meetings]:
+    """One for each group with at least two of these ranks in it: of the collectives that began in this time and did not end before
+    `ended_ns`. `unwaited`: as `find_unwaited` found it before, which needs all calls; None: it is found anew."""
+    if unwaited is None:
+        whole = _match_all(traces)
+        unwaited = find_unwaited(whole, traces)
+    else:
+        whole = _match_all(traces, since_ns, until_ns, ended_ns)
+    marked = [_without(one, traces, unwaited) for one in whole]
+    return [part for one in marked if (part := _between(one, since_ns / 1e9, until_ns / 1e9)).arrived.size]
 
 
+def _match_all(
+    traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62, ended_ns: int = 0
+) -> list[Meetings]:
+    lanes = find_lanes(traces, since_ns, until_ns, ended_ns, least=NEWEST)
+    found = [_match(name, lane) for (name, _), lane in lanes.items() if len(lane) > 1]
+    return [one for one in found if one is not None]
+
+
+#: Where a program makes a call: the stack, or its number where boxes have none.
+Line = object
 Lane = dict[int, tuple[RankTrace, np.ndarray]]  # rank -> its box, and rows of its calls
 
 
 def find_lanes(
-    traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62
+    traces: Sequence[RankTrace],
+    since_ns: int = 0,
+    until_ns: int = 1 << 62,
+    ended_ns: int = 0,
+    least: int = 0,
 ) -> dict[tuple[str, tuple[int, ...]], Lane]:
-    """Group -> the calls of each rank that nobody leaves before everybody has entered."""
+    """Group -> the calls of each rank that nobody leaves before everybody has entered: those that began in this time and did
+    not end before `ended_ns`, or, where they are fewer than `least`, the newest ones before `until_ns`."""
     lanes: dict[tuple[str, tuple[int, ...]], Lane] = defaultdict(dict)
     for trace in traces:
         rank, calls = trace.header.rank, trace.calls
@@ -75,10 +101,15 @@ def find_lanes(
             continue
         synchronising = np.array([name.lstrip("_").startswith(SYNCHRONISING) for name in trace.names])
         keep = synchronising[calls["op"]] & (calls["flags"] & _UNUSED == 0) & (calls["seq"] > 0)
-        keep &= (calls["created_ns"] >= since_ns) & (calls["created_ns"] < until_ns)
+        keep &= calls["created_ns"] < until_ns
+        within = calls["created_ns"] >= since_ns
+        within &= (calls["completed_ns"] == 0) | (calls["completed_ns"] >= ended_ns)
         for number in np.unique(calls["group"][keep]):
-            group = trace.groups[number]
-            lanes[group.name, group.ranks][rank] = trace, np.flatnonzero(keep & (calls["group"] == number))
+            group, rows = trace.groups[number], np.flatnonzero(keep & (calls["group"] == number))
+            chosen = rows[within[rows]]
+            chosen = rows[-least:] if len(chosen) < least else chosen
+            if len(chosen):
+                lanes[group.name, group.ranks][rank] = trace, chosen
     return lanes
 
 
@@ -117,37 +148,37 @@ def _between(one: Meetings, since: float, until: float) -> Meetings:
     return replace(one, **{name: getattr(one, name)[..., at] for name in names})
 
 
-def _mark_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) -> list[Meetings]:
-    """The same, with the calls that ranks do not wait in."""
+def find_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) -> frozenset[Line]:
+    """The lines with calls that ranks do not wait in. Groups that make the same call are judged together."""
     calls = {trace.header.rank: trace.calls for trace in traces}
     late = {rank: np.zeros(len(rows) + 1) for rank, rows in calls.items()}
     for one in meetings:
         for i, rank in enumerate(one.ranks):
             late[rank][one.rows[i]] = one.late[i]
     around = {rank: _around(rows, late[rank]) for rank, rows in calls.items()}
-    stacks = {trace.header.rank: trace.stacks for trace in traces}
-    parts: dict[object, list[np.ndarray]] = defaultdict(
-        list
-    )  # by line: groups that make the same call are judged together
-    places: dict[object, list[tuple[int, int]]] = defaultdict(list)
-    for number, one in enumerate(meetings):
-        lines = calls[one.ranks[0]]["stack"][one.rows[0]]
-        for line in np.unique(lines).tolist():
-            key = stacks[one.ranks[0]][line] or line
-            rows = one.rows[:, lines == line]
-            parts[key] += [_less_usual(around[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
-            places[key].append((number, line))
-    unwaited: dict[int, list[int]] = defaultdict(list)
-    for key, found in parts.items():
-        for number, line in places[key] if not waits_in(*np.concatenate(found, axis=1)) else ():
-            unwaited[number].append(line)
-    return [_without(one, calls[one.ranks[0]], unwaited[number]) for number, one in enumerate(meetings)]
+    parts: dict[Line, list[np.ndarray]] = defaultdict(list)
+    for one in meetings:
+        numbers, lines = _lines(one, traces)
+        for line in np.unique(numbers).tolist():
+            rows = one.rows[:, numbers == line]
+            parts[lines[line]] += [_less_usual(around[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
+    return frozenset(line for line, found in parts.items() if not waits_in(*np.concatenate(found, axis=1)))
 
 
-def _without(one: Meetings, calls: np.ndarray, unwaited: Sequence[int]) -> Meetings:
+def _lines(one: Meetings, traces: Sequence[RankTrace]) -> tuple[np.ndarray, Sequence[Line]]:
+    """Of each collective the number of its line in the first rank's box, and all lines of that box."""
+    first = next(trace for trace in traces if trace.header.rank == one.ranks[0])
+    return first.calls["stack"][one.rows[0]], [stack or n for n, stack in enumerate(first.stacks)]
+
+
+def _without(one: Meetings, traces: Sequence[RankTrace], unwaited: Collection[Line]) -> Meetings:
     """The same where nobody waits in the calls from these lines."""
-    blocks = one.blocks & ~np.isin(calls["stack"][one.rows[0]], unwaited)
-    return replace(one, blocks=blocks, unwaited=tuple(unwaited))
+    if not unwaited:
+        return one
+    numbers, lines = _lines(one, traces)
+    return replace(
+        one, blocks=one.blocks & ~np.isin(numbers, [n for n, line in enumerate(lines) if line in unwaited])
+    )
 
 
 def _around(calls: np.ndarray, late: np.ndarray) -> np.ndarray:
@@ -362,14 +393,15 @@ def find_waits(
     begin: float,
     end: float,
     without: Sequence[tuple[float, float]] = (),
+    unwaited: Collection[Line] | None = None,
 ) -> Waited:
-    """All waits between `begin` and `end`.
+    """All waits between `begin` and `end`; `unwaited` as for `find_meetings`.
 
     A batch has one box of each rank: the newest, and those that ended meanwhile together with the ones that they trained
     with. Waits that touch the times of `without` are left out: they are booked to something else.
     """
-    since, until = int((begin - LONGEST_S) * 1e9), int(end * 1e9)
-    meetings = [one for traces in batches for one in find_meetings(traces, since, until)]
+    since, until, ended = int((begin - LONGEST_S) * 1e9), int(end * 1e9), int((begin - SKEW_S) * 1e9)
+    meetings = [one for traces in batches for one in find_meetings(traces, since, until, unwaited, ended)]
     if not meetings:
         return Waited()
     first = max(begin, min(float(one.arrived.min()) for one in meetings))

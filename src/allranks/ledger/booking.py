@@ -10,7 +10,6 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from allranks.blackbox.phases import FIRST, GC, PhaseMark
 from allranks.ledger.records import (
@@ -24,42 +23,12 @@ from allranks.ledger.records import (
     Outage,
     state_of,
 )
+from allranks.watch.samples import RankSample
 
 #: States of stretches that incidents explain, see `resolve`.
 LOST, DOWN = "lost", "down"
 MEMORY = 64  # steps
 NEAR_S = 5.0  # an incident that begins so soon after a process ended belongs to its end
-
-
-class Sampled(Protocol):
-    """What is read of a rank's black box (watch/samples.py)."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def step_ns(self) -> int: ...
-    @property
-    def calls_completed(self) -> int: ...
-    @property
-    def last_ns(self) -> int: ...
-    @property
-    def start_ns(self) -> int: ...
-    @property
-    def closed(self) -> str: ...
-    @property
-    def closed_ns(self) -> int: ...
-    @property
-    def tokens(self) -> float: ...
-    @property
-    def phases(self) -> tuple[PhaseMark, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +61,7 @@ class RankBook:
         return statistics.median(self.steps_s) if self.steps_s else 0.0
 
 
-def advance(book: RankBook, sample: Sampled, now: float, reached: int) -> tuple[RankBook, list[Stretch]]:
+def advance(book: RankBook, sample: RankSample, now: float, reached: int) -> tuple[RankBook, list[Stretch]]:
     """The book after one more sample, and what was booked. `reached`: the highest step that any rank has begun."""
     done: list[Stretch] = []
     if book.process != (sample.pid, sample.start_ns):
@@ -119,14 +88,16 @@ def finish(book: RankBook, phases: Sequence[PhaseMark], now: float) -> list[Stre
     return _cut(book, [], now, IDLE)
 
 
-def _progress_at(book: RankBook, sample: Sampled) -> float:
+def _progress_at(book: RankBook, sample: RankSample) -> float:
     """When the rank last made progress; 0 when it has not since the last sample."""
     if sample.step >= 0:
         return sample.step_ns / 1e9
     return sample.last_ns / 1e9 if sample.calls_completed > book.calls else 0.0
 
 
-def _new_process(book: RankBook, sample: Sampled, now: float, reached: int) -> tuple[RankBook, list[Stretch]]:
+def _new_process(
+    book: RankBook, sample: RankSample, now: float, reached: int
+) -> tuple[RankBook, list[Stretch]]:
     start = min(max(sample.start_ns / 1e9, book.booked), now)
     first = book.process is None
     done = [Stretch(book.rank, book.booked, start, STARTING if first else LOST if book.alive else DOWN)]
@@ -134,7 +105,7 @@ def _new_process(book: RankBook, sample: Sampled, now: float, reached: int) -> t
     return replace(fresh, steps_s=book.steps_s), [one for one in done if one.end > one.begin]
 
 
-def _marked(book: RankBook, sample: Sampled, at: float) -> tuple[RankBook, list[Stretch]]:
+def _marked(book: RankBook, sample: RankSample, at: float) -> tuple[RankBook, list[Stretch]]:
     """Books up to a progress mark."""
     done: list[Stretch] = []
     if not book.marked:

@@ -194,11 +194,3 @@ def read_jobs(paths: Iterable[Path]) -> dict[str, list[NodeLedger]]:
         hint = "`allranks run` writes one beside the incidents of a job. Give the job's name, or that folder."
         raise InputError("no ledger was found", hint=hint)
     return found
-
-
-def ledgers_at(word: str) -> list[Path]:
-    """The ledgers of a file, a folder of incidents, or a job whose incidents are in ./allranks-incidents; [] for none."""
-    path = Path(word)
-    if path.is_file():
-        return [path]
-    return (find_ledgers(path) if path.is_dir() else []) or find_ledgers(Path("allranks-incidents"), word)

@@ -11,13 +11,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from allranks.blackbox.phases import GC, PhaseMark
-from allranks.ledger.arrivals import Blocking, Meetings, Messages, find_blocking, find_meetings, find_messages
+from allranks.ledger.arrivals import (
+    Blocking,
+    Line,
+    Meetings,
+    Messages,
+    find_blocking,
+    find_meetings,
+    find_messages,
+    find_unwaited,
+)
 from allranks.ledger.changes import ChangePoint, find_change
 from allranks.ledger.records import SAVING, kind_of, state_of
 from allranks.model.formatting import duration, rank_list, ranks_text
@@ -26,6 +35,7 @@ from allranks.model.trace import RankTrace
 MIN_STEPS = 8
 MIN_RANKS = 2
 MEMORY, AGAIN_S = 400, 600.0
+JUDGE_NS = 60 * 10**9
 OVERLAP = 4  # steps that are read again, since the first ones of a reading are cut
 MIN_GAIN = 0.02  # of a step: less is noise
 MOST = 0.75  # of the largest gain
@@ -86,106 +96,87 @@ class SlowReport:
 
 
 @dataclass(frozen=True)
-class _Event:
-    """One collective, send or receive as the replay sees it."""
+class _Recorded:
+    """The calls as the replay needs them. A place is the same call in every step: its rows in `calls`, calls x ranks."""
 
-    step: int
-    ranks: np.ndarray  # indices
-    own: np.ndarray  # seconds before it, by rank
-    elements: np.ndarray
-    at: float
-    place: tuple[object, ...] = ()  # the same in every step
-    sends: int = -1  # a message, by its number
-    receives: int = -1
+    calls: Blocking
+    cuts: np.ndarray  # where the rows of each call begin, and the end of the last
+    message: np.ndarray  # which one a call sends or receives
+    places: tuple[np.ndarray, ...]
 
 
-def read_events(calls: Blocking, messages: Sequence[Messages] = ()) -> list[_Event]:
-    """The same calls one by one, for the replay."""
-    events: list[_Event] = []
-    places: Counter[tuple[int, int, int]] = Counter()  # calls of a kind so far in a step
-    numbers = np.cumsum([0, *(len(one.sent) for one in messages)])
-    cuts = np.searchsorted(calls.call, np.arange(1, len(calls.at)))
-    parts = zip(*(np.split(one, cuts) for one in (calls.rank, calls.own, calls.elements)), strict=True)
-    of_calls = zip(
-        *(one.tolist() for one in (calls.kind, calls.source, calls.number, calls.step, calls.at)), strict=True
-    )
-    for (kind, source, k, step, at), (members, own, elements) in zip(of_calls, parts, strict=False):
-        places[kind, source, step] += 1
-        message = int(numbers[source]) + k if kind < 2 else -1
-        way = (message, -1) if kind == 0 else (-1, message)
-        events.append(
-            _Event(step, members, own, elements, at, (kind, source, places[kind, source, step]), *way)
-        )
-    return events
+def _prepare(calls: Blocking, messages: Sequence[Messages]) -> _Recorded:
+    cuts = np.searchsorted(calls.call, np.arange(len(calls.at) + 1))
+    first = np.cumsum([0, *(len(one.sent) for one in messages)])
+    message = np.where(calls.kind < 2, first[np.minimum(calls.source, len(messages))] + calls.number, -1)
+    seen: Counter[tuple[int, ...]] = Counter()  # calls of a kind so far in a step
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for n, (kind, source, step) in enumerate(
+        zip(calls.kind.tolist(), calls.source.tolist(), calls.step.tolist(), strict=True)
+    ):
+        found[kind, source, seen[kind, source, step]].append(n)
+        seen[kind, source, step] += 1
+    width = np.diff(cuts)
+    places = tuple(cuts[np.array(of)][:, None] + np.arange(width[of[0]]) for of in found.values())
+    return _Recorded(calls, cuts, message, places)
 
 
-Ideal = Callable[[int, _Event], np.ndarray]  # number of the event, and the event -> own times
-
-
-def replay(
-    events: Sequence[_Event], count: int, ideal: Ideal = lambda n, event: event.own
-) -> dict[int, float]:
-    """Step -> seconds, with these own times."""
-    free = np.zeros(count)
+def replay(recorded: _Recorded, own: np.ndarray) -> dict[int, float]:
+    """Step -> seconds, with these own times of the rows."""
+    calls, cuts = recorded.calls, recorded.cuts.tolist()
+    free = np.zeros(len(calls.ranks))
     sent: dict[int, float] = {}
     ends: dict[int, float] = {}
-    for number, event in enumerate(events):
-        arrived = free[event.ranks] + ideal(number, event)
-        at = float(arrived.max())
-        if event.sends >= 0:
-            sent[event.sends] = at
-        elif event.receives >= 0:
-            at = max(at, sent.get(event.receives, 0.0))
-        free[event.ranks] = at
-        ends[event.step] = float(free.max())
+    of_calls = zip(recorded.message.tolist(), calls.kind.tolist(), calls.step.tolist(), strict=True)
+    for n, (message, kind, step) in enumerate(of_calls):
+        rows = slice(cuts[n], cuts[n + 1])
+        at = float((free[calls.rank[rows]] + own[rows]).max())
+        if kind == 0:
+            sent[message] = at
+        elif kind == 1:
+            at = max(at, sent.get(message, 0.0))
+        free[calls.rank[rows]] = at
+        ends[step] = float(free.max())
     steps = sorted(ends)
     return {step: ends[step] - ends[before] for before, step in itertools.pairwise(steps)}
 
 
-def as_fast_as_others(events: Sequence[_Event], times: OwnTimes, chosen_ranks: Collection[int]) -> Ideal:
-    """These ranks (as indices) take what another rank took in the same collective one step before, so that they are as uneven
-    as the others; alone they take as much less as in a whole step."""
+def as_fast_as_others(recorded: _Recorded, times: OwnTimes, chosen_ranks: Collection[int]) -> np.ndarray:
+    """Own times: these ranks (as indices) take what another rank took in the same collective one step before, so that they are as
+    uneven as the others; alone they take as much less as in a whole step."""
     chosen = np.zeros(len(times.ranks), bool)
     chosen[list(chosen_ranks)] = True
     per_step = np.median(times.own, axis=1)
     others = float(np.median(per_step[~chosen])) if not chosen.all() else 0.0
     factor = np.where(chosen, np.minimum(1.0, others / np.maximum(per_step, 1e-9)), 1.0)
-    ideal: dict[int, np.ndarray] = {}
-    for numbers, own in _at_places(events):
-        slow = chosen[events[numbers[0]].ranks]
+    found = recorded.calls.own.copy()
+    for rows in recorded.places:
+        own, members = recorded.calls.own[rows], recorded.calls.rank[rows[0]]
+        slow = chosen[members]
         if slow.all():
-            own = own * factor[events[numbers[0]].ranks]
+            found[rows] = own * factor[members]
         elif slow.any():
             level = _running_median(np.median(own[:, ~slow], axis=1))
             before = np.maximum(np.arange(len(own)) - 1, 0)
             who = np.flatnonzero(~slow)[np.arange(len(own)) % (~slow).sum()]
             drawn = own[before, who] * level / np.maximum(level[before], 1e-9)
-            own = np.where(slow, drawn[:, None], own)
-        ideal |= dict(zip(numbers, own, strict=True))
-    return lambda number, event: ideal[number]
+            found[rows] = np.where(slow, drawn[:, None], own)
+    return found
 
 
-def without_pauses(events: Sequence[_Event]) -> Ideal:
-    """No rank takes longer than the typical one of the same collective, and what it usually takes more than that."""
-    usual: dict[int, np.ndarray] = {}
-    for numbers, own in _at_places(events):
+def without_pauses(recorded: _Recorded) -> np.ndarray:
+    """Own times: no rank takes longer than the typical one of the same collective, and what it usually takes more than that."""
+    found = recorded.calls.own.copy()
+    for rows in recorded.places:
+        own = found[rows]
         least = own.min(axis=1) if own.shape[1] > 1 else _running_median(own[:, 0])
         excess = own - least[:, None]
         typical = np.median(excess, axis=0)
         spread = np.median(np.abs(excess - typical), axis=0)
         without = least[:, None] + np.minimum(excess, typical + PAUSE * spread)
         middle = np.median(without, axis=1, keepdims=True)
-        ceiling = middle + np.median(without - middle, axis=0)
-        usual |= dict(zip(numbers, np.minimum(own, ceiling), strict=True))
-    return lambda number, event: usual[number]
-
-
-def _at_places(events: Sequence[_Event]) -> list[tuple[list[int], np.ndarray]]:
-    """For each place: the numbers of its events, and their own times (events x ranks)."""
-    found: dict[object, list[int]] = defaultdict(list)
-    for number, event in enumerate(events):
-        found[event.place].append(number)
-    return [(numbers, np.array([events[number].own for number in numbers])) for numbers in found.values()]
+        found[rows] = np.minimum(own, middle + np.median(without - middle, axis=0))
+    return found
 
 
 def _running_median(values: np.ndarray) -> np.ndarray:
@@ -197,14 +188,19 @@ def _running_median(values: np.ndarray) -> np.ndarray:
 
 def own_times(calls: Blocking) -> OwnTimes:
     steps = np.unique(calls.step)[1:]  # the first is cut
-    column = np.searchsorted(steps, calls.step)
-    whole = np.isin(calls.step, steps)
-    own, at = np.zeros((len(calls.ranks), len(steps))), np.zeros(len(steps))
-    np.maximum.at(at, column[whole], calls.at[whole])
-    rows = whole[calls.call]
-    np.add.at(own, (calls.rank[rows], column[calls.call[rows]]), calls.own[rows])
+    at, whole = np.zeros(len(steps)), np.isin(calls.step, steps)
+    np.maximum.at(at, np.searchsorted(steps, calls.step[whole]), calls.at[whole])
+    own = _by_step(steps, calls, calls.own)
     took = np.diff(at, prepend=at[:1]) if len(at) else at
     return OwnTimes(calls.ranks, steps, at, own, took)
+
+
+def _by_step(steps: np.ndarray, calls: Blocking, values: np.ndarray) -> np.ndarray:
+    """Sums of the values of rows: ranks x steps."""
+    found, step = np.zeros((len(calls.ranks), len(steps))), calls.step[calls.call]
+    rows = np.isin(step, steps)
+    np.add.at(found, (calls.rank[rows], np.searchsorted(steps, step[rows])), values[rows])
+    return found
 
 
 @dataclass(frozen=True)
@@ -218,20 +214,19 @@ def find_slow(traces: Sequence[RankTrace], phases: Phases | None = None) -> Slow
     """What slow ranks, nodes, stages and groups cost, and pauses; None when the boxes hold too few steps."""
     meetings, messages = find_meetings(traces), find_messages(traces)
     calls = find_blocking(meetings, messages)
-    ranks, events, times = calls.ranks, read_events(calls, messages), own_times(calls)
+    ranks, recorded, times = calls.ranks, _prepare(calls, messages), own_times(calls)
     if len(ranks) < 2 or len(times.steps) < MIN_STEPS:
         return None
-    base = _typical(replay(events, len(ranks)))
+    base = _typical(replay(recorded, calls.own))
     hosts: dict[str, list[int]] = defaultdict(list)
     for trace in traces:
         if trace.header.rank in ranks and trace.header.host:
             hosts[trace.header.host].append(ranks.index(trace.header.rank))
     found = []
     for one in _candidates(times, hosts, meetings, messages):
-        ideal = (
-            without_pauses(events) if one.kind == "pauses" else as_fast_as_others(events, times, one.members)
-        )
-        step_s = _typical(replay(events, len(ranks), ideal))
+        pauses = one.kind == "pauses"
+        own = without_pauses(recorded) if pauses else as_fast_as_others(recorded, times, one.members)
+        step_s = _typical(replay(recorded, own))
         gain = 1 - step_s / max(base, 1e-9)
         found.append((one.kind, WhatIf(one.who, tuple(ranks[i] for i in one.members), step_s, gain)))
     best = max(one.gain for _, one in found)
@@ -244,7 +239,7 @@ def find_slow(traces: Sequence[RankTrace], phases: Phases | None = None) -> Slow
         ),
     )
     what_ifs = [one for _, one in gains]
-    cause, evidence = _classify(times, events, gains[0], phases or {}) if gains else ("", ())
+    cause, evidence = _classify(times, calls, gains[0], phases or {}) if gains else ("", ())
     if cause in (COLLECTING, LENGTH) and gains[0][0] == "pauses":
         what_ifs[0] = replace(what_ifs[0], who=COLLECTING if cause == COLLECTING else "uneven inputs")
     changes = tuple(
@@ -305,7 +300,7 @@ def find_stages(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> l
 
 
 def _classify(
-    times: OwnTimes, events: Sequence[_Event], best: tuple[str, WhatIf], phases: Phases
+    times: OwnTimes, calls: Blocking, best: tuple[str, WhatIf], phases: Phases
 ) -> tuple[str, tuple[str, ...]]:
     """Why the slowest are slow, and what shows it."""
     kind, what_if = best
@@ -321,7 +316,7 @@ def _classify(
         )
     if (share := _collected_share(times, top, worst, phases)) > 0.5:
         return COLLECTING, (f"garbage collection was running in {share:.0%} of the delay",)
-    if (link := _length_link(times, events)) > 0.7:
+    if (link := _length_link(times, calls)) > 0.7:
         return LENGTH, (f"own time follows the size of the input (correlation {link:.2f})",)
     if not slow.any():
         return TURNS if kind == "pauses" else ALWAYS, ()
@@ -368,13 +363,9 @@ def _collected_share(times: OwnTimes, top: np.ndarray, worst: np.ndarray, phases
     return explained / max(lost, 1e-9)
 
 
-def _length_link(times: OwnTimes, events: Sequence[_Event]) -> float:
+def _length_link(times: OwnTimes, calls: Blocking) -> float:
     """Correlation of own times with the sizes of inputs, step by step, where sizes differ between ranks."""
-    column = {int(step): k for k, step in enumerate(times.steps)}
-    sizes = np.zeros(times.own.shape)
-    for event in events:
-        if event.step in column:
-            sizes[event.ranks, column[event.step]] += event.elements
+    sizes = _by_step(times.steps, calls, calls.elements)
     differ = np.ptp(sizes, axis=0) > 0
     own, size = ((one - one.mean(axis=0))[:, differ].ravel() for one in (times.own, sizes))
     if differ.sum() < MIN_STEPS or own.std() == 0 or size.std() == 0:
@@ -396,17 +387,17 @@ class Lateness:
 
     times: OwnTimes | None = None
     _told: dict[int, float] = field(default_factory=dict)  # rank -> when it became slow
-    _unwaited: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
+    unwaited: frozenset[Line] | None = None  # as found last; None: not yet
+    _from_ns: int = 0  # when the first look was taken
+    _judged_ns: int = 0
 
     def add(self, traces: Sequence[RankTrace]) -> list[ChangePoint]:
         """With newer boxes of the same ranks: who became slow, each once."""
         old = self.times
         since_ns = int(old.at[-OVERLAP] * 1e9) if old is not None and len(old.at) > OVERLAP else 0
-        meetings = find_meetings(traces, since_ns)
-        unwaited = {(one.group, one.ranks): one.unwaited for one in meetings}
-        if old is not None and unwaited != self._unwaited:  # earlier steps were measured in another way
-            old, since_ns, meetings = None, 0, find_meetings(traces)
-        self._unwaited = unwaited
+        if self._judge(traces) and old is not None:  # earlier steps were measured in another way
+            old, since_ns = None, 0
+        meetings = find_meetings(traces, since_ns, unwaited=self.unwaited)
         new = own_times(find_blocking(meetings, find_messages(traces, since_ns)))
         ranks = new.ranks
         if len(ranks) < MIN_RANKS:
@@ -432,3 +423,14 @@ class Lateness:
                 self._told[rank] = change.at
                 found.append(change)
         return found
+
+    def _judge(self, traces: Sequence[RankTrace]) -> bool:
+        """Finds out which lines ranks do not wait in: four times in the first minute, then once a minute. Whether that changed."""
+        now = max((int(trace.calls["created_ns"].max(initial=0)) for trace in traces), default=0)
+        self._from_ns = self._from_ns or now
+        every = JUDGE_NS if now - self._from_ns >= JUDGE_NS else JUDGE_NS // 4
+        if self.unwaited is not None and now - self._judged_ns < every:
+            return False
+        before, self._judged_ns = self.unwaited, now
+        self.unwaited = find_unwaited(find_meetings(traces, unwaited=()), traces)
+        return before != self.unwaited

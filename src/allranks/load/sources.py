@@ -365,6 +365,12 @@ PARALLEL = 16
 T = TypeVar("T")
 
 
+STORE_HINT = (
+    "Keys and region are read from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, the address of another store than Amazon's "
+    "from AWS_ENDPOINT_URL."
+)
+
+
 def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
     """Every object under the URL, with its bytes. Raises MissingExtra without a library, InputError on no answer."""
     scheme = url.partition("://")[0].lower()
@@ -375,7 +381,9 @@ def fetch_sources(url: str, options: LoadOptions) -> Iterator[DumpSource]:
         raise InputError(f"{url}: URLs are read that begin with {', '.join(OBSTORE_SCHEMES)}, http or https")
     opened, problem = _attempt(lambda: _open_obstore(url))
     if opened is None:
-        raise InputError(f"{url}: {problem}")
+        if "169.254.169.254" in problem:  # where machines of a cloud get theirs
+            problem = "no credentials were found"
+        raise InputError(f"{url}: {problem}", hint=STORE_HINT)
     listed, get = opened
     if not listed:
         raise InputError(f"{url}: nothing is stored there")
@@ -395,7 +403,13 @@ def _download(url: str, options: LoadOptions) -> DumpSource:
             data: bytes = answer.read(options.max_box_bytes + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", None) or error
-        raise InputError(f"{url}: {why}", hint="Give the address of one dump or archive.") from error
+        answered = isinstance(error, urllib.error.HTTPError)
+        hint = (
+            "Give the address of one dump or archive."
+            if answered
+            else "Is host and port right, and can this machine reach it?"
+        )
+        raise InputError(f"{url}: {getattr(why, 'strerror', None) or why}", hint=hint) from error
     if len(data) > options.max_box_bytes:
         return DumpSource(url, url, problem=f"more than the limit of {options.max_box_bytes} bytes")
     return DumpSource(url.partition("?")[0], url, size=len(data), data=data)

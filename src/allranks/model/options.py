@@ -35,10 +35,12 @@ class Meaning:
     # seconds that the command line takes in milliseconds: --join-timeout-ms for join_timeout_s
     ms: bool = False
     metavar: str = ""
-    nargs: str = ""  # "+": one flag takes all values; "": it is repeated
+    nargs: str = ""  # "+": one flag takes all values; "": it is repeated. "...": all words that follow
     environment: str = ""  # variable that is used when the flag is not given
     key: str = ""  # in the job file, dots for sections; "": the field's name
     group: str = ""  # heading in the help
+    argument: bool = False  # it stands on the command line without a flag
+    required: bool = False
 
 
 def option(
@@ -55,6 +57,11 @@ def option(
     if callable(default):
         return field(default_factory=default, metadata=kept)
     return field(default=default, metadata=kept)
+
+
+def argument(default: Any, help: str, **more: Any) -> Any:
+    """A field that stands on the command line without a flag: one word, or all of them where it is a tuple."""
+    return option(default, help, argument=True, **more)
 
 
 def meanings(options: Any) -> Iterator[tuple[Field[Any], Meaning]]:

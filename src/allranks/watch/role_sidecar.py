@@ -26,9 +26,9 @@ from allranks.blackbox.reader import read_trace
 from allranks.channel import web_client
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import AllranksError
+from allranks.model.debug_options import DebugOptions
 from allranks.model.stacks import JobLook, Process, ProcessFinding
 from allranks.stacktraces.boxes import LiveBox, find_boxes
-from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.links import read_links
 from allranks.stacktraces.procfs import ProcessEntry, read_proc
 from allranks.stacktraces.roles import give_roles, with_roles

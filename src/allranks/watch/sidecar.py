@@ -21,13 +21,13 @@ from pathlib import Path
 
 from allranks.blackbox.header import process_state
 from allranks.errors import InputError
+from allranks.model.debug_options import DebugOptions
 from allranks.model.stacks import Capture, Mark, RankMarks, RasReply, StacksReport
 from allranks.stacktraces import gpus, ras
 from allranks.stacktraces.boxes import find_boxes
 from allranks.stacktraces.bundle import write_bundle
 from allranks.stacktraces.classify import classify
 from allranks.stacktraces.collect import CollectOptions, collect
-from allranks.stacktraces.debug_config import DebugOptions
 from allranks.stacktraces.find import RANK_TITLES, Selection, Target, choose, family, is_frontend
 from allranks.stacktraces.html import render_html
 from allranks.stacktraces.procfs import descendants, main_thread_work, scan

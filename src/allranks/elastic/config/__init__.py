@@ -35,10 +35,10 @@ from allranks.elastic.config.schema import (
     keys_of,
 )
 from allranks.errors import ConfigurationError, InputError, MissingExtra
+from allranks.model.debug_options import bad_patterns
 from allranks.model.options import missed
 from allranks.model.parsing import convert, hide_secrets
 from allranks.model.yaml_tree import ConfigProblem, KeyPath, Tree, dotted, missing_space, read_tree
-from allranks.stacktraces.debug_config import bad_patterns
 
 __all__ = [
     "ConfigProblem",

@@ -18,8 +18,8 @@ from allranks.elastic.scaling import ScalingConfig
 from allranks.elastic.world import ElasticTrainingConfig
 from allranks.incidents.policy import PolicyOptions
 from allranks.lighthouse.options import Options
+from allranks.model.debug_options import DebugOptions
 from allranks.model.options import Meaning, default_of, key_of, meanings, option
-from allranks.stacktraces.debug_config import DebugOptions
 from allranks.watch.silence import NoticeOptions
 
 Kind: TypeAlias = Any  # int, str, list[str] … or the class of a section: a type as a value

@@ -26,12 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import msgspec
-
 from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import check_options, key_of, meanings, option
-from allranks.model.parsing import convert
-from allranks.model.yaml_tree import read_yaml
 
 
 def _seconds(default: Any, help: str, key: str, flags: str) -> Any:
@@ -124,6 +120,8 @@ OF_RUN = frozenset({"record", "watch", "hang_floor_s", "hang_cap_s", "startup_s"
 
 def read_debug_options(path: str | Path, base: DebugOptions | None = None) -> DebugOptions:
     """The `debug:` section of a YAML file, which may have none; other sections are none of our business."""
+    from allranks.model.yaml_tree import read_yaml
+
     try:
         document = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -159,6 +157,10 @@ _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}  # of YAML 1.1
 
 
 def _convert(value: object, kind: Any, name: str) -> Any:
+    import msgspec
+
+    from allranks.model.parsing import convert
+
     if kind is bool and isinstance(value, str):
         value = _SWITCHES.get(value.lower(), value)
     try:
