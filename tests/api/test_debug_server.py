@@ -1,4 +1,4 @@
-"""A real job of two ranks with torch's debug server, which knows nothing of allranks: stacks, dump, diagnose."""
+"""A real job of two ranks with torch's debug server, which knows nothing of allranks: stacks, dump, diagnose, and our page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +20,14 @@ for library in ("jinja2", "tabulate"):
 PROGRAM = """
 import sys, threading, torch, torch.distributed as dist
 from torch.distributed.debug import start_debug_server
+from torch.distributed.debug._debug_handlers import default_handlers
+from allranks.api.debug_server import VerdictHandler
 
 port = int(sys.argv[1])
 dist.init_process_group("gloo")
 start_debug_server(
-    port=port, dump_dir=sys.argv[2], dump_interval=1, enabled_dumps={"stacks"},
+    port=port, dump_dir=sys.argv[2], dump_interval=1, enabled_dumps={"stacks", "allranks"},
+    handlers=[*default_handlers(), VerdictHandler(port)],
 )
 
 def load_batch():
@@ -35,7 +39,7 @@ if dist.get_rank() == 1:
     load_batch()
 dist.all_reduce(torch.ones(4))
 """
-LINE = "program.py:12 in load_batch"
+LINE = "program.py:15 in load_batch"
 
 
 def free_port() -> int:
@@ -98,6 +102,14 @@ def test_the_folder_of_periodic_dumps_is_a_source(job: tuple[str, Path]) -> None
     done = run("diagnose", str(job[1]))
     assert "rank 1 " in done.stdout.splitlines()[0] and LINE in done.stdout, done
     assert "stacks of ranks 0, 1" in done.stdout
+
+
+def test_the_verdict_is_a_page_of_the_server(job: tuple[str, Path]) -> None:
+    with urllib.request.urlopen(f"{job[0]}/allranks", timeout=120) as answer:
+        page = answer.read().decode()
+    assert "rank 1 never entered all_reduce #6" in page
+    with urllib.request.urlopen(f"{job[0]}/", timeout=60) as answer:
+        assert 'href="/allranks"' in answer.read().decode()
 
 
 def test_an_address_without_a_server_is_an_error() -> None:

@@ -1,6 +1,10 @@
 """torch's debug server (`torch.distributed.debug.start_debug_server`), of jobs that know nothing of allranks.
 
 `fetch` takes the stacks and the recorded calls of all ranks from its pages, into a folder that `diagnose` and `stacks` read.
+`VerdictHandler` adds a page with the verdict to it:
+
+    start_debug_server(handlers=[*default_handlers(), VerdictHandler()])
+
 Its pages are not protected: it belongs into networks that one trusts, and what it sends is read as any file from outside.
 """
 
@@ -8,10 +12,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from allranks.errors import InputError
 
+if TYPE_CHECKING:
+    from allranks.api.functions import DiagnosisResult
+
+PORT = 25999
 MAX_PAGE_BYTES = 256 << 20
 #: Rings to ask for: torch has one per backend, and does not list them.
 BACKENDS = ("gloo", "nccl2", "nccl-lazy", "xccl", "ucc", "mpi")
@@ -73,3 +84,45 @@ def _page(address: str, path: str, timeout_s: float) -> tuple[dict[int, str], li
         else:
             notes.append(f"rank {rank} did not answer {path}")
     return found, notes
+
+
+@dataclass
+class VerdictHandler:
+    """A page of the debug server with the verdict on its job, and a text in its periodic dumps. `port`: the server's."""
+
+    port: int = PORT
+    fetch_timeout: float = 60.0  # set by the server
+
+    def routes(self) -> list[SimpleNamespace]:
+        """The page."""
+        page = lambda request: self.page().encode("utf-8", "replace")  # noqa: E731
+        return [SimpleNamespace(path="/allranks", handler=page)]
+
+    def nav_links(self) -> list[SimpleNamespace]:
+        """What the server's menu shows."""
+        return [SimpleNamespace(path="/allranks", label="allranks: verdict")]
+
+    def templates(self) -> dict[str, str]:
+        """None: the page is ours."""
+        return {}
+
+    def page(self) -> str:
+        """The verdict as a whole page."""
+        return str(self._judge().to_html())
+
+    def dump(self) -> str | None:
+        """The verdict as text; it is written where the server's `enabled_dumps` names it."""
+        return str(self._judge())
+
+    def dump_filename(self) -> str:
+        """Its name in `enabled_dumps`."""
+        return "allranks"
+
+    def _judge(self) -> DiagnosisResult:
+        import tempfile
+
+        from allranks.api.functions import diagnose
+
+        with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
+            fetch(f"http://localhost:{self.port}", Path(folder), self.fetch_timeout)
+            return diagnose(folder)
