@@ -268,8 +268,8 @@ class QuorumState:
         """When `advance` will next change something that a decision looks at."""
         times = list(self.cooling.values())
         times += [self.gone[name].at + self.options.presume_dead_s for name in self.silent]
-        if self.asking and self.reach.apart:
-            times += [entry.until for entry in self.reach.apart.values() if entry.until > now]
+        if self.asking and (pair := self.reach.next_change(now)) is not None:
+            times.append(pair)
         return min(times, default=None)
 
     # ---- quorums ----------------------------------------------------------------------------------------
