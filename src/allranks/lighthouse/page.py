@@ -58,13 +58,15 @@ def make_scene(service: Service) -> Scene:
     spares = state.last.spares if state.last else ()
     # with thousands of replicas once a second: operations on whole sets
     alive = frozenset(state.replicas).difference(service.sessions.observers, spares)
+    members = len(state.members.intersection(alive))
+    others = alive.difference(state.members, state.evicted, state.cooling) if len(alive) > members else ()
     opened = tuple(
         OpenIncident(one.kind, one.sentence, one.outcome, one.decided)
         for one in service.agents.incidents
         if not one.closed
     )
     return Scene(
-        members=len(state.members.intersection(state.replicas)),
+        members=members,
         alive=alive,
         nodes=service.agents.count,
         agents=tuple(
@@ -79,7 +81,7 @@ def make_scene(service: Service) -> Scene:
         leading=service.leading,
         leader=service.leader,
         work=service.agents.ranks.work(),
-        joining=alive.difference(state.members, state.evicted, state.cooling),
+        joining=others,
     )
 
 
