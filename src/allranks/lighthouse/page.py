@@ -130,20 +130,13 @@ def _standing(
         return "cooling"
     if not replica.connected:
         return "expected"
-    if replica.asking is not None:
-        apart = (
-            state.reach.apart_from(now, replica.session, [m.session for m in state.last.members])
-            if state.last
-            else ()
-        )
-        return (
-            "spare"
-            if name in spares
-            else "unreachable"
-            if apart or replica.session in state.reach.unserved
-            else "asking"
-        )
-    return "member" if name in members else "connected"
+    if replica.asking is None:
+        return "member" if name in members else "connected"
+    if name in spares:
+        return "spare"
+    others = [member.session for member in state.last.members] if state.last else []
+    apart = state.reach.apart_from(now, replica.session, others)
+    return "unreachable" if apart or replica.session in state.reach.unserved else "asking"
 
 
 def _row(replica: Replica, ranks: list[Session], standing: str, now: float) -> ReplicaStatus:
