@@ -74,7 +74,7 @@ def ask(
 ) -> tuple[http.client.HTTPResponse, bytes]:
     """A whole answer, and its body. Raises OSError or HTTPException; the connection is to be closed then."""
     deadline = time.monotonic() + timeout_s
-    connection.response_class = lambda sock, **options: http.client.HTTPResponse(
+    connection.response_class = lambda sock, **options: http.client.HTTPResponse(  # type: ignore[assignment]
         _TimedReader(sock, deadline),  # type: ignore[arg-type]  # http.client needs no more than makefile
         **options,
     )
