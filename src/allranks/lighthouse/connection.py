@@ -290,7 +290,7 @@ class Connection(asyncio.Protocol):
         self._listener.unauthenticated.remove(self)
         self._listener.open.discard(self)
         if error is not None:
-            self._read_goodbye()
+            self._read_shutdown_message()
         session, self._session = self._session, None
         if session is not None:
             self._listener.service.disconnected(session, self, clean=error is None)
@@ -319,7 +319,7 @@ class Connection(asyncio.Protocol):
 
     # ---- inside -----------------------------------------------------------------------------------------
 
-    def _read_goodbye(self) -> None:
+    def _read_shutdown_message(self) -> None:
         """A write to a closed connection ends it before what has arrived is read: a replica that left had said so."""
         if self._session is None or self._transport.get_extra_info("sslcontext"):
             return

@@ -1,9 +1,9 @@
 """HTTP/1.1 on the lighthouse's own port, as little as its page, API and metrics need. On the loop's thread.
 
 Requests are bounded (head 16 KiB and 100 lines, body 64 KiB, 10 s to arrive); answers are whole or server-sent events.
-All connections take turns, one request every TURN_S when many come at once, so that members never wait for more than one;
-and who sends several gets the next answer only after reading the last ones: a connection never holds more than one answer and UNREAD_BYTES, and all together ALL_UNREAD_BYTES: who has
-been reading slowly for longest is cut off. When all places are taken, the host that has most of them loses its oldest.
+At most one request is handled every TURN_S, so members never wait for more than one. A connection gets its next answer after it
+has read the last ones. It never holds more than one answer and UNREAD_BYTES, and all connections together ALL_UNREAD_BYTES:
+beyond that the slowest reader is cut off. When all places are taken, the host that has most of them loses its oldest.
 Everything from outside stays text: routing and JSON are in `web.py`.
 """
 
@@ -29,7 +29,7 @@ MAX_BODY = 64 << 10
 ARRIVAL_S = 10.0
 IDLE_S = 60.0
 TURN_S = 0.002
-#: Two of them are an attempt to deceive.
+#: duplicates are rejected
 _ONCE = frozenset({"content-length", "host", "authorization", "origin"})
 UNREAD_BYTES = 64 << 10  # beyond this no further request is read and no event sent
 ALL_UNREAD_BYTES = 16 << 20  # the status of a thousand replicas has half a megabyte

@@ -45,7 +45,7 @@ class Gone:
     at: float
     reason: str
     certain: bool  # False: only silent, may be training on behind a cut network
-    left: bool = False  # said good-bye
+    left: bool = False  # with a shutdown message
     finished: bool = False  # its training is over
     step: int = -1  # steps that its state had; -1: not known
     node: str = ""
