@@ -35,9 +35,8 @@ from pages.jobs import whole_job
 from playwright.sync_api import sync_playwright
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.web import http_protocol
 
-with Lighthouse(Options(heartbeat_timeout_s=600.0), ServerOptions(job="llama-pretrain-42"), http=http_protocol()) as lighthouse:
+with Lighthouse(Options(heartbeat_timeout_s=600.0), ServerOptions(job="llama-pretrain-42")) as lighthouse:
     lighthouse.call(lambda service: whole_job(service, 64, "hung"))
     lighthouse.call(lambda service: setattr(service.training, "_moved", service.now() - 73))
     with sync_playwright() as play:

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import base64
 import http.client
-import io
 import json
-import socket
 import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from allranks.channel.frames import JsonObject
+from allranks.channel.web_client import ask
 from allranks.errors import EtcdError
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 64 << 20
@@ -162,17 +158,8 @@ class Etcd:
         if connection is None:
             connection = self._local.connection = self._connect(endpoint)
         self._open.add(connection)
-        deadline = time.monotonic() + self.timeout_s
-        connection.response_class = lambda sock, **options: http.client.HTTPResponse(
-            _TimedReader(sock, deadline),  # type: ignore[arg-type]  # http.client needs no more than makefile
-            **options,
-        )
-        if connection.sock is not None:
-            connection.sock.settimeout(self.timeout_s)
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        raw = response.read(MAX_ANSWER_BYTES)
-        response.close()  # the connection is free for the next request
+        headers = {"Content-Type": "application/json"}
+        response, raw = ask(connection, "POST", path, self.timeout_s, MAX_ANSWER_BYTES, body, headers)
         if response.status >= 500:  # this member has lost its cluster; another may not have
             raise OSError(f"HTTP {response.status} {raw[:200].decode('utf-8', 'replace')}")
         if response.status != 200:
@@ -199,29 +186,6 @@ class Etcd:
             return http.client.HTTPConnection(host, port, timeout=self.timeout_s)
         context = ssl.create_default_context(cafile=self.ca or None)
         return http.client.HTTPSConnection(host, port, timeout=self.timeout_s, context=context)
-
-
-class _TimedReader(io.RawIOBase):
-    """What http.client reads from, with one limit for head and body: a server that drips keeps to any limit per read."""
-
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock, self._deadline = sock, deadline
-        self._raw = sock.makefile("rb", buffering=0)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """Of a socket, as far as http.client needs one."""
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int | None:
-        self._sock.settimeout(max(0.001, self._deadline - time.monotonic()))
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:

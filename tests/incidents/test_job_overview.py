@@ -28,7 +28,6 @@ from allranks.incidents.pipeline import Explained, WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import JobView, RankRow
 from allranks.model.job_state import describe
 from allranks.model.trace import State
@@ -133,7 +132,7 @@ def test_a_job_whose_agent_has_ended_is_not_starting(tmp_path: Path) -> None:
 def test_the_line_is_that_of_the_page_word_for_word(tmp_path: Path) -> None:
     """With the ranks of other nodes, and GPUs, as their agents report them."""
     server = ServerOptions(job="llama-pretrain-42")
-    with Lighthouse(Options(heartbeat_timeout_s=600.0), server, http=http_protocol()) as lighthouse:
+    with Lighthouse(Options(heartbeat_timeout_s=600.0), server) as lighthouse:
         lighthouse.call(lambda service: whole_job(service, 16, "hung"))
         write_box(tmp_path, 3, 7)
         (tmp_path / "job.json").write_text(json.dumps({"lighthouse": lighthouse.address, "job": "x"}))

@@ -28,7 +28,7 @@ from allranks.lighthouse.page import take_snapshot
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.status import Status
-from allranks.lighthouse.web import MAX_CONNECTIONS, Web, http_protocol
+from allranks.lighthouse.web import MAX_CONNECTIONS, Web
 
 from .processes import LighthouseProcess
 
@@ -221,7 +221,7 @@ def test_a_head_of_many_lines_is_refused() -> None:
 )
 def test_names_that_no_unknown_client_can_register_are_answered(host: str) -> None:
     """Addresses, names without a dot, this machine's own, those of a cluster, and those that were allowed."""
-    with Lighthouse(Options(), ServerOptions(), http=http_protocol(("page.example.org",))) as lighthouse:
+    with Lighthouse(Options(), ServerOptions(), allow_hosts=(("page.example.org",))) as lighthouse:
         port = lighthouse.address.rpartition(":")[2]
         assert ask(lighthouse.address, "/api/status", Host=host.format(port=port)) == 200
 
@@ -238,7 +238,7 @@ def test_names_that_no_unknown_client_can_register_are_answered(host: str) -> No
 )
 def test_names_that_only_begin_like_an_address_are_refused(host: str) -> None:
     """What stands after the bracket belongs to the name, too."""
-    with Lighthouse(Options(), ServerOptions(), http=http_protocol()) as lighthouse:
+    with Lighthouse(Options(), ServerOptions()) as lighthouse:
         assert ask(lighthouse.address, "/api/status", Host=host) == 421
 
 
@@ -254,7 +254,7 @@ def test_half_an_end_of_line_is_refused(mark: str, place: str) -> None:
 @pytest.mark.parametrize("path", ["/", "/api/status", "/api/events", "/metrics"])
 def test_a_foreign_host_name_is_refused(path: str) -> None:
     """A web page whose name was made to point here (DNS rebinding) reads nothing; the fix is in the answer."""
-    with Lighthouse(Options(), ServerOptions(), http=http_protocol()) as lighthouse:
+    with Lighthouse(Options(), ServerOptions()) as lighthouse:
         connection = http.client.HTTPConnection(lighthouse.address, timeout=20)
         connection.request("GET", path, headers={"Host": "attacker.example"})
         answer = connection.getresponse()
@@ -265,7 +265,7 @@ def test_a_foreign_host_name_is_refused(path: str) -> None:
 
 def test_an_action_from_another_origin_is_refused_even_with_the_token() -> None:
     """A browser that holds the token acts for our own page only."""
-    with Lighthouse(Options(), ServerOptions(token="t"), http=http_protocol()) as lighthouse:
+    with Lighthouse(Options(), ServerOptions(token="t")) as lighthouse:
         for origin, expected in (("http://evil.example", 403), (f"http://{lighthouse.address}", 200)):
             connection = http.client.HTTPConnection(lighthouse.address, timeout=20)
             connection.request("POST", "/api/collect", "{}", {"Authorization": "Bearer t", "Origin": origin})
@@ -297,7 +297,7 @@ def test_unknown_clients_who_keep_connections_open_do_not_hold_all_places(
 
 def test_the_token_is_not_taken_over_an_unencrypted_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """From this machine it is; from elsewhere the answer names TLS, the command and a tunnel."""
-    with Lighthouse(Options(), ServerOptions(token="t"), http=http_protocol()) as lighthouse:
+    with Lighthouse(Options(), ServerOptions(token="t")) as lighthouse:
         for private, status, words in ((True, 200, b"incident"), (False, 403, b"ssh tunnel")):
             monkeypatch.setattr("allranks.lighthouse.http._is_private", lambda _, value=private: value)
             connection = http.client.HTTPConnection(lighthouse.address, timeout=20)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from allranks.lighthouse.client.link import resolve
+from allranks.lighthouse.client.link import Link
+from allranks.lighthouse.client.options import ClientOptions
 from allranks.lighthouse.client.reactor import Reactor
+from allranks.lighthouse.messages import PREAMBLE
 
 
 @pytest.fixture
@@ -30,34 +32,25 @@ def test_a_name_server_that_hangs_does_not_hold_up_the_reactor(
     reactor: Reactor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deaths are noticed and heartbeats sent while a name is looked up."""
-    real, answered = socket.getaddrinfo, threading.Event()
+    real, answered, went_on = socket.getaddrinfo, threading.Event(), threading.Event()
 
-    def hangs(host: str, *rest: Any, flags: int = 0, **options: Any) -> Any:
-        if host == "lighthouse.example" and not flags & socket.AI_NUMERICHOST:
+    def hangs(host: str, *rest: Any, **options: Any) -> Any:
+        if host == "lighthouse.example":
             assert answered.wait(30)
             host = "127.0.0.1"
-        return real(host, *rest, flags=flags, **options)
+        return real(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
-    found: list[Any] = []
-    went_on, told = threading.Event(), threading.Event()
-
-    def tell(what: Any) -> None:
-        found.append((what, threading.current_thread().name))
-        told.set()
-
-    reactor.call(lambda: resolve("lighthouse.example:29510", reactor, tell) and None)
-    reactor.call(went_on.set)
-    assert went_on.wait(20) and not told.is_set()
-    answered.set()
-    assert told.wait(20)
-    ((_, target), thread) = found[0]
-    assert target == ("127.0.0.1", 29510) and thread != "allranks-resolve"
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:29510", "[::1]:29510"])
-def test_numbers_need_no_thread(reactor: Reactor, address: str) -> None:
-    found: list[Any] = []
-    assert resolve(address, reactor, found.append) is None
-    ((_, target),) = found
-    assert target[1] == 29510
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        address = f"lighthouse.example:{listener.getsockname()[1]}"
+        link = Link(ClientOptions((address,), replica="a"), reactor, lambda kind, payload: None)
+        reactor.call(link.open)
+        reactor.call(went_on.set)
+        assert went_on.wait(20)
+        answered.set()
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(20)
+            assert connection.recv(len(PREAMBLE), socket.MSG_WAITALL) == PREAMBLE
+        reactor.call(link.close)

@@ -220,7 +220,7 @@ def test_a_goodbye_that_has_arrived_is_read_although_a_write_finds_the_connectio
         )
         connection = Connection(listener)  # type: ignore[arg-type]
         await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
-        connection._session = object()  # type: ignore[assignment]
+        connection._begun, connection._session = True, object()  # type: ignore[assignment]
         connection.deliver(None, b"a notice that the replica does not read any more")
         replica.sendall(encode(messages.Beat(7)) + leave)
         replica.close()

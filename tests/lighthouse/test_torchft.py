@@ -48,7 +48,7 @@ def lighthouse(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     grpc_bind = bind if request.param == "one port" else "127.0.0.1:0"
     command = [
         sys.executable, "-m", "allranks", "lighthouse", "--bind", bind, "--grpc-bind", grpc_bind,
-        "--min_replicas", "2", "--join_timeout_ms", "600000", "--heartbeat_timeout_ms", "600000", "--json",
+        "--no-token", "--min_replicas", "2", "--join_timeout_ms", "600000", "--heartbeat_timeout_ms", "600000", "--json",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None

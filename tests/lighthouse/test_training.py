@@ -193,7 +193,7 @@ def test_an_evicted_replica_is_missing_until_its_process_is_back() -> None:
     found = view.describe(TWO)
     assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 lost 1 s ago")
     view.happened(StatusEvent(2.0, "connected", "replica-2 connected", "replica-2"))
-    found = view.describe(Scene(2, ALL.alive, joining=("replica-2",)))
+    found = view.describe(Scene(members=2, alive=ALL.alive, joining=("replica-2",)))
     assert found.state == "warn" and found.sentence.endswith(", 2 of 3 replicas, replica-2 joining")
 
 
@@ -201,7 +201,9 @@ def test_a_replica_that_is_evicted_and_readmitted_while_connected_is_there_at_on
     """By hand, without a restart between; a later loss is counted from that loss."""
     view, clock = trained()
     view.happened(StatusEvent(1.0, "evicted", "replica-2 evicted: by hand", "replica-2"))
-    assert view.describe(Scene(2, ALL.alive)).sentence.endswith(", 2 of 3 replicas, replica-2 evicted")
+    assert view.describe(Scene(members=2, alive=ALL.alive)).sentence.endswith(
+        ", 2 of 3 replicas, replica-2 evicted"
+    )
     view.happened(StatusEvent(1.0, "let_in", "replica-2 may rejoin", "replica-2"))
     assert view.describe(ALL).state == "good" and view.departed == {}
     clock.at += 100
@@ -220,11 +222,11 @@ def test_agents_are_no_replicas() -> None:
 def test_before_the_first_step_and_after_the_last() -> None:
     """Starting is amber, nobody left is red, the end is green."""
     assert TrainingView(Clock()).describe(
-        Scene(1, ("replica-0",), waiting="waiting for replica-1")
+        Scene(members=1, alive=("replica-0",), waiting="waiting for replica-1")
     ).sentence == ("Starting, 1 of 1 replicas: waiting for replica-1")
     view, _ = trained()
-    assert view.describe(Scene(0)).state == "bad"
-    found = view.describe(Scene(3, over=True))
+    assert view.describe(Scene()).state == "bad"
+    found = view.describe(Scene(members=3, over=True))
     assert (found.sentence, found.state) == ("Finished at step 20", "good")
 
 
@@ -259,7 +261,7 @@ def test_replicas_that_left_do_not_train() -> None:
     """Between their good-bye and the end of the job."""
     view, _ = trained()
     view.happened(StatusEvent(1.0, "left", "replica-0 left: done", "replica-0"))
-    found = view.describe(Scene(0, nodes=1))
+    found = view.describe(Scene(nodes=1))
     assert (found.sentence, found.state) == (
         "No replica trains: they have left; the last step was 20",
         "warn",
@@ -277,7 +279,7 @@ def test_a_whole_job_whose_agents_are_lost_has_no_replica_to_miss() -> None:
 async def test_a_lighthouse_that_knows_no_rank_yet_draws_none_as_dead() -> None:
     """After its restart the chart of ranks that are alive fell to 0 for a moment."""
     service = Desk().service
-    sample = take_sample(service, service.training.describe(Scene(0)), "")
+    sample = take_sample(service, service.training.describe(Scene()), "")
     assert math.isnan(sample.alive) and math.isnan(sample.total)
 
 
@@ -292,7 +294,7 @@ def test_before_the_first_quorum_the_job_starts() -> None:
     """A replica that has only asked makes no steps."""
     view = TrainingView(Clock())
     view.note_step("replica-0", 0, 1.0)
-    assert view.describe(Scene(0, ("replica-0",))).sentence == "Starting, 0 of 1 replicas"
+    assert view.describe(Scene(alive=("replica-0",))).sentence == "Starting, 0 of 1 replicas"
 
 
 def test_a_whole_job_that_was_started_again_starts_over_unless_it_is_too_far_for_that() -> None:

@@ -19,7 +19,6 @@ from allranks.lighthouse.messages import Hello
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import Member, PublishedIncident, RestartWanted
 from pages.jobs import whole_job
 
@@ -30,7 +29,7 @@ TOKEN = "right-token"
 def lighthouse() -> Iterator[Lighthouse]:
     """A lighthouse with its page, on a free port."""
     options = Options(heartbeat_timeout_s=60.0)
-    with Lighthouse(options, ServerOptions(token=TOKEN), http=http_protocol()) as running:
+    with Lighthouse(options, ServerOptions(token=TOKEN)) as running:
         yield running
 
 
@@ -254,7 +253,7 @@ def test_a_whole_job_is_restarted_by_its_agents(lighthouse: Lighthouse) -> None:
 def slow_heartbeats() -> Iterator[Lighthouse]:
     """A lighthouse to which members send a heartbeat every 25 s."""
     options = Options(heartbeat_timeout_s=60.0, heartbeat_s=25.0)
-    with Lighthouse(options, ServerOptions(token=TOKEN), http=http_protocol()) as running:
+    with Lighthouse(options, ServerOptions(token=TOKEN)) as running:
         yield running
 
 

@@ -25,7 +25,6 @@ from allranks.drill.ranks import Outcome, Ranks
 from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.web import http_protocol
 from allranks.manager.ddp import DistributedDataParallel
 from allranks.manager.manager import Manager
 from allranks.manager.optimizer import Optimizer
@@ -125,7 +124,7 @@ def _serve(options: Options, server: ServerOptions, write_end: int, log_file: st
     if log_file:
         logging.basicConfig(level=logging.DEBUG, filename=log_file, force=True)
     try:
-        lighthouse = Lighthouse(options, server, http=http_protocol()).start()
+        lighthouse = Lighthouse(options, server).start()
         os.write(write_end, f"{lighthouse.address}\n".encode())
         os.close(write_end)
         while True:

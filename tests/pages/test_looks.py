@@ -12,7 +12,6 @@ import pytest
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
 from allranks.lighthouse.service import Service
-from allranks.lighthouse.web import http_protocol
 from pages.gallery import Visit, gallery, running_browser
 from pages.jobs import replica_job, whole_job
 
@@ -79,7 +78,7 @@ def test_every_report_says_job_host_date_and_version_and_can_be_copied_from(
 def lighthouse() -> Iterator[Lighthouse]:
     """One whose replicas never fall silent."""
     server = ServerOptions(job="llama-pretrain-42", token="t")
-    with Lighthouse(Options(heartbeat_timeout_s=600.0), server, http=http_protocol()) as running:
+    with Lighthouse(Options(heartbeat_timeout_s=600.0), server) as running:
         yield running
 
 
@@ -226,7 +225,7 @@ def test_zoom_range_and_hover_belong_to_all_charts(browser: Any, lighthouse: Lig
 
 def test_the_first_line_does_not_outlive_the_lighthouse(browser: Any) -> None:
     """What it said may no longer be true: amber, and how old it is."""
-    with Lighthouse(Options(), ServerOptions(job="llama"), http=http_protocol()) as lighthouse:
+    with Lighthouse(Options(), ServerOptions(job="llama")) as lighthouse:
         lighthouse.call(lambda service: whole_job(service, 3))
         visit = visit_job(browser, lighthouse)
         assert visit.page.inner_text("#sentence").startswith("Training: step 1,652")

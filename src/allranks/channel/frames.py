@@ -17,7 +17,7 @@ import struct
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 from allranks.channel.keys import ChannelError
@@ -304,45 +304,19 @@ def find_unreachable(addresses: Iterable[str], limit_s: float) -> set[str]:
 
     The kernel of the other side accepts: a process that computes, or is stopped for a moment, is reachable.
     """
-    failed, deadline = set(), time.monotonic() + limit_s
-    with selectors.DefaultSelector() as selector:
-        for address in dict.fromkeys(addresses):
-            try:
-                host, port = split_address(address)
-                family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-                sock = socket.socket(family, socket.SOCK_STREAM)
-            except (OSError, ValueError):
-                failed.add(address)
-                continue
-            sock.setblocking(False)
-            if sock.connect_ex(target) in (0, errno.EINPROGRESS):
-                selector.register(sock, selectors.EVENT_WRITE, address)
-            else:
-                failed.add(address)
-                sock.close()
-        while selector.get_map():
-            left = deadline - time.monotonic()
-            ready = selector.select(max(0.0, left))
+    failed, deadline = set(addresses), time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        for address in failed:
+            with suppress(OSError, ValueError):
+                found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)[0]
+                sock = stack.enter_context(socket.socket(found[0], socket.SOCK_STREAM))
+                sock.setblocking(False)
+                if sock.connect_ex(found[4]) in (0, errno.EINPROGRESS):
+                    selector.register(sock, selectors.EVENT_WRITE, (sock, address))
+        while selector.get_map() and (ready := selector.select(max(0.0, deadline - time.monotonic()))):
             for key, _ in ready:
-                _settle(selector, key, failed)
-            if not ready and left <= 0:
-                break
-        for key in list(selector.get_map().values()):
-            failed.add(str(key.data))
-            _close(selector, key)
+                sock, address = key.data
+                selector.unregister(sock)
+                if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    failed.discard(address)
     return failed
-
-
-def _settle(selector: selectors.BaseSelector, key: selectors.SelectorKey, failed: set[str]) -> None:
-    sock = key.fileobj
-    assert isinstance(sock, socket.socket)
-    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        failed.add(str(key.data))
-    _close(selector, key)
-
-
-def _close(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    selector.unregister(key.fileobj)
-    sock = key.fileobj
-    assert isinstance(sock, socket.socket)
-    sock.close()

@@ -1,7 +1,6 @@
-"""One small answer over HTTP from a server that may be anything: bounded in bytes and in time as a whole.
+"""One answer over HTTP from a server that may be anything: bounded in bytes and in time as a whole.
 
-Not urllib: it follows redirects, waits per read (a server that drips holds it for ever), takes any length, asks proxies, and
-raises errors that are no OSError for whatever is not HTTP.
+Not urllib: it follows redirects, waits per read (a server that drips holds it for ever), takes any length and asks proxies.
 """
 
 from __future__ import annotations
@@ -9,15 +8,18 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import re
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from allranks.channel.frames import JsonObject, split_address
 
-_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d{1,9})\r\n")
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 
 @dataclass(frozen=True)
@@ -50,47 +52,62 @@ def get(address: str, path: str, timeout_s: float, limit: int = 16 << 20, token:
     """GET of a path at HOST:PORT; OSError when no whole answer came in time or it is not HTTP."""
     if not (address.isprintable() and token.isprintable()) or " " in address:
         raise ValueError(f"{address!r} is not HOST:PORT")
-    deadline = time.monotonic() + timeout_s
-    head = f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
-    head += f"Authorization: Bearer {token}\r\n\r\n" if token else "\r\n"
-    data = bytearray()
-    with socket.create_connection(split_address(address), timeout_s) as sock:
-        sock.sendall(head.encode())
-        while not _is_whole(data):
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
-            piece = sock.recv(1 << 16)
-            if not piece:
-                break
-            data += piece
-            if len(data) > limit:
-                raise OSError(f"the answer is longer than {limit >> 20} MB")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no whole answer within {timeout_s:g} s")
-    return _read(bytes(data))
-
-
-def _is_whole(data: bytearray) -> bool:
-    """Whether the length that the head names has come; without one it ends when the server closes."""
-    end = data.find(b"\r\n\r\n")
-    length = _LENGTH.search(data, 0, end + 2) if end >= 0 else None
-    return length is not None and len(data) >= end + 4 + int(length[1])
-
-
-class _Received:
-    """Bytes in place of the socket that http.client reads from."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def makefile(self, mode: str) -> io.BytesIO:
-        return io.BytesIO(self._data)
-
-
-def _read(data: bytes) -> WebAnswer:
-    answer = http.client.HTTPResponse(_Received(data))  # type: ignore[arg-type]
+    connection = http.client.HTTPConnection(*split_address(address), timeout=timeout_s)
+    headers = {"Connection": "close", **({"Authorization": f"Bearer {token}"} if token else {})}
     try:
-        answer.begin()
-        return WebAnswer(answer.status, answer.headers.get("Date", ""), answer.read())
+        answer, body = ask(connection, "GET", path, timeout_s, limit, headers=headers)
     except (http.client.HTTPException, ValueError) as error:
-        said = data[:40].decode("ascii", "replace").splitlines()[:1] or ["nothing"]
-        raise OSError(f"the answer is not HTTP: {said[0]!r} ({type(error).__name__})") from error
+        raise OSError(f"the answer is not HTTP: {error!r}") from error
+    finally:
+        connection.close()
+    return WebAnswer(answer.status, answer.headers.get("Date", ""), body)
+
+
+def ask(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    timeout_s: float,
+    limit: int,
+    body: str | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """A whole answer, and its body. Raises OSError or HTTPException; the connection is to be closed then."""
+    deadline = time.monotonic() + timeout_s
+    connection.response_class = lambda sock, **options: http.client.HTTPResponse(  # type: ignore[assignment]
+        _TimedReader(sock, deadline),  # type: ignore[arg-type]  # http.client needs no more than makefile
+        **options,
+    )
+    if connection.sock is not None:
+        connection.sock.settimeout(timeout_s)
+    connection.request(method, path, body, headers)
+    with connection.getresponse() as response:
+        data = response.read(limit + 1)
+        if len(data) > limit:
+            raise OSError(f"the answer is longer than {limit >> 20} MB")
+        if response.length:
+            raise http.client.IncompleteRead(data, response.length)
+    return response, data
+
+
+class _TimedReader(io.RawIOBase):
+    """What http.client reads from, with one limit for head and body: a server that drips keeps to any limit per read."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock, self._deadline = sock, deadline
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Of a socket, as far as http.client needs one."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int | None:
+        self._sock.settimeout(max(0.001, self._deadline - time.monotonic()))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

@@ -24,7 +24,6 @@ from allranks.lighthouse.connection import calm_collector, raise_open_files
 from allranks.lighthouse.election import EtcdOptions
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse, explain_listen, new_event_loop
-from allranks.lighthouse.web import http_protocol
 
 log = logging.getLogger("allranks.lighthouse")
 
@@ -94,14 +93,20 @@ def make_lighthouse(
     server = read_flags(ServerOptions, args, host=host, port=port, token=token, job="")
     endpoints = parse_endpoints(options.etcd) if options.etcd else ()
     etcd = EtcdOptions(endpoints, options.job, options.lease_s, options.ca) if endpoints else None
-    protocols, page = [], http_protocol(options.allow_host)
+    protocols = []
     if options.grpc_bind:
         from allranks.lighthouse.grpc_server import torchft_protocol
 
         same = options.grpc_bind == options.bind and port
         where = ("", 0) if same else _split(options.grpc_bind)
         protocols.append(torchft_protocol(*where, on_grpc, options.grpc_open))
-    return Lighthouse(read_flags(Options, args, **grace), server, etcd=etcd, http=page, protocols=protocols)
+    return Lighthouse(
+        read_flags(Options, args, **grace),
+        server,
+        allow_hosts=options.allow_host,
+        protocols=protocols,
+        etcd=etcd,
+    )
 
 
 def _split(text: str) -> tuple[str, int]:

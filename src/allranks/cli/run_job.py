@@ -275,7 +275,6 @@ def embed_lighthouse(
     from allranks.lighthouse.history import FILE_NAME
     from allranks.lighthouse.options import Options, ServerOptions
     from allranks.lighthouse.server import Lighthouse
-    from allranks.lighthouse.web import http_protocol
 
     host, _, port = bind.rpartition(":")
     server = ServerOptions(host=host.strip("[]"), port=int(port), token=token, job=job)
@@ -287,7 +286,7 @@ def embed_lighthouse(
     logging.getLogger("allranks.lighthouse").addFilter(
         lambda line: getattr(line, "event", "") != "incident" and not str(line.msg).startswith("listening on")
     )
-    lighthouse = stack.enter_context(Lighthouse(options, server, http=http_protocol()))
+    lighthouse = stack.enter_context(Lighthouse(options, server))
     address = str(lighthouse.address)
     note(f"[allranks] lighthouse at {address}, page http://{address}/")
     return address

@@ -41,7 +41,6 @@ from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse
-from allranks.lighthouse.web import http_protocol
 from allranks.model.cluster import AGENT
 from allranks.watch.silence import NoticeOptions
 
@@ -152,7 +151,7 @@ def watching(job: str, options: RayWatch | None = None) -> Iterator[None]:
     token = job_token(os.environ)
     with ExitStack() as stack:
         server = ServerOptions(host="0.0.0.0", port=0, token=token, job=job)
-        lighthouse = stack.enter_context(Lighthouse(Options(), server, http=http_protocol()))
+        lighthouse = stack.enter_context(Lighthouse(Options(), server))
         address = f"{ray.util.get_node_ip_address()}:{lighthouse.address.rpartition(':')[2]}"
         watch = _Cluster(job, options or RayWatch(), address, token)
         stack.callback(watch.close)

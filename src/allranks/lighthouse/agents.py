@@ -41,7 +41,7 @@ class Nodes:
         return cluster.Failover(host, min(rest, default=""))
 
     def leave(self, agent: str) -> None:
-        """It said good-bye: its node is not lost."""
+        """It has shut down cleanly: its node is not lost."""
         self.present.pop(agent, None)
 
     def lose(self, agent: str, node: str) -> cluster.Presence:
@@ -99,7 +99,7 @@ class Agents:
     _gathering: Current | None = None
 
     def leave(self, name: str, reason: str) -> None:
-        """An observer said good-bye; its node, if it has one, is not lost."""
+        """An observer has shut down cleanly; its node, if it has one, is not lost."""
         if name.startswith(cluster.AGENT):
             self.nodes.leave(name)
             self.ranks.drop(name, lost=False)

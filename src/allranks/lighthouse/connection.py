@@ -20,12 +20,23 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from allranks.channel.frames import HEAD, BadFrame, check_length, listen, take_frames, tune
+from allranks.channel.frames import HEAD, BadFrame, listen, take_frames, tune
 from allranks.channel.keys import Credential, Keyring, is_proof, prove
 from allranks.channel.server import ConnectionSlots, FoldedLog
 from allranks.errors import LighthouseError
 from allranks.lighthouse import messages
-from allranks.lighthouse.messages import ACK, BEAT, PREAMBLE, QUORUM, Command, Result, decode, encode, load
+from allranks.lighthouse.messages import (
+    ACK,
+    BEAT,
+    EMPTY_BEAT,
+    PREAMBLE,
+    QUORUM,
+    Command,
+    Result,
+    decode,
+    encode,
+    load,
+)
 from allranks.lighthouse.options import ServerOptions
 from allranks.lighthouse.page import take_snapshot
 from allranks.lighthouse.service import Service
@@ -140,7 +151,7 @@ def _cleaned(incident: PublishedIncident) -> PublishedIncident:
     return replace(incident, **texts, replicas=tuple(map(printable, incident.replicas)))
 
 
-_HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC")
+HTTP = (b"GET ", b"POST", b"HEAD", b"PUT ", b"DELE", b"OPTI", b"PATC")  # how its requests begin
 _HTTP2 = b"PRI "
 BACKLOG = 4096
 _WRITE_LIMIT = 8 << 20  # a client that does not read is cut off beyond this
@@ -183,7 +194,6 @@ class Listener:
 
     service: Service
     options: ServerOptions
-    http: Callable[[Service, str], asyncio.Protocol] | None = None  # (service, token) -> protocol
     takers: dict[bytes, Taker] = field(default_factory=dict)  # first four bytes -> another protocol
     frames: bool = True  # whether our own protocol is spoken here
     unauthenticated: ConnectionSlots[UnauthenticatedConnection] = field(init=False)
@@ -198,7 +208,7 @@ class Listener:
 
     async def listen_too(self, takers: dict[bytes, Taker], host: str, port: int) -> asyncio.Server:
         """Another port with the page and other protocols, under the same limits; without TLS and our own frames."""
-        other = replace(self, takers=takers, frames=False)
+        other = replace(self, takers={**self.takers, **takers}, frames=False)
         other.unauthenticated = self.unauthenticated
         return await serve_at(lambda: Connection(other), host, port)
 
@@ -223,17 +233,24 @@ async def serve_at(make: Callable[[], asyncio.Protocol], host: str, port: int) -
     return await loop.create_server(make, host, port, backlog=BACKLOG, reuse_address=True)
 
 
+def hand_over(transport: asyncio.Transport, protocol: asyncio.Protocol, data: bytes) -> None:
+    """Lets another protocol go on with a connection on which `data` has arrived."""
+    transport.set_protocol(protocol)
+    protocol.connection_made(transport)
+    protocol.data_received(data)
+
+
 class Connection(asyncio.Protocol):
     """See the module. Implements sessions.Peer."""
 
-    __slots__ = ("_greeting", "_listener", "_need", "_rest", "_session", "_transport", "address")
+    __slots__ = ("_begun", "_greeting", "_listener", "_rest", "_session", "_transport", "address")
     _transport: asyncio.Transport  # from connection_made on, which comes first
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._session: Session | None = None
-        self._rest = b""
-        self._need = len(PREAMBLE)
+        self._rest = bytearray()  # what has come and is not a whole frame yet
+        self._begun = False  # the client speaks our protocol
         self._greeting: tuple[messages.Hello, bytes, bytes] | None = None  # the hello, its bytes, our nonce
         self.address = ""
 
@@ -257,17 +274,15 @@ class Connection(asyncio.Protocol):
         if session is not None:
             service = self._listener.service
             session.heard = service.clock() - service.awake.slept_s
-            if len(data) > _HEAD_BYTES and not self._rest and _head(data) == (len(data) - _HEAD_BYTES, BEAT):
-                self._beat(session, data[_HEAD_BYTES:])  # that is all, in most reads
-                return
-        if self._rest:
-            data = self._rest + data
-            if len(data) < self._need:  # a large frame: wait for all of it without parsing each piece
-                self._rest = data
-                return
-            self._rest = b""
+            if not self._rest:  # all of it is a heartbeat, in most reads
+                if data == EMPTY_BEAT:
+                    return
+                if len(data) > _HEAD_BYTES and _head(data) == (len(data) - _HEAD_BYTES, BEAT):
+                    self._beat(session, data[_HEAD_BYTES:])
+                    return
+        self._rest += data
         try:
-            self._rest = self._take(data)
+            self._take()
         except BadFrame as error:
             self._refuse(messages.Refused("garbage", str(error)))
 
@@ -275,7 +290,7 @@ class Connection(asyncio.Protocol):
         self._listener.unauthenticated.remove(self)
         self._listener.open.discard(self)
         if error is not None:
-            self._read_goodbye()
+            self._read_shutdown_message()
         session, self._session = self._session, None
         if session is not None:
             self._listener.service.disconnected(session, self, clean=error is None)
@@ -304,7 +319,7 @@ class Connection(asyncio.Protocol):
 
     # ---- inside -----------------------------------------------------------------------------------------
 
-    def _read_goodbye(self) -> None:
+    def _read_shutdown_message(self) -> None:
         """A write to a closed connection ends it before what has arrived is read: a replica that left had said so."""
         if self._session is None or self._transport.get_extra_info("sslcontext"):
             return
@@ -312,39 +327,26 @@ class Connection(asyncio.Protocol):
         with contextlib.suppress(OSError):
             data += os.read(self._transport.get_extra_info("socket").fileno(), 1 << 16)
         with contextlib.suppress(BadFrame):
-            for kind, payload in take_frames(bytearray(data), self._listener.options.max_frame_bytes):
+            for kind, payload in take_frames(data, self._listener.options.max_frame_bytes):
                 if kind == messages.LEAVE:
                     self._frame(kind, payload)
 
-    def _take(self, data: bytes) -> bytes:
-        """Handles all whole frames of `data`; returns the rest."""
-        if self._session is None and self in self._listener.unauthenticated and self._need == len(PREAMBLE):
-            if len(data) < len(PREAMBLE):
-                return data
-            if data[: len(PREAMBLE)] != PREAMBLE or not self._listener.frames:
-                self._other_protocol(data)
-                return b""
-            data = data[len(PREAMBLE) :]
-            self._need = HEAD.size
-        limit = (
-            self._listener.options.max_frame_bytes
-            if self._session
-            else self._listener.options.max_hello_bytes
-        )
-        start, size = 0, len(data)
-        while size - start >= HEAD.size:
-            length, kind = HEAD.unpack_from(data, start)
-            check_length(length, limit)
-            end = start + HEAD.size + length
-            if end > size:
-                self._need = end - start
-                return data[start:]
-            self._frame(kind, data[start + HEAD.size : end])
-            start = end
+    def _take(self) -> None:
+        """Handles all whole frames that have come."""
+        listener, options = self._listener, self._listener.options
+        if not self._begun:
+            if len(self._rest) < len(PREAMBLE):
+                return
+            if not self._rest.startswith(PREAMBLE) or not listener.frames:
+                self._other_protocol(bytes(self._rest))
+                return
+            del self._rest[: len(PREAMBLE)]
+            self._begun = True
+        limit = options.max_frame_bytes if self._session else options.max_hello_bytes
+        for kind, payload in take_frames(self._rest, limit):
             if self._transport.is_closing():
-                return b""
-        self._need = HEAD.size
-        return data[start:] if start < size else b""
+                return
+            self._frame(kind, payload)
 
     def _frame(self, kind: int, payload: bytes) -> None:
         session = self._session
@@ -452,23 +454,14 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def _other_protocol(self, data: bytes) -> None:
-        listener, transport, start = self._listener, self._transport, data[:4]
-        if start not in (*_HTTP, *listener.takers):
+        listener, start = self._listener, data[:4]
+        if start not in listener.takers:
             if start == PREAMBLE:
                 raise BadFrame("this port is for torchft's clients: use the lighthouse's own")
             what = "gRPC: torchft's clients need --grpc-bind" if start == _HTTP2 else f"{data[:16]!r}"
             raise BadFrame(f"neither our frames nor HTTP: {what}")
         listener.unauthenticated.remove(self)
-        if start in listener.takers:
+        listener.open.discard(self)
+        if start not in HTTP:
             self._tune()
-            listener.open.discard(self)
-            listener.takers[start](transport, data)
-        elif listener.http is not None:
-            listener.open.discard(self)
-            protocol = listener.http(listener.service, listener.options.token)
-            transport.set_protocol(protocol)
-            protocol.connection_made(transport)
-            protocol.data_received(data)
-        else:
-            transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            self.close()
+        listener.takers[start](self._transport, data)

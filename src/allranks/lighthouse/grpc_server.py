@@ -25,7 +25,7 @@ from allranks.channel.frames import join_address, loopback
 from allranks.channel.server import ConnectionSlots
 from allranks.errors import require
 from allranks.lighthouse import grpc_wire
-from allranks.lighthouse.connection import Listener, Taker, open_files_limit
+from allranks.lighthouse.connection import Listener, Taker, hand_over, open_files_limit
 from allranks.lighthouse.messages import Hello, Refused
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.sessions import Session
@@ -61,10 +61,7 @@ class Relay:
 
     def take(self, transport: asyncio.Transport, first: bytes) -> None:
         """Takes over a connection that was accepted elsewhere and has sent `first`."""
-        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
-        transport.set_protocol(protocol)
-        protocol.connection_made(transport)
-        protocol.data_received(first)
+        hand_over(transport, asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve), first)
 
     def address(self, port: int) -> str:
         """Where the client of a call from this port really is."""

@@ -6,17 +6,23 @@ Field numbers are torchft's public protocol (package `torchft`, proto3). Unknown
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Iterator
+from typing import Any
 
 from allranks.model.cluster import Member, Quorum
 
 _MASK = (1 << 64) - 1
-_MEMBER = "replica address store step world_size shrink_only data commit_failures"  # fields 1, 2 ...
-_hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
-T = TypeVar("T")
+#: QuorumMember: attributes of a Member as fields 1, 2 ..., and what they are when they are left out
+_MEMBER: dict[str, Any] = {
+    "replica": "",
+    "address": "",
+    "store": "",
+    "step": 0,
+    "world_size": 0,
+    "shrink_only": False,
+    "data": "",
+    "commit_failures": 0,
+}
 
 
 class BadMessage(ValueError):
@@ -25,31 +31,39 @@ class BadMessage(ValueError):
 
 def decode_quorum_request(data: bytes) -> Member:
     """LighthouseQuorumRequest{1 requester: QuorumMember}."""
-    for number, value in fields(data):
-        if number == 1 and isinstance(value, bytes):
-            return decode_member(value)
-    raise BadMessage("a quorum request without a requester")
-
-
-def decode_member(data: bytes) -> Member:
-    member = read_message(Member, _MEMBER, data)
-    return replace(member, session=member.replica)
+    return decode_member(_first_field(data, "a quorum request without a requester"))
 
 
 def decode_heartbeat_request(data: bytes) -> str:
     """LighthouseHeartbeatRequest{1 replica_id}."""
+    return _first_field(data, "a heartbeat without a replica id").decode("utf-8", "replace")
+
+
+def _first_field(data: bytes, missing: str) -> bytes:
+    found = (value for number, value in fields(data) if number == 1 and isinstance(value, bytes))
+    if (value := next(found, None)) is None:
+        raise BadMessage(missing)
+    return value
+
+
+def decode_member(data: bytes) -> Member:
+    """A field of another type than its attribute is passed over."""
+    values, names = dict(_MEMBER), tuple(_MEMBER)
     for number, value in fields(data):
-        if number == 1 and isinstance(value, bytes):
-            return value.decode("utf-8", "replace")
-    raise BadMessage("a heartbeat without a replica id")
+        name = names[number - 1] if 0 < number <= len(names) else ""
+        if isinstance(value, int) and isinstance(values.get(name), int):
+            values[name] = type(values[name])(signed(value))
+        elif isinstance(value, bytes) and isinstance(values.get(name), str):
+            values[name] = value.decode("utf-8", "replace")
+    return Member(**values, session=values["replica"])
 
 
 def encode_quorum_response(quorum: Quorum, created_s: float) -> bytes:
     """LighthouseQuorumResponse{1 quorum: Quorum{1 quorum_id, 2 participants, 3 created: Timestamp}}."""
     seconds = int(created_s)
-    created = number_field(1, seconds) + number_field(2, int((created_s - seconds) * 1e9))
-    body = number_field(1, quorum.number) + b"".join(bytes_field(2, encode_member(m)) for m in quorum.members)
-    return bytes_field(1, body + bytes_field(3, created))
+    created = _field(1, seconds) + _field(2, int((created_s - seconds) * 1e9))
+    members = b"".join(bytes_field(2, encode_member(member)) for member in quorum.members)
+    return bytes_field(1, _field(1, quorum.number) + members + bytes_field(3, created))
 
 
 def encode_quorum_request(member: Member) -> bytes:
@@ -58,27 +72,7 @@ def encode_quorum_request(member: Member) -> bytes:
 
 
 def encode_member(member: Member) -> bytes:
-    return write_message(member, _MEMBER)
-
-
-def write_message(message: object, names: str) -> bytes:
-    """Attributes by name as fields 1, 2 ...; 0 and "" are left out."""
-    values = ((field, getattr(message, name)) for field, name in enumerate(names.split(), 1))
-    return b"".join(_field(field, value) for field, value in values if value)
-
-
-def read_message(kind: type[T], names: str, data: bytes) -> T:
-    """The other way round. A field of another type than its attribute is passed over."""
-    hints, known = _hints(kind), names.split()
-    values: dict[str, Any] = {name: hints[name]() for name in known}
-    for field, value in fields(data):
-        name = known[field - 1] if 0 < field <= len(known) else ""
-        hint = hints.get(name)
-        if isinstance(value, int) and hint in (int, bool):
-            values[name] = bool(value) if hint is bool else signed(value)
-        elif isinstance(value, bytes) and hint is str:
-            values[name] = value.decode("utf-8", "replace")
-    return kind(**values)
+    return b"".join(_field(field, getattr(member, name)) for field, name in enumerate(_MEMBER, 1))
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -134,13 +128,12 @@ def _encode_varint(value: int) -> bytes:
 
 
 def _field(field: int, value: int | str) -> bytes:
+    """0 and "" are left out."""
+    if not value:
+        return b""
     if isinstance(value, str):
         return bytes_field(field, value.encode())
     return _encode_varint(field << 3) + _encode_varint(value)
-
-
-def number_field(field: int, value: int) -> bytes:
-    return _field(field, value) if value else b""
 
 
 def bytes_field(field: int, value: bytes) -> bytes:

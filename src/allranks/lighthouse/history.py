@@ -142,13 +142,9 @@ def _offset(tier: int, index: int) -> int:
 
 def tidy(value: float) -> float | None:
     """As short as a chart needs it."""
-    return (
-        None
-        if math.isnan(value) or math.isinf(value)
-        else float(f"{value:.6g}")
-        if value < 1e6
-        else round(value, 1)
-    )
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}") if value < 1e6 else round(value, 1)
 
 
 def row_of(sample: Sample) -> dict[str, float | None]:

@@ -1,9 +1,9 @@
 """HTTP/1.1 on the lighthouse's own port, as little as its page, API and metrics need. On the loop's thread.
 
 Requests are bounded (head 16 KiB and 100 lines, body 64 KiB, 10 s to arrive); answers are whole or server-sent events.
-All connections take turns, one request every TURN_S when many come at once, so that members never wait for more than one;
-and who sends several gets the next answer only after reading the last ones: a connection never holds more than one answer and UNREAD_BYTES, and all together ALL_UNREAD_BYTES: who has
-been reading slowly for longest is cut off. When all places are taken, the host that has most of them loses its oldest.
+At most one request is handled every TURN_S, so members never wait for more than one. A connection gets its next answer after it
+has read the last ones. It never holds more than one answer and UNREAD_BYTES, and all connections together ALL_UNREAD_BYTES:
+beyond that the slowest reader is cut off. When all places are taken, the host that has most of them loses its oldest.
 Everything from outside stays text: routing and JSON are in `web.py`.
 """
 
@@ -29,7 +29,7 @@ MAX_BODY = 64 << 10
 ARRIVAL_S = 10.0
 IDLE_S = 60.0
 TURN_S = 0.002
-#: Two of them are an attempt to deceive.
+#: duplicates are rejected
 _ONCE = frozenset({"content-length", "host", "authorization", "origin"})
 UNREAD_BYTES = 64 << 10  # beyond this no further request is read and no event sent
 ALL_UNREAD_BYTES = 16 << 20  # the status of a thousand replicas has half a megabyte
@@ -93,10 +93,9 @@ class HttpSlots:
 
     limit: int
     open: ConnectionSlots[HttpConnection] = field(init=False)
-    _waiting: dict[HttpConnection, None] = field(default_factory=dict)  # for their turn
-    _last_turn: float = 0.0
-    _timed: bool = False  # the next turn is planned
     unread: dict[HttpConnection, int] = field(default_factory=dict)  # bytes of those who read slowly
+    _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _last_turn: float = 0.0
 
     def __post_init__(self) -> None:
         self.open = ConnectionSlots(self.limit)
@@ -106,29 +105,13 @@ class HttpSlots:
         if (surplus := self.open.add(connection, host)) is not None:
             surplus.abort()
 
-    def take_turn(self, connection: HttpConnection) -> bool:
-        """Whether it is served at once; if not, its `take_turn` is called later, one every TURN_S."""
-        now = asyncio.get_running_loop().time()
-        if not self._waiting and now - self._last_turn >= TURN_S:
-            self._last_turn = now
-            return True
-        self._waiting[connection] = None
-        self._plan_turn()
-        return False
-
-    def _plan_turn(self) -> None:
-        if self._waiting and not self._timed:
-            self._timed = True
-            asyncio.get_running_loop().call_later(TURN_S, self._next_turn)
-
-    def _next_turn(self) -> None:
-        self._timed = False
-        if self._waiting:
-            connection = next(iter(self._waiting))
-            del self._waiting[connection]
-            self._last_turn = asyncio.get_running_loop().time()
-            connection.take_turn()
-        self._plan_turn()
+    async def wait_for_turn(self, transport: asyncio.WriteTransport) -> None:
+        """Requests are handled one every TURN_S, in their order; a connection that is gone costs no time."""
+        async with self._turns:
+            now = asyncio.get_running_loop().time
+            if not transport.is_closing() and (pause := self._last_turn + TURN_S - now()) > 0:
+                await asyncio.sleep(pause)
+            self._last_turn = now()
 
     def reads_slowly(self, connection: HttpConnection, size: int) -> None:
         """So many bytes wait for it."""
@@ -139,122 +122,81 @@ class HttpSlots:
     def free(self, connection: HttpConnection) -> None:
         """Is gone, or will be in a moment."""
         self.unread.pop(connection, None)
-        self._waiting.pop(connection, None)
         self.open.remove(connection)
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpConnection(asyncio.StreamReaderProtocol):
     """One connection; requests are handled one after the other."""
 
-    _transport: asyncio.Transport  # from connection_made on, which comes first
+    transport: asyncio.Transport  # from connection_made on, which comes first
 
-    def __init__(self, handle: Callable[[HttpRequest], Answer], places: HttpSlots) -> None:
-        self._handle = handle
-        self._places = places
-        self._rest = bytearray()
+    def __init__(self, handle: Callable[[HttpRequest], Answer], slots: HttpSlots) -> None:
+        super().__init__(asyncio.StreamReader(limit=MAX_HEAD), _serve)
+        self._handle, self._slots = handle, slots
         self._timer: asyncio.TimerHandle | None = None
-        self._waiting = False  # for the turn of the next request
-        self._unread = False  # the other side does not take its answers
-        self._reading = True
-        self._end_stream: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=UNREAD_BYTES)
         peer = transport.get_extra_info("peername")
-        self._places.take(self, str(peer[0]) if peer else "")
-        self._wait(ARRIVAL_S)
+        self._slots.take(self, str(peer[0]) if peer else "")
+        self._abort_after(ARRIVAL_S)
+        super().connection_made(transport)
 
     def abort(self) -> None:
         """Ends it at once: its place is needed."""
-        self._places.free(self)
-        self._transport.abort()
+        self._slots.free(self)
+        self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._places.free(self)
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._end_stream is not None:
-            self._end_stream()
-            self._end_stream = None
+        self._slots.free(self)
+        self._abort_after(None)
+        super().connection_lost(error)
 
-    def data_received(self, data: bytes) -> None:
-        if self._end_stream is not None:
-            return  # nothing more is expected from a listener
-        self._rest += data
-        self._plan()
-        if len(self._rest) > MAX_HEAD + MAX_BODY:  # more than any browser pipelines
-            self._refuse(413)
-            self._rest.clear()
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False  # nobody reads an answer
 
     def pause_writing(self) -> None:
-        self._unread = True
-        self._places.reads_slowly(self, self._transport.get_write_buffer_size())
+        super().pause_writing()
+        self._slots.reads_slowly(self, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        self._unread = False
-        self._places.unread.pop(self, None)
-        self._plan()
+        super().resume_writing()
+        self._slots.unread.pop(self, None)
 
-    def _plan(self) -> None:
-        """The next request, if its answer has room, when it is our turn; nothing more is read before that."""
-        while not (self._waiting or self._unread) and self._rest and self._end_stream is None:
-            self._waiting = not self._places.take_turn(self)
-            if not self._waiting and not self._handle_one():
-                break
-        self._read(not self._unread and not self._waiting)
-
-    def take_turn(self) -> None:
-        """It is our turn to be answered."""
-        self._waiting = False
-        if self._unread or self._handle_one():
-            self._plan()
-        else:
-            self._read(True)
-
-    def _handle_one(self) -> bool:
-        return not self._transport.is_closing() and self._take_one()
-
-    def _read(self, wanted: bool) -> None:
-        if self._transport.is_closing() or wanted is self._reading:
-            return
-        self._reading = wanted
-        if wanted:
-            self._transport.resume_reading()
-        else:
-            self._transport.pause_reading()
-
-    def _take_one(self) -> bool:
-        """Handles one whole request; False when more bytes are needed or the connection is closed."""
-        end = self._rest.find(b"\r\n\r\n", 0, MAX_HEAD + 4)
-        if end < 0:
-            return self._refuse(431) if len(self._rest) > MAX_HEAD else False
+    async def answer_next(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answers one request, when it is our turn and the last answers are read; whether another may follow."""
+        await writer.drain()
         try:
-            request, length = _parse_head(bytes(self._rest[:end]))
-        except ValueError:
-            return self._refuse(400)
+            head = await reader.readuntil(b"\r\n\r\n")
+            await self._slots.wait_for_turn(self.transport)
+            request, length = _parse_head(head[:-4])
+        except (ValueError, asyncio.LimitOverrunError) as error:
+            return self._refuse(400 if isinstance(error, ValueError) else 431)
         if length > MAX_BODY:
             return self._refuse(413)
-        start, stop = end + 4, end + 4 + length
-        if len(self._rest) < stop:
-            return False
-        whole = replace(
-            request,
-            body=bytes(self._rest[start:stop]),
-            private=request.method != "POST" or _is_private(self._transport),
-        )
-        del self._rest[:stop]
+        private = request.method != "POST" or _is_private(self.transport)
+        request = replace(request, body=await reader.readexactly(length), private=private)
         try:
-            answer = self._handle(whole)
+            answer = self._handle(request)
         except Exception:
-            log.exception("%r %r failed", whole.method, whole.path)
+            log.exception("%r %r failed", request.method, request.path)
             answer = Answer(500, b'{"error": "internal error, see the log of the lighthouse"}')
-        self._answer(whole, answer)
-        return True
+        if answer.stream is None or request.method == "HEAD":
+            return self._send(request, replace(answer, stream=None))
+        self._send(request, answer)
+        self._abort_after(None)
+        end_stream = answer.stream(EventStream(self.transport))
+        try:
+            while await reader.read(MAX_HEAD):
+                pass  # nothing more is expected from a listener
+        finally:
+            end_stream()
+        return False
 
-    def _answer(self, request: HttpRequest, answer: Answer) -> None:
-        if request.method == "HEAD":
-            answer = replace(answer, stream=None)
+    def _send(self, request: HttpRequest, answer: Answer) -> bool:
+        """Writes an answer; whether the connection stays open for another request."""
         keep = request.headers.get("connection", "").lower() != "close" and answer.stream is None
         ancestors = "'self'" if answer.framed else "'none'"
         lines = [
@@ -270,26 +212,31 @@ class HttpConnection(asyncio.Protocol):
             connection = "keep-alive" if keep else "close"
             lines += [f"Content-Length: {len(answer.body)}", f"Connection: {connection}"]
         head = "\r\n".join(lines).encode() + b"\r\n\r\n"
-        self._transport.writelines([head] if request.method == "HEAD" else [head, answer.body])
-        if answer.stream is not None:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._end_stream = answer.stream(EventStream(self._transport))
-        elif keep:
-            self._wait(IDLE_S)
-        else:
-            self._transport.close()
+        self.transport.writelines([head] if request.method == "HEAD" else [head, answer.body])
+        self._abort_after(IDLE_S)
+        return keep
 
     def _refuse(self, status: int) -> bool:
         body = f'{{"error": "{HTTPStatus(status).phrase}"}}'.encode()
-        self._answer(HttpRequest("GET", "", headers={"connection": "close"}), Answer(status, body))
-        return False
+        return self._send(HttpRequest("GET", "", headers={"connection": "close"}), Answer(status, body))
 
-    def _wait(self, seconds: float) -> None:
-        """Closes the connection unless a request arrives in time."""
+    def _abort_after(self, seconds: float | None) -> None:
+        """Ends the connection unless a request, or the room for its answer, comes in time."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
+        if seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    connection = cast(HttpConnection, writer.transport.get_protocol())
+    try:
+        while await connection.answer_next(reader, writer):
+            pass
+    except (OSError, asyncio.IncompleteReadError):
+        pass  # gone, or aborted
+    finally:
+        writer.close()
 
 
 def _is_private(transport: asyncio.Transport) -> bool:

@@ -55,17 +55,18 @@ def take_snapshot(service: Service) -> Status:
 def make_scene(service: Service) -> Scene:
     """What the first line of the page needs besides steps; spares are not missed."""
     state = service.state
-    spares = frozenset(state.last.spares) if state.last else frozenset()
-    alive = frozenset(
-        name for name, replica in state.replicas.items() if not replica.observer and name not in spares
-    )
+    spares = state.last.spares if state.last else ()
+    # with thousands of replicas once a second: operations on whole sets
+    alive = frozenset(state.replicas).difference(service.sessions.observers, spares)
+    members = len(state.members.intersection(alive))
+    others = alive.difference(state.members, state.evicted, state.cooling) if len(alive) > members else ()
     opened = tuple(
         OpenIncident(one.kind, one.sentence, one.outcome, one.decided)
         for one in service.agents.incidents
         if not one.closed
     )
     return Scene(
-        members=sum(1 for name in state.members if name in state.replicas),
+        members=members,
         alive=alive,
         nodes=service.agents.count,
         agents=tuple(
@@ -80,7 +81,7 @@ def make_scene(service: Service) -> Scene:
         leading=service.leading,
         leader=service.leader,
         work=service.agents.ranks.work(),
-        joining=alive - state.members - state.evicted.keys() - state.cooling.keys(),
+        joining=others,
     )
 
 
@@ -129,20 +130,13 @@ def _standing(
         return "cooling"
     if not replica.connected:
         return "expected"
-    if replica.asking is not None:
-        apart = (
-            state.reach.apart_from(now, replica.session, [m.session for m in state.last.members])
-            if state.last
-            else ()
-        )
-        return (
-            "spare"
-            if name in spares
-            else "unreachable"
-            if apart or replica.session in state.reach.unserved
-            else "asking"
-        )
-    return "member" if name in members else "connected"
+    if replica.asking is None:
+        return "member" if name in members else "connected"
+    if name in spares:
+        return "spare"
+    others = [member.session for member in state.last.members] if state.last else []
+    apart = state.reach.apart_from(now, replica.session, others)
+    return "unreachable" if apart or replica.session in state.reach.unserved else "asking"
 
 
 def _row(replica: Replica, ranks: list[Session], standing: str, now: float) -> ReplicaStatus:

@@ -102,6 +102,17 @@ def _others(report: NodeReport, reports: Mapping[str, NodeReport]) -> list[str]:
 
 T = TypeVar("T")
 MAX_RANK = 1_000_000
+_SHOWN = (
+    "node",
+    "ranks",
+    "names",
+    "gpus",
+    "pids",
+    "doing",
+    "steps",
+    "calls",
+    "places",
+)  # of a node, on the page
 AGENTS_PER_S = 200  # reports that are worth their CPU; with more nodes each reports less often
 
 
@@ -121,11 +132,8 @@ class RankTable:
             report = replace(report, ranks=(), doing="")
         before = self.reports.get(report.agent)
         self.reports[report.agent], self.heard[report.agent] = report, now
-        if before is None or (before.ranks, before.names, before.gpus) != (
-            report.ranks,
-            report.names,
-            report.gpus,
-        ):
+        layout = report.ranks, report.names, report.gpus
+        if before is None or (before.ranks, before.names, before.gpus) != layout:
             self.version += 1
         every_s = max(1.0, len(self.reports) / AGENTS_PER_S)
         return NodeAnswer(every_s, self._differences.find(now, report, before, self.reports))
@@ -159,12 +167,8 @@ class RankTable:
 
     def loss(self) -> float | None:
         """Of the lowest rank that gives one."""
-        given = [
-            (report.ranks[0], report.loss[0])
-            for report in self.reports.values()
-            if report.loss and report.ranks
-        ]
-        return min(given)[1] if given else None
+        reports = (one for one in self.reports.values() if one.loss and one.ranks)
+        return min(((one.ranks[0], one.loss[0]) for one in reports), default=(0, None))[1]
 
     def work(self) -> StepWork:
         return sum((report.work for report in self.reports.values()), StepWork())
@@ -176,20 +180,8 @@ class RankTable:
 
     def nodes(self) -> dict[str, object]:
         """The layout: nodes with their ranks and GPUs, and the process groups."""
-        rows = [
-            {
-                "node": one.node,
-                "ranks": one.ranks,
-                "names": one.names,
-                "gpus": one.gpus,
-                "pids": one.pids,
-                "doing": one.doing,
-                "steps": one.steps,
-                "calls": one.calls,
-                "places": one.places,
-            }
-            for one in sorted(self.reports.values(), key=lambda one: min(one.ranks, default=MAX_RANK))
-        ]
+        reports = sorted(self.reports.values(), key=lambda one: min(one.ranks, default=MAX_RANK))
+        rows = [{name: getattr(one, name) for name in _SHOWN} for one in reports]
         groups: dict[str, tuple[int, ...]] = {}
         for report in self.reports.values():
             groups.update(report.groups)

@@ -27,7 +27,7 @@ from typing import TypeVar, cast
 from allranks.channel.frames import cut, join_address
 from allranks.errors import LighthouseError
 from allranks.lighthouse import page
-from allranks.lighthouse.connection import Connection, Listener, serve_at
+from allranks.lighthouse.connection import HTTP, Connection, Listener, serve_at
 from allranks.lighthouse.election import Election, EtcdOptions
 from allranks.lighthouse.history import History
 from allranks.lighthouse.messages import Refused, encode
@@ -35,6 +35,7 @@ from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.page import take_snapshot
 from allranks.lighthouse.service import Service
 from allranks.lighthouse.status import PersistedState, Status
+from allranks.lighthouse.web import page_taker
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
@@ -106,7 +107,6 @@ log = logging.getLogger("allranks.lighthouse")
 
 #: Another protocol (gRPC): entered once the lighthouse listens, left before it drains.
 OtherProtocol = Callable[[Listener], AbstractAsyncContextManager[None]]
-HttpProtocol = Callable[[Service, str], asyncio.Protocol]
 T = TypeVar("T")
 
 
@@ -118,13 +118,13 @@ class Lighthouse:
         options: Options | None = None,
         server: ServerOptions | None = None,
         *,
-        http: HttpProtocol | None = None,
+        allow_hosts: Sequence[str] = (),
         protocols: Sequence[OtherProtocol] = (),
         etcd: EtcdOptions | None = None,
     ) -> None:
         self.options = options or Options()
         self.server = server or ServerOptions()
-        self.http = http
+        self.allow_hosts = tuple(allow_hosts)  # names under which the page may be asked for, besides its own
         self.protocols = tuple(protocols)
         self.etcd = etcd
         self.address = ""  # known once it listens
@@ -212,7 +212,8 @@ class Lighthouse:
         # nothing survives a restart: the clock keeps (epoch, number) of two quorums apart
         if self.etcd is None:
             service.state.epoch = int(time.time())
-        listener = Listener(service, self.server, self.http)
+        listener = Listener(service, self.server)
+        listener.takers |= dict.fromkeys(HTTP, page_taker(service, self.server.token, self.allow_hosts))
         server = await self._listen(listener)
         try:
             self.service = service

@@ -366,7 +366,7 @@ class Service:
 
     def finish(self, name: str) -> bool:
         """A member that is gone, or about to go, was through with its training; False when it is not known as one."""
-        if here := self.state.replicas.get(name):  # its good-bye is still on the way
+        if here := self.state.replicas.get(name):  # its shutdown message is still on the way
             self._finishing.add(here.session)
             return True
         known = self.state.finish(self.now(), name)
@@ -391,7 +391,7 @@ class Service:
         return True
 
     def disconnected(self, session: Session, peer: Peer, clean: bool) -> None:
-        """A connection ended without a good-bye. An orderly close is a death; an error may be a blip."""
+        """A connection ended without a shutdown message. An orderly close is a death; an error may be a blip."""
         if session.peer is peer:
             session.peer, session.cut = None, not clean
             grace = self.options.grace_s if clean else self.options.reset_grace_s

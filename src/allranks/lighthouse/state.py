@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.reach import Reach
@@ -44,7 +45,7 @@ class Gone:
     at: float
     reason: str
     certain: bool  # False: only silent, may be training on behind a cut network
-    left: bool = False  # said good-bye
+    left: bool = False  # with a shutdown message
     finished: bool = False  # its training is over
     step: int = -1  # steps that its state had; -1: not known
     node: str = ""
@@ -168,23 +169,23 @@ class QuorumState:
         if len(self.losses) > MAX_LOSERS:
             del self.losses[next(iter(self.losses))]
         early = 0.0 if back_s is None else max(0.0, self.options.presume_dead_s - back_s)
-        self._depart(now - early, replica, reason, certain, closed=back_s is not None, stopped=stopped)
+        gone = Gone(replica.session, now - early, reason, certain, node=replica.node, stopped=stopped)
+        self._depart(replica, replace(gone, closed=back_s is not None))
 
     def confirm_death(self, name: str) -> bool:
         """One that was stopped, or silent, is dead: nobody waits for it. False when it is not known as gone."""
         if name not in self.gone:
             return False
-        self.gone[name] = replace(self.gone[name], certain=True, stopped=False)
-        self._index(name)
+        self._amend(name, certain=True, stopped=False)
         return True
 
     def leave(self, now: float, name: str, reason: str, step: int = -1) -> None:
         """It left in good order, with a state of `step` steps."""
         replica = self.replicas.pop(name)
         self.reach.forget(replica.session)
-        self._depart(now, replica, reason, certain=True, left=True)
-        if name in self.gone:
-            self.gone[name] = replace(self.gone[name], step=step)
+        self._depart(
+            replica, Gone(replica.session, now, reason, True, left=True, step=step, node=replica.node)
+        )
 
     def describe_unreached(self, name: str, other: str) -> str:
         """One of them is a member, the other one waits to join."""
@@ -200,9 +201,8 @@ class QuorumState:
         """A member that is gone was through with its training; False when nothing is known of it."""
         if name not in self.gone:
             return False
-        self.gone[name] = replace(self.gone[name], finished=True)
+        self._amend(name, finished=True)
         self.finished_at = now
-        self._index(name)
         return True
 
     @property
@@ -233,7 +233,7 @@ class QuorumState:
             replica.asking = None
             self._note_departure(replica)
         if name in self.gone:
-            self.gone[name] = replace(self.gone[name], certain=True)
+            self._amend(name, certain=True)
         self._index(name)
 
     def let_in(self, name: str) -> bool:
@@ -243,8 +243,7 @@ class QuorumState:
         if (self.over or self.too_late) and name in self.replicas:
             had, self.largest = True, 0
             for finisher in list(self.finishers):
-                self.gone[finisher] = replace(self.gone[finisher], finished=False)
-                self._index(finisher)
+                self._amend(finisher, finished=False)
         self.losses.pop(name, None)
         if replica := self.replicas.get(name):
             replica.cooling_until = 0.0
@@ -258,8 +257,7 @@ class QuorumState:
             self.replicas[name].cooling_until = 0.0
             self._index(name)
         for name in [n for n in self.silent if now - self.gone[n].at >= self.options.presume_dead_s]:
-            self.gone[name] = replace(self.gone[name], certain=True, stopped=False)
-            self._index(name)
+            self._amend(name, certain=True, stopped=False)
         old = now - self.options.flap_window_s
         for name in [name for name, times in self.losses.items() if times[-1] < old]:
             del self.losses[name]
@@ -268,8 +266,8 @@ class QuorumState:
         """When `advance` will next change something that a decision looks at."""
         times = list(self.cooling.values())
         times += [self.gone[name].at + self.options.presume_dead_s for name in self.silent]
-        if self.asking and self.reach.apart:
-            times += [entry.until for entry in self.reach.apart.values() if entry.until > now]
+        if self.asking and (pair := self.reach.next_change(now)) is not None:
+            times.append(pair)
         return min(times, default=None)
 
     # ---- quorums ----------------------------------------------------------------------------------------
@@ -389,27 +387,19 @@ class QuorumState:
 
     # ---- inside -----------------------------------------------------------------------------------------
 
-    def _depart(
-        self,
-        now: float,
-        replica: Replica,
-        reason: str,
-        certain: bool,
-        left: bool = False,
-        closed: bool = False,
-        stopped: bool = False,
-    ) -> None:
+    def _depart(self, replica: Replica, gone: Gone) -> None:
         if self._note_departure(replica):
-            certain = certain or replica.name in self.evicted  # nobody waits for one that was thrown out
-            self.gone[replica.name] = Gone(
-                replica.session, now, reason, certain, left, node=replica.node, closed=closed, stopped=stopped
-            )
+            # nobody waits for one that was thrown out
+            self.gone[replica.name] = replace(gone, certain=gone.certain or replica.name in self.evicted)
         self._index(replica.name)
         if not self.continuing:  # the state is with those that are stopped: who has none waits for them
-            for name, gone in list(self.gone.items()):
-                if gone.stopped and gone.certain and name not in self.evicted:
-                    self.gone[name] = replace(gone, certain=False, at=now)
-                    self._index(name)
+            for name, other in list(self.gone.items()):
+                if other.stopped and other.certain and name not in self.evicted:
+                    self._amend(name, certain=False, at=gone.at)
+
+    def _amend(self, name: str, **changes: Any) -> None:
+        self.gone[name] = replace(self.gone[name], **changes)
+        self._index(name)
 
     def _note_departure(self, replica: Replica) -> bool:
         """Whether it was a member; nobody waits for it from now on, also if the same session comes back."""
@@ -424,7 +414,7 @@ class QuorumState:
             if self.gone[name].session == session:
                 del self.gone[name]
             elif not self.replicas[name].cooling_until:
-                self.gone[name] = replace(self.gone[name], certain=True, stopped=False)
+                self._amend(name, certain=True, stopped=False)
 
     def _wait_for_lease(self, name: str, session: str, node: str) -> None:
         """One process per name: another session may be a member when the old one cannot commit any more.

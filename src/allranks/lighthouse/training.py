@@ -14,7 +14,7 @@ from statistics import median
 from allranks.lighthouse.status import Departed, StatusEvent, TrainingStatus
 from allranks.model.cluster import AGENT
 from allranks.model.formatting import age
-from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StepWork, describe
+from allranks.model.job_state import JobFacts, describe
 
 NOTE_S = 0.05  # steps that follow each other faster are noted together
 RATE_S = 15.0  # the speed is measured over so long
@@ -55,20 +55,11 @@ class LostSteps:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What the lighthouse knows besides steps."""
+class Scene(JobFacts):
+    """What the lighthouse knows besides steps; `members` of the quorum that are still there."""
 
-    members: int  # of the quorum, still there
     alive: Collection[str] = ()  # replicas that are connected
-    nodes: int = 0  # agents that are connected
-    agents: tuple[AgentState, ...] = ()  # what those say that have said something
-    incidents: tuple[OpenIncident, ...] = ()
-    waiting: str = ""  # why there is no new quorum
-    over: bool = False
-    leading: bool = True
-    leader: str = ""
     joining: Collection[str] = ()  # connected, not evicted, and not in the quorum yet
-    work: StepWork = field(default_factory=StepWork)  # of all ranks in one step
 
 
 @dataclass
@@ -190,27 +181,19 @@ class TrainingView:
         by_calls = self.step < 0 and not total and any(self._calls.values())
         limit = self._call_limit() if by_calls else self._limit()
         silent = now - (self._called if by_calls else self._moved)
-        here = min(scene.members, total)
-        return JobFacts(
-            agents=scene.agents,
-            incidents=scene.incidents,
+        return replace(
+            scene,
             step=self.step,
             steps_per_s=self._rate(self._rates, now, limit),
             calls=sum(self._calls.values()),
             calls_per_s=self._rate(self._call_rates, now, limit),
             silent_s=silent if by_calls or self.step >= 0 else 0.0,
             usual_s=limit,
-            members=here,
+            members=min(scene.members, total),
             replicas=total,
-            nodes=scene.nodes,
             begun=by_calls or self._has_begun(scene, total),
             gone=self._nobody(scene),
             missing=self._missing(gone, now) + _joining(scene),
-            waiting=scene.waiting,
-            over=scene.over,
-            leading=scene.leading,
-            leader=scene.leader,
-            work=scene.work,
         )
 
     def _absent(self, scene: Scene) -> list[Departed]:

@@ -22,7 +22,7 @@ from importlib import resources
 
 import msgspec
 
-from allranks.lighthouse.connection import open_files_limit
+from allranks.lighthouse.connection import Taker, hand_over, open_files_limit
 from allranks.lighthouse.http import Answer, EventStream, HttpConnection, HttpRequest, HttpSlots
 from allranks.lighthouse.metrics import METRICS_KIND, render_metrics
 from allranks.lighthouse.page import overview, page_view, take_snapshot
@@ -284,21 +284,13 @@ class Web:
         return not self.token or hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def http_protocol(names: Sequence[str] = ()) -> Callable[[Service, str], asyncio.Protocol]:
-    """What `Lighthouse(http=…)` takes: makes the protocol of each HTTP connection; all of one lighthouse share one Web.
-    `names`, and those of $ALLRANKS_ALLOW_HOSTS, are host names under which it may be asked."""
+def page_taker(service: Service, token: str, names: Sequence[str] = ()) -> Taker:
+    """Serves HTTP on connections that begin so. `names`, and those of $ALLRANKS_ALLOW_HOSTS, are host names under which it
+    may be asked."""
     names = [*names, *filter(None, os.environ.get("ALLRANKS_ALLOW_HOSTS", "").split(","))]
-    shared: dict[int, tuple[Web, HttpSlots]] = {}
-
-    def make(service: Service, token: str) -> asyncio.Protocol:
-        if id(service) not in shared:
-            shared.clear()
-            web = Web(service, token, frozenset(name.lower() for name in names))
-            shared[id(service)] = web, HttpSlots(min(MAX_CONNECTIONS, open_files_limit() // 8))
-        web, slots = shared[id(service)]
-        return HttpConnection(web.handle, slots)
-
-    return make
+    web = Web(service, token, frozenset(name.lower() for name in names))
+    slots = HttpSlots(min(MAX_CONNECTIONS, open_files_limit() // 8))
+    return lambda transport, data: hand_over(transport, HttpConnection(web.handle, slots), data)
 
 
 def _host_name(host: str) -> str:

@@ -11,7 +11,6 @@ from allranks.channel.frames import split_address
 from allranks.errors import ConfigurationError, MissingExtra
 from allranks.lighthouse.options import Options, ServerOptions
 from allranks.lighthouse.server import Lighthouse, OtherProtocol
-from allranks.lighthouse.web import http_protocol
 
 __all__ = ["LighthouseClient", "LighthouseServer", "ManagerClient", "ManagerServer"]
 
@@ -63,7 +62,7 @@ class LighthouseServer:
             presume_dead_s=0.0,  # torchft's rule: a silent replica is gone
         )
         server = ServerOptions(host=host, port=port)
-        self._lighthouse = Lighthouse(options, server, http=http_protocol(), protocols=_grpc()).start()
+        self._lighthouse = Lighthouse(options, server, protocols=_grpc()).start()
 
     def address(self) -> str:
         """For TORCHFT_LIGHTHOUSE."""

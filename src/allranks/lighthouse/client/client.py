@@ -355,7 +355,7 @@ class Client(Actions):
     def _no_quorum(self, ticket: PendingAnswer[cluster.Quorum], waited_s: float) -> errors.LighthouseError:
         """Takes the question back and says why there was no answer."""
         waiting: PendingAnswer[messages.NoQuorumYet] = PendingAnswer(
-            lambda _, __: errors.LighthouseError("no word from the lighthouse")
+            lambda _, __: errors.LighthouseError("no response from the lighthouse")
         )
         with self._lock:
             if self._asking is not None and self._asking[0] is ticket:
@@ -371,7 +371,7 @@ class Client(Actions):
             text = f"quorum not reached after {waited_s:.1f} s: {answer.reason}"
             return errors.QuorumTimeout(text, waited_s, answer.reason, answer.missing)
         return errors.QuorumTimeout(
-            f"quorum not reached after {waited_s:.1f} s, and no word from the lighthouse", waited_s
+            f"quorum not reached after {waited_s:.1f} s, and no response from the lighthouse", waited_s
         )
 
     def _not_connected(

@@ -7,7 +7,6 @@ time it breaks, Refused, and all the rest. Sockets that it holds are shut first 
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -16,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -31,7 +29,6 @@ from allranks.model.cluster import ConnectionLost, Probe
 log = logging.getLogger("allranks.lighthouse")
 
 FATAL = frozenset({"token", "version", "superseded", "taken", "garbage"})
-ResolvedAddress = tuple[socket.AddressFamily, tuple[object, ...]]
 _MAX_GREETING = 1 << 20  # of a server that has not proved yet that it knows our token
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
 CONNECT_TIMEOUT_S = 3.0
@@ -101,7 +98,6 @@ class Link:
         self._beat = beat or self._reported  # what the next heartbeat says
         self._proxy = proxy  # we are a rank's liveness proxy
         self._report = messages.Report()
-        self._connecting: socket.socket | None = None
         self._line: FrameSocket | None = None  # once it is connected
         self._attempt = 0  # to connect; what an earlier one brings is too late
         self._failures = 0
@@ -159,7 +155,7 @@ class Link:
     @property
     def fds(self) -> list[int]:
         """All descriptors; to be closed in a forked child."""
-        sock = self._connecting or (self._line and self._line.sock)
+        sock = self._line and self._line.sock
         return [
             *([sock.fileno()] if sock else []),
             *(fd for fds in self.held.by_number.values() for fd in fds),
@@ -168,7 +164,7 @@ class Link:
     # ---- connecting -------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begins to connect."""
+        """Begins to connect, in a thread: a name server that hangs must not hold up the reactor."""
         if self._closed:
             return
         addresses = self.options.addresses
@@ -180,40 +176,34 @@ class Link:
             CONNECT_TIMEOUT_S, lambda: self._broken(f"no answer in {CONNECT_TIMEOUT_S} s")
         )
         self._attempt += 1
-        resolve(self.address, self._reactor, partial(self._resolved, self._attempt))
+        connect = partial(self._connect, self._attempt, self.address)
+        threading.Thread(target=connect, name="allranks-connect", daemon=True).start()
 
-    def _resolved(self, attempt: int, found: ResolvedAddress | Exception) -> None:
-        """The address is looked up, unless it took so long that we gave up."""
-        if attempt != self._attempt:
-            return
-        if isinstance(found, Exception):
-            self._broken(f"{found}")
-            return
-        family, target = found
+    def _connect(self, attempt: int, address: str) -> None:
+        found: socket.socket | Exception
         try:
-            sock = self._connecting = socket.socket(family, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            frames.tune(sock, 5.0)
-            code = sock.connect_ex(target)
-        except OSError as error:
-            self._broken(f"{error}")
-            return
-        if code not in (0, errno.EINPROGRESS):
-            self._broken(os.strerror(code))
-            return
-        self._reactor.watch(sock.fileno(), lambda events: self._connected(sock), write=True)
+            found = dial(address, self.options)
+        except (OSError, ValueError) as error:
+            found = error
+        if not self._is_late(attempt, found):
+            self._reactor.call(partial(self._connected, attempt, found))
 
-    def _connected(self, sock: socket.socket) -> None:
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            self._note_refusing(code)
-            self._broken(os.strerror(code))
+    def _is_late(self, attempt: int, found: socket.socket | Exception) -> bool:
+        """Whether it took so long that we gave up."""
+        late = attempt != self._attempt
+        if late and isinstance(found, socket.socket):
+            found.close()
+        return late
+
+    def _connected(self, attempt: int, sock: socket.socket | Exception) -> None:
+        if self._is_late(attempt, sock):
+            return
+        if isinstance(sock, Exception):
+            if isinstance(sock, ConnectionRefusedError):
+                self._note_refusing()
+            self._lost(sock)
             return
         options = self.options
-        if options.ca or options.certificate:
-            self._reactor.forget(sock.fileno())
-            sock = self._wrap(sock)
-        self._connecting = None
         self._line = FrameSocket(sock, self._reactor, self._handle, self._lost)
         self._line.limit = _MAX_GREETING
         epoch, number, round_ = self.known
@@ -235,17 +225,6 @@ class Link:
         frame = messages.encode(hello)
         self._said, self._proved = (frame[frames.HEAD.size :],), False
         self._line.send(messages.PREAMBLE + frame)
-
-    def _wrap(self, sock: socket.socket) -> socket.socket:
-        """TLS; the handshake continues by itself with the first reads and writes."""
-        import ssl
-
-        options = self.options
-        context = ssl.create_default_context(cafile=options.ca or None)
-        if options.certificate:
-            context.load_cert_chain(options.certificate, options.key or None)
-        name = frames.split_address(self.address)[0]
-        return context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
 
     # ---- what comes -------------------------------------------------------------------------------------
 
@@ -312,12 +291,11 @@ class Link:
             self.on_lease()
         self._refusing.clear()
 
-    def _note_refusing(self, code: int) -> None:
+    def _note_refusing(self) -> None:
         """Where no lighthouse listens, nobody is given our name: training continues without one."""
-        if code == errno.ECONNREFUSED:
-            self._refusing.add(self.address)
-            if self._refusing.issuperset(self.options.addresses):
-                self._renew_lease()
+        self._refusing.add(self.address)
+        if self._refusing.issuperset(self.options.addresses):
+            self._renew_lease()
 
     def _probe(self, probe: object, notice_id: int) -> None:
         """Tries to reach others, in a thread; the training does not notice."""
@@ -412,41 +390,20 @@ class Link:
         self.up = False
         self._attempt += 1
         line, self._line = self._line, None
-        sock, self._connecting = self._connecting, None
         if line is not None:
             line.close()
-        if sock is not None:
-            self._reactor.forget(sock.fileno())
-            sock.close()
 
 
-def resolve(
-    address: str, reactor: Reactor, tell: Callable[[ResolvedAddress | Exception], None]
-) -> threading.Thread | None:
-    """Looks HOST:PORT up and tells on the reactor's thread: at once for numbers, from a thread (returned) for names,
-    because a name server that hangs must not hold up heartbeats and notices."""
-    try:
-        host, port = frames.split_address(address)
-    except ValueError as error:
-        tell(error)
-        return None
-    with suppress(socket.gaierror):
-        tell(_look_up(host, port, socket.AI_NUMERICHOST))
-        return None
+def dial(address: str, options: ClientOptions) -> socket.socket:
+    """A connection to HOST:PORT, with TLS if the options say so. Blocks."""
+    context = None
+    if options.ca or options.certificate:
+        import ssl
 
-    def ask() -> None:
-        found: ResolvedAddress | Exception
-        try:
-            found = _look_up(host, port)
-        except OSError as error:
-            found = error
-        reactor.call(lambda: tell(found))
-
-    thread = threading.Thread(target=ask, name="allranks-resolve", daemon=True)
-    thread.start()
-    return thread
-
-
-def _look_up(host: str, port: int, flags: int = 0) -> ResolvedAddress:
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
-    return family, target
+        context = ssl.create_default_context(cafile=options.ca or None)
+        if options.certificate:
+            context.load_cert_chain(options.certificate, options.key or None)
+    host, port = frames.split_address(address)
+    sock = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+    frames.tune(sock, 5.0)
+    return context.wrap_socket(sock, server_hostname=host) if context is not None else sock

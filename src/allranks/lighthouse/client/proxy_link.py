@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,8 +35,8 @@ from allranks.model.cluster import ConnectionLost
 
 log = logging.getLogger("allranks.lighthouse")
 
-_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0  # before one that dies at once is started again
-_STEADY_S = 10.0  # one that lived so long is started again at once
+_PAUSE_S = 0.2  # before one that died is started again
+_FULL_PAUSE_S = 5.0  # the same when none can be started
 
 
 class ProxyLink:
@@ -54,15 +53,11 @@ class ProxyLink:
         self._reactor = reactor
         self._receive = receive
         self._line: FrameSocket | None = None
-        self._early: list[tuple[int, Sequence[int]]] = []  # to be held as soon as there is a process
         self._report = Report()
-        self._starts = 0  # in quick succession
-        self._started = 0.0
         self._closed = False
 
     def open(self) -> None:
         """Starts the process and tells it where to go."""
-        self._starts, self._started = self._starts + 1, time.monotonic()
         ours, theirs = socket.socketpair()
         module, fd = "allranks.lighthouse.client.liveness_proxy", str(theirs.fileno())
         try:
@@ -81,9 +76,6 @@ class ProxyLink:
         self._line = FrameSocket(ours, self._reactor, self._take, self._died)
         self._put(Start(json.dumps(asdict(self.options)), os.getpid(), self.options.black_box))
         self.report(self._report)
-        early, self._early = self._early, []
-        for number, fds in early:
-            self.hold(number, fds)
 
     def close(self) -> None:
         """Closes the line; the liveness proxy ends by itself and is reaped."""
@@ -108,10 +100,7 @@ class ProxyLink:
         self._put(self._report)
 
     def hold(self, number: int, fds: Sequence[int]) -> None:
-        """Hands descriptors over; ours are closed once they are sent."""
-        if self._line is None:
-            self._early.append((number, fds))
-            return
+        """Hands descriptors over; ours are closed once they are sent, or at once while no liveness proxy runs."""
         for i in range(0, len(fds), MAX_FDS):
             some = tuple(fds[i : i + MAX_FDS])
             self._put(Hold(number, len(some)), some)
@@ -123,6 +112,9 @@ class ProxyLink:
     def _put(self, message: object, fds: tuple[int, ...] = ()) -> None:
         if self._line is not None:
             self._line.send(encode(message), fds)
+            return
+        for fd in fds:
+            os.close(fd)
 
     @property
     def fds(self) -> list[int]:
@@ -142,16 +134,13 @@ class ProxyLink:
         self._receive(kind, payload)
 
     def _died(self, error: Exception | None) -> None:
-        """Somebody killed the liveness proxy: start another, with pauses if that happens again."""
+        """Somebody killed the liveness proxy: start another."""
         if self._closed:
             return
         self._shut()
         lost = encode(ConnectionLost("the liveness proxy died"))
         self._receive(_CONNECTION_LOST, lost[HEAD.size :])
-        if time.monotonic() - self._started >= _STEADY_S:
-            self._starts = 0
-        pause = min(_PAUSE_S * self._starts, _LAST_PAUSE_S) if self._starts > 1 else 0.0
-        self._reactor.later(pause, self._open_again)
+        self._reactor.later(_PAUSE_S, self._open_again)
 
     def _open_again(self) -> None:
         if self._closed:
@@ -160,17 +149,13 @@ class ProxyLink:
             self.open()
         except OSError as error:  # no process or descriptor is free just now
             log.warning("the liveness proxy cannot be started: %s", error)
-            self._reactor.later(_LAST_PAUSE_S, self._open_again)
+            self._reactor.later(_FULL_PAUSE_S, self._open_again)
 
     def _shut(self) -> None:
         self.up = False
         if self._line is not None:
             self._line.close()
             self._line = None
-        if self._closed:
-            for fd in [fd for _, fds in self._early for fd in fds]:
-                os.close(fd)
-            self._early.clear()
         if self.process is not None:
             try:
                 self.process.wait(2.0)
