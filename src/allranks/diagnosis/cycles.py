@@ -391,7 +391,7 @@ def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> 
 def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -> Finding:
     ranks = ranks or tuple(sorted({rank for call in calls for rank in _opposed(calls, call)}))
     ranks = ranks or tuple(sorted({rank for call in calls for rank in call.rows}))
-    calls = sorted(calls, key=context.age)
+    calls = sorted(calls, key=lambda call: (min(set(call.rows) & set(ranks), default=-1), call.index))
     steps = [_waiting_in(context, call, ranks) for call in calls[:6]]
     groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
     inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]

@@ -29,8 +29,6 @@ from allranks.model.trace import Flag
 #: Snapshots this much older than a call cannot tell whether the rank entered it.
 STALE_NS = 50_000_000
 _DONE, _OPEN, _FAILED = int(Now.DONE), int(Now.OPEN), int(Now.FAILED)
-#: Calls at the end of a lane that are looked at first; hardly ever is more needed.
-TAIL = 64
 
 
 @dataclass(frozen=True)
@@ -142,25 +140,16 @@ def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
         return None
     if newest[-1] == _OPEN and (newest[0] == _DONE or len(lane.rows) == 1):
         return lane.last
-    now, start = _after_done(view.now[lane.rows[-TAIL:]])
-    first = max(0, len(lane.rows) - TAIL)
-    if start == 0 and first:
-        (now, start), first = _after_done(view.now[lane.rows]), 0
-    if start == len(now):
-        return None
-    start, now = first + start, now[start:]
+    now = view.now[lane.rows]
+    done = np.flatnonzero(now == _DONE)
+    start = int(done[-1]) + 1 if len(done) else 0
+    now = now[start:]
     bad = (now == _OPEN) | (now == _FAILED)
     if lane.last > floor:
         alone = is_synchronising(view.family[lane.rows[start:]])
         bad |= (now == Now.LEFT) & (lane.seqs[start:] > floor) & alone
     hits = np.flatnonzero(bad)
     return int(lane.seqs[start + int(hits[0])]) if len(hits) else None
-
-
-def _after_done(now: np.ndarray) -> tuple[np.ndarray, int]:
-    """The states, and the index behind the last call that is done."""
-    done = np.flatnonzero(now == _DONE)
-    return now, int(done[-1]) + 1 if len(done) else 0
 
 
 def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int) -> Blocked:
