@@ -373,12 +373,14 @@ def _held_up(
 
 
 def _in_circles(job: Job, blocked: list[Blocked], calls_of: dict[int, list[Blocked]]) -> dict[int, list[int]]:
-    """index of a send or receive of NCCL → nodes of those before it at either end, where these wait for it: NCCL takes the
+    """index of a send or receive of NCCL → nodes of the calls before it at either end, where these wait for it: NCCL takes the
     calls of a rank in their order."""
+    nccl = [call for call in blocked if job.groups[call.group].backend.startswith("nccl")]
     before = {
-        call.index: tuple(o.index for o in _before(job, call, calls_of, batch=False) if o.p2p is not None)
-        for call in blocked
-        if call.p2p is not None and job.groups[call.group].backend.startswith("nccl")
+        call.index: tuple(o.index for o in _before(job, call, calls_of, batch=False))
+        if call.p2p is not None
+        else tuple(-1 - node for node in _earlier(call, calls_of))
+        for call in nccl
     }
     before = {index: tuple(o for o in others if o in before) for index, others in before.items()}
     number = _components(before)
@@ -386,7 +388,8 @@ def _in_circles(job: Job, blocked: list[Blocked], calls_of: dict[int, list[Block
         index: [-1 - other for other in others if number[other] == number[index]]
         for index, others in before.items()
     }
-    return {index: nodes for index, nodes in found.items() if nodes}
+    messages = {call.index for call in nccl if call.p2p is not None}
+    return {index: nodes for index, nodes in found.items() if nodes and index in messages}
 
 
 def _before(job: Job, call: Blocked, calls_of: dict[int, list[Blocked]], batch: bool = True) -> list[Blocked]:
