@@ -284,7 +284,8 @@ class CallPair:
             reason = say("as_always", rank=self.rank, other=self.reference)
             return self.differs(at, "extra", 1, 0.75, reason, True)
         if bool((expected == them).all()):
-            return self._left_out(at, usual, True) or self._added(at, len(usual), True, made_mine)
+            left_out = self._left_out(at, usual, True) or self._left_loop(at)
+            return left_out or self._added(at, len(usual), True, made_mine)
         if not outvoted or not bool((expected == them).any()):
             return None
         # Rounds with and without these calls: the two took different branches, or a loop was longer.
@@ -334,6 +335,16 @@ class CallPair:
         lines, line = self.their_lines, self.their_lines[start]
         alone = line and line != lines[start - 1] and line != lines[start + count]
         return bool(alone) and bool((lines[start : start + count] == line).all())
+
+    def _left_loop(self, at: int) -> CallDifference | None:
+        """The others repeat a call; the rank has stopped repeating it and is in one of the program that it made before, more
+        often."""
+        me, known, them = self.mine[at], self.theirs[:at], self.theirs[at]
+        more_often = int((known == me).sum()) >= int((known == them).sum())
+        repeats = at > 1 and bool((known[-2:] == them).all())
+        if not more_often or not repeats or self.my_steps[at] != self.their_steps[at]:
+            return None
+        return self.differs(at, "skipped", 1, 0.7, say("left_loop", rank=self.rank))
 
     # ---- together
 

@@ -197,10 +197,29 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
     exceeding = [call for call in p2p if _exceeds_round(context, call)]
     if len(exceeding) == 1:
         return _one_too_many(context, exceeding[0])
+    extra = _only_message(context, p2p[0], calls) if len(p2p) == 1 else None
+    if extra is not None:
+        return extra
     if len(p2p) == 1 and _went_on(context, p2p[0], calls):
         finding = explain_ranks(context, p2p[0], p2p[0].missing)
         return replace(finding, cause="p2p_mismatch", confidence=0.7)
     return _no_partner(context, ranks, p2p, calls)
+
+
+def _only_message(context: Context, mine: Blocked, calls: list[Blocked]) -> Finding | None:
+    """A rank that sends or receives in a job where nobody has before, while its partner and all other members of a group
+    came to the collective that lacks only this rank."""
+    wait, job = mine.p2p, context.job
+    if wait is None or job.missing_ranks or context.forgetful(job.ranks):
+        return None
+    before = is_p2p(job.ranks[wait.rank].family[: wait.row]).any()
+    if before or any(view.has_p2p for rank, view in job.ranks.items() if rank != wait.rank):
+        return None
+    for call in calls:
+        came = {*call.rows, *call.passed, *call.behind}
+        if call.p2p is None and call.missing == (wait.rank,) and wait.peer in came and len(came) > 1:
+            return _extra(context, mine, call, 0.65, only=True, came=ranks_text(came))
+    return None
 
 
 def _no_partner(
@@ -271,10 +290,16 @@ def _added(context: Context, call: Blocked, rank: int) -> Finding | None:
     mine = next((b for b in context.blocked if b.rows.get(rank) == row), None)
     if mine is None or len(mine.rows) > 1 or not _is_new(context, mine, rank, row):
         return None
+    return _extra(context, mine, call, 0.75)
+
+
+def _extra(context: Context, mine: Blocked, call: Blocked, sure: float, **facts: object) -> Finding:
+    """The one rank in `mine` waits there, and the others in `call`."""
+    ((rank, row),) = mine.rows.items()
     at, message = place(context.job.frames(rank, row)), mine.p2p is not None
-    facts = {"mine": context.call(mine), "line": at, "message": message}
+    facts |= {"mine": context.call(mine), "line": at, "message": message}
     cause = "p2p_mismatch" if message else "extra_collective"
-    return replace(lacking(context, "extra_in_circle", call, (rank,), 0.0, cause, **facts), where=at)
+    return replace(lacking(context, "extra_in_circle", call, (rank,), sure, cause, **facts), where=at)
 
 
 def _is_new(context: Context, call: Blocked, rank: int, row: int) -> bool:

@@ -225,8 +225,10 @@ KINDS = {
         "{parts_listed}", "",
         "give every send its receive, and post both in one batch_isend_irecv where two ranks exchange"),
     "extra_in_circle": Kind("extra_collective", 0.75,
-        "{who} [message?posted|made] an extra {mine}[ at {line}], as never before, and does not come to {call}[ ({at})]; {waiting}",
-        _ENTERED + "\nin all earlier rounds rank {rank} came to that call at this point", "",
+        "{who} [message?posted|made] an extra {mine}[ at {line}], [only?the only message of this job|as never before], and does not "
+        "come to {call}[ ({at})]; {waiting}",
+        _ENTERED + "\n[no other send or receive is recorded, and {came} came to that call"
+        "|in all earlier rounds rank {rank} came to that call at this point]", "",
         "make the call at [{line}|that line] on all ranks that it needs, or on none"),
     "inversion": Kind("order_inversion", 0.85,
         "{who} enter the groups {groups} in different order and wait for each other: {parts}", "{parts_listed}", "",
