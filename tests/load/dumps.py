@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 FRAMES = [
@@ -39,3 +40,37 @@ def dump(
     }
     made.update(changes)
     return made
+
+
+def torch_pickle(content: object) -> bytes:
+    """A dump as torch::jit::Pickler writes it: text and frames through the memo, everything else as it is."""
+    memo: dict[object, int] = {}
+    return b"\x80\x02" + _torch_pickled(content, memo) + b"."
+
+
+def _torch_pickled(value: Any, memo: dict[object, int]) -> bytes:
+    key = tuple(value.items()) if isinstance(value, dict) and "filename" in value else value
+    if isinstance(value, str) or key is not value:
+        if key in memo:
+            return b"h%c" % memo[key] if memo[key] < 256 else b"j" + struct.pack("<I", memo[key])
+        made = b"X" + struct.pack("<I", len(value.encode())) + value.encode() if key is value else b""
+        made = made or _torch_dict(value, memo)
+        memo[key] = number = len(memo)
+        return made + (b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number))
+    if isinstance(value, dict):
+        return _torch_dict(value, memo)
+    if isinstance(value, (list, tuple)):
+        items = b"".join(_torch_pickled(item, memo) for item in value)
+        return b"](" + items + b"e" if isinstance(value, list) else b"(" + items + b"t"
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
+    if value is None or isinstance(value, bool):
+        return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    sizes = ((0, 256, "<B", b"K"), (0, 1 << 16, "<H", b"M"), (-(1 << 31), 1 << 31, "<i", b"J"))
+    found = next((each for each in sizes if each[0] <= value < each[1]), (0, 0, "<q", b"\x8a\x08"))
+    return found[3] + struct.pack(found[2], value)
+
+
+def _torch_dict(value: dict[str, Any], memo: dict[object, int]) -> bytes:
+    items = (_torch_pickled(item, memo) for pair in value.items() for item in pair)
+    return b"}(" + b"".join(items) + b"u" if value else b"}"

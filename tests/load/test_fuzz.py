@@ -13,6 +13,7 @@ import random
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from allranks.load.loading import Reader
 from allranks.load.sources import LoadOptions, Raw, Unreadable
 from allranks.load.unpickle import read_pickle
 
-from .dumps import dump, entry
+from .dumps import dump, entry, torch_pickle
 from .test_blackbox import make_trace
 
 CASES = Path(__file__).parent / "cases"
@@ -41,16 +42,16 @@ OPTIONS = LoadOptions(max_file_bytes=8 << 20, max_box_bytes=8 << 20)
 OPCODES = b"\x80\x02}](ueast0123cioRbPQNKMJLIGFUTXBCqrhj.\x81\x82\x83\x84\x85\x86\x87\x88\x89\x8a\x8b\x8c\x8d\x8e\x92\x93\x94\x95"
 
 
-def _big_dump(protocol: int) -> bytes:
+def _big_dump(write: Callable[[object], bytes]) -> bytes:
     """Large enough for the fast way."""
     frames = [{"name": f"f{i}", "filename": "a.py", "line": i} for i in range(5)]
     entries = [entry(i, i + 1, frames=frames, process_group=(str(i % 2), "x")) for i in range(150)]
-    return pickle.dumps(dump(entries), protocol)
+    return write(dump(entries))
 
 
 SEEDS: dict[str, list[bytes]] = {
     "pickle": [p.read_bytes() for p in sorted(CASES.glob("*/*/trace_[01]")) if p.read_bytes()[:1] == b"\x80"],
-    "large pickle": [_big_dump(2), _big_dump(4)],
+    "large pickle": [_big_dump(torch_pickle), _big_dump(pickle.dumps)],
     "json": [p.read_bytes() for p in sorted(CASES.glob("flight_recorder/missing_rank_json/*"))],
     "box": [box_bytes(make_trace(count=9, first=3)), box_bytes(make_trace(count=2))],
     "gzip": [gzip.compress(json.dumps(dump([entry(i) for i in range(4)])).encode())],

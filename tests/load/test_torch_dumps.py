@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from allranks.load import LoadOptions, load_paths
 from allranks.load import torch_dump as dumps_module
 from allranks.model.trace import Flag, RankTrace, State
 
-from .dumps import dump, entry
+from .dumps import dump, entry, torch_pickle
 
 CASES = Path(__file__).parent / "cases"
 KINDS = ("broken_dumps", "flight_recorder", "nccl")
@@ -222,14 +223,14 @@ def _long_history(seed: int, count: int = 700) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("write", [torch_pickle, pickle.dumps], ids=["torch", "python"])
 def test_the_fast_way_and_the_plain_way_agree(
-    tmp_path: Path, seed: int, protocol: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, write: Callable[[object], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading by repeating bytes is only a faster way to the same rows."""
     config = {name: {"name": name, "desc": f"desc_{name}", "ranks": "[0, 1]"} for name in "012"}
     content = dump(_long_history(seed), pg_config=config)
-    (tmp_path / "trace_0").write_bytes(pickle.dumps(content, protocol))
+    (tmp_path / "trace_0").write_bytes(write(content))
     fast = load_paths([str(tmp_path)]).traces[0]
     monkeypatch.setattr(dumps_module, "MIN_BYTES", 1 << 60)
     plain = load_paths([str(tmp_path)]).traces[0]
@@ -253,12 +254,9 @@ def assert_same(one: RankTrace, two: RankTrace) -> None:
     )
 
 
-@pytest.mark.parametrize("protocol", [2, 3])
-def test_the_fast_way_is_taken_for_regular_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protocol: int
-) -> None:
+def test_the_fast_way_is_taken_for_regular_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A regular file, as torch writes it, never reaches the plain reader whole."""
-    content = pickle.dumps(dump([entry(i, i + 1) for i in range(2000)]), protocol)
+    content = torch_pickle(dump([entry(i, i + 1) for i in range(2000)]))
     (tmp_path / "trace_0").write_bytes(content)
     sizes = []
     whole = dumps_module.read_pickle

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from allranks.diagnosis.alignment import broken_habit
-from allranks.diagnosis.job import Family, GroupView, Job, Now
+from allranks.diagnosis.alignment import broken_habit, step_keys, usual_next
+from allranks.diagnosis.job import Family, GroupView, Job, Now, RankCalls
 from allranks.diagnosis.kinds import CAUSES, KINDS, fill, lines, say
 from allranks.diagnosis.p2p import P2PMismatch, P2PWait
 from allranks.diagnosis.waits import Blocked, Graph, Patience, waited_s
@@ -21,6 +21,8 @@ from allranks.model.trace import Frame, State, World
 
 #: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
 SHORT_RING = 64
+#: So many calls of an earlier round tell which of several calls comes next.
+ROUND = 256
 _ENDS = {Now.DONE: "finished", Now.LEFT: "finished", Now.FAILED: "failed", Now.OPEN: "not finished"}
 Stacks = tuple[tuple[tuple[int, ...], tuple[Frame, ...]], ...]
 #: Files of torch and of the machinery around a call; not a project of the user's in a folder called torch or accelerate.
@@ -168,8 +170,17 @@ class Context:
         return found
 
     def first_for(self, rank: int) -> Blocked:
-        """The blocked call that lacks this rank and has been waited in longest."""
-        return min(self.lacking[rank], key=self.age)
+        """Of the blocked calls that lack this rank the one that comes first in its rounds; without rounds the one that has been
+        waited in longest."""
+        calls, view = self.lacking[rank], self.job.ranks.get(rank)
+        if len(calls) > 1 and view is not None:
+            keys, at = step_keys(view), self._first_rows.get(rank, len(view.sig))
+            usual = usual_next(keys, at)
+            for row in range(int(usual[-1]), at)[:ROUND] if len(usual) else ():
+                for blocked in calls:
+                    if _is_part(view, row, blocked):
+                        return blocked
+        return min(calls, key=self.age)
 
     def age(self, blocked: Blocked) -> tuple[int, int]:
         """Sorts calls by how long they have been waited in, the longest first."""
@@ -361,6 +372,17 @@ class Context:
         """All ranks that wait for the sink, directly or through others."""
         nodes = set(sink)
         return tuple(sorted(node for node in self.graph.behind(nodes) - nodes if node >= 0))
+
+
+def _is_part(view: RankCalls, row: int, blocked: Blocked) -> bool:
+    """Whether a call of a rank is of the kind that it owes to a blocked one: of its group, or a message to or from its waiter."""
+    wait, family = blocked.p2p, int(view.family[row])
+    if int(view.group[row]) != blocked.group:
+        return False
+    if wait is None:
+        return not Family.SEND <= family <= Family.P2P_BATCH
+    owed = Family.RECV if wait.sends else Family.SEND
+    return family == owed and int(view.trace.calls["peer"][row]) == wait.rank
 
 
 def in_words(

@@ -117,7 +117,7 @@ def _exceeds_round(context: Context, call: Blocked) -> bool:
     theirs = (
         messages_per_round(context.job.ranks[wait.peer], end, wait.rank, not wait.sends) if end > 0 else []
     )
-    usual = len(mine) > 1 and len(theirs) > 1 and theirs[-1] in theirs[:-1]
+    usual = len(mine) > 1 and len(theirs) > 0 and theirs[-1] in (*theirs[:-1], *mine[:-1])
     earlier = mine[1:-1] if len(mine) > 3 else mine[:-1]  # the first round may be more than one
     return usual and mine[-1] >= max(earlier) > 0
 
@@ -194,8 +194,9 @@ def crossed(context: Context, ranks: tuple[int, ...], p2p: list[Blocked], calls:
         if (wrong := wrong_peer(context, call)) is not None:
             return wrong
     p2p = [call for call in p2p if call.missing] or p2p
-    if len(p2p) == 1 and _exceeds_round(context, p2p[0]):
-        return _one_too_many(context, p2p[0])
+    exceeding = [call for call in p2p if _exceeds_round(context, call)]
+    if len(exceeding) == 1:
+        return _one_too_many(context, exceeding[0])
     extra = _only_message(context, p2p[0], calls) if len(p2p) == 1 else None
     if extra is not None:
         return extra
@@ -340,7 +341,9 @@ def _skipped(context: Context, call: Blocked, rank: int) -> bool:
     stack = context.job.ranks[waiter].stack[at]
     for row in range(max(start, end - FOLLOWED), end):
         habit = usual_next(key, row, 2)
-        if len(habit) and bool(((view.group[habit] == call.group) & ~is_p2p(view.family[habit])).all()):
+        if not _all_in_group(view, habit, call.group) and not _comes_behind(view, key, row, call.group):
+            habit = usual_next(key, row)  # where rounds are not all alike many calls tell which one this is
+        if _all_in_group(view, habit, call.group):
             if bool((view.stack[habit] == stack).all()):
                 return len(habit) >= ROUNDS or _witnessed(context, call, rank, row, ())
             # At another line than ever before the round itself may have changed: ask those outside the call.
@@ -348,6 +351,17 @@ def _skipped(context: Context, call: Blocked, rank: int) -> bool:
     return (
         went_on >= 1 and not len(usual_next(key, went_on, 2)) and _came_directly(context, call, rank, went_on)
     )
+
+
+def _comes_behind(view: RankCalls, keys: np.ndarray, row: int, group: int) -> bool:
+    """Whether a collective of the group has ever come right behind this call: then it may still come."""
+    behind = np.flatnonzero(keys[:row] == keys[row]) + 1
+    return bool(((view.group[behind] == group) & ~is_p2p(view.family[behind])).any())
+
+
+def _all_in_group(view: RankCalls, rows: np.ndarray, group: int) -> bool:
+    """Whether there are such calls and all of them are collectives of a group."""
+    return len(rows) > 0 and bool(((view.group[rows] == group) & ~is_p2p(view.family[rows])).all())
 
 
 def _witnessed(context: Context, call: Blocked, rank: int, went_on: int, excluded: tuple[int, ...]) -> bool:
@@ -391,7 +405,7 @@ def _came_directly(context: Context, call: Blocked, rank: int, went_on: int) -> 
 def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -> Finding:
     ranks = ranks or tuple(sorted({rank for call in calls for rank in _opposed(calls, call)}))
     ranks = ranks or tuple(sorted({rank for call in calls for rank in call.rows}))
-    calls = sorted(calls, key=context.age)
+    calls = sorted(calls, key=lambda call: (min(set(call.rows) & set(ranks), default=-1), call.index))
     steps = [_waiting_in(context, call, ranks) for call in calls[:6]]
     groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
     inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]

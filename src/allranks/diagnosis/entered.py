@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from allranks.diagnosis.context import Context, call_text, is_secondary, one_line, place, ranks_wait, who
+from allranks.diagnosis.cycles import find_short_round
 from allranks.diagnosis.job import ROOTED, Family, Now
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import known_inside
@@ -39,18 +40,14 @@ def explain_call(context: Context, blocked: Blocked) -> Finding | None:
     if failed and not _ended_as(State.TIMED_OUT, context, blocked):
         number = len(blocked.rows) if len(blocked.rows) > 1 else ""
         return _finding(context, "failed_on_all", blocked, _first_to_fail(context, blocked), number=number)
-    if any(view.has_p2p for view in context.job.ranks.values()):
-        from allranks.diagnosis.cycles import find_short_round
-
-        if (short := find_short_round(context, blocked)) is not None:
-            return short
-    return _some_left(context, blocked) if blocked.passed else _none_finished(context, blocked)
+    short = find_short_round(context, blocked)
+    return short or (_some_left(context, blocked) if blocked.passed else _none_finished(context, blocked))
 
 
 def find_survived(context: Context) -> Finding | None:
     """A call that raised in one rank alone, whose program went on to later calls: those meet the others' in the wrong order."""
     found = []
-    for rank, view in context.job.ranks.items():
+    for rank, view in context.job.ranks.items() if context.blocked else ():
         number, text = view.trace.progress.first_error
         row = int(np.searchsorted(view.trace.calls["begin"], number)) if number else len(view.trace.calls)
         if row < len(view.trace.calls) and int(view.trace.calls["begin"][row]) == number:

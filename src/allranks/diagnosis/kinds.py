@@ -236,7 +236,7 @@ KINDS = {
     # ---- a rank whose calls differ from those of the others
     "skipped": Kind("missing_rank", 0.9,
         "{who} skipped {made}[ at {at}][ and {more} behind it], which [{others}|the others] made, and went on" + _SINCE,
-        "{reason}\n{sides}", "",
+        "{reason}\n{sides}", "[open?whether rank {rank} makes the call behind the one that it is in: then its calls are in another order]",
         "look for a condition, exception or early end of a loop that lets rank {rank} pass [{at}|that line]"),
     "extra": Kind("extra_collective", 0.9,
         "{who} made an extra {made}[ at {at}][ and {more} behind it], where [{called}|the others do not make it]"

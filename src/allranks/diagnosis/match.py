@@ -99,31 +99,13 @@ def suspect_seqs(job: Job, group: GroupView) -> np.ndarray:
     low = max(min(lane.first for lane in lanes), top - 2 * max(len(lane.seqs) for lane in lanes))
     reference = np.full(top - low + 1, -1, np.int64)
     odd = np.zeros(top - low + 1, bool)
-    known = (-1, -1)  # reference is filled in between, without a hole
     for lane in lanes:
         start = int(np.searchsorted(lane.seqs, low))
-        sigs = job.ranks[lane.rank].sig[lane.rows[start:] if start else lane.rows]
-        if len(sigs):
-            known = _compare_lane(reference, odd, lane.seqs[start:] - low, sigs, known)
+        sigs, here = job.ranks[lane.rank].sig[lane.rows[start:]], lane.seqs[start:] - low
+        known = reference[here]
+        odd[here] |= (known != sigs) & (known >= 0)
+        reference[here] = np.where(known >= 0, known, sigs)
     return np.flatnonzero(odd) + low
-
-
-def _compare_lane(
-    reference: np.ndarray, odd: np.ndarray, at: np.ndarray, sigs: np.ndarray, known: tuple[int, int]
-) -> tuple[int, int]:
-    """Marks where a lane differs from what is known, and adds what is not; where `reference` is filled now."""
-    first, end = int(at[0]), int(at[-1]) + 1
-    if end - first != len(sigs):
-        _compare(reference, odd, at, sigs)
-        return known
-    if known[0] <= first and end <= known[1]:
-        different = reference[first:end] != sigs
-        if different.any():
-            odd[first:end] |= different
-        return known
-    _compare(reference, odd, slice(first, end), sigs)
-    touches = known[0] >= 0 and first <= known[1] and end >= known[0]
-    return (min(first, known[0]), max(end, known[1])) if touches else (first, end)
 
 
 def distinct(lanes: list[Lane]) -> list[Lane]:
@@ -132,13 +114,6 @@ def distinct(lanes: list[Lane]) -> list[Lane]:
     for lane in lanes:
         found.setdefault((lane.kin, lane.first, lane.last) if lane.kin is not None else lane.rank, lane)
     return list(found.values())
-
-
-def _compare(reference: np.ndarray, odd: np.ndarray, here: slice | np.ndarray, sigs: np.ndarray) -> None:
-    """Marks where a lane differs from what is known, and adds what is not known yet."""
-    known = reference[here]
-    odd[here] |= (known != sigs) & (known >= 0)
-    reference[here] = np.where(known >= 0, known, sigs)
 
 
 def _first(job: Job, group: GroupView, suspects: np.ndarray) -> Mismatch | None:

@@ -61,6 +61,7 @@ class _Story:
         facts |= {"seq": str(found.seq), "label": group.label, "sides": self._sides(), **self._since()}
         op = context.job.op(maker, group.lanes[maker].row(found.seq))
         facts |= {"made": say("call", op=op, seq=str(found.seq), label=group.label)}
+        facts["open"] = self.mismatch is not None and group.lanes[found.rank].last == found.seq
         facts |= {"more": count(found.count - 1, "call") if found.count > 1 else ""}
         facts |= self._both() if found.kind == "swapped" else {}
         made = [(rank, rows[rank]) for rank in guilty if rows[rank] >= 0]

@@ -64,10 +64,10 @@ class _Finder:
         self.of: dict[Where, list[int]] = {}
         for number, unit in enumerate(self.units):
             self.of.setdefault(unit.process.where, []).append(number)
-        self.ends: dict[str, list[tuple[Process, ProcessLink]]] = {}
+        self.ends: dict[str, list[Process]] = {}
         for process in alive:
             for link in process.links:
-                self.ends.setdefault(link.end, []).append((process, link))
+                self.ends.setdefault(link.end, []).append(process)
         self.moved: set[int] = set()
 
     def find(self) -> Waits:
@@ -129,13 +129,16 @@ class _Finder:
     def _clients(self, unit: Unit) -> list[int]:
         """What would have to ask this process, so that it does what is missing."""
         links = [one for one in unit.process.links if one.kind == "tcp" and one.side == "server"]
-        found = [p for one in links for p, _ in self.ends.get(one.peer, ()) if p is not unit.process]
-        return [n for p in _unique(found) for n in self.of.get(p.where, ()) if self.units[n].active]
+        return [n for p in self._peers(unit, links) for n in self.of.get(p.where, ()) if self.units[n].active]
+
+    def _peers(self, unit: Unit, links: Iterable[ProcessLink]) -> list[Process]:
+        """The other processes at the other ends of links."""
+        return _unique(p for one in links for p in self.ends.get(one.peer, ()) if p is not unit.process)
 
     # --- between processes --------------------------------------------------------------------------------
 
     def _sharers(self, unit: Unit, ends: Sequence[str]) -> list[Process]:
-        return _unique(p for end in ends for p, _ in self.ends.get(end, ()) if p is not unit.process)
+        return _unique(p for end in ends for p in self.ends.get(end, ()) if p is not unit.process)
 
     def _shared(self, number: int, unit: Unit) -> list[int]:
         """A semaphore that processes share: those of them that do not wait for it, too."""
@@ -174,8 +177,7 @@ class _Finder:
             self.moved.add(number)
         found: list[int] = []
         for link in mine:
-            others = [p for p, _ in self.ends.get(link.peer, ())]
-            others = [p for p in others if p is not unit.process] or others
+            others = self._peers(unit, [link]) or self.ends.get(link.peer, [])
             if link.kind == "pipe":
                 others = [p for p in others if not self._on_same_side(p, link, unit)]
             for process in _unique(others):
@@ -213,7 +215,7 @@ class _Finder:
             p
             for end, rows in self.ends.items()
             if end.startswith(kind) and end.endswith(f" listen {name}")
-            for p, _ in rows
+            for p in rows
         ]
         return [n for p in _unique(found) if p is not unit.process for n in self._whole(p.where)]
 
@@ -241,7 +243,7 @@ class _Finder:
             workers = dict.fromkeys(one.worker for one in calls if one.worker is not None)
             return [n for where in workers for n in self._whole(where) if n != number]
         peers = {
-            p.where for one in unit.process.links for p, _ in self.ends.get(one.peer, ()) if one.kind == "tcp"
+            p.where for one in unit.process.links for p in self.ends.get(one.peer, ()) if one.kind == "tcp"
         }
         actors = [
             p
@@ -268,10 +270,7 @@ class _Finder:
                 groups.setdefault(link.owner, []).append(link)
         if any(link.moved for links in groups.values() for link in links):
             self.moved.add(number)
-        sets = [
-            _unique(p for link in links for p, _ in self.ends.get(link.peer, ()) if p is not unit.process)
-            for links in groups.values()
-        ]
+        sets = [self._peers(unit, links) for links in groups.values()]
         waiting = [[p for p in members if self._collects(p)] for members in sets]
         # not a group whose members only wait for their next work, if another one may be it
         if not any(waiting):
@@ -349,7 +348,7 @@ class _Finder:
         """All that are connected to the store on which a unit waits."""
         ends = unit.thread.wait.ends
         servers = _unique(
-            p for link in unit.process.links if link.end in ends for p, _ in self.ends.get(link.peer, ())
+            p for link in unit.process.links if link.end in ends for p in self.ends.get(link.peer, ())
         )
         ports = {
             link.end.rsplit(">", 1)[0].rsplit(":", 1)[-1]

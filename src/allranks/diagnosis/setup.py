@@ -22,7 +22,12 @@ WAITING = frozenset({"rendezvous_wait", "store_wait"})
 
 
 def explain_setup(context: Context) -> Finding | None:
-    """The ranks that others wait for in a function that sets up or ends groups; None when nobody waits there."""
+    """The ranks that others wait for in a function that sets up or ends groups: what hangs elsewhere follows from it. None when nobody
+    waits there."""
+    traces = [view.trace for view in context.job.ranks.values()]
+    inside = any(trace.progress.inside or trace.header.rendezvous.world_size for trace in traces)
+    if not inside and (not context.seen or context.blocked):
+        return None
     return (
         _find_apart(context, _SIZE)
         or _find_apart(context, _PORT)

@@ -1,8 +1,4 @@
-"""diagnose(): all steps in order, and the root cause first.
-
-Explanations are imported where they are needed: most jobs need one of them, and the command starts in the blink of
-an eye.
-"""
+"""diagnose(): all steps in order, and the root cause first."""
 
 from __future__ import annotations
 
@@ -14,12 +10,17 @@ from itertools import chain
 from allranks.diagnosis.absent import explain_ranks, unread_ranks
 from allranks.diagnosis.align import Doubt, align, forget_past_quorums, settle_states
 from allranks.diagnosis.context import Context, line_in, ranks_wait, with_names
+from allranks.diagnosis.cycles import explain_cycle
+from allranks.diagnosis.entered import explain_alone, explain_call, find_survived
 from allranks.diagnosis.job import GroupView
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import Mismatch, find_mismatches
+from allranks.diagnosis.mismatches import explain_mismatch, explain_p2p
+from allranks.diagnosis.odd_rank import judge
 from allranks.diagnosis.p2p import match_p2p
+from allranks.diagnosis.setup import explain_setup
 from allranks.diagnosis.waits import Blocked, find_blocked, is_hung, is_paused, usual_pause, wait_graph
-from allranks.diagnosis.weak_findings import find_warnings
+from allranks.diagnosis.weak_findings import ended_badly, find_warnings, quiet_roots
 from allranks.model.diagnosis import Diagnosis, FileNote, Finding, GroupSummary, RankNow, Status
 from allranks.model.formatting import count, ranks_text
 from allranks.model.trace import RankTrace, State
@@ -113,11 +114,25 @@ def _window(given: list[RankTrace], every: list[RankTrace], older: int) -> int:
     return newest if calls + older > LARGE_JOB and newest >= MIN_WINDOW and not forgot else 0
 
 
-def _diagnose(
-    traces: list[RankTrace], files: Sequence[FileNote], seen: dict[int, RankNow], options: DiagnoseOptions
-) -> Diagnosis:
+@dataclass(frozen=True)
+class Examined:
+    """A job with what does not fit in it, and what is blocked."""
+
+    context: Context
+    every: tuple[Blocked, ...]  # all unfinished calls, hung or not
+    mismatches: tuple[Mismatch, ...]
+    doubts: tuple[Doubt, ...]
+    damaged: frozenset[int]  # ranks
+
+
+def examine(
+    traces: Iterable[RankTrace],
+    files: Sequence[FileNote],
+    options: DiagnoseOptions,
+    seen: dict[int, RankNow] | None = None,
+) -> Examined:
+    """All that is compared before anybody is blamed."""
     damaged = frozenset(note.rank for note in files if note.status == "damaged" and note.rank is not None)
-    seen = {**unread_ranks(files, {trace.header.rank for trace in traces}), **seen}
     groups, now_ns, ended = options.pg_filters, options.now_ns, options.ended
     job, doubts = settle_states(align(traces, cut=damaged, now_ns=now_ns, pg_filters=groups, ended=ended))
     mismatches = find_mismatches(job)
@@ -128,10 +143,19 @@ def _diagnose(
         every = [replace(b, absent=(), unsure=tuple(sorted(b.unsure + b.absent))) for b in every]
     hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
     graph = wait_graph(job, hung, p2p_mismatches)
+    seen = {**unread_ranks(files, job.ranks), **(seen or {})}
     context = Context(job, patience, tuple(hung), graph, seen, tuple(p2p_mismatches), options.copied)
+    return Examined(context, tuple(every), tuple(mismatches), tuple(doubts), damaged)
+
+
+def _diagnose(
+    traces: list[RankTrace], files: Sequence[FileNote], seen: dict[int, RankNow], options: DiagnoseOptions
+) -> Diagnosis:
+    found = examine(traces, files, options, seen)
+    context, every = found.context, list(found.every)
     alone = _alone(context, every)
-    roots = [alone] if alone is not None else _all_roots(context, mismatches, doubts, options)
-    warnings = find_warnings(context, every, damaged, options.allow_incomplete_ranks, roots)
+    roots = [alone] if alone is not None else _all_roots(found, options)
+    warnings = find_warnings(context, every, found.damaged, options.allow_incomplete_ranks, roots)
     return _compose(context, roots, warnings, files, options)
 
 
@@ -139,53 +163,24 @@ def _alone(context: Context, every: list[Blocked]) -> Finding | None:
     """What the only dump tells, where there is one and it does not name the members of its groups."""
     if len(context.job.ranks) != 1 or not every:
         return None
-    from allranks.diagnosis.entered import explain_alone
-
     return explain_alone(context, every)
 
 
-def _all_roots(
-    context: Context, mismatches: list[Mismatch], doubts: list[Doubt], options: DiagnoseOptions
-) -> list[Finding]:
+def _all_roots(found: Examined, options: DiagnoseOptions) -> list[Finding]:
     """Root causes from the calls; then from functions that set up groups, from errors, and from what is merely odd."""
-    job = context.job
-    roots = [_with_doubts(context, root, doubts) for root in _roots(context, mismatches)]
+    context, job = found.context, found.context.job
+    roots = [_with_doubts(context, root, found.doubts) for root in _roots(context, found.mismatches)]
     if roots and set(roots[0].ranks) & set(job.missing_ranks):
-        from allranks.diagnosis.weak_findings import ended_badly
-
-        roots = [found for found in (ended_badly(context, primary=True), *roots) if found is not None]
-    roots = [found for found in (_setup(context), _survived(context), *roots) if found is not None]
+        roots = [one for one in (ended_badly(context, primary=True), *roots) if one is not None]
+    roots = [one for one in (explain_setup(context), find_survived(context), *roots) if one is not None]
     if options.ended:
         roots = [_at_the_end(root) for root in roots]
     if roots or (context.blocked and any(is_paused(job, rank) for rank in job.ranks)):
         return roots
-    from allranks.diagnosis.weak_findings import quiet_roots
-
-    return quiet_roots(context, [d for d in doubts if not d.proven], options.allow_incomplete_ranks)
+    return quiet_roots(context, [d for d in found.doubts if not d.proven], options.allow_incomplete_ranks)
 
 
-def _setup(context: Context) -> Finding | None:
-    """Ranks that others wait for in init_process_group or new_group: what hangs elsewhere follows from it."""
-    traces = [view.trace for view in context.job.ranks.values()]
-    inside = any(trace.progress.inside or trace.header.rendezvous.world_size for trace in traces)
-    if not inside and (not context.seen or context.blocked):
-        return None
-    from allranks.diagnosis.setup import explain_setup
-
-    return explain_setup(context)
-
-
-def _survived(context: Context) -> Finding | None:
-    """A call that raised in one rank, which went on."""
-    views = context.job.ranks.values()
-    if not context.blocked or not any(view.trace.progress.first_error[0] for view in views):
-        return None
-    from allranks.diagnosis.entered import find_survived
-
-    return find_survived(context)
-
-
-def _roots(context: Context, mismatches: list[Mismatch]) -> list[Finding]:
+def _roots(context: Context, mismatches: Sequence[Mismatch]) -> list[Finding]:
     """Root causes, the one that most ranks wait for first."""
     weights = {mismatch.group: -1 for mismatch in mismatches}
     weighed: list[Weighed] = []
@@ -280,20 +275,12 @@ def _circles(context: Context) -> list[Weighed]:
 def _of_calls(context: Context, sink: tuple[int, ...]) -> Finding | None:
     """The finding for ranks and calls that wait for each other, or for one call that everybody entered."""
     if len(sink) > 1:
-        from allranks.diagnosis.cycles import explain_cycle
-
         return explain_cycle(context, sink)
-    from allranks.diagnosis.entered import explain_call
-
     return explain_call(context, context.blocked[-1 - sink[0]])
 
 
-def _mismatched(context: Context, mismatches: list[Mismatch], weights: dict[int, int]) -> list[Weighed]:
+def _mismatched(context: Context, mismatches: Sequence[Mismatch], weights: dict[int, int]) -> list[Weighed]:
     """Findings for calls, sends and receives that do not fit together."""
-    if not mismatches and not context.p2p_mismatches:
-        return []
-    from allranks.diagnosis.mismatches import explain_mismatch, explain_p2p
-
     found: list[Weighed] = [(weights[m.group], 1, explain_mismatch(context, m)) for m in mismatches]
     for p2p in context.p2p_mismatches:  # it comes before what follows from it: ranks that wait for either end
         weight = context.graph.weight((p2p.source, p2p.target)) if context.blocked else -1
@@ -310,8 +297,6 @@ def _explains(context: Context, mismatch: Mismatch, blocked: Blocked) -> bool:
         return blocked.seq >= mismatch.seq
     if context.group(blocked).backend.startswith("nccl") and not (blocked.missing or blocked.absent):
         return True  # NCCL does not notice: what does not fit stays in its buffers, and a later call hangs
-    from allranks.diagnosis.odd_rank import judge
-
     return judge(context.job, mismatch).kind != "changed"
 
 
@@ -349,7 +334,7 @@ def _at_the_end(root: Finding) -> Finding:
     return replace(root, confidence=sure, missing_evidence=asked)
 
 
-def _with_doubts(context: Context, root: Finding, doubts: list[Doubt]) -> Finding:
+def _with_doubts(context: Context, root: Finding, doubts: Sequence[Doubt]) -> Finding:
     """Tells why a call that the dumps call completed is taken as unfinished."""
     for doubt in doubts:
         if doubt.proven and (context.job.groups[doubt.group].label, doubt.seq) == (root.group, root.sequence):

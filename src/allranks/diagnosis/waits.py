@@ -29,8 +29,6 @@ from allranks.model.trace import Flag
 #: Snapshots this much older than a call cannot tell whether the rank entered it.
 STALE_NS = 50_000_000
 _DONE, _OPEN, _FAILED = int(Now.DONE), int(Now.OPEN), int(Now.FAILED)
-#: Calls at the end of a lane that are looked at first; hardly ever is more needed.
-TAIL = 64
 
 
 @dataclass(frozen=True)
@@ -142,25 +140,16 @@ def stuck_at(job: Job, lane: Lane, floor: int) -> int | None:
         return None
     if newest[-1] == _OPEN and (newest[0] == _DONE or len(lane.rows) == 1):
         return lane.last
-    now, start = _after_done(view.now[lane.rows[-TAIL:]])
-    first = max(0, len(lane.rows) - TAIL)
-    if start == 0 and first:
-        (now, start), first = _after_done(view.now[lane.rows]), 0
-    if start == len(now):
-        return None
-    start, now = first + start, now[start:]
+    now = view.now[lane.rows]
+    done = np.flatnonzero(now == _DONE)
+    start = int(done[-1]) + 1 if len(done) else 0
+    now = now[start:]
     bad = (now == _OPEN) | (now == _FAILED)
     if lane.last > floor:
         alone = is_synchronising(view.family[lane.rows[start:]])
         bad |= (now == Now.LEFT) & (lane.seqs[start:] > floor) & alone
     hits = np.flatnonzero(bad)
     return int(lane.seqs[start + int(hits[0])]) if len(hits) else None
-
-
-def _after_done(now: np.ndarray) -> tuple[np.ndarray, int]:
-    """The states, and the index behind the last call that is done."""
-    done = np.flatnonzero(now == _DONE)
-    return now, int(done[-1]) + 1 if len(done) else 0
 
 
 def _blocked(job: Job, group: GroupView, seq: int, lanes: list[Lane], index: int) -> Blocked:
@@ -384,12 +373,14 @@ def _held_up(
 
 
 def _in_circles(job: Job, blocked: list[Blocked], calls_of: dict[int, list[Blocked]]) -> dict[int, list[int]]:
-    """index of a send or receive of NCCL → nodes of those before it at either end, where these wait for it: NCCL takes the
+    """index of a send or receive of NCCL → nodes of the calls before it at either end, where these wait for it: NCCL takes the
     calls of a rank in their order."""
+    nccl = [call for call in blocked if job.groups[call.group].backend.startswith("nccl")]
     before = {
-        call.index: tuple(o.index for o in _before(job, call, calls_of, batch=False) if o.p2p is not None)
-        for call in blocked
-        if call.p2p is not None and job.groups[call.group].backend.startswith("nccl")
+        call.index: tuple(o.index for o in _before(job, call, calls_of, batch=False))
+        if call.p2p is not None
+        else tuple(-1 - node for node in _earlier(call, calls_of))
+        for call in nccl
     }
     before = {index: tuple(o for o in others if o in before) for index, others in before.items()}
     number = _components(before)
@@ -397,7 +388,8 @@ def _in_circles(job: Job, blocked: list[Blocked], calls_of: dict[int, list[Block
         index: [-1 - other for other in others if number[other] == number[index]]
         for index, others in before.items()
     }
-    return {index: nodes for index, nodes in found.items() if nodes}
+    messages = {call.index for call in nccl if call.p2p is not None}
+    return {index: nodes for index, nodes in found.items() if nodes and index in messages}
 
 
 def _before(job: Job, call: Blocked, calls_of: dict[int, list[Blocked]], batch: bool = True) -> list[Blocked]:

@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from allranks.diagnosis.align import align
 from allranks.diagnosis.job import GroupView, Job
-from allranks.diagnosis.match import Mismatch, find_mismatches
-from allranks.diagnosis.p2p import match_p2p
-from allranks.diagnosis.verdict import DiagnoseOptions, diagnose
-from allranks.diagnosis.waits import Blocked, find_blocked, is_hung, usual_pause
+from allranks.diagnosis.match import Mismatch
+from allranks.diagnosis.verdict import DiagnoseOptions, diagnose, examine
+from allranks.diagnosis.waits import Blocked
 from allranks.errors import InputError
 from allranks.model.diagnosis import FileNote
 from allranks.model.torch_dump import profiling_name
@@ -51,31 +49,22 @@ class Analysis:
 
 def analyse(traces: Sequence[RankTrace], files: Sequence[FileNote] = (), now_ns: int = 0) -> Analysis:
     """Finds what is really wrong: wrapped rings, point-to-point and uneven sizes accuse nobody."""
-    damaged = frozenset(note.rank for note in files if note.status == "damaged" and note.rank is not None)
-    job = align(traces, cut=damaged, now_ns=now_ns)
-    mismatches = find_mismatches(job)
-    waits, _ = match_p2p(job)
-    patience = usual_pause(job)
-    every = find_blocked(job, waits)
-    hung = [replace(b, index=i) for i, b in enumerate(b for b in every if is_hung(job, b, patience))]
-    diagnosis = diagnose(traces, files, options=DiagnoseOptions(now_ns=now_ns))
+    options = DiagnoseOptions(now_ns=now_ns)
+    examined = examine(traces, files, options)
+    context, mismatches = examined.context, examined.mismatches
+    job = context.job
+    diagnosis = diagnose(traces, files, options=options)
     named = {(finding.group, finding.sequence): set(finding.ranks) for finding in diagnosis.findings}
     found = [
         _mismatched(job, mismatch, named.get((job.groups[mismatch.group].label, mismatch.seq), set()))
         for mismatch in mismatches
     ]
     misfit = {mismatch.group: mismatch.seq for mismatch in mismatches}
-    explained = [b for b in hung if b.missing or b.absent or b.seq < misfit.get(b.group, 1 << 62)]
-    found += [
-        _blocked(job, blocked) for blocked in sorted(explained, key=lambda b: (_began_ns(job, b), b.index))
-    ]
+    explained = [b for b in context.blocked if b.missing or b.absent or b.seq < misfit.get(b.group, 1 << 62)]
+    found += [_blocked(job, blocked) for blocked in sorted(explained, key=context.age)]
     order = {(finding.group, finding.sequence): -i for i, finding in enumerate(reversed(diagnosis.findings))}
     found.sort(key=lambda problem: order.get((job.groups[problem.group].label, problem.seq), 1))
     return Analysis(job, tuple(found))
-
-
-def _began_ns(job: Job, blocked: Blocked) -> int:
-    return min(int(job.ranks[rank].trace.calls["created_ns"][row]) for rank, row in blocked.rows.items())
 
 
 def _blocked(job: Job, blocked: Blocked) -> TraceProblem:

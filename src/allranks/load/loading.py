@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from allranks.blackbox.header import MAGIC
 from allranks.blackbox.reader import Arena, BytesFile, File, OpenFile, read_box
@@ -67,10 +67,10 @@ def load_paths(paths: Sequence[str], options: LoadOptions | None = None) -> Load
         room = sum(source.size for source in sources) // CALL.itemsize
         # how many calls of each black box to read; 0: all
         each = options.newest_calls // len(sources) if 0 < options.newest_calls < room else 0
-        result = _settle(_read(replace(options, newest_calls=each), sources), paths)
+        result = _settle(_read_all(replace(options, newest_calls=each), sources), paths)
         if each and options.newest_calls // max(1, len(result.traces)) != each:
             # Not every file was one of the job.
-            result = _settle(_read(replace(options, newest_calls=0), sources), paths)
+            result = _settle(_read_all(replace(options, newest_calls=0), sources), paths)
         return result
 
 
@@ -85,13 +85,6 @@ def _find(paths: list[str], options: LoadOptions) -> list[DumpSource]:
     return found
 
 
-def _read(options: LoadOptions, sources: list[DumpSource]) -> Share:
-    total, show = len(sources), options.progress or (lambda done, total: None)
-    load = read_here(options, sources, lambda done: show(done, total))
-    show(total, total)
-    return load
-
-
 @contextmanager
 def _no_collector() -> Iterator[None]:
     """Switches the garbage collector off: it would walk all that was read so far, again and again."""
@@ -104,15 +97,15 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _settle(load: Share, paths: Sequence[str]) -> LoadResult:
+def _settle(load: Reader, paths: Sequence[str]) -> LoadResult:
     """Ranks, attempts and duplicates, then the final traces and notes."""
     files, notes = _ranked(load)
     choices = choose(files, load.options.attempt)
     for file in (file for choice in choices for file in choice.chosen):
         file.raw.header = replace(file.raw.header, rank=file.rank, attempt=file.attempt or 0)
-    _join_worlds(choices[0].chosen, load.reader.tables)
-    chosen = number_worlds([choice.chosen for choice in choices], load.reader.tables.group)
-    tables = load.reader.tables.freeze()
+    _join_worlds(choices[0].chosen, load.tables)
+    chosen = number_worlds([choice.chosen for choice in choices], load.tables.group)
+    tables = load.tables.freeze()
     traces = [file.raw.as_trace(*tables, file.path) for file in chosen]
     for one in chosen:
         status: Literal["ok", "damaged"] = "damaged" if one.raw.damaged else "ok"
@@ -158,7 +151,7 @@ def _join_worlds(files: Sequence[TraceFile], tables: Tables) -> None:
             file.raw.header = replace(file.raw.header, world_size=size)
 
 
-def _ranked(load: Share) -> tuple[list[TraceFile], list[FileNote]]:
+def _ranked(load: Reader) -> tuple[list[TraceFile], list[FileNote]]:
     """(the files whose rank is known and wanted, notes on the others)."""
     names = _file_ranks([source.path for source, _ in load.raws], load.options)
     files: list[TraceFile] = []
@@ -198,7 +191,7 @@ def _dated(source: DumpSource, raw: Raw) -> Raw:
     return raw
 
 
-def _failures(load: Share) -> list[FileNote]:
+def _failures(load: Reader) -> list[FileNote]:
     """Notes of files that gave nothing; one that is damaged or cannot be opened still tells its rank by its name."""
     dumps = [source.path for source, error in load.failed if error.status != "skipped"]
     beside = [source.path for source, _ in load.raws]  # names tell ranks by what differs between them
@@ -217,10 +210,12 @@ def _failures(load: Share) -> list[FileNote]:
 
 @dataclass
 class Reader:
-    """What is shared between the files of one load."""
+    """Reads files one by one: what became of each, and what they share."""
 
     options: LoadOptions
     tables: Tables = field(default_factory=Tables)
+    raws: list[tuple[DumpSource, Raw]] = field(default_factory=list)
+    failed: list[tuple[DumpSource, Unreadable]] = field(default_factory=list)
 
     @cached_property
     def boxes(self) -> tuple[Arena, HeapCache]:
@@ -234,27 +229,55 @@ class Reader:
 
         return DumpReader(self.tables)
 
-    def read(self, source: DumpSource) -> Raw:
+    def read(self, source: DumpSource) -> None:
+        """Reads one source; of an archive all members, until too many were no dumps."""
+        before = len(self.raws)
+        try:
+            for number, member in enumerate(self._members(source)):
+                if number >= MAX_FOREIGN and len(self.raws) == before:
+                    note = f"none of its first {MAX_FOREIGN:,} members is a dump: the others were not read"
+                    raise Unreadable(note, kind="tar archive")
+                try:
+                    self.raws.append((member, self._read(member)))
+                except Unreadable as error:
+                    self.failed.append((member, error))
+        except Unreadable as error:
+            self.failed.append((source, error))
+
+    def _members(self, source: DumpSource) -> Iterable[DumpSource]:
+        """The members of a tar file, compressed or not, or of a zip file; else the source itself."""
+        if source.problem or not has_archive_name(source.path):
+            return [source]
+        try:
+            members, problem = open_archive(source, self.options)
+        except OSError as error:
+            raise Unreadable(str(error.strerror or error), unopened=True) from error
+        if problem and members is not None:
+            self.failed.append((source, Unreadable(problem, kind="tar archive")))
+        return [source] if members is None else members
+
+    def _read(self, source: DumpSource) -> Raw:
         """The content of one file. Raises Unreadable, with the note as its message."""
         if source.problem:
             foreign = source.problem == "not a regular file"
             raise Unreadable(source.problem, skip=foreign, unopened=source.unopened)
         try:
-            return self._read(source)
+            if source.data is not None and source.data.startswith(MAGIC):
+                return self._read_box(BytesFile(source.data))
+            if source.data is not None:
+                return self.read_bytes(source.path, read_all(source, self.options.max_file_bytes))
+            fd = os.open(source.location, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                head = os.pread(fd, HEAD_BYTES, 0)
+                if head.startswith(MAGIC):
+                    return self._read_box(OpenFile(fd, self.boxes[0]))
+            finally:
+                os.close(fd)
+            if not head.startswith((GZIP, ZSTD)):
+                _require_dump(source.path, head)
+            return self.read_bytes(source.path, read_all(source, self.options.max_file_bytes))
         except OSError as error:
             raise Unreadable(str(error.strerror or error), unopened=True) from error
-
-    def _read(self, source: DumpSource) -> Raw:
-        if source.data is not None:
-            return self._read_known(source, source.data[:HEAD_BYTES])
-        fd = os.open(source.location, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            head = os.pread(fd, HEAD_BYTES, 0)
-            if head.startswith(MAGIC):
-                return self._read_box(OpenFile(fd, self.boxes[0]))
-        finally:
-            os.close(fd)
-        return self._read_known(source, head)
 
     def _read_box(self, file: File) -> Raw:
         try:
@@ -262,21 +285,15 @@ class Reader:
         except InputError as error:
             raise Unreadable(str(error), kind="black box") from error
 
-    def _read_known(self, source: DumpSource, head: bytes) -> Raw:
-        """Reads a source whose first bytes are known."""
-        if not head:
-            raise _empty(source.path)
-        if head.startswith(MAGIC) and source.data is not None:
-            return self._read_box(BytesFile(source.data))
-        if head[:1] != b"\x80" and not head.startswith((GZIP, ZSTD)) and head.lstrip()[:1] != b"{":
-            raise _foreign(source.path, head)
-        return self.read_bytes(source.path, read_all(source, self.options.max_file_bytes))
-
     def read_bytes(self, path: str, data: bytes) -> Raw:
         """The content of a file that is in memory; compressed bytes are unwrapped first."""
         data, problem = unwrap(data, self.options.max_file_bytes)
         try:
-            raw = self._read_plain(path, data)
+            if data.startswith(MAGIC):
+                raw = self._read_box(BytesFile(data))
+            else:
+                _require_dump(path, data[:HEAD_BYTES])
+                raw = self.dumps.read_pickle(data) if data[:1] == b"\x80" else self.dumps.read_json(data)
         except Unreadable as error:
             if problem:
                 raise Unreadable(problem, kind=error.kind) from error
@@ -286,93 +303,35 @@ class Reader:
             raw.notes = (problem, *raw.notes)
         return raw
 
-    def _read_plain(self, path: str, data: bytes) -> Raw:
-        if data.startswith(MAGIC):
-            return self._read_box(BytesFile(data))
-        if data[:1] == b"\x80":
-            return self.dumps.read_pickle(data)
-        if data.lstrip()[:1] == b"{":
-            return self.dumps.read_json(data)
-        raise _foreign(path, data) if data else _empty(path)
 
-
-def _empty(path: str) -> Unreadable:
-    """An empty log is not damaged; an empty dump is."""
-    is_log = path.endswith((".log", ".out", ".err", ".txt"))
-    return Unreadable("empty file", kind="text", skip=True) if is_log else Unreadable("empty file")
-
-
-def _foreign(path: str, head: bytes) -> Unreadable:
-    """What a file is that we do not read."""
+def _require_dump(path: str, head: bytes) -> None:
+    """Raises Unreadable, which says what the file is, unless it begins as a pickle or as JSON. An empty log is not damaged; an empty
+    dump is."""
+    if not head:
+        is_log = path.endswith((".log", ".out", ".err", ".txt"))
+        raise Unreadable("empty file", kind="text" if is_log else "unknown", skip=is_log)
+    if head[:1] == b"\x80" or head.lstrip()[:1] == b"{":
+        return
     name = os.path.basename(path)
     if ".pyspy" in name or ".proc." in name or name.endswith(".progress.jsonl") or kind_of_capture(head):
-        return Unreadable("a stack capture: `allranks stacks` reads it", kind="stacks", skip=True)
+        raise Unreadable("a stack capture: `allranks stacks` reads it", kind="stacks", skip=True)
     kinds = ((b"\x7fELF", "ELF core or program"), (b"PK\x03\x04", "zip archive"), (b"#!", "script"))
     for magic, kind in kinds:
         if head.startswith(magic):
-            return Unreadable("not a dump", kind=kind, skip=True)
+            raise Unreadable("not a dump", kind=kind, skip=True)
     text = all(byte >= 32 or byte in b"\t\r\n\x1b" for byte in head[:256])
-    return Unreadable("not a dump", kind="text" if text else "unknown", skip=True)
+    raise Unreadable("not a dump", kind="text" if text else "unknown", skip=True)
 
 
-@dataclass
-class Share:
-    """Some of the files, and what became of them."""
-
-    options: LoadOptions
-    reader: Reader
-    raws: list[tuple[DumpSource, Raw]] = field(default_factory=list)
-    failed: list[tuple[DumpSource, Unreadable]] = field(default_factory=list)
-
-    def read(self, source: DumpSource) -> None:
-        """Reads one source, looking into archives."""
-        try:
-            members = self._members(source)
-            if members is not None:
-                self._read_members(source, members)
-                return
-        except Unreadable as error:
-            self.failed.append((source, error))
-            return
-        self.read_member(source)
-
-    def _read_members(self, archive: DumpSource, members: Iterable[DumpSource]) -> None:
-        before = len(self.raws)
-        for number, member in enumerate(members):
-            if number >= MAX_FOREIGN and len(self.raws) == before:
-                note = f"none of its first {MAX_FOREIGN:,} members is a dump: the others were not read"
-                self.failed.append((archive, Unreadable(note, kind="tar archive")))
-                return
-            self.read_member(member)
-
-    def read_member(self, source: DumpSource) -> None:
-        """Reads one source that is not an archive."""
-        try:
-            self.raws.append((source, self.reader.read(source)))
-        except Unreadable as error:
-            self.failed.append((source, error))
-
-    def _members(self, source: DumpSource) -> Iterable[DumpSource] | None:
-        """The members of a tar file, compressed or not, or of a zip file; None when the source is none."""
-        if source.problem or not has_archive_name(source.path):
-            return None
-        try:
-            members, problem = open_archive(source, self.options)
-        except OSError as error:
-            raise Unreadable(str(error.strerror or error), unopened=True) from error
-        if problem and members is not None:
-            self.failed.append((source, Unreadable(problem, kind="tar archive")))
-        return members
-
-
-def read_here(
-    options: LoadOptions, sources: list[DumpSource], show: Callable[[int], None] | None = None
-) -> Share:
+def _read_all(options: LoadOptions, sources: list[DumpSource]) -> Reader:
     """Reads sources. Those that give no answer are noted, and the others read again without them."""
     silent: list[tuple[DumpSource, Unreadable]] = []
+    total, show = len(sources), options.progress or (lambda done, total: None)
     for _ in range(MAX_STALLS + 1):
-        load = Share(options, Reader(options))
-        read, all_of_them = take_within(map(load.read, sources), options.read_limit_s, show)
+        load = Reader(options)
+        read, all_of_them = take_within(
+            map(load.read, sources), options.read_limit_s, lambda done: show(done, total)
+        )
         if all_of_them:
             break
         left = sources[len(read)]
@@ -383,29 +342,9 @@ def read_here(
         note = f"not tried, since {MAX_STALLS} other files gave no answer"
         silent += [(source, Unreadable(note, unopened=True)) for source in sources[len(read) + 1 :]]
         sources = sources[: len(read)]
+    show(total, total)
     load.failed += silent
     return load
-
-
-class _Taking(threading.Thread, Generic[T]):
-    """Takes one step after the other until the last, or for ever."""
-
-    def __init__(self, steps: Iterable[T]) -> None:
-        super().__init__(name="allranks-load", daemon=True)
-        self._steps = steps
-        self.taken: list[T] = []
-        self.error: BaseException | None = None
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        """Collects what the steps give."""
-        try:
-            for item in self._steps:
-                self.taken.append(item)
-        except BaseException as error:  # raised again by the waiting thread
-            self.error = error
-        finally:
-            self.ended.set()
 
 
 def take_within(
@@ -413,19 +352,30 @@ def take_within(
 ) -> tuple[list[T], bool]:
     """(what the steps gave, whether all were taken): gives up when one step takes longer than the limit. What the
     thread that is left behind works on must not be used by anybody else afterwards."""
-    taking = _Taking(steps)
-    taking.start()
+    taken: list[T] = []
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def take() -> None:
+        try:
+            for item in steps:
+                taken.append(item)
+        except BaseException as error:  # raised again by the waiting thread
+            errors.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=take, name="allranks-load", daemon=True).start()
     done, since, cpu = 0, time.monotonic(), time.process_time()
-    while not taking.ended.wait(TICK_S):
-        count, now = len(taking.taken), time.monotonic()
+    while not ended.wait(TICK_S):
+        count, now = len(taken), time.monotonic()
         if count > done or time.process_time() - cpu > TICK_S / 2:  # a large file is work, not a wait
             done, since = count, now
             if show is not None:
                 show(count)
         elif now - since > limit_s:
-            return taking.taken[:count], False
+            return taken[:count], False
         cpu = time.process_time()
-    taking.join()
-    if taking.error is not None:
-        raise taking.error
-    return taking.taken, True
+    if errors:
+        raise errors[0]
+    return taken, True

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from allranks.errors import InputError, require
 from allranks.model.diagnosis import FileNote
@@ -75,6 +75,7 @@ MAX_DEPTH = 32
 MAX_MEMBERS = 100_000  # of an archive
 #: Compressed data may grow by this factor before we call it a bomb, once it is beyond BOMB_BYTES.
 BOMB_FACTOR, BOMB_BYTES = 300, 64 << 20
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -184,11 +185,11 @@ def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
     """(decompressed bytes, problem). A stream that is cut short gives what it has."""
     for _ in range(3):  # .tar.gz.zst has been seen: at most 3 levels
         if data.startswith(GZIP):
-            data, problem = _drain(_Gzip(data), len(data), limit, zlib.error)
+            data, problem = _drain(_gunzip(data), len(data), limit, zlib.error)
         elif data.startswith(ZSTD):
             zstandard = require("zstandard", feature="reading zstd files", extra="zstd")
             reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(data))
-            data, problem = _drain(reader, len(data), limit, zstandard.ZstdError)
+            data, problem = _drain(_pieces(reader), len(data), limit, zstandard.ZstdError)
         else:
             return data, ""
         if problem:
@@ -196,42 +197,32 @@ def unwrap(data: bytes, limit: int) -> tuple[bytes, str]:
     return data, ""
 
 
-class _Stream(Protocol):
-    def read(self, count: int, /) -> bytes: ...
+def _gunzip(data: bytes) -> Iterator[bytes]:
+    """The pieces of a gzip stream, or of several behind one another, up to where it breaks, which the standard reader does not give.
+    Raises zlib.error or EOFError there."""
+    while data.startswith(GZIP):
+        stream = zlib.decompressobj(wbits=31)
+        while not stream.eof:
+            piece = stream.decompress(data, PIECE_BYTES)
+            data = stream.unconsumed_tail
+            if not piece and not data and not stream.eof:
+                raise EOFError
+            yield piece
+        data = stream.unused_data
 
 
-class _Gzip:
-    """A gzip stream that gives what it has before it fails, which the standard one does not."""
-
-    def __init__(self, data: bytes) -> None:
-        self._rest = data
-        self._stream = zlib.decompressobj(wbits=31)
-
-    def read(self, count: int) -> bytes:
-        """Up to `count` bytes; b'' at the end. Raises zlib.error or EOFError where the stream breaks."""
-        while True:
-            piece = self._stream.decompress(self._rest, count)
-            self._rest = self._stream.unconsumed_tail
-            if self._stream.eof:
-                following = self._stream.unused_data
-                if following.startswith(GZIP):  # several streams behind one another are one file
-                    self._rest, self._stream = following, zlib.decompressobj(wbits=31)
-                if piece or not following.startswith(GZIP):
-                    return piece
-                continue
-            if piece or not self._rest:
-                break
-        if not piece:
-            raise EOFError
-        return piece
+def _pieces(file: Any) -> Iterator[bytes]:
+    return iter(partial(file.read, PIECE_BYTES), b"")
 
 
-def _drain(stream: _Stream, compressed: int, limit: int, broken: type[Exception]) -> tuple[bytes, str]:
-    """Reads a decompressor, which raises `broken`, piece by piece and stops at a bomb."""
+def _drain(
+    stream: Iterator[bytes], compressed: int, limit: int, broken: type[Exception]
+) -> tuple[bytes, str]:
+    """Takes the pieces of a decompressor, which raises `broken`, and stops at a bomb."""
     allowed = min(limit, max(BOMB_BYTES, compressed * BOMB_FACTOR))
     pieces, total = [], 0
     try:
-        while piece := stream.read(1 << 20):
+        for piece in stream:
             pieces.append(piece)
             total += len(piece)
             if total > allowed:
@@ -351,7 +342,7 @@ def zip_members(source: DumpSource, data: bytes, limit: int) -> Iterator[DumpSou
                     problem = f"{member.file_size} bytes are beyond the limit of {allowed}"
                 else:
                     with archive.open(member) as file:
-                        content, problem = _drain(file, allowed, allowed, zipfile.BadZipFile)
+                        content, problem = _drain(_pieces(file), allowed, allowed, zipfile.BadZipFile)
                     room -= len(content)
                 mtime_ns = int(time.mktime((*member.date_time, 0, 0, -1)) * 1e9)
                 yield DumpSource(shown, source.location, mtime_ns, len(content), content, problem)

@@ -36,7 +36,7 @@ SEVERITY = {"root": ("Root cause", "bad"), "consequence": ("Follows", ""), "warn
 def render(diagnosis: Diagnosis, traces: Sequence[RankTrace], made_s: float = 0.0) -> Iterator[str]:
     line = build_timeline(traces)
     verdict = diagnosis.verdict
-    stacks = [] if verdict is None else without_stale(_cards(verdict))
+    stacks = [] if verdict is None else without_stale(verdict_cards(verdict, verdict.ranks))
     stacks = [replace(card, title=rename(card.title, diagnosis.worlds)) for card in stacks]
     advice = () if verdict is None else verdict.advice
     missing = () if verdict is None else verdict.missing_evidence
@@ -118,12 +118,12 @@ def _guilty_title(verdict: Finding | None) -> str:
     return f"The guilty rank{'s' if len(verdict.ranks) > 1 else ''}"
 
 
-def _cards(verdict: Finding) -> Iterator[StackCard]:
+def verdict_cards(verdict: Finding, guilty: Sequence[int]) -> Iterator[StackCard]:
+    """The stacks of a verdict, as cards."""
     labels = (*verdict.stack_labels, *("" for _ in verdict.stacks))
     for (ranks, frames), label in zip(verdict.stacks, labels, strict=False):
         lines = frame_lines((clean(f.name), clean(f.file), f.line) for f in frames)
-        guilty = bool(set(ranks) & set(verdict.ranks))
-        yield stack_card(ranks, lines, label, guilty)
+        yield stack_card(ranks, lines, label, bool(set(ranks) & set(guilty)))
 
 
 def _finding(finding: Finding, worlds: Sequence[World]) -> Row:

@@ -14,8 +14,8 @@ from allranks.model.diagnosis import Action, Finding, Incident, Moment, confiden
 from allranks.model.formatting import duration, rank_list
 from allranks.model.stacks import is_user_file
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.pages import Source, StackCard, frame_lines, read_source, stack_card, without_stale
-from allranks.report.html import timeline_values
+from allranks.pages import Source, StackCard, frame_lines, read_source, without_stale
+from allranks.report.html import timeline_values, verdict_cards
 from allranks.report.text import clean
 
 _GOOD = frozenset({"last good step", "recovered", "back", "healed", "ended"})
@@ -136,13 +136,7 @@ def _times(incident: Incident) -> list[tuple[str, str]]:
 
 
 def _stacks(incident: Incident, verdict: Finding) -> list[StackCard]:
-    cards = []
-    labels = (*verdict.stack_labels, *[""] * len(verdict.stacks))
-    for (ranks, frames), label in zip(verdict.stacks, labels, strict=False):
-        if set(ranks) & set(incident.ranks):
-            lines = frame_lines((f.name, f.file, f.line) for f in frames)
-            cards.append(stack_card(ranks, lines, label, guilty=True))
-    return without_stale(cards)[:4]
+    return without_stale([card for card in verdict_cards(verdict, incident.ranks) if card.guilty])[:4]
 
 
 def _moment(moment: Moment, begin: float, span: float) -> dict[str, str]:
@@ -209,34 +203,18 @@ def rank_evidence(
     """One entry for all ranks with the same stack, the guilty ones first; at most MAX_GROUPS."""
     logs, sources = logs or {}, _sources(incident)
     calls = {trace.header.rank: last_calls(trace) for trace in traces if trace.header.rank is not None}
+    groups = _groups(incident)[:MAX_GROUPS]
+    known = {rank for _, ranks in groups for rank in ranks}
+    for rank in sorted(rank for rank in calls if rank not in known and calls[rank]):
+        groups.append(((rank in incident.ranks, "", "", "", ()), [rank]))
     found = []
-    for (guilty, cause, where, evidence, stack), ranks in _groups(incident)[:MAX_GROUPS]:
+    for (guilty, cause, where, evidence, stack), ranks in groups:
         recent = next((calls[rank] for rank in ranks if rank in calls), ())
         title = f"Rank{'s' if len(ranks) > 1 else ''} {rank_list(tuple(ranks))}"
         code = next((sources[rank] for rank in ranks if rank in sources), None)
         lines = next((logs[rank] for rank in ranks if rank in logs), ())
-        found.append(
-            RankEvidence(
-                tuple(ranks), title, guilty, cause, where, evidence, stack[:MAX_FRAMES], recent, code, lines
-            )
-        )
-    known = {rank for entry in found for rank in entry.ranks}
-    found += [
-        RankEvidence(
-            (rank,),
-            f"Rank {rank}",
-            rank in incident.ranks,
-            "",
-            "",
-            "",
-            (),
-            recent,
-            sources.get(rank),
-            logs.get(rank, ()),
-        )
-        for rank, recent in sorted(calls.items())
-        if rank not in known and recent
-    ]
+        told = (guilty, cause, where, evidence, stack[:MAX_FRAMES])
+        found.append(RankEvidence(tuple(ranks), title, *told, recent, code, lines))
     return found
 
 
