@@ -12,10 +12,9 @@ import os
 import platform
 import re
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
 
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
@@ -184,9 +183,10 @@ def _command_line(pid: int) -> str:
 def read_facts(pid: int, only: Container[int] | None = None) -> dict[str, object]:
     """The facts of one process in the shape of the raw capture files; raises OSError when it is gone. Of threads that are
     not in `only` just the names."""
-    threads = _with_memory(pid, [row for row in _threads(pid, only) if row])
+    threads = list(_threads(pid, only))
     if not threads:
         raise ProcessLookupError(f"process {pid} is gone")
+    _add_memory(pid, threads)
     return {
         "pid": pid,
         "cmdline": _command_line(pid),
@@ -226,30 +226,44 @@ def _threads(pid: int, only: Container[int] | None = None) -> Iterator[dict[str,
         }
 
 
-def peek(memory: BinaryIO, address: int, count: int) -> bytes:
-    """Some bytes of a process's memory; none where it cannot be read."""
-    try:
-        memory.seek(address)
-        return memory.read(count) if address else b""
-    except (OSError, ValueError, OverflowError):
-        return b""
+#: Reads some bytes of a process's memory, from an address; none where it cannot be read.
+Peek = Callable[[int, int], bytes]
 
 
-def _with_memory(pid: int, threads: list[dict[str, object]]) -> list[dict[str, object]]:
+@contextlib.contextmanager
+def memory_of(pid: int) -> Iterator[Peek]:
+    """The memory of a process, which is not stopped."""
+    with contextlib.ExitStack() as stack:
+        file = None
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(open(PROC / str(pid) / "mem", "rb", buffering=0))
+
+        def peek(address: int, count: int) -> bytes:
+            try:
+                if file is None or not address:
+                    return b""
+                file.seek(address)
+                return file.read(count)
+            except (OSError, ValueError, OverflowError):
+                return b""
+
+        yield peek
+
+
+def _add_memory(pid: int, threads: list[dict[str, object]]) -> None:
     """Adds what only memory tells: when a wait ends by itself, and who holds the native mutex that a thread waits for
     (glibc keeps the owner 8 bytes behind the futex)."""
     known = {row["tid"] for row in threads}
-    with contextlib.suppress(OSError), open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
+    with memory_of(pid) as peek:
         for row in threads:
             name, args = parse_syscall(str(row["syscall"]), platform.machine())
-            limit = wait_limit_s(name, args, lambda address: read_time(peek(memory, address, 16)))
+            limit = wait_limit_s(name, args, lambda address: read_time(peek(address, 16)))
             row |= {} if limit is None else {"wait_s": round(limit, 3)}
             row |= {"file": file} if (file := _waits_on(pid, name, args)) else {}
             if address := _mutex_address(name, args):
-                owner = int.from_bytes(peek(memory, address + 8, 4), "little")
+                owner = int.from_bytes(peek(address + 8, 4), "little")
                 if owner in known:
                     row["mutex_owner"] = owner
-    return threads
 
 
 def _waits_on(pid: int, name: str, args: tuple[int, ...]) -> str:
@@ -369,7 +383,11 @@ class ProcessFacts:
 
 def parse_facts(text: str) -> ProcessFacts:
     """Facts from the JSON of a capture; raises ValueError when it is not that."""
-    row = json.loads(text)
+    return facts_of(json.loads(text))
+
+
+def facts_of(row: object) -> ProcessFacts:
+    """Facts from what `read_facts` gives, and what is in raw files; raises ValueError when it is not that."""
     if not isinstance(row, dict):
         raise ValueError("not an object")
     machine, listed, at = str(row.get("machine") or "x86_64"), row.get("threads"), row.get("at_s")

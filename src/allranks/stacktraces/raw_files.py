@@ -93,9 +93,7 @@ def kind_of_name(name: str) -> str:
 def is_known_name(name: str) -> bool:
     """Whether a file says by its name what it holds and of which rank, or which process."""
     found = _NAME.match(name)
-    return bool(
-        _BY_PID.match(name) or (found and (kind_of_name(found[3]) or found[3] == "progress.jsonl"))
-    )
+    return bool(_BY_PID.match(name) or (found and (kind_of_name(found[3]) or found[3] == "progress.jsonl")))
 
 
 def read_raw(folder: Path) -> Capture:

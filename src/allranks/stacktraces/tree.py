@@ -6,7 +6,6 @@ once for every Python process, and again only for those that ran meanwhile.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -44,8 +43,8 @@ from allranks.stacktraces.patterns import load_patterns
 from allranks.stacktraces.procfs import (
     PROC,
     ProcessEntry,
+    facts_of,
     open_files,
-    parse_facts,
     read_entry,
     read_facts,
     read_proc,
@@ -270,7 +269,7 @@ class _Look:
         inside = case.entry.inner_pid not in (0, case.entry.pid)
         only = None if inside else {one.tid for one in stacks if one.tid}
         try:
-            facts = parse_facts(json.dumps(read_facts(case.entry.pid, only)))
+            facts = facts_of(read_facts(case.entry.pid, only))
         except OSError:
             case.ended = True
             return ()
