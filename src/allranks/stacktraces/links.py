@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from allranks.model.stacks import ProcessLink
 from allranks.stacktraces.procfs import PROC, read_proc
@@ -46,7 +47,16 @@ def read_links(
     """The links of each process, by pid, those marked over which bytes went since `before`. Sockets of a network namespace
     that is not ours have no turn."""
     tables = _tables(pids, node)
-    return {pid: tuple(_links_of(pid, tables[_namespace(pid)], node, before)) for pid in pids}
+    waiting: dict[str, dict[int, list[Socket]]] = {}
+    for space, table in tables.items():
+        for inode, one in table.items() if space else ():
+            if inode < 0:
+                waiting.setdefault(space, {}).setdefault(one.port, []).append(one)
+    spaces = {pid: _namespace(pid) for pid in pids}
+    return {
+        pid: tuple(_links_of(pid, tables.get(space, {}), waiting.get(space, {}), node, before))
+        for pid, space in spaces.items()
+    }
 
 
 def _tables(pids: Sequence[int], node: str) -> dict[str, dict[int, Socket]]:
@@ -87,7 +97,7 @@ def _tcp_rows(pid: int, scope: str) -> Iterable[Socket]:
         if row[3] == "0A":
             yield Socket(inode, "listen", f"tcp {scope} listen {port}", "", port)
         elif inode or (scope, port) in ports:
-            here = f"{scope} " if ipaddress.ip_address(host).is_loopback else ""
+            here = f"{scope} " if host.startswith("127.") or host == "::1" else ""
             end, peer = (
                 f"tcp {here}{host}:{port}>{far}:{far_port}",
                 f"tcp {here}{far}:{far_port}>{host}:{port}",
@@ -97,6 +107,7 @@ def _tcp_rows(pid: int, scope: str) -> Iterable[Socket]:
             yield Socket(inode or -port - 65536 * far_port, "server" if server else "client", end, peer, port)
 
 
+@lru_cache(maxsize=10_000)
 def _address(text: str) -> tuple[str, int]:
     """`0100007F:1F90` is 127.0.0.1, 8080; an IPv4 address in an IPv6 socket is the IPv4 one."""
     host, port = text.split(":")
@@ -154,8 +165,13 @@ def _unix(row: bytes, scope: str) -> Socket | None:
 
 
 def _links_of(
-    pid: int, sockets: dict[int, Socket], node: str, before: Mapping[str, int]
+    pid: int,
+    sockets: dict[int, Socket],
+    waiting: Mapping[int, Sequence[Socket]],
+    node: str,
+    before: Mapping[str, int],
 ) -> Iterable[ProcessLink]:
+    """`waiting`: connections that nobody has accepted, by the port."""
     listens = set()
     owners = _library_sockets(pid)
     for fd, target, mode in _descriptors(pid):
@@ -174,8 +190,8 @@ def _links_of(
             )
     for key, owner in _shared(pid).items():
         yield ProcessLink(-1, "shared", key, key, owner=owner)
-    for inode, one in sockets.items():
-        if inode < 0 and one.port in listens:
+    for port in listens:
+        for one in waiting.get(port, ()):
             yield replace(_link(-1, one, "", before), turn="owes")
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from allranks.blackbox.header import process_stat, task_state
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
 from allranks.stacktraces.wait_limits import read_time, wait_limit_s
@@ -285,12 +286,38 @@ def _mutex_address(name: str, args: tuple[int, ...]) -> int:
     return args[0] if is_mutex else 0
 
 
-def main_thread_work(pid: int) -> tuple[int, int]:
-    """Clock ticks and context switches of a process's main thread, ever."""
-    fields = read_proc(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split()
-    ticks = int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
-    lines = read_proc(pid, f"task/{pid}/status").splitlines()
-    return ticks, sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+@dataclass(frozen=True)
+class Work:
+    """How much a process has run so far. `state` is the kernel's letter, "" when there is no such process."""
+
+    state: str = ""
+    start_ticks: int = 0
+    ticks: int = 0  # of its processor time, of all threads
+    switches: int = 0  # how often its first thread was given a processor
+    ended: int = 0  # the wait status of one that has ended
+
+
+def work_done(pid: int, main: bool = False) -> Work:
+    """Called often. `main`: the ticks of the first thread alone."""
+    fields = read_proc(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split() if main else process_stat(pid)
+    if len(fields) < 20:
+        return Work()
+    ended = int(fields[49]) if len(fields) > 49 else 0
+    ticks = int(fields[11]) + int(fields[12])
+    return Work(task_state(fields), int(fields[19]), ticks, _turns(pid, pid), ended)
+
+
+def _turns(pid: int, thread: int) -> int:
+    words = read_proc(pid, f"task/{thread}/schedstat").split()
+    return int(words[2]) if len(words) > 2 else 0
+
+
+def turns_of_threads(pid: int) -> dict[int, int]:
+    """How often each thread of a process was given a processor: one that was not has done nothing meanwhile."""
+    try:
+        return {int(name): _turns(pid, int(name)) for name in os.listdir(f"{PROC}/{pid}/task")}
+    except OSError:
+        return {}
 
 
 def catches(pid: int, signal_number: int) -> bool:
