@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.cli import main
 from allranks.cli.stacks import finding_json
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
@@ -105,6 +106,21 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert f"job.py:{found.guilty[0].line} in refresh" in draw(look, found)  # not the line of its main thread
     shape = finding_json(found, look)
     assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
+
+
+def test_a_launcher_whose_ranks_tell_nothing_is_inspected_with_all_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --tree, too: the process of --pid alone would be unclear. The JSON keeps the keys of ranks."""
+    with running(tmp_path, SERVER) as job:
+        code = main(["stacks", "--pid", str(job.pid), "--for", "2.5", "--json"])
+        answer = json.loads(capsys.readouterr().out)
+        assert main(["stacks", "--pid", str(job.pid), "--for", "2.5"]) == code == 1
+    text = capsys.readouterr().out
+    assert (answer["state"], answer["hung"], answer["schema"]) == ("stuck", True, 1)
+    assert [one["function"] for one in answer["guilty"]] == ["refresh"]
+    assert "ranks" in answer and answer["chain"][0]["role"] == "trainer"
+    assert text.startswith("STUCK: reward") and "refresh" in text
 
 
 def test_suspended_tasks_are_read_from_memory(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,8 +128,26 @@ def main(args: argparse.Namespace) -> int:
         captures = {"": _sample_all_nodes(options, args)} if options.all_nodes else _sample(options, args)
     stillness = Stillness() if options.still is None else Stillness(still_s=options.still)
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
+    if (look := _stuck_tree(options, reports.values())) is not None:
+        ranks = report_json(reports[""], grow_tree(captures[""]))
+        return show_tree(look, options.html, options.json, beside={**ranks, "hung": True})
     _show(options, captures, reports)
     return 0 if all(report.hung is False for report in reports.values()) else 1
+
+
+def _stuck_tree(options: StacksFlags, reports: Collection[StacksReport]) -> JobLook | None:
+    """Where --pid names a process that is not a rank, or its ranks tell nothing: all processes below it, if they are stuck."""
+    hung = [report.hung for report in reports]
+    if not options.pid or False in hung:
+        return None
+    entries = tree.find_tree(options.pid)
+    ranks = [target for target in find_targets(Selection(pids=options.pid)) if target.child is None]
+    known = any(one.reason in ("black box", "RANK") or is_rank_title(one.title) for one in ranks)
+    if (known and None not in hung) or sum(entry.python for entry in entries) < 2:
+        return None
+    _say("inspecting all processes below, as with --tree")
+    look = tree.look_at_processes(entries, tree.LookOptions(options.for_s))
+    return look if explain_processes(look).state == "stuck" else None
 
 
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
@@ -176,7 +194,9 @@ def show_tree(look: JobLook, html: str, as_json: bool, role: str = "") -> int:
         from allranks.stacktraces.html import render_processes
 
         write_whole(html, [render_processes(look, finding, time.time())])
-    shown = [json.dumps(finding_json(finding, look, role), indent=1)] if as_json else None
+    shown = (
+        [json.dumps({**(beside or {}), **finding_json(finding, look, role)}, indent=1)] if as_json else None
+    )
     for line in shown or render(finding, look, role):
         print(printable(line, 100_000) if shown is None else line)
     return 0 if finding.state == "moving" else 1
@@ -342,8 +362,6 @@ def _signal_number(name: str) -> int:
 
 
 def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str, StacksReport]) -> None:
-    from allranks.stacktraces.text import grow_tree, render_text, report_json
-
     trees = {job: grow_tree(capture, options.all_threads) for job, capture in captures.items()}
     for job, report in reports.items() if options.html else ():
         from allranks.stacktraces.html import render_html
