@@ -151,6 +151,35 @@ def test_suspended_tasks_are_read_from_memory(tmp_path: Path) -> None:
     assert 3000.0 in lines.values() or 0.05 in lines.values()
 
 
+@pytest.mark.parametrize(
+    "awaited",
+    ["child.stdout.readline()", "child.wait()", "child.communicate()"],
+)
+def test_a_task_that_awaits_a_process_is_followed_into_it(tmp_path: Path, awaited: str) -> None:
+    """Event loops read pipes and wait for children by themselves: the task's line says for what it waits."""
+    text = f"""
+        import asyncio, sys
+
+        async def main():
+            pipe = asyncio.subprocess.PIPE
+            words = [sys.executable, "-c", "import time; print(1, flush=True); (lambda: time.sleep(3000))()"]
+            child = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
+            await child.stdout.readline()
+            print("ready")
+            await {awaited}
+
+        asyncio.run(main())
+        """
+    if sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)):
+        pytest.skip("the layout of this interpreter's coroutines is not known")
+    with running(tmp_path, text) as job:
+        found = explain_processes(look_at(job.pid))
+    assert found.state == "stuck", found.sentence
+    assert [one.wait for one in found.guilty] == ["sleeps"], found
+    (link,) = found.chain
+    assert link.waits_for.startswith("waits for a process that it started") and link.at == "job.py:10 in main"
+
+
 def test_the_size_of_a_group_that_forms_is_read_from_the_variables_of_torch() -> None:
     """The innermost frame of torch.distributed tells; a variable of the user's code does not."""
 

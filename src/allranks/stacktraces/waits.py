@@ -6,6 +6,7 @@ into another thread or process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -166,6 +167,8 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         full = any(f.name.endswith("put") for f in frames[:2])
         says = "waits for room in the queue" if full else "waits for an item of the queue"
         wait = WaitFor("queue", says, setters=("clients",))
+    elif around.children and _awaits_child(asked):
+        wait = WaitFor("child", "waits for a process that it started", pids=around.children)
     elif asked.user is None or _any(frames[:2], "task_idle"):
         wait = WaitFor("idle", "waits for its next work")
     elif delay is not None:
@@ -182,6 +185,13 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     return ThreadLook(
         tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=True, user=asked.user
     )
+
+
+def _awaits_child(a: _Asked) -> bool:
+    """Whether a task awaits the end or the output of a process: asyncio calls that `stdout` or `stderr` of the process."""
+    line = a.ask(lambda text, number: text.splitlines()[number - 1 : number], [])
+    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", "".join(line))
+    return bool(reads) or _any(a.frames[:4], "async_child")
 
 
 def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
