@@ -89,7 +89,7 @@ class StacksFlags:
     )
     output: str = _output(
         "",
-        "keep the bundle and the raw files in this folder; {host} is this node",
+        "keep the bundle and the stacks as text in this folder; {host} is this node",
         flags="-o --output",
         metavar="DIR",
     )
@@ -228,7 +228,7 @@ def _known_name(given: str, must: bool) -> str:
 
 
 def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture]:
-    """Samples this node, job by job (one that was chosen, or is alone, has no name); the bundle and the raw files are
+    """Samples this node, job by job (one that was chosen, or is alone, has no name); the bundle and the texts are
     kept where -o or the configuration says."""
     from allranks.stacktraces import CollectOptions, Selection, collect, write_bundle
     from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others

@@ -33,7 +33,7 @@ from allranks.stacktraces.procfs import ProcessFacts, parse_facts, renumber
 MAX_FILE_BYTES = 256 << 20
 _NAME = re.compile(r"^rank(\d{1,7})(?:\.child(\d{1,6}))?\.([a-z].*)$")
 #: One file per process, as `allranks stacks` and serving stacks write them: the rank is not in the name.
-_BY_PID = re.compile(r"^((?:pyspy|cudagdb))_(.+)_(\d{1,10})\.txt$")
+_BY_PID = re.compile(r"^(pyspy|gdb|cudagdb)_(.+)_(\d{1,10})\.txt$")
 _KIND = re.compile(r"(pyspy|proc|pystack|faulthandler|gdb|cuda[_-]?gdb).*\.(json|txt)")
 _SNAPSHOT = re.compile(r"\.s(\d{1,4})\.json$")
 _SERVER_RANK = re.compile(r"^=== Rank (\d{1,7}): [^\n]* ===\r?\n", re.MULTILINE)
