@@ -38,7 +38,7 @@ from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines
 from allranks.stacktraces.extras import FileLocks, file_locks, read_extras
 from allranks.stacktraces.find import Selection, find_targets
-from allranks.stacktraces.links import read_links, read_volumes
+from allranks.stacktraces.links import LinkReader
 from allranks.stacktraces.patterns import load_patterns
 from allranks.stacktraces.procfs import (
     PROC,
@@ -73,6 +73,7 @@ class LookOptions:
     rules: tuple[RoleRule, ...] = ()
     # of an earlier look, and has not run since: its threads are as they were
     known: Mapping[int, Process] = field(default_factory=dict)
+    links: LinkReader | None = None  # that of the earlier looks
 
 
 def find_tree(pids: Sequence[int], known: Mapping[int, ProcessEntry] | None = None) -> list[ProcessEntry]:
@@ -227,13 +228,14 @@ class _Look:
         self.pyspy = debuggers.find_pyspy() or ""
         self.cases = {e.pid: _Case(e, e.python and e.state not in "ZX") for e in entries}
         self.sources = SourceLines()
+        self.links = options.links or LinkReader(self.node)
         self.volumes: dict[str, int] = {}
 
     def sample(self, number: int, pool: ThreadPoolExecutor) -> None:
         """One round: counters of all, stacks and facts of those that ran since the last one."""
         moved = [case for case in self.cases.values() if self._count(case)]
         if number == 0:
-            self.volumes = read_volumes(list(self.cases), self.node)
+            self.volumes = self.links.read_volumes(list(self.cases))
             cases = self.cases.items()
             moved = choose_typical([case for pid, case in cases if pid not in self.options.known])
         list(pool.map(self._read, (case for case in moved if not case.ended)))
@@ -282,7 +284,7 @@ class _Look:
     def finish(self, seconds: float) -> JobLook:
         """Reads what belongs to the last moment, and puts all together."""
         alive = [pid for pid, case in self.cases.items() if not case.ended]
-        links = read_links(alive, self.node, self.volumes)
+        links = self.links.read_links(alive, self.volumes)
         locks = file_locks()
         children: dict[int, list[int]] = {}
         for case in self.cases.values():

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import stat
 import subprocess
 import time
@@ -122,6 +123,7 @@ class RoleSidecar(Sidecar):
         self._sampled_s = -SAMPLE_S
         # of the last look: pid -> its start and the turns of its threads before, and what it did
         self._looked: dict[int, tuple[tuple[int, dict[int, int]], Process]] = {}
+        self._links = LinkReader(socket.gethostname())
         self._look_from_s = 0.0  # after the start: no look for a silence before
         self._suspect: frozenset[tuple[int, str, int]] = frozenset()  # of the last look: pid, file, line
         self._reported: frozenset[tuple[int, str, int]] = frozenset()
@@ -192,7 +194,7 @@ class RoleSidecar(Sidecar):
     def _find_metrics(self, engines: Sequence[Process]) -> None:
         """The endpoints of engines, among what they listen on; of nobody else is a port asked."""
         new = [one.pid for one in engines if one.pid not in self._ports]
-        for pid, links in read_links(new, "", {}).items() if new else ():
+        for pid, links in self._links.read_links(new, {}).items() if new else ():
             ports = [link.end.rsplit(" ", 1)[-1] for link in links if link.kind == "listen"]
             for address in (f"127.0.0.1:{port}" for port in ports[:MAX_PORTS]):
                 if address not in self._silent_ports and _read_metrics(address) is not None:
@@ -275,7 +277,7 @@ class RoleSidecar(Sidecar):
         entries = find_tree(self._roots, self._entries)
         turns = {one.pid: (one.start_ticks, turns_of_threads(one.pid)) for one in entries}
         known = {pid: process for pid, (before, process) in self._looked.items() if turns.get(pid) == before}
-        options = LookOptions(self.options.interval_s, rules=self._rules, known=known)
+        options = LookOptions(self.options.interval_s, rules=self._rules, known=known, links=self._links)
         look = look_at_processes(entries, options)
         self._looked = {
             one.pid: (turns[one.pid], one) for one in look.processes if one.pid in turns and is_settled(one)
