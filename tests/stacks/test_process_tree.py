@@ -33,6 +33,7 @@ from allranks.stacktraces.tree import (
     read_looks,
     write_look,
 )
+from allranks.stacktraces.views import user_frame
 
 
 @contextmanager
@@ -278,6 +279,19 @@ class Engine:
 def test_locks_of_a_line(line: int, held: tuple[str, ...], asked: str) -> None:
     """What the source says that a frame holds and asks for."""
     assert (source.held_locks(CODE, line), source.asked_lock(CODE, line)) == (held, asked)
+
+
+def test_a_function_that_defines_another_one_does_not_end_a_wait() -> None:
+    text = "def outer():\n    def inner():\n        done.set()\n    Timer(1, lambda: late.set())\n    done.wait()"
+    assert source.find_setters(text, "done", "wait") == ("inner",)
+    assert source.find_setters(text, "late", "wait") == ("outer",)
+
+
+def test_a_line_of_a_file_counts_more_than_code_that_was_made_from_a_string() -> None:
+    """Proxies of multiprocessing and dataclasses make functions; `python -c` has nothing else."""
+    made, line = StackFrame("get", "<string>", 2), StackFrame("tokenizer", "/job/t.py", 7)
+    assert user_frame([made, line]) == line
+    assert user_frame([made]) == made
 
 
 def test_who_ends_a_wait_and_what_polls() -> None:

@@ -259,7 +259,19 @@ KINDS = (
         "child",
         "socket",
     ),
-    *("answer", "pipe", "collective", "rendezvous", "store", "ray", "file_lock", "poll", "open", "connect"),
+    *(
+        "answer",
+        "pipe",
+        "collective",
+        "rendezvous",
+        "store",
+        "ray",
+        "file_lock",
+        "poll",
+        "open",
+        "connect",
+        "signal",
+    ),
 )
 #: (node, pid): a process of a job.
 Where = tuple[str, int]

@@ -238,14 +238,14 @@ def waited_object(text: str, line: int) -> tuple[str, str]:
 
 
 def find_setters(text: str, name: str, method: str) -> tuple[str, ...]:
-    """The functions of a file that end a wait for an object of this name."""
+    """The functions of a file that end a wait for an object of this name; not those that only define such a function."""
     tree, ends = _tree(text), _ENDED_BY.get(method, ())
-    found = [
-        one.name
-        for one in (_functions(tree) if tree is not None and name else ())
-        if any(called in ends and _last_word(value) == name for value, called in _method_calls(one))
-    ]
-    return tuple(dict.fromkeys(found))
+    if tree is None or not name:
+        return ()
+    calls = [v.lineno for v, called in _method_calls(tree) if called in ends and _last_word(v) == name]
+    around = ([f for f in _functions(tree) if _covers(f, line)] for line in calls)
+    inner = (max(found, key=lambda one: one.lineno).name for found in around if found)
+    return tuple(dict.fromkeys(inner))
 
 
 def _functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

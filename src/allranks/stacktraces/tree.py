@@ -62,6 +62,7 @@ MANY = 48  # processes; of more, those that look alike from outside are sampled
 ALIKE = 4  # of each kind
 WORKERS = 4  # runs of py-spy at a time
 JOINS = ("init_process_group",)
+LOOPS = ("asyncio/base_events.py", "asyncio/runners.py", "uvicorn/server.py")  # that of uvloop has no frame
 
 
 @dataclass(frozen=True)
@@ -383,9 +384,8 @@ class _Look:
             lockers=tuple(one for pids in locks.held.values() for one in pids if one != entry.pid),
             seconds=time.time() - (shots[0].at_s or time.time()),
         )
-        loops = any(
-            frame.file.endswith("asyncio/base_events.py") for one in shots[-1].stacks for frame in one.frames
-        )
+        frames = (frame for one in shots[-1].stacks for frame in one.frames)
+        loops = any(frame.file.endswith(LOOPS) for frame in frames)
         return look_at_threads(around, read_tasks(entry.pid) if loops else ())
 
     def _notes(self) -> tuple[str, ...]:

@@ -242,6 +242,8 @@ def _self_of(a: _Asked, near: int, *rows: str) -> str:
 def _find_wait(a: _Asked, serving: int | None, handles: bool) -> WaitFor:
     if a.now.state in ("T", "t"):
         return WaitFor("stopped", "is stopped by a signal or held by a debugger")
+    if a.thread.main and a.now.syscall in ("rt_sigtimedwait", "rt_sigsuspend", "pause"):
+        return WaitFor("signal", "waits for a signal", strong=False)
     if _is_idle(a, serving, handles):
         return WaitFor("idle", "waits for its next work")
     if handles:  # it does what the user's code does, not the server that called that
