@@ -138,10 +138,13 @@ def main(args: argparse.Namespace) -> int:
 def _stuck_tree(options: StacksFlags, reports: Collection[StacksReport]) -> JobLook | None:
     """Where --pid names a process that is not a rank, or its ranks tell nothing: all processes below it, if they are stuck."""
     hung = [report.hung for report in reports]
-    if not options.pid or False in hung:
+    if not options.pid or options.folder or options.all_nodes or False in hung:
         return None
-    entries = tree.find_tree(options.pid)
-    ranks = [target for target in find_targets(Selection(pids=options.pid)) if target.child is None]
+    try:
+        entries = tree.find_tree(options.pid)
+        ranks = [target for target in find_targets(Selection(pids=options.pid)) if target.child is None]
+    except InputError:  # they have ended meanwhile
+        return None
     known = any(one.reason in ("black box", "RANK") or is_rank_title(one.title) for one in ranks)
     if (known and None not in hung) or sum(entry.python for entry in entries) < 2:
         return None
