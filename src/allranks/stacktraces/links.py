@@ -81,7 +81,8 @@ class LinkReader:
 
     def _files(self, pid: int) -> _OpenFiles:
         turns, known = turns_of_threads(pid), self._open.get(pid)
-        return known if known is not None and known.turns == turns else _read_files(pid, turns, self._node)
+        same = known is not None and turns and known.turns == turns
+        return known if known is not None and same else _read_files(pid, turns, self._node)
 
 
 def _tables(pids: Sequence[int], node: str) -> dict[str, dict[int, Socket]]:

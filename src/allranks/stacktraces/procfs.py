@@ -308,16 +308,22 @@ def work_done(pid: int, main: bool = False) -> Work:
 
 
 def _turns(pid: int, thread: int) -> int:
+    """How often a thread was given a processor; by its context switches where the kernel does not keep that."""
     words = read_proc(pid, f"task/{thread}/schedstat").split()
-    return int(words[2]) if len(words) > 2 else 0
+    if len(words) > 2 and words[2] != "0":
+        return int(words[2])
+    found = status_of(pid, thread)
+    return sum(int(value) for name, value in found.items() if name.endswith("ctxt_switches"))
 
 
 def turns_of_threads(pid: int) -> dict[int, int]:
-    """How often each thread of a process was given a processor: one that was not has done nothing meanwhile."""
+    """How often each thread of a process was given a processor: one that was not has done nothing meanwhile. {} where that is
+    not known."""
     try:
-        return {int(name): _turns(pid, int(name)) for name in os.listdir(f"{PROC}/{pid}/task")}
+        found = {int(name): _turns(pid, int(name)) for name in os.listdir(f"{PROC}/{pid}/task")}
     except OSError:
         return {}
+    return found if any(found.values()) else {}
 
 
 def catches(pid: int, signal_number: int) -> bool:

@@ -276,7 +276,8 @@ class RoleSidecar(Sidecar):
         """What all processes do. One that has not run since before the last look is not read again."""
         entries = find_tree(self._roots, self._entries)
         turns = {one.pid: (one.start_ticks, turns_of_threads(one.pid)) for one in entries}
-        known = {pid: process for pid, (before, process) in self._looked.items() if turns.get(pid) == before}
+        same = (pid for pid, (before, _) in self._looked.items() if before[1] and turns.get(pid) == before)
+        known = {pid: self._looked[pid][1] for pid in same}
         options = LookOptions(self.options.interval_s, rules=self._rules, known=known, links=self._links)
         look = look_at_processes(entries, options)
         self._looked = {
