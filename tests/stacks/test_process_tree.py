@@ -281,6 +281,15 @@ def test_locks_of_a_line(line: int, held: tuple[str, ...], asked: str) -> None:
     assert (source.held_locks(CODE, line), source.asked_lock(CODE, line)) == (held, asked)
 
 
+def test_who_computes_is_named_and_not_a_loop_that_waits_for_requests() -> None:
+    """An event loop wakes up ten times a second, too."""
+    loop = ThreadLook(1, "MainThread", WaitFor("idle", "waits for its next work"), main=True, busy=True)
+    work = ThreadLook(2, "MainThread", WaitFor("work", "runs Python code"), main=True, busy=True)
+    server, trainer = (Process(t.tid, role=r, threads=(t,)) for t, r in ((loop, "server"), (work, "trainer")))
+    found = explain_processes(JobLook((server, trainer), 5.0))
+    assert (found.state, found.sentence[:14]) == ("unclear", "trainer (pid 2")
+
+
 def test_a_function_that_defines_another_one_does_not_end_a_wait() -> None:
     text = "def outer():\n    def inner():\n        done.set()\n    Timer(1, lambda: late.set())\n    done.wait()"
     assert source.find_setters(text, "done", "wait") == ("inner",)
