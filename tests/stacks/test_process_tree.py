@@ -109,7 +109,7 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
 
 
-def test_a_launcher_whose_ranks_tell_nothing_is_inspected_with_all_below_it(
+def test_a_launcher_whose_ranks_are_unclear_is_inspected_with_all_below_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without --tree, too: the process of --pid alone would be unclear. The JSON keeps the keys of ranks."""

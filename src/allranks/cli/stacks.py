@@ -130,13 +130,13 @@ def main(args: argparse.Namespace) -> int:
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
     if (look := _stuck_tree(options, reports.values())) is not None:
         ranks = report_json(reports[""], grow_tree(captures[""]))
-        return show_tree(look, options.html, options.json, beside={**ranks, "hung": True})
+        return show_tree(look, options.html, options.json, more={**ranks, "hung": True})
     _show(options, captures, reports)
     return 0 if all(report.hung is False for report in reports.values()) else 1
 
 
 def _stuck_tree(options: StacksFlags, reports: Collection[StacksReport]) -> JobLook | None:
-    """Where --pid names a process that is not a rank, or its ranks tell nothing: all processes below it, if they are stuck."""
+    """Where --pid names a process that is not a rank, or the state of its ranks is unclear: all processes below it, if they are stuck."""
     hung = [report.hung for report in reports]
     if not options.pid or options.folder or options.all_nodes or False in hung:
         return None
@@ -197,9 +197,7 @@ def show_tree(look: JobLook, html: str, as_json: bool, role: str = "") -> int:
         from allranks.stacktraces.html import render_processes
 
         write_whole(html, [render_processes(look, finding, time.time())])
-    shown = (
-        [json.dumps({**(beside or {}), **finding_json(finding, look, role)}, indent=1)] if as_json else None
-    )
+    shown = [json.dumps({**(more or {}), **finding_json(finding, look, role)}, indent=1)] if as_json else None
     for line in shown or render(finding, look, role):
         print(printable(line, 100_000) if shown is None else line)
     return 0 if finding.state == "moving" else 1

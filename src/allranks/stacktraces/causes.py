@@ -62,7 +62,7 @@ class _Process:
 
     @cached_property
     def others(self) -> list[tuple[ThreadView, PatternMatch]]:
-        """The threads but the main one whose stack tells something."""
+        """The threads but the main one, where a pattern fits."""
         found = ((t, match_thread(self.patterns, t, self.view)) for t in self.view.threads if not t.main)
         return [(thread, match) for thread, match in found if match is not None]
 
