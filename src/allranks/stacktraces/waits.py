@@ -189,8 +189,8 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
 
 def _awaits_child(a: _Asked) -> bool:
     """Whether a task awaits the end or the output of a process: asyncio calls that `stdout` or `stderr` of the process."""
-    line = a.ask(lambda text, number: text.splitlines()[number - 1 : number], [])
-    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", "".join(line))
+    line = a.ask(lambda text, number: "".join(text.splitlines()[number - 1 : number]), "")
+    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", line)
     return bool(reads) or _any(a.frames[:4], "async_child")
 
 
