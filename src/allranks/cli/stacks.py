@@ -129,6 +129,8 @@ def main(args: argparse.Namespace) -> int:
     stillness = Stillness() if options.still is None else Stillness(still_s=options.still)
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
     if (look := _stuck_tree(options, reports.values())) is not None:
+        from allranks.stacktraces.text import grow_tree, report_json
+
         ranks = report_json(reports[""], grow_tree(captures[""]))
         return show_tree(look, options.html, options.json, more={**ranks, "hung": True})
     _show(options, captures, reports)
@@ -137,6 +139,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _stuck_tree(options: StacksFlags, reports: Collection[StacksReport]) -> JobLook | None:
     """Where --pid names a process that is not a rank, or the state of its ranks is unclear: all processes below it, if they are stuck."""
+    from allranks.diagnosis.process_verdict import explain_processes
+    from allranks.stacktraces import Selection, find_targets, tree
+    from allranks.stacktraces.find import is_rank_title
+
     hung = [report.hung for report in reports]
     if not options.pid or options.folder or options.all_nodes or False in hung:
         return None
@@ -189,7 +195,8 @@ def _look_at_tree(pids: tuple[int, ...], options: StacksFlags) -> int:
     return show_tree(look, options.html, options.json, options.role)
 
 
-def show_tree(look: JobLook, html: str, as_json: bool, role: str = "") -> int:
+def show_tree(look: JobLook, html: str, as_json: bool, role: str = "", more: Json | None = None) -> int:
+    """`more`: further keys of the JSON."""
     from allranks.diagnosis.process_verdict import explain_processes
 
     finding = explain_processes(look)
@@ -363,6 +370,8 @@ def _signal_number(name: str) -> int:
 
 
 def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str, StacksReport]) -> None:
+    from allranks.stacktraces.text import grow_tree, render_text, report_json
+
     trees = {job: grow_tree(capture, options.all_threads) for job, capture in captures.items()}
     for job, report in reports.items() if options.html else ():
         from allranks.stacktraces.html import render_html

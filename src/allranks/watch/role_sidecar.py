@@ -30,7 +30,7 @@ from allranks.errors import AllranksError
 from allranks.model.debug_options import DebugOptions
 from allranks.model.stacks import JobLook, Process, ProcessFinding
 from allranks.stacktraces.boxes import LiveBox, find_boxes
-from allranks.stacktraces.links import read_links
+from allranks.stacktraces.links import LinkReader
 from allranks.stacktraces.procfs import ProcessEntry, read_proc, turns_of_threads, work_done
 from allranks.stacktraces.roles import give_roles, with_roles
 from allranks.stacktraces.tree import LookOptions, find_tree, is_settled, look_at_processes, write_look
