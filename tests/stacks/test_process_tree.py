@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from allranks.cli import main
 from allranks.cli.stacks import finding_json
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.errors import ConfigurationError
@@ -32,6 +33,7 @@ from allranks.stacktraces.tree import (
     read_looks,
     write_look,
 )
+from allranks.stacktraces.views import user_frame
 
 
 @contextmanager
@@ -107,6 +109,21 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
 
 
+def test_a_launcher_whose_ranks_are_unclear_is_inspected_with_all_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --tree, too: the process of --pid alone would be unclear. The JSON keeps the keys of ranks."""
+    with running(tmp_path, SERVER) as job:
+        code = main(["stacks", "--pid", str(job.pid), "--for", "2.5", "--json"])
+        answer = json.loads(capsys.readouterr().out)
+        assert main(["stacks", "--pid", str(job.pid), "--for", "2.5"]) == code == 1
+    text = capsys.readouterr().out
+    assert (answer["state"], answer["hung"], answer["schema"]) == ("stuck", True, 1)
+    assert [one["function"] for one in answer["guilty"]] == ["refresh"]
+    assert "ranks" in answer and answer["chain"][0]["role"] == "trainer"
+    assert text.startswith("STUCK: reward") and "refresh" in text
+
+
 def test_suspended_tasks_are_read_from_memory(tmp_path: Path) -> None:
     """The loop sleeps in epoll; the coroutine that waits, and the one that awaits it, are found with their lines."""
     text = """
@@ -133,6 +150,35 @@ def test_suspended_tasks_are_read_from_memory(tmp_path: Path) -> None:
     lines = {tuple(f.line for f in frames if f.file.endswith("job.py")): delay for frames, delay in chains}
     assert (5, 8) in lines
     assert 3000.0 in lines.values() or 0.05 in lines.values()
+
+
+@pytest.mark.parametrize(
+    "awaited",
+    ["child.stdout.readline()", "child.wait()", "child.communicate()"],
+)
+def test_a_task_that_awaits_a_process_is_followed_into_it(tmp_path: Path, awaited: str) -> None:
+    """Event loops read pipes and wait for children by themselves: the task's line says for what it waits."""
+    text = f"""
+        import asyncio, sys
+
+        async def main():
+            pipe = asyncio.subprocess.PIPE
+            words = [sys.executable, "-c", "import time; print(1, flush=True); (lambda: time.sleep(3000))()"]
+            child = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
+            await child.stdout.readline()
+            print("ready")
+            await {awaited}
+
+        asyncio.run(main())
+        """
+    if sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)):
+        pytest.skip("the layout of this interpreter's coroutines is not known")
+    with running(tmp_path, text) as job:
+        found = explain_processes(look_at(job.pid))
+    assert found.state == "stuck", found.sentence
+    assert [one.wait for one in found.guilty] == ["sleeps"], found
+    (link,) = found.chain
+    assert link.waits_for.startswith("waits for a process that it started") and link.at == "job.py:10 in main"
 
 
 def test_the_size_of_a_group_that_forms_is_read_from_the_variables_of_torch() -> None:
@@ -233,6 +279,28 @@ class Engine:
 def test_locks_of_a_line(line: int, held: tuple[str, ...], asked: str) -> None:
     """What the source says that a frame holds and asks for."""
     assert (source.held_locks(CODE, line), source.asked_lock(CODE, line)) == (held, asked)
+
+
+def test_who_computes_is_named_and_not_a_loop_that_waits_for_requests() -> None:
+    """An event loop wakes up ten times a second, too."""
+    loop = ThreadLook(1, "MainThread", WaitFor("idle", "waits for its next work"), main=True, busy=True)
+    work = ThreadLook(2, "MainThread", WaitFor("work", "runs Python code"), main=True, busy=True)
+    server, trainer = (Process(t.tid, role=r, threads=(t,)) for t, r in ((loop, "server"), (work, "trainer")))
+    found = explain_processes(JobLook((server, trainer), 5.0))
+    assert (found.state, found.sentence[:14]) == ("unclear", "trainer (pid 2")
+
+
+def test_a_function_that_defines_another_one_does_not_end_a_wait() -> None:
+    text = "def outer():\n    def inner():\n        done.set()\n    Timer(1, lambda: late.set())\n    done.wait()"
+    assert source.find_setters(text, "done", "wait") == ("inner",)
+    assert source.find_setters(text, "late", "wait") == ("outer",)
+
+
+def test_a_line_of_a_file_counts_more_than_code_that_was_made_from_a_string() -> None:
+    """Proxies of multiprocessing and dataclasses make functions; `python -c` has nothing else."""
+    made, line = StackFrame("get", "<string>", 2), StackFrame("tokenizer", "/job/t.py", 7)
+    assert user_frame([made, line]) == line
+    assert user_frame([made]) == made
 
 
 def test_who_ends_a_wait_and_what_polls() -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from allranks.model.stacks import ThreadFacts
-from allranks.stacktraces.procfs import parse_facts, read_facts
+from allranks.stacktraces.procfs import parse_facts, read_facts, turns_of_threads
 from allranks.stacktraces.wait_limits import FOR_EVER, wait_limit_s
 
 
@@ -60,6 +60,27 @@ def test_the_limit_of_a_live_thread_is_read_without_its_help(
             assert least_s <= main.wait_s <= most_s
         finally:
             process.kill()
+
+
+def test_a_thread_that_waits_is_given_no_processor() -> None:
+    """By schedstat, else by the context switches: one that has run since is told from one that has not."""
+    script = "import sys\nfor line in sys.stdin: print(line, flush=True)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-u", "-c", script], text=True, **pipes) as process:  # type: ignore[call-overload]
+        seen = []
+        for _ in range(2):
+            process.stdin.write("x\n")
+            process.stdin.flush()
+            process.stdout.readline()
+            before, now = {}, {0: 0}
+            while before != now:  # until it waits again
+                time.sleep(0.1)
+                before, now = now, turns_of_threads(process.pid)
+            seen.append(now)
+        process.kill()
+    assert seen[0].keys() == seen[1].keys() == {process.pid}
+    assert seen[1][process.pid] > seen[0][process.pid] > 0
+    assert turns_of_threads(process.pid) == {}
 
 
 @pytest.mark.parametrize(

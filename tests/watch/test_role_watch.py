@@ -138,6 +138,54 @@ def test_an_engine_moves_when_its_metrics_do(tmp_path: Path) -> None:
             engine.kill()
 
 
+RESTING = """
+import os, sys, threading
+if not os.fork():
+    for line in sys.stdin:
+        print(line)
+        def served(): threading.Event().wait()
+        served()
+if not os.fork():
+    def rests(): threading.Event().wait()
+    rests()
+os.wait()
+"""
+
+
+@pytest.mark.skipif(find_pyspy() is None, reason="py-spy is not installed")
+def test_a_look_reads_only_what_has_run_since_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three processes at rest none is read a second time; after its input one is, and its new line is known."""
+    runs, wrapper = tmp_path / "runs", tmp_path / "py-spy"
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {runs}\nexec {find_pyspy()} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("ALLRANKS_PYSPY", str(wrapper))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-u", "-c", RESTING], text=True, **pipes) as job:  # type: ignore[call-overload]
+        sidecar = RoleSidecar(DebugOptions(interval_s=0.2), tmp_path)
+        sidecar.take([job.pid])
+
+        def look() -> tuple[set[int], set[str]]:
+            """The processes that were read, and the functions in which the job was found."""
+            runs.write_text("")
+            found = sidecar._look()
+            read = {int(line.split()[-1]) for line in runs.read_text().splitlines()}
+            return read, {t.user.name for p in found.processes for t in p.threads if t.user is not None}
+
+        try:
+            looks = (look() for _ in range(100))
+            assert next(("rests" in lines for read, lines in looks if not read), False)
+            job.stdin.write("x\n")
+            job.stdin.flush()
+            job.stdout.readline()
+            later = [look() for _ in range(3)]
+            assert any("served" in lines for _, lines in later)
+            assert all("rests" in lines and len(read) <= 1 for read, lines in later)
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
 def test_a_process_is_read_again_only_when_it_changes_its_command_line(tmp_path: Path) -> None:
     """At rest nothing is read anew; a program that another one takes over is, and so is what starts meanwhile."""
     text = "import os, sys; input(); os.execl(sys.executable, sys.executable, '-c', 'print(); input()', 'rollout')"

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ class StacksFlags:
     )
     output: str = _output(
         "",
-        "keep the bundle and the raw files in this folder; {host} is this node",
+        "keep the bundle and the stacks as text in this folder; {host} is this node",
         flags="-o --output",
         metavar="DIR",
     )
@@ -128,8 +128,35 @@ def main(args: argparse.Namespace) -> int:
         captures = {"": _sample_all_nodes(options, args)} if options.all_nodes else _sample(options, args)
     stillness = Stillness() if options.still is None else Stillness(still_s=options.still)
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
+    if (look := _stuck_tree(options, reports.values())) is not None:
+        from allranks.stacktraces.text import grow_tree, report_json
+
+        ranks = report_json(reports[""], grow_tree(captures[""]))
+        return show_tree(look, options.html, options.json, more={**ranks, "hung": True})
     _show(options, captures, reports)
     return 0 if all(report.hung is False for report in reports.values()) else 1
+
+
+def _stuck_tree(options: StacksFlags, reports: Collection[StacksReport]) -> JobLook | None:
+    """Where --pid names a process that is not a rank, or the state of its ranks is unclear: all processes below it, if they are stuck."""
+    from allranks.diagnosis.process_verdict import explain_processes
+    from allranks.stacktraces import Selection, find_targets, tree
+    from allranks.stacktraces.find import is_rank_title
+
+    hung = [report.hung for report in reports]
+    if not options.pid or options.folder or options.all_nodes or False in hung:
+        return None
+    try:
+        entries = tree.find_tree(options.pid)
+        ranks = [target for target in find_targets(Selection(pids=options.pid)) if target.child is None]
+    except InputError:  # they have ended meanwhile
+        return None
+    known = any(one.reason in ("black box", "RANK") or is_rank_title(one.title) for one in ranks)
+    if (known and None not in hung) or sum(entry.python for entry in entries) < 2:
+        return None
+    _say("inspecting all processes below, as with --tree")
+    look = tree.look_at_processes(entries, tree.LookOptions(options.for_s))
+    return look if explain_processes(look).state == "stuck" else None
 
 
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
@@ -168,7 +195,8 @@ def _look_at_tree(pids: tuple[int, ...], options: StacksFlags) -> int:
     return show_tree(look, options.html, options.json, options.role)
 
 
-def show_tree(look: JobLook, html: str, as_json: bool, role: str = "") -> int:
+def show_tree(look: JobLook, html: str, as_json: bool, role: str = "", more: Json | None = None) -> int:
+    """`more`: further keys of the JSON."""
     from allranks.diagnosis.process_verdict import explain_processes
 
     finding = explain_processes(look)
@@ -176,7 +204,7 @@ def show_tree(look: JobLook, html: str, as_json: bool, role: str = "") -> int:
         from allranks.stacktraces.html import render_processes
 
         write_whole(html, [render_processes(look, finding, time.time())])
-    shown = [json.dumps(finding_json(finding, look, role), indent=1)] if as_json else None
+    shown = [json.dumps({**(more or {}), **finding_json(finding, look, role)}, indent=1)] if as_json else None
     for line in shown or render(finding, look, role):
         print(printable(line, 100_000) if shown is None else line)
     return 0 if finding.state == "moving" else 1
@@ -208,7 +236,7 @@ def _known_name(given: str, must: bool) -> str:
 
 
 def _sample(options: StacksFlags, args: argparse.Namespace) -> dict[str, Capture]:
-    """Samples this node, job by job (one that was chosen, or is alone, has no name); the bundle and the raw files are
+    """Samples this node, job by job (one that was chosen, or is alone, has no name); the bundle and the texts are
     kept where -o or the configuration says."""
     from allranks.stacktraces import CollectOptions, Selection, collect, write_bundle
     from allranks.stacktraces.find import RANK_TITLES, find_jobs, find_others

@@ -367,7 +367,8 @@ def _runs(numbers: Sequence[int]) -> str:
 def _computes(look: JobLook, waits: Waits) -> ProcessFinding:
     """The busy thread that most processes wait for. A look cannot tell a long computation from a loop without end."""
     busy = [n for n, u in enumerate(waits.units) if u.thread.busy and not u.process.system]
-    root = max((Root(waits, (n,)) for n in busy), key=lambda one: len(one.waiting))
+    roots = (Root(waits, (n,)) for n in busy)
+    root = max(roots, key=lambda one: (one.units[0].active, len(one.waiting)))
     unit, behind = root.units[0], _waiters(root, set())
     text = f"{_says(unit)} for the whole {look.seconds:.0f} s"
     at = unit.thread.at or "this line"

@@ -109,6 +109,7 @@ class _Finder:
         if not wait.setters:
             return [] if wait.lock else self._beside(number, unit)
         inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
+        inside = [n for n in inside if self.units[n].active] or inside
         return inside or ([] if wait.lost else self._clients(unit))
 
     def _queue(self, number: int, unit: Unit) -> list[int]:
@@ -153,7 +154,9 @@ class _Finder:
         if unit.thread.wait.operation != "memory":
             return []
         found = [n for p in self._sharers(unit, ends) for n in self.of.get(p.where, ())]
-        return [n for n in found if self.units[n].active and self.units[n].thread.wait.kind != "poll"]
+        kinds = {n: self.units[n].thread.wait.kind for n in found}
+        idle = {"poll", "child", "thread"}  # these do not change it
+        return [n for n in found if kinds[n] == "signal" or (self.units[n].active and kinds[n] not in idle)]
 
     def _socket(self, number: int, unit: Unit) -> list[int]:
         return self._over(number, unit, unit.thread.wait.ends)
@@ -206,7 +209,16 @@ class _Finder:
         ):
             if chosen:
                 return chosen
-        return [n for n in here if self.units[n].thread.main]
+        return self._behind_manager(process, number) or [n for n in here if self.units[n].thread.main]
+
+    def _behind_manager(self, process: Process, number: int) -> list[int]:
+        """Of the server of a multiprocessing manager, which only keeps objects: the other processes that use these."""
+        frames = (f for n in self.of.get(process.where, ()) for f in self.units[n].thread.frames)
+        if not any(frame.file.endswith("multiprocessing/managers.py") for frame in frames):
+            return []
+        users = _unique(p for one in process.links for p, _ in self.ends.get(one.peer, ()))
+        others = [p for p in users if p is not process and p is not self.units[number].process]
+        return [n for p in others for n in self.of.get(p.where, ()) if self.units[n].active]
 
     def _connect(self, number: int, unit: Unit) -> list[int]:
         """The process that listens at the address."""

@@ -243,24 +243,6 @@ def is_user_file(file: str) -> bool:
     return first.removesuffix(".py") not in sys.stdlib_module_names
 
 
-#: What a thread can do. `idle`: waits for its next work; `work`: is in code that waits for no other process.
-KINDS = (
-    *(
-        "idle",
-        "work",
-        "sleep",
-        "stopped",
-        "device",
-        "stdin",
-        "lock",
-        "thread",
-        "event",
-        "queue",
-        "child",
-        "socket",
-    ),
-    *("answer", "pipe", "collective", "rendezvous", "store", "ray", "file_lock", "poll", "open", "connect"),
-)
 #: (node, pid): a process of a job.
 Where = tuple[str, int]
 
@@ -284,7 +266,9 @@ class ProcessLink:
 class WaitFor:
     """What one thread waits for, as far as the thread itself tells."""
 
-    kind: str  # one of KINDS
+    # idle (waits for its next work), work (is in code that waits for no other process), sleep, stopped, device, stdin, signal,
+    # lock, thread, event, queue, child, socket, answer, pipe, collective, rendezvous, store, ray, file_lock, poll, open, connect
+    kind: str
     says: str = ""  # "waits for a lock": for people
     key: str = ""  # identity inside the process: address of the lock, queue, condition or thread
     lock: str = ""  # the lock's name in the source: "self.lock_kv"

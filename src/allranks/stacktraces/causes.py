@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from allranks.model.stacks import WAITS, ProcessCapture, StackFrame, is_user_file
 from allranks.stacktraces.patterns import PatternMatch, StackPattern, library, match_thread
@@ -48,129 +49,132 @@ def find_cause(
     if main is None or not (main.python or main.facts or main.natives):
         reason = capture.notes[0] if capture.notes else "nothing could be collected of this process"
         return Cause("unknown", "", reason, threads=view.count), view
-    return _decide(view, main, patterns), view
+    return _Process(view, main, patterns).decide(), view
 
 
-def _decide(view: ProcessView, main: ThreadView, patterns: Sequence[StackPattern]) -> Cause:
-    first = match_thread(patterns, main, view)
-    if first is not None and first.pattern.cause in ("stopped", "d_state"):
-        return _cause(first, main, view)
-    if (cycle := _mutex_cycle(view)) is not None:
-        return cycle
-    everywhere = [pattern for pattern in patterns if pattern.threads == "any"]
-    for thread in view.threads:
-        if (match := match_thread(everywhere, thread, view)) is not None:
-            return _cause(match, thread, view)
-    if first is None:
-        return _unknown(main, view)
-    if first.pattern.cause == "lock_wait":  # with whom, or for itself?
-        return _lock_cause(view, [main, *_locked(view, patterns)], None)
-    if first.pattern.cause == "thread_wait" or _own_queue(first, main):
-        return _follow(view, main, first, patterns)
-    if first.pattern.cause in ("request_wait", "event_loop_idle"):
-        return _behind_loop(view, main, first, patterns)
-    if first.pattern.cause == "shutdown_join":
-        return _at_exit(view, main, first, patterns)
-    if first.pattern.cause == "background":
-        return _cause(first, main, view, "queue_wait")
-    return _behind_main(view, main, first, patterns) or _cause(first, main, view)
+@dataclass(frozen=True)
+class _Process:
+    """The threads of one process, and the table that says what they do."""
 
+    view: ProcessView
+    main: ThreadView
+    patterns: Sequence[StackPattern]
 
-def _at_exit(
-    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
-) -> Cause:
-    """The interpreter waits for threads of the program: the line of the first that runs the user's code is what keeps it."""
-    found = _cause(first, main, view)
-    left = [t for t in view.threads if not t.main and user_frame(t.python) and _has_own_code(t)]
-    if not left or user_frame(main.python):
-        return found
-    thread = max(left, key=lambda t: bool(_told(view, [t], patterns)))
-    told = _told(view, [thread], patterns)
-    doing = f", which {_evidence_text(told[0][1], thread)}" if told else ""
-    says = f"{found.evidence}; thread {thread.name} is at {where(thread.python)}{doing}"
-    return replace(found, where=where(thread.python), evidence=says, thread=thread.name, stack=thread.python)
+    @cached_property
+    def others(self) -> list[tuple[ThreadView, PatternMatch]]:
+        """The threads but the main one, where a pattern fits."""
+        found = ((t, match_thread(self.patterns, t, self.view)) for t in self.view.threads if not t.main)
+        return [(thread, match) for thread, match in found if match is not None]
 
+    @property
+    def locked(self) -> list[ThreadView]:
+        """Threads but the main one that wait for a lock."""
+        return [thread for thread, match in self.others if match.pattern.cause == "lock_wait"]
 
-def _behind_main(
-    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
-) -> Cause | None:
-    """What others of the rank's threads do for the main one: hooks of a backward, as the gradients of a GPU come in a thread that
-    Python has not started; or for other ranks: their remote calls, while the main one waits for the end of all."""
-    top, others = (
-        main.python[0].name if main.python else "",
-        [t for t in view.threads if not t.main and t.python],
-    )
-    if top == "_engine_run_backward":
-        what, chosen = (
-            "a hook of its backward",
-            [t for t in others if not t.python[-1].name.endswith("_bootstrap")],
+    def decide(self) -> Cause:
+        first = match_thread(self.patterns, self.main, self.view)
+        cause = first.pattern.cause if first is not None else "unknown"
+        if first is not None and cause in ("stopped", "d_state"):
+            return _cause(first, self.main, self.view)
+        if (cycle := _mutex_cycle(self.view)) is not None:
+            return cycle
+        everywhere = [pattern for pattern in self.patterns if pattern.threads == "any"]
+        for thread in self.view.threads:
+            if (match := match_thread(everywhere, thread, self.view)) is not None:
+                return _cause(match, thread, self.view)
+        if first is None:
+            return _unknown(self.main, self.view)
+        if cause == "lock_wait":  # with whom, or for itself?
+            return _lock_cause(self.view, [self.main, *self.locked], None)
+        if cause == "thread_wait" or self._own_queue(first):
+            return self._follow(first)
+        if cause in ("request_wait", "event_loop_idle"):
+            return self._behind_loop(first)
+        if cause == "shutdown_join":
+            return self._at_exit(first)
+        if cause == "background":
+            return _cause(first, self.main, self.view, "queue_wait")
+        return self._behind_main(first) or _cause(first, self.main, self.view)
+
+    def _own_queue(self, first: PatternMatch) -> bool:
+        """Whether the main thread waits on a queue that threads of its own process fill."""
+        near = self.main.python[:3]
+        return first.pattern.cause == "queue_wait" and any(f.file.endswith("/queue.py") for f in near)
+
+    def _at_exit(self, first: PatternMatch) -> Cause:
+        """The interpreter waits for threads of the program: the line of the first that runs the user's code is what keeps it."""
+        found = _cause(first, self.main, self.view)
+        left = [t for t in self.view.threads if not t.main and user_frame(t.python) and _has_own_code(t)]
+        if not left or user_frame(self.main.python):
+            return found
+        told = {t.tid: m for t, m in self.others if m.pattern.cause not in _SHAPES}
+        thread = max(left, key=lambda t: t.tid in told)
+        match = told.get(thread.tid)
+        doing = f", which {_evidence_text(match, thread)}" if match is not None else ""
+        says = f"{found.evidence}; thread {thread.name} is at {where(thread.python)}{doing}"
+        return replace(
+            found, where=where(thread.python), evidence=says, thread=thread.name, stack=thread.python
         )
-    elif first.pattern.cause == "p2p_wait" or any(frame.file.endswith(_RPC_API) for frame in main.python):
-        what, chosen = "a call of another rank", [t for t in others if t.python[-1].file.endswith(_RPC_CALL)]
-    else:
-        return None
-    table = [one for one in patterns if one.cause != "background"]
-    causes = [_cause_of_shape(m, t, view) for t in chosen if (m := match_thread(table, t, view)) is not None]
-    if not causes:
-        return None
-    cause = max(causes, key=lambda one: (one.cause not in WAITS, one.cause != "sleep", one.confidence))
-    return replace(cause, evidence=f"{what} {cause.evidence}")
 
+    def _behind_main(self, first: PatternMatch) -> Cause | None:
+        """What others of the rank's threads do for the main one: hooks of a backward, as the gradients of a GPU come in a thread
+        that Python has not started; or for other ranks: their remote calls, while the main one waits for the end of all."""
+        python = self.main.python
+        others = [t for t in self.view.threads if not t.main and t.python]
+        if python and python[0].name == "_engine_run_backward":
+            what = "a hook of its backward"
+            chosen = [t for t in others if not t.python[-1].name.endswith("_bootstrap")]
+        elif first.pattern.cause == "p2p_wait" or any(frame.file.endswith(_RPC_API) for frame in python):
+            what = "a call of another rank"
+            chosen = [t for t in others if t.python[-1].file.endswith(_RPC_CALL)]
+        else:
+            return None
+        table = [one for one in self.patterns if one.cause != "background"]
+        found = ((t, match_thread(table, t, self.view)) for t in chosen)
+        causes = [self._of_shape(match, thread) for thread, match in found if match is not None]
+        if not causes:
+            return None
+        cause = max(causes, key=lambda one: (one.cause not in WAITS, one.cause != "sleep", one.confidence))
+        return replace(cause, evidence=f"{what} {cause.evidence}")
 
-def _cause_of_shape(match: PatternMatch, thread: ThreadView, view: ProcessView) -> Cause:
-    """The cause of a thread whose own wait is all that is looked at."""
-    if match.pattern.cause == "lock_wait":
-        return replace(_lock_cause(view, [thread], None), thread=thread.name)
-    shape = "queue_wait" if match.pattern.cause in _SHAPES else ""
-    return replace(_cause(match, thread, view, shape), thread=thread.name)
+    def _of_shape(self, match: PatternMatch, thread: ThreadView) -> Cause:
+        """The cause of a thread whose own wait is all that is looked at."""
+        if match.pattern.cause == "lock_wait":
+            return replace(_lock_cause(self.view, [thread], None), thread=thread.name)
+        shape = "queue_wait" if match.pattern.cause in _SHAPES else ""
+        return replace(_cause(match, thread, self.view, shape), thread=thread.name)
 
-
-def _told(
-    view: ProcessView, threads: list[ThreadView], patterns: Sequence[StackPattern]
-) -> list[tuple[ThreadView, PatternMatch]]:
-    """Those of the threads whose stack tells a cause of its own."""
-    found = ((thread, match_thread(patterns, thread, view)) for thread in threads)
-    return [(t, m) for t, m in found if m is not None and m.pattern.cause not in _SHAPES]
-
-
-def _follow(
-    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
-) -> Cause:
-    """The main thread waits for another thread, or for what that puts into a queue: that thread's trouble is the rank's."""
-    if first.pattern.cause == "thread_wait" and (locked := _locked(view, patterns)):
-        return _lock_cause(view, locked, main)
-    others = _told(view, [thread for thread in view.threads if not thread.main], patterns)
-    others = [(t, m) for t, m in others if m.pattern.cause != first.pattern.cause]
-    told = [(t, m) for t, m in others if m.pattern.cause in _STRONG or _has_own_code(t)]
-    if told:
+    def _follow(self, first: PatternMatch) -> Cause:
+        """The main thread waits for another thread, or for what that puts into a queue: that thread's trouble is the rank's."""
+        main = self.main
+        if first.pattern.cause == "thread_wait" and self.locked:
+            return _lock_cause(self.view, self.locked, main)
+        silent = (*_SHAPES, first.pattern.cause)
+        others = [(t, m) for t, m in self.others if m.pattern.cause not in silent]
+        told = [(t, m) for t, m in others if m.pattern.cause in _STRONG or _has_own_code(t)]
+        if not told:
+            return _cause(first, main, self.view, "queue_wait")
         thread, match = max(told, key=lambda pair: _weight(pair[1]))
-        cause = _cause(match, thread, view)
+        cause = _cause(match, thread, self.view)
         says = f"the main thread waits in {_top(main)} for thread {thread.name}, which {cause.evidence}"
         line = cause.where if user_frame(thread.python) else where(main.python)
         return replace(cause, where=line, evidence=says, thread=thread.name)
-    return _cause(first, main, view, "queue_wait")
 
-
-def _own_queue(first: PatternMatch, main: ThreadView) -> bool:
-    """Whether the main thread waits on a queue that threads of its own process fill."""
-    return first.pattern.cause == "queue_wait" and any(f.file.endswith("/queue.py") for f in main.python[:3])
-
-
-def _behind_loop(
-    view: ProcessView, main: ThreadView, first: PatternMatch, patterns: Sequence[StackPattern]
-) -> Cause:
-    """A main thread that serves requests may leave the training to another thread (Ray Train, asyncio executors)."""
-    for thread in sorted((one for one in view.threads if not one.main), key=_trains, reverse=True):
-        match = match_thread(patterns, thread, view)
-        strong = match is not None and match.pattern.cause in _STRONG
-        if not user_frame(thread.python) or not (strong or _trains(thread)):
-            continue
-        if match is None:
-            cause = replace(_unknown(thread, view), thread=thread.name)
-        else:
-            cause = _cause(match, thread, view, "queue_wait" if match.pattern.cause in _SHAPES else "")
-        return replace(cause, evidence=f"thread {thread.name} {cause.evidence}; the main thread only serves")
-    return _cause(first, main, view)
+    def _behind_loop(self, first: PatternMatch) -> Cause:
+        """A main thread that serves requests may leave the training to another thread (Ray Train, asyncio executors)."""
+        matches = {thread.tid: match for thread, match in self.others}
+        for thread in sorted((t for t in self.view.threads if not t.main), key=_trains, reverse=True):
+            match = matches.get(thread.tid)
+            strong = match is not None and match.pattern.cause in _STRONG
+            if not user_frame(thread.python) or not (strong or _trains(thread)):
+                continue
+            cause = _unknown(thread, self.view)
+            if match is not None:
+                shape = "queue_wait" if match.pattern.cause in _SHAPES else ""
+                cause = _cause(match, thread, self.view, shape)
+            says = f"thread {thread.name} {cause.evidence}; the main thread only serves"
+            return replace(cause, evidence=says, thread=thread.name)
+        return _cause(first, self.main, self.view)
 
 
 def _trains(thread: ThreadView) -> bool:
@@ -188,12 +192,6 @@ def _has_own_code(thread: ThreadView) -> bool:
 def _weight(match: PatternMatch) -> float:
     """A thread that sleeps may just be a monitor: any other trouble is more telling."""
     return match.pattern.confidence - (0.5 if match.pattern.cause == "sleep" else 0.0)
-
-
-def _locked(view: ProcessView, patterns: Sequence[StackPattern]) -> list[ThreadView]:
-    """Threads but the main one that wait for a lock."""
-    others = [(thread, match_thread(patterns, thread, view)) for thread in view.threads if not thread.main]
-    return [thread for thread, match in others if match is not None and match.pattern.cause == "lock_wait"]
 
 
 def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView | None) -> Cause:

@@ -7,7 +7,6 @@ process that cannot be read is a note in the capture.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -38,7 +37,7 @@ from allranks.stacktraces.boxes import read_marks
 from allranks.stacktraces.classify import classify
 from allranks.stacktraces.debuggers import ask_faulthandler, debug_with_gdb, dump_gpu_core
 from allranks.stacktraces.find import MAX_CHILDREN, Target, make_target
-from allranks.stacktraces.procfs import descendants, parse_facts, read_entry, read_facts, renumber
+from allranks.stacktraces.procfs import descendants, facts_of, read_entry, read_facts, renumber
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class CollectOptions:
     gpu_core_dump: bool = False  # fatal to the process
     ras_address: str = ""  # "": NCCL_RAS_ADDR of the ranks, else the default
     workers: int = 0  # 0: as many as this machine bears
-    raw_folder: Path | None = None  # raw files of every tool are kept here
+    raw_folder: Path | None = None  # stacks and what the tools printed are kept here as text
     timeout_guard_s: float = 30.0  # no debugger this close to a collective's timeout
     pyspy: str = ""  # "": found
     pyspy_limit_s: float = debuggers.PYSPY_LIMIT_S  # of one run of py-spy
@@ -138,6 +137,7 @@ class _Collection:
 
     def inspect(self, pool: ThreadPoolExecutor) -> None:
         """What stops a process for a moment, or longer: only suspects, only when asked."""
+        self._keep_stacks()
         if self.options.native != "never" and self.pyspy:
             chosen = self._suspects()
             if chosen:
@@ -156,11 +156,10 @@ class _Collection:
                     case.note(dump_gpu_core(case.target))
 
     def finish(self) -> Capture:
-        """The capture of everything seen, raw files written."""
+        """The capture of everything seen."""
         worlds = [case.target.world_size for case in self.cases if case.target.world_size]
         if not self.pyspy:
             self.notes.append("py-spy was not found: only /proc was read. pip install py-spy")
-        self._keep_marks()
         return Capture(
             processes=tuple(case.freeze(self.host) for case in self.cases),
             marks=tuple(self.marks[rank] for rank in sorted(self.marks)),
@@ -198,14 +197,11 @@ class _Collection:
             entry = read_entry(target.pid) if target.start_ticks else None
             if entry is not None and entry.start_ticks != target.start_ticks:
                 raise ProcessLookupError(f"process {target.pid} ended and its number is used by another one")
-            row = read_facts(target.pid)
+            facts = facts_of(read_facts(target.pid))
         except OSError as error:
             if target.child is None or not isinstance(error, (FileNotFoundError, ProcessLookupError)):
                 case.note(f"process {target.pid} could not be read: {error}")  # children come and go
             return None, ()
-        text = json.dumps(row)
-        self._keep(case, f"proc.s{number}.json", text)
-        facts = parse_facts(text)
         case.inner.update(facts.inner)
         hidden = facts.threads and not any(thread.syscall for thread in facts.threads)
         if hidden and facts.threads[0].state not in "ZX":
@@ -221,17 +217,8 @@ class _Collection:
         if run.problem:
             case.note(run.problem)
             return ()
-        stacks = self._parse(case, f"pyspy.s{number}.json", run.output)
+        stacks = _parse(case, run.output)
         return renumber(self.sources.attach(stacks, target.pid), case.inner)
-
-    def _parse(self, case: ProcessSamples, name: str, output: str) -> tuple[ThreadStack, ...]:
-        """Keeps and reads what py-spy printed."""
-        self._keep(case, name, output)
-        try:
-            return debuggers.parse_json(output)
-        except (ValueError, RecursionError) as error:
-            case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
-            return ()
 
     def _suspects(self) -> list[ProcessSamples]:
         able = [c for c in self.cases if c.target.python and any(s.stacks for s in c.snapshots.values())]
@@ -249,7 +236,7 @@ class _Collection:
         if run.problem:
             case.note(f"no native frames: {run.problem}")
             return
-        case.native = renumber(self._parse(case, "pyspy_native.json", run.output), case.inner)
+        case.native = renumber(_parse(case, run.output), case.inner)
 
     def _ask_faulthandler(self, case: ProcessSamples, number: int) -> None:
         stacks, problem = ask_faulthandler(case.target.pid, number)
@@ -272,7 +259,7 @@ class _Collection:
         case.kernels = found.kernels
         if text := found.text or found.problem:  # also that it was refused or took too long
             kind = "cudagdb" if self.options.cuda_gdb else "gdb"
-            self._keep(case, f"{kind}.txt", text, also=f"{kind}_{self.host}_{case.target.pid}.txt")
+            self._keep_file(f"{kind}_{self.host}_{case.target.pid}.txt", text)
 
     def _ask_ras(self) -> None:
         """Twice over the rounds: what both answers say is not momentary."""
@@ -286,14 +273,7 @@ class _Collection:
             self.ras.append(reply)
             self._keep_file(f"ras.s{len(self.ras)}.txt", reply.text)
 
-    # raw files
-
-    def _keep(self, case: ProcessSamples, name: str, text: str, also: str = "") -> None:
-        target = case.target
-        child = "" if target.child is None else f".child{target.child}"
-        self._keep_file(f"rank{target.rank}{child}.{name}", text)
-        if also:
-            self._keep_file(also, text)
+    # what people read; machines read the bundle
 
     def _keep_file(self, name: str, text: str) -> None:
         folder = self.options.raw_folder
@@ -307,19 +287,22 @@ class _Collection:
             if note not in self.notes:
                 self.notes.append(note)
 
-    def _keep_marks(self) -> None:
-        for rank, one in self.marks.items():
-            rows = [
-                {"t": m.at_s, "rank": rank, "step": m.step, "phase": m.phase, "calls": m.calls}
-                for m in one.marks
-            ]
-            self._keep_file(f"rank{rank}.progress.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    def _keep_stacks(self) -> None:
+        """The newest stacks of each process, in the layout of py-spy."""
         for case in self.cases:
-            shots = [case.snapshots[number] for number in sorted(case.snapshots)]
-            if shots and shots[-1].stacks:
+            if (shot := case.snapshots.get(max(case.snapshots, default=0))) and shot.stacks:
                 pid, title = case.target.pid, case.target.title
-                text = debuggers.format_text(pid, title, shots[-1].stacks)
+                text = debuggers.format_text(pid, title, shot.stacks)
                 self._keep_file(f"pyspy_{self.host}_{pid}.txt", text)
+
+
+def _parse(case: ProcessSamples, output: str) -> tuple[ThreadStack, ...]:
+    """What py-spy printed."""
+    try:
+        return debuggers.parse_json(output)
+    except (ValueError, RecursionError) as error:
+        case.note(f"py-spy printed something unreadable: {str(error)[:100]}")
+        return ()
 
 
 MAX_BYTES = 4 << 20

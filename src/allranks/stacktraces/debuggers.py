@@ -140,10 +140,10 @@ def _text_frame(name: str, place: str) -> StackFrame:
     return frame(name, file, int(number), "" if file.endswith(_SOURCE_SUFFIXES) else file)
 
 
-def process_title(text: str) -> str:
-    """The command line in the head of a text dump, "" when it is not there."""
-    match = re.search(r"^Process \d+: (.*)$", text, re.MULTILINE)
-    return match.group(1).strip() if match else ""
+def process_title(text: str) -> tuple[int | None, str]:
+    """The pid and the command line in the head of a text dump; (None, "") when they are not there."""
+    match = re.search(r"^Process (\d{1,10}): (.*)$", text, re.MULTILINE)
+    return (int(match[1]), match[2].strip()) if match else (None, "")
 
 
 def format_text(pid: int, title: str, stacks: tuple[ThreadStack, ...]) -> str:

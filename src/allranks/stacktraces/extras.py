@@ -1,5 +1,5 @@
-"""What the kernel knows of a waiting thread beyond its stack: the descriptors, the lock and the child that it waits for, and
-when the wait ends by itself. Reads /proc and, for the arguments of system calls, a few words of memory; stops nothing."""
+"""What the kernel knows of a waiting thread beyond its stack: the descriptors, the lock and the address that it waits for.
+Reads /proc and, for the arguments of system calls, a few words of memory; stops nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
 from allranks.model.stacks import ThreadFacts
 from allranks.stacktraces.debuggers import Variables
 from allranks.stacktraces.links import epoll_members
-from allranks.stacktraces.procfs import PROC, open_inodes, peek, read_proc
+from allranks.stacktraces.procfs import PROC, Peek, memory_of, open_inodes, read_proc
 from allranks.stacktraces.waits import ThreadExtra
 
 _DIRECT_TEXT = "read readv write writev recvfrom recvmsg recvmmsg sendto sendmsg connect splice sendfile"
@@ -29,50 +28,33 @@ def read_extras(
     locks: FileLocks,
 ) -> dict[int, ThreadExtra]:
     """What each thread waits for, by its id."""
-    found: dict[int, ThreadExtra] = {}
-    with contextlib.ExitStack() as stack:
-        memory: BinaryIO | None = None
-        with contextlib.suppress(OSError):
-            memory = stack.enter_context(open(PROC / str(pid) / "mem", "rb", buffering=0))
-        shared = _shared_maps(pid) if any(one.syscall == "futex" for one in facts.values()) else []
-        for tid, fact in facts.items():
-            found[tid] = _extra(pid, fact, memory, shared, variables.get(tid, Variables()), locks)
-    return found
+    shared = _shared_maps(pid) if any(one.syscall == "futex" for one in facts.values()) else []
+    with memory_of(pid) as peek:
+        return {
+            tid: _extra(pid, fact, peek, shared, variables.get(tid, Variables()), locks)
+            for tid, fact in facts.items()
+        }
 
 
 def _extra(
     pid: int,
     fact: ThreadFacts,
-    memory: BinaryIO | None,
+    peek: Peek,
     shared: list[tuple[int, int, str]],
     known: Variables,
     locks: FileLocks,
 ) -> ThreadExtra:
-    name, args = fact.syscall, fact.args
-    futex = args[0] if name == "futex" and args else 0
-    file = next((key for first, last, key in shared if first <= futex < last), "") if futex else ""
-    child = None
-    if name in ("wait4", "waitid") and args:
-        number = args[0] if name == "wait4" else args[1]
-        child = number if 0 < number < 1 << 22 else 0
+    name, args = fact.syscall, (*fact.args, 0, 0, 0)
+    opens = peek(args[1], 512).split(b"\0")[0] if name == "openat" else b""
     return ThreadExtra(
-        fds=_descriptors(pid, name, args, memory),
-        left_s=fact.left_s,
-        futex=f"{futex:x}" if futex else "",
-        shared=file,
-        connects=_address(_peek(memory, args[1], min(args[2], 112)))
-        if name == "connect" and len(args) > 2
-        else "",
-        opens=_peek(memory, args[1], 512).split(b"\0")[0].decode("utf-8", "replace")
-        if name == "openat" and len(args) > 1
-        else "",
-        owner=fact.mutex_owner,
-        child=child,
+        fds=_descriptors(pid, name, fact.args, peek),
+        shared=next((key for first, last, key in shared if name == "futex" and first <= args[0] < last), ""),
+        connects=_address(peek(args[1], min(args[2], 112))) if name == "connect" else "",
+        opens=opens.decode("utf-8", "replace"),
         holders=locks.waiting.get(pid, ()) if name in ("flock", "fcntl") else (),
         polled=locks.of_files(pid) if name in ("nanosleep", "clock_nanosleep") else (),
         selves=known.selves,
         members=known.members,
-        switches=fact.switches,
     )
 
 
@@ -81,9 +63,8 @@ def _address(data: bytes) -> str:
     family = struct.unpack_from("=H", data)[0] if len(data) > 4 else 0
     if family == socket.AF_UNIX:
         return "unix " + data[2:].split(b"\0")[0].decode("utf-8", "replace")
-    return (
-        f"tcp {struct.unpack_from('>H', data, 2)[0]}" if family in (socket.AF_INET, socket.AF_INET6) else ""
-    )
+    internet = family in (socket.AF_INET, socket.AF_INET6)
+    return f"tcp {struct.unpack_from('>H', data, 2)[0]}" if internet else ""
 
 
 def _shared_maps(pid: int) -> list[tuple[int, int, str]]:
@@ -97,25 +78,18 @@ def _shared_maps(pid: int) -> list[tuple[int, int, str]]:
     return found
 
 
-def _peek(memory: BinaryIO | None, address: int, count: int) -> bytes:
-    return peek(memory, address, count) if memory is not None else b""
-
-
-def _descriptors(pid: int, name: str, args: tuple[int, ...], memory: BinaryIO | None) -> tuple[int, ...]:
+def _descriptors(pid: int, name: str, args: tuple[int, ...], peek: Peek) -> tuple[int, ...]:
     if not args:
         return ()
     if name in _DIRECT:
         return (args[0],)
     if name in ("poll", "ppoll"):
-        data = _peek(memory, args[0], 8 * min(args[1], MAX_FDS))
+        data = peek(args[0], 8 * min(args[1], MAX_FDS))
         return tuple(struct.unpack_from("=i", data, at)[0] for at in range(0, len(data) - 7, 8))
     if name in ("select", "pselect6"):
-        sets = [_peek(memory, at, (min(args[0], 1024) + 7) // 8) for at in args[1:3]]
-        return tuple(
-            fd
-            for fd in range(min(args[0], 1024))
-            if any(len(s) > fd // 8 and s[fd // 8] >> fd % 8 & 1 for s in sets)
-        )
+        count = min(args[0], 1024)
+        sets = [int.from_bytes(peek(at, (count + 7) // 8), "little") for at in args[1:3]]
+        return tuple(fd for fd in range(count) if any(bits >> fd & 1 for bits in sets))
     if name.startswith("epoll"):
         return tuple(epoll_members(pid, args[0])[:MAX_FDS])
     return ()

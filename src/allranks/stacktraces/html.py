@@ -21,7 +21,7 @@ from allranks.model.stacks import (
     is_user_file,
 )
 from allranks.pages import Row, StackCard, frame_lines, read_source
-from allranks.stacktraces.text import Node, compress, same_states
+from allranks.stacktraces.text import Node, compress, role_name, same_states
 from allranks.stacktraces.views import short_name
 
 ROW = 20  # pixels of one level of a flame graph
@@ -124,13 +124,9 @@ def _rows(report: StacksReport) -> Iterator[Row]:
             yield Row((f"└ child {child.child}", _spaced(child.cause), child.where, child.evidence))
 
 
-def _role_name(role: str) -> str:
-    return {"main": "main thread", "child": "main thread of child processes"}.get(role, role)
-
-
 def _tree(root: Node, culprits: frozenset[int]) -> Iterator[str]:
     """Nested <details>, without recursion; chains without a fork stay in one block."""
-    yield f"<details open><summary><b>{escape(_role_name(root.role))}</b> {_ranks(root, culprits)}</summary>"
+    yield f"<details open><summary><b>{escape(role_name(root.role))}</b> {_ranks(root, culprits)}</summary>"
     todo: list[Node | str] = ["</details>", *reversed(root.children)]
     depth = 0
     while todo:
@@ -180,14 +176,14 @@ def _flame(root: Node, culprits: frozenset[int]) -> Iterator[str]:
         for child in node.children:
             todo.append((child, x, depth + 1))
             x += child.looks / total
-    yield f"<h3>{escape(_role_name(root.role)).capitalize()}</h3>"
+    yield f"<h3>{escape(role_name(root.role)).capitalize()}</h3>"
     yield f'<div class="flame" style="height:{(deepest + 1) * ROW}px">'
     yield from bars
     yield "</div>"
 
 
 def _bar(node: Node, x: float, width: float, depth: int, culprits: frozenset[int]) -> str:
-    frame, text = node.frame, _role_name(node.role)
+    frame, text = node.frame, role_name(node.role)
     if frame:
         text = f"{short_name(frame.name)} ({frame.file.rsplit('/', 1)[-1]}:{frame.line})"
     look = "" if frame and is_user_file(frame.file) else "lib"

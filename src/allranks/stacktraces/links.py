@@ -13,9 +13,10 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from allranks.model.stacks import ProcessLink
-from allranks.stacktraces.procfs import PROC, read_proc
+from allranks.stacktraces.procfs import PROC, read_proc, turns_of_threads
 
 _LISTEN, _DUMP, _DONE, _ERROR = 10, 0x301, 3, 2
 _SOCK_DIAG, _BY_FAMILY = 4, 20
@@ -35,18 +36,53 @@ class Socket:
     volume: int = 0  # bytes so far, both ways
 
 
-def read_volumes(pids: Sequence[int], node: str) -> dict[str, int]:
-    """Bytes that went over each connection so far, by its end."""
-    return {one.end: one.volume for table in _tables(pids, node).values() for one in table.values()}
+@dataclass(frozen=True)
+class _OpenFiles:
+    """What a process has open: links that do not change, and sockets: descriptor, inode, the library that watches it."""
+
+    turns: dict[int, int]  # of its threads, before it was read
+    links: tuple[ProcessLink, ...]
+    sockets: tuple[tuple[int, int, str], ...]
 
 
-def read_links(
-    pids: Sequence[int], node: str, before: Mapping[str, int]
-) -> dict[int, tuple[ProcessLink, ...]]:
-    """The links of each process, by pid, those marked over which bytes went since `before`. Sockets of a network namespace
-    that is not ours have no turn."""
-    tables = _tables(pids, node)
-    return {pid: tuple(_links_of(pid, tables[_namespace(pid)], node, before)) for pid in pids}
+class LinkReader:
+    """Reads the links of processes. What a process has open is read again only when it has run meanwhile."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._open: dict[int, _OpenFiles] = {}
+
+    def read_volumes(self, pids: Sequence[int]) -> dict[str, int]:
+        """Bytes that went over each connection so far, by its end."""
+        return {one.end: one.volume for table in _tables(pids, self._node).values() for one in table.values()}
+
+    def read_links(
+        self, pids: Sequence[int], before: Mapping[str, int]
+    ) -> dict[int, tuple[ProcessLink, ...]]:
+        """The links of each process, by pid, those marked over which bytes went since `before`. Sockets of a network namespace
+        that is not ours have no turn."""
+        tables = _tables(pids, self._node)
+        waiting: dict[tuple[str, int], list[Socket]] = {}  # connections that nobody has accepted
+        for space, table in tables.items():
+            for one in (one for inode, one in table.items() if inode < 0):
+                waiting.setdefault((space, one.port), []).append(one)
+        self._open = {pid: self._files(pid) for pid in pids}
+        found: dict[int, tuple[ProcessLink, ...]] = {}
+        for pid in pids:
+            space = _namespace(pid)
+            table = tables.get(space, {})
+            sockets = [(fd, table[n], owner) for fd, n, owner in self._open[pid].sockets if n in table]
+            links = [_link(fd, one, owner, before) for fd, one, owner in sockets]
+            ports = {one.port for _, one, _ in sockets if one.kind == "listen"}
+            late = [one for port in ports for one in waiting.get((space, port), ())]
+            links += [replace(_link(-1, one, "", before), turn="owes") for one in late]
+            found[pid] = (*links, *self._open[pid].links)
+        return found
+
+    def _files(self, pid: int) -> _OpenFiles:
+        turns, known = turns_of_threads(pid), self._open.get(pid)
+        same = known is not None and turns and known.turns == turns
+        return known if known is not None and same else _read_files(pid, turns, self._node)
 
 
 def _tables(pids: Sequence[int], node: str) -> dict[str, dict[int, Socket]]:
@@ -87,7 +123,7 @@ def _tcp_rows(pid: int, scope: str) -> Iterable[Socket]:
         if row[3] == "0A":
             yield Socket(inode, "listen", f"tcp {scope} listen {port}", "", port)
         elif inode or (scope, port) in ports:
-            here = f"{scope} " if ipaddress.ip_address(host).is_loopback else ""
+            here = f"{scope} " if host.startswith("127.") or host == "::1" else ""
             end, peer = (
                 f"tcp {here}{host}:{port}>{far}:{far_port}",
                 f"tcp {here}{far}:{far_port}>{host}:{port}",
@@ -97,6 +133,7 @@ def _tcp_rows(pid: int, scope: str) -> Iterable[Socket]:
             yield Socket(inode or -port - 65536 * far_port, "server" if server else "client", end, peer, port)
 
 
+@lru_cache(maxsize=10_000)
 def _address(text: str) -> tuple[str, int]:
     """`0100007F:1F90` is 127.0.0.1, 8080; an IPv4 address in an IPv6 socket is the IPv4 one."""
     host, port = text.split(":")
@@ -153,30 +190,18 @@ def _unix(row: bytes, scope: str) -> Socket | None:
     return Socket(inode, "unix", f"unix {scope} {inode}", f"unix {scope} {struct.unpack('=I', peer[:4])[0]}")
 
 
-def _links_of(
-    pid: int, sockets: dict[int, Socket], node: str, before: Mapping[str, int]
-) -> Iterable[ProcessLink]:
-    listens = set()
+def _read_files(pid: int, turns: dict[int, int], node: str) -> _OpenFiles:
+    links, sockets = [], []
     owners = _library_sockets(pid)
     for fd, target, mode in _descriptors(pid):
-        if target.startswith("socket:[") and (one := sockets.get(int(target[8:-1]))) is not None:
-            if one.kind == "listen":
-                listens.add(one.port)
-            yield _link(fd, one, owners.get(fd, ""), before)
+        if target.startswith("socket:["):
+            sockets.append((fd, int(target[8:-1]), owners.get(fd, "")))
         elif target.startswith("pipe:[") or _is_fifo(pid, fd, target):
-            side = "read" if mode & 0o400 else "write"
-            yield ProcessLink(
-                fd,
-                "pipe",
-                f"pipe {node} {target} {side}",
-                f"pipe {node} {target} {'write' if side == 'read' else 'read'}",
-                side,
-            )
-    for key, owner in _shared(pid).items():
-        yield ProcessLink(-1, "shared", key, key, owner=owner)
-    for inode, one in sockets.items():
-        if inode < 0 and one.port in listens:
-            yield replace(_link(-1, one, "", before), turn="owes")
+            side, other = ("read", "write") if mode & 0o400 else ("write", "read")
+            pipe = f"pipe {node} {target}"
+            links.append(ProcessLink(fd, "pipe", f"{pipe} {side}", f"{pipe} {other}", side))
+    links += [ProcessLink(-1, "shared", key, key, owner=owner) for key, owner in _shared(pid).items()]
+    return _OpenFiles(turns, tuple(links), tuple(sockets))
 
 
 def _shared(pid: int) -> dict[str, str]:

@@ -12,11 +12,11 @@ import os
 import platform
 import re
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
 
+from allranks.blackbox.header import process_stat, task_state
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
 from allranks.stacktraces.wait_limits import read_time, wait_limit_s
@@ -184,9 +184,10 @@ def _command_line(pid: int) -> str:
 def read_facts(pid: int, only: Container[int] | None = None) -> dict[str, object]:
     """The facts of one process in the shape of the raw capture files; raises OSError when it is gone. Of threads that are
     not in `only` just the names."""
-    threads = _with_memory(pid, [row for row in _threads(pid, only) if row])
+    threads = list(_threads(pid, only))
     if not threads:
         raise ProcessLookupError(f"process {pid} is gone")
+    _add_memory(pid, threads)
     return {
         "pid": pid,
         "cmdline": _command_line(pid),
@@ -226,30 +227,44 @@ def _threads(pid: int, only: Container[int] | None = None) -> Iterator[dict[str,
         }
 
 
-def peek(memory: BinaryIO, address: int, count: int) -> bytes:
-    """Some bytes of a process's memory; none where it cannot be read."""
-    try:
-        memory.seek(address)
-        return memory.read(count) if address else b""
-    except (OSError, ValueError, OverflowError):
-        return b""
+#: Reads some bytes of a process's memory, from an address; none where it cannot be read.
+Peek = Callable[[int, int], bytes]
 
 
-def _with_memory(pid: int, threads: list[dict[str, object]]) -> list[dict[str, object]]:
+@contextlib.contextmanager
+def memory_of(pid: int) -> Iterator[Peek]:
+    """The memory of a process, which is not stopped."""
+    with contextlib.ExitStack() as stack:
+        file = None
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(open(PROC / str(pid) / "mem", "rb", buffering=0))
+
+        def peek(address: int, count: int) -> bytes:
+            try:
+                if file is None or not address:
+                    return b""
+                file.seek(address)
+                return file.read(count)
+            except (OSError, ValueError, OverflowError):
+                return b""
+
+        yield peek
+
+
+def _add_memory(pid: int, threads: list[dict[str, object]]) -> None:
     """Adds what only memory tells: when a wait ends by itself, and who holds the native mutex that a thread waits for
     (glibc keeps the owner 8 bytes behind the futex)."""
     known = {row["tid"] for row in threads}
-    with contextlib.suppress(OSError), open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
+    with memory_of(pid) as peek:
         for row in threads:
             name, args = parse_syscall(str(row["syscall"]), platform.machine())
-            limit = wait_limit_s(name, args, lambda address: read_time(peek(memory, address, 16)))
+            limit = wait_limit_s(name, args, lambda address: read_time(peek(address, 16)))
             row |= {} if limit is None else {"wait_s": round(limit, 3)}
             row |= {"file": file} if (file := _waits_on(pid, name, args)) else {}
             if address := _mutex_address(name, args):
-                owner = int.from_bytes(peek(memory, address + 8, 4), "little")
+                owner = int.from_bytes(peek(address + 8, 4), "little")
                 if owner in known:
                     row["mutex_owner"] = owner
-    return threads
 
 
 def _waits_on(pid: int, name: str, args: tuple[int, ...]) -> str:
@@ -271,12 +286,44 @@ def _mutex_address(name: str, args: tuple[int, ...]) -> int:
     return args[0] if is_mutex else 0
 
 
-def main_thread_work(pid: int) -> tuple[int, int]:
-    """Clock ticks and context switches of a process's main thread, ever."""
-    fields = read_proc(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split()
-    ticks = int(fields[11]) + int(fields[12]) if len(fields) > 13 else 0
-    lines = read_proc(pid, f"task/{pid}/status").splitlines()
-    return ticks, sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+@dataclass(frozen=True)
+class Work:
+    """How much a process has run so far. `state` is the kernel's letter, "" when there is no such process."""
+
+    state: str = ""
+    start_ticks: int = 0
+    ticks: int = 0  # of its processor time, of all threads
+    switches: int = 0  # how often its first thread was given a processor
+    ended: int = 0  # the wait status of one that has ended
+
+
+def work_done(pid: int, main: bool = False) -> Work:
+    """Called often. `main`: the ticks of the first thread alone."""
+    fields = read_proc(pid, f"task/{pid}/stat").rsplit(")", 1)[-1].split() if main else process_stat(pid)
+    if len(fields) < 20:
+        return Work()
+    ended = int(fields[49]) if len(fields) > 49 else 0
+    ticks = int(fields[11]) + int(fields[12])
+    return Work(task_state(fields), int(fields[19]), ticks, _turns(pid, pid), ended)
+
+
+def _turns(pid: int, thread: int) -> int:
+    """How often a thread was given a processor; by its context switches where the kernel does not keep that."""
+    words = read_proc(pid, f"task/{thread}/schedstat").split()
+    if len(words) > 2 and words[2] != "0":
+        return int(words[2])
+    found = status_of(pid, thread)
+    return sum(int(value) for name, value in found.items() if name.endswith("ctxt_switches"))
+
+
+def turns_of_threads(pid: int) -> dict[int, int]:
+    """How often each thread of a process was given a processor: one that was not has done nothing meanwhile. {} where that is
+    not known."""
+    try:
+        found = {int(name): _turns(pid, int(name)) for name in os.listdir(f"{PROC}/{pid}/task")}
+    except OSError:
+        return {}
+    return found if any(found.values()) else {}
 
 
 def catches(pid: int, signal_number: int) -> bool:
@@ -369,7 +416,11 @@ class ProcessFacts:
 
 def parse_facts(text: str) -> ProcessFacts:
     """Facts from the JSON of a capture; raises ValueError when it is not that."""
-    row = json.loads(text)
+    return facts_of(json.loads(text))
+
+
+def facts_of(row: object) -> ProcessFacts:
+    """Facts from what `read_facts` gives, and what is in raw files; raises ValueError when it is not that."""
     if not isinstance(row, dict):
         raise ValueError("not an object")
     machine, listed, at = str(row.get("machine") or "x86_64"), row.get("threads"), row.get("at_s")

@@ -1,4 +1,4 @@
-"""Reads a folder of raw captures, made by hand or by another tool, into a `Capture`.
+"""Reads raw captures, made by hand or by another tool, into a `Capture`.
 
 Names: `rank{R}[.child{N}].pyspy[.s{K}].json`, `….pyspy*.txt`, `….proc[.s{K}].json`, `rank{R}.progress.jsonl`;
 pystack, faulthandler, gdb and cuda-gdb texts are used where they help. Files with other names are known by what they hold. A
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,92 +23,47 @@ from allranks.model.stacks import (
     RankMarks,
     Snapshot,
     StackFrame,
-    ThreadFacts,
     ThreadStack,
 )
 from allranks.stacktraces import debuggers
+from allranks.stacktraces.boxes import read_box
 from allranks.stacktraces.find import coordinates, number_ranks
-from allranks.stacktraces.procfs import parse_facts, renumber
+from allranks.stacktraces.procfs import ProcessFacts, parse_facts, renumber
 
 MAX_FILE_BYTES = 256 << 20
 _NAME = re.compile(r"^rank(\d{1,7})(?:\.child(\d{1,6}))?\.([a-z].*)$")
 #: One file per process, as `allranks stacks` and serving stacks write them: the rank is not in the name.
-_BY_PID = re.compile(r"^(pyspy|cudagdb)_(.+)_(\d{1,10})\.txt$")
+_BY_PID = re.compile(r"^(pyspy|gdb|cudagdb)_(.+)_(\d{1,10})\.txt$")
+_KIND = re.compile(r"(pyspy|proc|pystack|faulthandler|gdb|cuda[_-]?gdb).*\.(json|txt)")
+_SNAPSHOT = re.compile(r"\.s(\d{1,4})\.json$")
 _SERVER_RANK = re.compile(r"^=== Rank (\d{1,7}): [^\n]* ===\r?\n", re.MULTILINE)
 _CHILD = re.compile(r"child[_.-]?(\d{1,6})")
-_PARSERS = {
+#: By tool and format, the best first: only the stacks of the best one are snapshots.
+_PARSERS: dict[str, Callable[[str], tuple[ThreadStack, ...]]] = {
+    "pyspy.json": debuggers.parse_json,
+    "pyspy.txt": debuggers.parse_text,
     "pystack.txt": debuggers.parse_pystack,
     "faulthandler.txt": debuggers.parse_faulthandler,
     "gdb.txt": debuggers.parse_gdb,
+    "cudagdb.txt": debuggers.parse_gdb,
 }
-_SNAPSHOT = re.compile(r"\.s(\d{1,4})\.json$")
-#: Files of tools that we understand; whatever else is named like them is not read.
-_KNOWN = re.compile(r"(pyspy|proc).*\.json|(pyspy|pystack|faulthandler|gdb|cuda[_-]?gdb).*\.txt")
-
-
-@dataclass
-class _Process:
-    """What the files of one process gave, while reading."""
-
-    rank: int
-    child: int | None
-    pid: int | None = None
-    title: str = ""
-    stacks: dict[int, tuple[ThreadStack, ...]] = field(default_factory=dict)
-    facts: dict[int, tuple[ThreadFacts, ...]] = field(default_factory=dict)
-    times: dict[int, float] = field(default_factory=dict)
-    texts: dict[str, tuple[ThreadStack, ...]] = field(default_factory=dict)
-    native: tuple[ThreadStack, ...] = ()
-    kernels: tuple[str, ...] = ()
-    notes: list[str] = field(default_factory=list)
-    inner: dict[int, int] = field(default_factory=dict)
-
-
-def is_known_name(name: str) -> bool:
-    """Whether a file says by its name what it holds and of which rank, or which process."""
-    found = _NAME.match(name)
-    return bool(
-        _BY_PID.match(name) or (found and (_KNOWN.fullmatch(found[3]) or found[3] == "progress.jsonl"))
-    )
-
-
-def read_raw(folder: Path) -> Capture:
-    """Every capture file directly in the folder. Unknown names are passed over."""
-    processes: dict[tuple[int, int], _Process] = {}
-    marks: dict[int, RankMarks] = {}
-    notes: list[str] = []
-    ranks = _ranks_of_pids(folder, notes)
-    for path in (one for one in sorted(folder.iterdir()) if one.is_file()):
-        if by_pid := _BY_PID.match(path.name):
-            rank = ranks[by_pid[2], int(by_pid[3])]
-            if (rank, -1) not in processes or not any(processes[rank, -1].stacks.values()):
-                process = processes.setdefault((rank, -1), _Process(rank, None, int(by_pid[3])))
-                _read_into(process, path, f"{by_pid[1]}.txt")
-        elif by_rank := _NAME.match(path.name):
-            rank, child, kind = int(by_rank[1]), None if by_rank[2] is None else int(by_rank[2]), by_rank[3]
-            if kind == "progress.jsonl":
-                marks[rank] = _read_marks(path, rank, notes)
-            else:
-                process = processes.setdefault((rank, -1 if child is None else child), _Process(rank, child))
-                _read_into(process, path, kind)
-    seen = {one.rank: max(one.times.values()) for one in processes.values() if one.times}
-    return Capture(
-        processes=tuple(_finish(processes[key]) for key in sorted(processes)),
-        marks=tuple(replace(marks[rank], seen_s=seen.get(rank)) for rank in sorted(marks)),
-        notes=tuple(notes),
-        path=str(folder),
-    )
+_BEST = list(_PARSERS)
+_DAMAGE = (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError)
 
 
 @dataclass
 class _Look:
-    """The stacks of one process, in a file whose name tells little."""
+    """What one file says of one process."""
 
     name: str
     kind: str
-    stacks: tuple[ThreadStack, ...]
+    stacks: tuple[ThreadStack, ...] = ()
+    facts: ProcessFacts | None = None
+    kernels: tuple[str, ...] = ()
     pid: int | None = None
     title: str = ""
+    native: bool = False
+    number: int = 0  # of the snapshot; 0: the first one of which something else is known
     rank: int | None = None  # where the file tells it
 
     @property
@@ -116,6 +71,94 @@ class _Look:
         """Whether it is a worker of a DataLoader."""
         names = (frame.name for stack in self.stacks for frame in stack.frames)
         return bool(_CHILD.search(self.name)) or "_worker_loop" in names
+
+
+@dataclass
+class _Process:
+    """The files of one process."""
+
+    rank: int
+    child: int | None
+    looks: list[_Look] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def kind_of_name(name: str) -> str:
+    """What a file of a process holds, by the end of its name: a tool and a format; "" where it does not say that."""
+    match = _KIND.fullmatch(name)
+    kind = f"{re.sub(r'[_-]', '', match[1])}.{match[2]}" if match else ""
+    return kind if kind in _PARSERS or kind == "proc.json" else ""
+
+
+def is_known_name(name: str) -> bool:
+    """Whether a file says by its name what it holds and of which rank, or which process."""
+    found = _NAME.match(name)
+    return bool(_BY_PID.match(name) or (found and (kind_of_name(found[3]) or found[3] == "progress.jsonl")))
+
+
+def read_raw(folder: Path) -> Capture:
+    """Every capture file directly in the folder. Unknown names are passed over."""
+    processes: dict[tuple[int, int], _Process] = {}
+    marks: dict[int, RankMarks] = {}
+    notes: list[str] = []
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    for path, named in ((path, _NAME.match(path.name)) for path in files):
+        if named and named[3] == "progress.jsonl":
+            marks[int(named[1])] = _read_marks(path, int(named[1]), notes)
+        elif named and kind_of_name(named[3]):
+            child = None if named[2] is None else int(named[2])
+            _add_file(processes, int(named[1]), child, path, named[3])
+    by_pid = [(path, match) for path in files if (match := _BY_PID.match(path.name))]
+    ranks = _ranks_of_pids(folder, [(m[2], int(m[3])) for _, m in by_pid], processes.values(), notes)
+    for path, match in by_pid:
+        _add_file(processes, ranks[match[2], int(match[3])], None, path, f"{match[1]}.txt", int(match[3]))
+    captures = _finish(processes)
+    seen = {
+        one.rank: max(times)
+        for one in captures
+        if (times := [shot.at_s for shot in one.snapshots if shot.at_s is not None])
+    }
+    marked = tuple(replace(marks[rank], seen_s=seen.get(rank)) for rank in sorted(marks))
+    return Capture(captures, marked, notes=tuple(notes), path=str(folder))
+
+
+def _add_file(
+    processes: dict[tuple[int, int], _Process],
+    rank: int,
+    child: int | None,
+    path: Path,
+    kind: str,
+    pid: int | None = None,
+) -> None:
+    """Puts one file where it belongs; one that cannot be read leaves a note."""
+    process = processes.setdefault((rank, -1 if child is None else child), _Process(rank, child))
+    try:
+        text = read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace")
+        look = _read_look(path.name, kind_of_name(kind), text)
+    except _DAMAGE as error:
+        process.notes.append(f"{path.name}: damaged ({str(error)[:120]})")
+        return
+    snapshot = _SNAPSHOT.search(kind)
+    look.number = int(snapshot[1]) if snapshot else 1 if kind.endswith(".json") else 0
+    look.native = "native" in kind or look.kind.endswith("gdb.txt")
+    look.pid = look.pid or pid
+    process.looks.append(look)
+
+
+def _read_look(name: str, kind: str, text: str) -> _Look:
+    """What a tool says of one process; raises ValueError and its like where the text is not of this kind."""
+    if kind == "proc.json":
+        facts = parse_facts(text)
+        return _Look(name, kind, facts=facts, pid=facts.pid, title=facts.title)
+    look = _Look(name, kind, _PARSERS[kind](text))
+    if kind == "pyspy.json":
+        pids = (row.get("pid") for row in json.loads(text) if isinstance(row, dict))
+        look.pid = next((pid for pid in pids if isinstance(pid, int)), None)
+    elif kind == "pyspy.txt":
+        look.pid, look.title = debuggers.process_title(text)
+    elif kind == "cudagdb.txt":
+        look.kernels = debuggers.parse_kernels(text)
+    return look
 
 
 def read_by_content(files: Iterable[tuple[str, Path]]) -> Capture:
@@ -128,9 +171,14 @@ def read_by_content(files: Iterable[tuple[str, Path]]) -> Capture:
         if look.is_child:
             number = _CHILD.search(look.name)
             child = int(number[1]) if number else sum(r == rank and c >= 0 for r, c in processes)
-        process = _Process(rank, child, look.pid, look.title)
-        _add_look(processes.setdefault((rank, -1 if child is None else child), process), look)
-    return Capture(tuple(_finish(processes[key]) for key in sorted(processes)), notes=tuple(notes))
+        process = processes.setdefault((rank, -1 if child is None else child), _Process(rank, child))
+        pid = next((one.pid for one in process.looks if one.pid), None)
+        if pid and look.pid not in (None, pid):
+            process.notes.append(f"{look.name}: rank {rank} is process {pid} in another file; not used")
+        else:  # another look at the same process is another snapshot
+            look.number = 1 + sum(not one.native for one in process.looks)
+            process.looks.append(look)
+    return Capture(_finish(processes), notes=tuple(notes))
 
 
 def _ranks_of_looks(looks: list[_Look], notes: list[str]) -> list[int]:
@@ -164,18 +212,6 @@ def _ranks_of_titles(looks: list[_Look], mains: Mapping[str, int]) -> dict[str, 
     return {look.name: rank for look, rank in zip(looks, number_ranks(places), strict=True)}
 
 
-def _add_look(process: _Process, look: _Look) -> None:
-    """Another look at the same process is another snapshot; native frames are kept apart."""
-    if process.pid is not None and look.pid not in (None, process.pid):
-        process.notes.append(
-            f"{look.name}: rank {process.rank} is process {process.pid} in another file; not used"
-        )
-    elif look.kind == "gdb.txt" or any(frame.native for stack in look.stacks for frame in stack.frames):
-        process.texts["gdb" if look.kind == "gdb.txt" else "native"] = look.stacks
-    else:
-        process.stacks[len(process.stacks) + 1] = look.stacks
-
-
 def _looks(name: str, path: Path, notes: list[str]) -> Iterator[_Look]:
     """The processes in one file, each with its stacks; nothing when it is not a capture."""
     try:
@@ -184,40 +220,34 @@ def _looks(name: str, path: Path, notes: list[str]) -> Iterator[_Look]:
         for rank, part in zip(parts[1::2], parts[2::2], strict=True):
             yield from (replace(look, rank=int(rank)) for look in _looks_in(name, part))
         yield from _looks_in(name, text) if len(parts) == 1 else ()
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except _DAMAGE as error:
         notes.append(f"{name}: damaged ({str(error)[:120]})")
 
 
 def _looks_in(name: str, text: str) -> Iterator[_Look]:
     """The processes in a text that one tool wrote."""
     kind = kind_of_capture(text[:4096].encode())
-    if kind == "pyspy.json":
-        pids = [row.get("pid") for row in json.loads(text) if isinstance(row, dict)]
-        yield _Look(
-            name, kind, debuggers.parse_json(text), next((p for p in pids if isinstance(p, int)), None)
-        )
-    elif kind == "pyspy.txt":
-        for part in re.split(r"^(?=Process \d+: )", text, flags=re.MULTILINE):
-            if stacks := debuggers.parse_text(part):
-                pid = re.match(r"Process (\d{1,10}):", part)
-                yield _Look(name, kind, stacks, int(pid[1]) if pid else None, debuggers.process_title(part))
-    elif kind:
-        yield _Look(name, kind, _PARSERS[kind](text))
+    several = kind == "pyspy.txt"
+    for part in re.split(r"^(?=Process \d+: )", text, flags=re.MULTILINE) if several else [text]:
+        look = _read_look(name, kind, part) if kind else None
+        if look is not None and (look.stacks or not several):
+            frames = (frame for stack in look.stacks for frame in stack.frames)
+            look.native = kind == "gdb.txt" or any(frame.native for frame in frames)
+            yield look
 
 
-def _ranks_of_pids(folder: Path, notes: list[str]) -> dict[tuple[str, int], int]:
+def _ranks_of_pids(
+    folder: Path, named: list[tuple[str, int]], processes: Iterable[_Process], notes: list[str]
+) -> dict[tuple[str, int], int]:
     """(host, pid) of files named by process → rank: by the black boxes near them, by capture files of the same process, else
     in the order of host and pid."""
-    named = sorted((m[2], int(m[3])) for path in folder.iterdir() if (m := _BY_PID.match(path.name)))
     if not named:
         return {}
-    from allranks.stacktraces.boxes import read_box
-
     near = (*folder.glob("*.box"), *folder.parent.glob("*.box"), *folder.parent.glob("*/*.box"))
     known = {box.pid: box.rank for path in near if (box := read_box(path)) is not None}
-    known |= dict(_pids_of_captures(folder))
+    known |= {look.pid: p.rank for p in processes if p.child is None for look in p.looks if look.pid}
     found = {key: known[key[1]] for key in named if key[1] in known}
-    rest = [key for key in dict.fromkeys(named) if key not in found]
+    rest = [key for key in dict.fromkeys(sorted(named)) if key not in found]
     if rest:
         free = (number for number in range(len(named) + len(found) + 1) if number not in found.values())
         notes.append(f"the rank of {len(rest)} processes is not known: they are numbered by host and pid")
@@ -225,104 +255,54 @@ def _ranks_of_pids(folder: Path, notes: list[str]) -> dict[tuple[str, int], int]
     return found
 
 
-def _pids_of_captures(folder: Path) -> Iterator[tuple[int, int]]:
-    """(pid, rank) of captures named by rank that tell their process."""
-    for path in folder.glob("rank*.pyspy*.json"):
-        match = _NAME.match(path.name)
-        if match is None or match.group(2) is not None:
-            continue
-        try:
-            threads = json.loads(read_regular(path, MAX_FILE_BYTES))
-            yield int(threads[0]["pid"]), int(match.group(1))
-        except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
-            continue
+def _finish(processes: Mapping[tuple[int, int], _Process]) -> tuple[ProcessCapture, ...]:
+    return tuple(_freeze(processes[key]) for key in sorted(processes))
 
 
-def _read_into(process: _Process, path: Path, kind: str) -> None:
-    """Puts one file where it belongs; a file that cannot be read leaves a note."""
-    if not _KNOWN.fullmatch(kind):
-        return
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            process.notes.append(f"{path.name}: larger than {MAX_FILE_BYTES >> 20} MiB, not read")
-            return
-        text = read_regular(path, MAX_FILE_BYTES).decode("utf-8", "replace")
-        _take_json(process, text, kind) if kind.endswith(".json") else _take_text(process, text, kind)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        process.notes.append(f"{path.name}: damaged ({str(error)[:120]})")
-
-
-def _take_json(process: _Process, text: str, kind: str) -> None:
-    match = _SNAPSHOT.search(kind)
-    number = int(match.group(1)) if match else 1
-    if kind.startswith("proc"):
-        facts = parse_facts(text)
-        process.facts[number] = facts.threads
-        process.pid = process.pid or facts.pid
-        process.title = process.title or facts.title
-        process.inner.update(facts.inner)
-        if facts.at_s is not None:
-            process.times[number] = facts.at_s
-    elif "native" in kind:
-        process.native = debuggers.parse_json(text)
-    else:
-        process.stacks[number] = debuggers.parse_json(text)
-
-
-def _take_text(process: _Process, text: str, kind: str) -> None:
-    if kind.startswith("pyspy"):
-        process.title = process.title or debuggers.process_title(text)
-        process.texts["native" if "native" in kind else kind] = debuggers.parse_text(text)
-    elif kind.startswith("pystack"):
-        process.texts["pystack_native" if "native" in kind else "pystack"] = debuggers.parse_pystack(text)
-    elif kind.startswith("faulthandler"):
-        process.texts["faulthandler"] = debuggers.parse_faulthandler(text)
-    elif kind.startswith("gdb"):
-        process.texts["gdb"] = debuggers.parse_gdb(text)
-    else:
-        process.kernels = debuggers.parse_kernels(text)
-        process.texts.setdefault("gdb", debuggers.parse_gdb(text))
-
-
-def _finish(process: _Process) -> ProcessCapture:
+def _freeze(process: _Process) -> ProcessCapture:
     """The frozen capture: snapshots in order, text standing in where JSON is missing."""
-    texts = {name: stacks for name, stacks in process.texts.items() if stacks}
-    if not any(process.stacks.values()):
-        stand_in = _first(texts, ("pyspy.txt", "pyspy_nonblocking.txt", "pyspy_locals.txt"))
-        stand_in = stand_in or next((v for k, v in texts.items() if k.startswith("pyspy")), ())
-        stand_in = stand_in or _first(texts, ("pystack", "faulthandler"))
-        stand_in = stand_in or _python_only(
-            process.native or texts.get("native") or texts.get("pystack_native", ())
-        )
-        if stand_in:
-            process.stacks[min(process.facts, default=1)] = stand_in
-    native = process.native or texts.get("native", ()) or texts.get("pystack_native", ())
-    sources = _sources([*texts.get("pystack", ()), *texts.get("pystack_native", ())])
-    numbers = sorted(set(process.stacks) | set(process.facts))
+    looks = sorted((one for one in process.looks if one.kind in _BEST), key=lambda o: _BEST.index(o.kind))
+    facts = {one.number: one.facts for one in process.looks if one.facts is not None}
+    first = min(facts, default=1)
+    native = next((one.stacks for one in looks if one.native and one.stacks), ())
+    seen = [one for one in looks if one.stacks and not one.native]
+    stacks = {one.number or first: one.stacks for one in reversed(seen) if one.kind == seen[0].kind}
+    if not stacks and (python := _python_only(native)):
+        stacks = {first: python}
+    sources = {
+        (Path(frame.file).name, frame.line): frame.source
+        for one in looks
+        if one.kind == "pystack.txt"
+        for stack in one.stacks
+        for frame in stack.frames
+        if frame.source
+    }
+    inner = {tid: outer for one in facts.values() for tid, outer in one.inner.items()}
+
+    def seen_from_here(found: tuple[ThreadStack, ...]) -> tuple[ThreadStack, ...]:
+        return renumber(_with_sources(found, sources), inner)
+
     snapshots = tuple(
         Snapshot(
             number,
-            process.times.get(number),
-            renumber(_with_sources(process.stacks.get(number, ()), sources), process.inner),
-            process.facts.get(number, ()),
+            facts[number].at_s if number in facts else None,
+            seen_from_here(stacks.get(number, ())),
+            facts[number].threads if number in facts else (),
         )
-        for number in numbers
+        for number in sorted({*stacks, *facts})
     )
+    title = next((one.title for one in process.looks if one.title), "")
     return ProcessCapture(
         rank=process.rank,
         child=process.child,
-        pid=process.pid,
-        title=process.title,
-        parallel=coordinates(process.title) if process.child is None else (),
+        pid=next((one.pid for one in process.looks if one.pid), None),
+        title=title,
+        parallel=coordinates(title) if process.child is None else (),
         snapshots=snapshots,
-        native=renumber(_with_sources(native or texts.get("gdb", ()), sources), process.inner),
-        kernels=process.kernels,
+        native=seen_from_here(native),
+        kernels=next((one.kernels for one in looks if one.kernels), ()),
         notes=tuple(process.notes),
     )
-
-
-def _first(texts: dict[str, tuple[ThreadStack, ...]], names: Iterable[str]) -> tuple[ThreadStack, ...]:
-    return next((texts[name] for name in names if name in texts), ())
 
 
 def _python_only(stacks: tuple[ThreadStack, ...]) -> tuple[ThreadStack, ...]:
@@ -331,32 +311,18 @@ def _python_only(stacks: tuple[ThreadStack, ...]) -> tuple[ThreadStack, ...]:
     return tuple(one for one in kept if one.frames)
 
 
-def _sources(stacks: Iterable[ThreadStack]) -> dict[tuple[str, int], str]:
-    """(file name, line) -> text of that line, from tools that print it."""
-    return {
-        (Path(frame.file).name, frame.line): frame.source
-        for stack in stacks
-        for frame in stack.frames
-        if frame.source
-    }
-
-
 def _with_sources(
     stacks: tuple[ThreadStack, ...], sources: dict[tuple[str, int], str]
 ) -> tuple[ThreadStack, ...]:
+    """The stacks with the text of lines that another tool has printed: (file name, line) -> text."""
+
+    def known(frame: StackFrame) -> StackFrame:
+        text = "" if frame.native or frame.source else sources.get((Path(frame.file).name, frame.line), "")
+        return replace(frame, source=text) if text else frame
+
     if not sources:
         return stacks
-    return tuple(
-        replace(stack, frames=tuple(_with_source(frame, sources) for frame in stack.frames))
-        for stack in stacks
-    )
-
-
-def _with_source(frame: StackFrame, sources: dict[tuple[str, int], str]) -> StackFrame:
-    if frame.native or frame.source:
-        return frame
-    text = sources.get((Path(frame.file).name, frame.line), "")
-    return replace(frame, source=text) if text else frame
+    return tuple(replace(stack, frames=tuple(known(frame) for frame in stack.frames)) for stack in stacks)
 
 
 def _read_marks(path: Path, rank: int, notes: list[str]) -> RankMarks:

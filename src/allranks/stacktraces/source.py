@@ -6,7 +6,7 @@ The interpreter does not record who holds a lock. A thread that stands inside `w
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 _LOCKS = ("lock", "mutex", "sem", "cond", "guard")
@@ -20,18 +20,19 @@ def _tree(text: str) -> ast.Module | None:
         return None
 
 
+@lru_cache(maxsize=1000)
 def _around(text: str, line: int) -> list[ast.stmt]:
     """The statements that a line is in, outermost first."""
     tree = _tree(text)
     found: list[ast.stmt] = []
     body: list[ast.stmt] = list(tree.body) if tree is not None else []
     while body:
-        inside = next((s for s in body if s.lineno <= line <= (s.end_lineno or s.lineno)), None)
+        inside = next((s for s in body if _covers(s, line)), None)
         if inside is None:
             break
         found.append(inside)
-        body = [child for child in ast.walk(inside) if isinstance(child, ast.stmt) and child is not inside]
-        body = [s for s in body if s.lineno <= line <= (s.end_lineno or s.lineno)]
+        children = (node for node in ast.walk(inside) if isinstance(node, ast.stmt) and node is not inside)
+        body = [child for child in children if _covers(child, line)]
         body.sort(key=lambda s: (s.lineno, -(s.end_lineno or s.lineno)))
     return found
 
@@ -85,8 +86,13 @@ def asked_lock(text: str, line: int) -> str:
     return ""
 
 
-def _covers(node: ast.expr, line: int) -> bool:
+def _covers(node: ast.expr | ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _called(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names of the functions that are called."""
+    return {_last_word(node.func) for node in nodes if isinstance(node, ast.Call)}
 
 
 def _method_calls(tree: ast.AST, line: int = 0) -> Iterator[tuple[ast.expr, str]]:
@@ -100,12 +106,16 @@ def _method_calls(tree: ast.AST, line: int = 0) -> Iterator[tuple[ast.expr, str]
             yield node.func.value, node.func.attr
 
 
+def _loops(text: str, line: int) -> list[ast.While | ast.For | ast.AsyncFor]:
+    """The loops of the innermost function that a line is in, outermost first."""
+    around = _last_function(_around(text, line))
+    return [one for one in around if isinstance(one, ast.While | ast.For | ast.AsyncFor)]
+
+
 def _loop(text: str, line: int) -> ast.While | None:
     """The `while` loop that is the innermost loop around a line."""
-    loops = [
-        s for s in _last_function(_around(text, line)) if isinstance(s, ast.While | ast.For | ast.AsyncFor)
-    ]
-    return loops[-1] if loops and isinstance(loops[-1], ast.While) else None
+    last = next(reversed(_loops(text, line)), None)
+    return last if isinstance(last, ast.While) else None
 
 
 def in_loop(text: str, line: int) -> bool:
@@ -121,12 +131,11 @@ def is_poll(text: str, line: int) -> bool:
         return False
     nodes = [*_own_nodes(loop)]
     tests = [n for test in _exits(loop, nodes) for n in ast.walk(test)]
-    asked = {_last_word(n.func) for n in tests if isinstance(n, ast.Call)}
+    asked = _called(tests)
     own = all(isinstance(n, ast.Constant) for n in tests) or (bool(asked) and asked <= _OWN_CALLS)
     tried = [part for n in nodes if isinstance(n, ast.Try) for part in (*n.body, *n.orelse)]
     own = own and not any(isinstance(n, ast.Break | ast.Return) for part in tried for n in ast.walk(part))
-    called = {_last_word(n.func) for n in nodes if isinstance(n, ast.Call)}
-    return not own or called <= _OWN_CALLS | {"sleep", "print", "info", "debug"}
+    return not own or _called(nodes) <= _OWN_CALLS | {"sleep", "print", "info", "debug"}
 
 
 def takes_work(text: str, line: int) -> bool:
@@ -137,87 +146,64 @@ def takes_work(text: str, line: int) -> bool:
     first: ast.stmt = loop.body[0]
     while isinstance(first, ast.With | ast.Try) and first.body[0].lineno <= line:
         first = first.body[0]
-    return first.lineno <= line <= (first.end_lineno or first.lineno)
+    return _covers(first, line)
 
 
 #: Calls whose result says nothing of another process.
-_OWN_CALLS = frozenset(
-    {
-        "is_set",
-        "is_alive",
-        "exists",
-        "Path",
-        "join",
-        "is_file",
-        "isfile",
-        "glob",
-        "listdir",
-        "time",
-        "monotonic",
-        "perf_counter",
-        "len",
-        "range",
-        "isinstance",
-        "int",
-        "min",
-        "max",
-    }
+_OWN_TEXT = (
+    "is_set is_alive exists Path join is_file isfile glob listdir time monotonic perf_counter len range "
+    "isinstance int min max"
 )
+_OWN_CALLS = frozenset(_OWN_TEXT.split())
 
 
 def retry_loop(text: str, line: int) -> int:
     """The first line of a loop around this one that sleeps, and ends only when a call in it answers otherwise; 0: there is none.
     A loop that runs until somebody stops the program is not one."""
-    loops = [s for s in _last_function(_around(text, line)) if isinstance(s, ast.While | ast.For)]
-    for loop in reversed(loops):
+    for loop in reversed(_loops(text, line)):
         nodes = [*_own_nodes(loop)]
-        names = [_last_word(n.func) for n in nodes if isinstance(n, ast.Call)]
-        if "sleep" in names and any(_tests_answer(test, nodes) for test in _exits(loop, nodes)):
+        if "sleep" in _called(nodes) and any(_tests_answer(test, nodes) for test in _exits(loop, nodes)):
             return loop.lineno
     return 0
 
 
-def _exits(loop: ast.While | ast.For, nodes: list[ast.AST]) -> Iterator[ast.expr]:
+def _exits(loop: ast.While | ast.For | ast.AsyncFor, nodes: list[ast.AST]) -> Iterator[ast.expr]:
     """The conditions that end a loop."""
     if isinstance(loop, ast.While):
         yield loop.test
     for node in nodes:
-        if isinstance(node, ast.If) and any(
-            isinstance(one, ast.Break | ast.Return)
-            for part in (*node.body, *node.orelse)
-            for one in ast.walk(part)
-        ):
+        parts = (*node.body, *node.orelse) if isinstance(node, ast.If) else ()
+        if any(isinstance(one, ast.Break | ast.Return) for part in parts for one in ast.walk(part)):
+            assert isinstance(node, ast.If)
             yield node.test
 
 
 def _tests_answer(test: ast.expr, nodes: list[ast.AST]) -> bool:
-    """Whether a condition asks for what a call in the loop gave."""
-
-    def asks(tree: ast.AST) -> bool:
-        called = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
-        names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in called}
-        return bool(names - _OWN_CALLS)
-
+    """Whether a condition asks another process, or tests what a call in the loop has answered."""
     given = {
         name.id
         for node in nodes
-        if isinstance(node, ast.Assign) and asks(node.value)
+        if isinstance(node, ast.Assign) and _called(ast.walk(node.value)) - _OWN_CALLS
         for target in node.targets
         for name in ast.walk(target)
         if isinstance(name, ast.Name)
     }
-    return asks(test) or any(isinstance(n, ast.Name) and n.id in given for n in ast.walk(test))
+    tested = [*ast.walk(test)]
+    answers = any(isinstance(n, ast.Name) and n.id in given for n in tested)
+    return answers or bool(_called(tested) - _OWN_CALLS)
 
 
 def polls_memory(text: str, line: int) -> bool:
     """Whether such a loop only compares values: what it waits for can only come through memory."""
-    loops = [s for s in _last_function(_around(text, line)) if isinstance(s, ast.While)]
-    calls = [node for node in ast.walk(loops[-1]) if isinstance(node, ast.Call)] if loops else []
-    names = {
-        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "?")
-        for node in calls
+    loop = _loop(text, line)
+    return loop is not None and _called(ast.walk(loop)) <= {
+        "sleep",
+        "len",
+        "int",
+        "bytes",
+        "sched_yield",
+        "item",
     }
-    return bool(loops) and names <= {"sleep", "len", "int", "bytes", "sched_yield", "item"}
 
 
 #: What a call waits for -> the calls that end the wait.
@@ -252,20 +238,18 @@ def waited_object(text: str, line: int) -> tuple[str, str]:
 
 
 def find_setters(text: str, name: str, method: str) -> tuple[str, ...]:
-    """The functions of a file that end a wait for an object of this name."""
+    """The functions of a file that end a wait for an object of this name; not those that only define such a function."""
     tree, ends = _tree(text), _ENDED_BY.get(method, ())
-    functions = [
-        node
-        for node in (ast.walk(tree) if tree is not None and name else ())
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    return tuple(
-        dict.fromkeys(
-            one.name
-            for one in functions
-            if any(called in ends and _last_word(value) == name for value, called in _method_calls(one))
-        )
-    )
+    if tree is None or not name:
+        return ()
+    calls = [v.lineno for v, called in _method_calls(tree) if called in ends and _last_word(v) == name]
+    around = ([f for f in _functions(tree) if _covers(f, line)] for line in calls)
+    inner = (max(found, key=lambda one: one.lineno).name for found in around if found)
+    return tuple(dict.fromkeys(inner))
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def is_started(text: str, function: str) -> bool:
@@ -275,8 +259,13 @@ def is_started(text: str, function: str) -> bool:
         if not isinstance(node, ast.Call):
             continue
         given = [k.value for k in node.keywords if k.arg == "target"]
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called in ("create_task", "ensure_future", "submit", "run_coroutine_threadsafe", "start_soon"):
+        if _last_word(node.func) in (
+            "create_task",
+            "ensure_future",
+            "submit",
+            "run_coroutine_threadsafe",
+            "start_soon",
+        ):
             given += [a.func if isinstance(a, ast.Call) else a for a in node.args]
         if any(_last_word(one) == function for one in given):
             return True
@@ -295,15 +284,8 @@ def calls_later(text: str, line: int, name: str) -> bool:
     tree, around = _tree(text), _last_function(_around(text, line))
     if tree is None or not around or name not in text:
         return False
-    defined = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
-    names = {name, *(f.name for f in defined if any(called == name for _, called in _calls(f)))}
-    return any(at > line and called in names for at, called in _calls(around[0]))
-
-
-def _calls(function: ast.AST) -> list[tuple[int, str]]:
-    """(line, name) of the calls of a function itself."""
-    nodes = [one for one in _own_nodes(function) if isinstance(one, ast.Call)]
-    return [(one.lineno, _last_word(one.func)) for one in nodes]
+    names = {name, *(f.name for f in _functions(tree) if name in _called(_own_nodes(f)))}
+    return bool(names & _called(n for n in _own_nodes(around[0]) if getattr(n, "lineno", 0) > line))
 
 
 def _last_word(node: ast.expr) -> str:

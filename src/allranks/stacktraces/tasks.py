@@ -11,12 +11,12 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from allranks.model.stacks import StackFrame
-from allranks.stacktraces.procfs import PROC, read_proc
+from allranks.stacktraces.procfs import Peek, memory_of, read_proc
 
 MAX_BYTES = 1 << 30  # of memory that is searched
 MAX_TASKS = 2000
@@ -60,11 +60,8 @@ class Coroutine:
 
 def read_tasks(pid: int) -> list[tuple[tuple[StackFrame, ...], float | None]]:
     """(frames, innermost first; seconds of its sleep) of every chain of suspended coroutines."""
-    try:
-        with open(PROC / str(pid) / "mem", "rb", buffering=0) as memory:
-            found = dict(_coroutines(pid, memory))
-    except OSError:
-        return []
+    with memory_of(pid) as peek:
+        found = dict(_coroutines(pid, peek))
     awaited = {one.awaits for one in found.values()}
     chains = []
     for address in found.keys() - awaited:
@@ -75,7 +72,7 @@ def read_tasks(pid: int) -> list[tuple[tuple[StackFrame, ...], float | None]]:
     return chains[:MAX_TASKS]
 
 
-def _coroutines(pid: int, memory: BinaryIO) -> Iterator[tuple[int, Coroutine]]:
+def _coroutines(pid: int, peek: Peek) -> Iterator[tuple[int, Coroutine]]:
     symbols, layout = _symbols(pid)
     wanted = symbols.get("PyCoro_Type")
     if layout is None or wanted is None:
@@ -85,14 +82,10 @@ def _coroutines(pid: int, memory: BinaryIO) -> Iterator[tuple[int, Coroutine]]:
         if size > left:
             break
         left -= size
-        try:
-            memory.seek(start)
-            data = memory.read(size)
-        except OSError:
-            continue
+        data = peek(start, size)
         words = np.frombuffer(data, "<u8", len(data) // 8)
         for index in np.flatnonzero(words == wanted).tolist():
-            if (one := _read(memory, data, 8 * (index - 1), layout, symbols)) is not None:
+            if (one := _read(peek, data, 8 * (index - 1), layout, symbols)) is not None:
                 yield start + 8 * (index - 1), one
 
 
@@ -104,9 +97,7 @@ def _heaps(pid: int) -> Iterator[tuple[int, int]]:
             yield first, last - first
 
 
-def _read(
-    memory: BinaryIO, data: bytes, at: int, layout: _Layout, symbols: dict[str, int]
-) -> Coroutine | None:
+def _read(peek: Peek, data: bytes, at: int, layout: _Layout, symbols: dict[str, int]) -> Coroutine | None:
     """The coroutine at an offset of the data; None when it is none, or not suspended."""
     frame = at + layout.frame
     if at < 0 or frame + layout.locals + 8 > len(data):
@@ -122,14 +113,13 @@ def _read(
         struct.unpack_from("<Q", data, frame + layout.instruction)[0],
     )
     top = struct.unpack_from("<i", data, frame + layout.stack_top)[0]
-    head = _peek(memory, code, layout.adaptive)
+    head = peek(code, layout.adaptive)
     if len(head) < layout.adaptive or not 0 < top < 10_000:
         return None
     file, name = (
-        _text(memory, struct.unpack_from("<Q", head, where)[0], layout)
-        for where in (layout.file, layout.name)
+        _text(peek, struct.unpack_from("<Q", head, where)[0], layout) for where in (layout.file, layout.name)
     )
-    table = _bytes(memory, struct.unpack_from("<Q", head, layout.lines)[0])
+    table = _bytes(peek, struct.unpack_from("<Q", head, layout.lines)[0])
     first = struct.unpack_from("<i", head, layout.first_line)[0]
     if not file or not name:
         return None
@@ -138,34 +128,26 @@ def _read(
     awaits = struct.unpack_from("<Q", data, slot)[0] if slot + 8 <= len(data) else 0
     delay = None
     if name == "sleep" and file.endswith("asyncio/tasks.py"):
-        delay = _number(memory, struct.unpack_from("<Q", data, frame + layout.locals)[0], symbols)
+        delay = _number(peek, struct.unpack_from("<Q", data, frame + layout.locals)[0], symbols)
     return Coroutine(StackFrame(name, file, line), awaits, delay)
 
 
-def _peek(memory: BinaryIO, address: int, count: int) -> bytes:
-    try:
-        memory.seek(address)
-        return memory.read(count)
-    except (OSError, ValueError, OverflowError):
-        return b""
-
-
-def _text(memory: BinaryIO, address: int, layout: _Layout) -> str:
-    head = _peek(memory, address, layout.text)
+def _text(peek: Peek, address: int, layout: _Layout) -> str:
+    head = peek(address, layout.text)
     length = struct.unpack_from("<q", head, 16)[0] if len(head) == layout.text else 0
-    data = _peek(memory, address + layout.text, length) if 0 < length < 4096 else b""
+    data = peek(address + layout.text, length) if 0 < length < 4096 else b""
     return data.decode("ascii", "replace") if b"\0" not in data else ""
 
 
-def _bytes(memory: BinaryIO, address: int) -> bytes:
-    head = _peek(memory, address, 24)
+def _bytes(peek: Peek, address: int) -> bytes:
+    head = peek(address, 24)
     length = struct.unpack_from("<q", head, 16)[0] if len(head) == 24 else 0
-    return _peek(memory, address + 32, length) if 0 < length < 1 << 20 else b""
+    return peek(address + 32, length) if 0 < length < 1 << 20 else b""
 
 
-def _number(memory: BinaryIO, address: int, symbols: dict[str, int]) -> float | None:
+def _number(peek: Peek, address: int, symbols: dict[str, int]) -> float | None:
     """A float or a small int."""
-    data = _peek(memory, address, 32)
+    data = peek(address, 32)
     if len(data) < 32:
         return None
     kind = struct.unpack_from("<Q", data, 8)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from allranks.model.formatting import rank_runs
 from allranks.model.stacks import (
@@ -24,25 +25,24 @@ def compress(ranks: Iterable[int]) -> str:
     return ",".join(rank_runs(ranks))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Node:
-    """A frame that some ranks share, with all frames outside of it. Children are sorted by rank count."""
+    """A frame that some ranks share, with all frames outside of it."""
 
     frame: StackFrame | None  # None at a root
     role: str
-    ranks: tuple[int, ...]
-    looks: int  # (rank, snapshot, thread) triples that pass here
-    children: tuple[Node, ...] = ()
+    looks: int = 0  # (rank, snapshot, thread) triples that pass here
+    seen: set[int] = field(default_factory=set)
+    inside: dict[StackFrame, Node] = field(default_factory=dict)
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.seen))
 
-@dataclass
-class _Growing:
-    """A node while the tree grows."""
-
-    frame: StackFrame | None
-    ranks: set[int] = field(default_factory=set)
-    looks: int = 0
-    children: dict[StackFrame, _Growing] = field(default_factory=dict)
+    @cached_property
+    def children(self) -> list[Node]:
+        """By rank count."""
+        return sorted(self.inside.values(), key=lambda child: (-len(child.ranks), child.ranks[:1]))
 
 
 def grow_tree(capture: Capture, all_threads: bool = False) -> tuple[Node, ...]:
@@ -71,10 +71,15 @@ def _role(process: ProcessCapture, stack: ThreadStack) -> str:
 
 
 def _root(role: str, stacks: dict[tuple[StackFrame, ...], list[int]]) -> Node:
-    root = _Growing(None)
+    root = Node(None, role)
     for frames, ranks in stacks.items():
-        _insert(root, _from_user([frame for frame in cut_fork(frames) if not frame.native]), ranks)
-    return _freeze(root, role)
+        python = _from_user([frame for frame in cut_fork(frames) if not frame.native])
+        distinct, node = set(ranks), root
+        for frame in (None, *reversed(python)):  # the outermost first
+            node = node if frame is None else node.inside.setdefault(frame, Node(frame, role))
+            node.seen |= distinct
+            node.looks += len(ranks)
+    return root
 
 
 def _from_user(frames: list[StackFrame]) -> list[StackFrame]:
@@ -84,34 +89,6 @@ def _from_user(frames: list[StackFrame]) -> list[StackFrame]:
     while last and ("runpy" in frames[last - 1].file or "/allranks/" in frames[last - 1].file):
         last -= 1
     return frames[:last] or frames
-
-
-def _insert(root: _Growing, frames: list[StackFrame], ranks: list[int]) -> None:
-    """Adds one stack, outermost frame first, for all the ranks that stand on it."""
-    distinct = set(ranks)
-    node = root
-    for frame in (None, *reversed(frames)):
-        node = node if frame is None else node.children.setdefault(frame, _Growing(frame))
-        node.ranks |= distinct
-        node.looks += len(ranks)
-
-
-def _freeze(node: _Growing, role: str) -> Node:
-    """The finished tree, without recursion: stacks may be deep."""
-    order: list[_Growing] = []
-    todo = [node]
-    while todo:
-        one = todo.pop()
-        order.append(one)
-        todo.extend(one.children.values())
-    done: dict[int, Node] = {}
-    for one in reversed(order):
-        children = sorted(
-            (done[id(child)] for child in one.children.values()),
-            key=lambda child: (-len(child.ranks), child.ranks[:1]),
-        )
-        done[id(one)] = Node(one.frame, role, tuple(sorted(one.ranks)), one.looks, tuple(children))
-    return done[id(node)]
 
 
 def find_outliers(roots: Iterable[Node]) -> tuple[tuple[tuple[int, ...], Node], ...]:
@@ -194,11 +171,14 @@ def _table(report: StacksReport) -> Iterator[str]:
         yield "  ".join([*cells, row[3]]).rstrip()
 
 
+def role_name(role: str) -> str:
+    return {"main": "main thread", "child": "main thread of child processes"}.get(role, role)
+
+
 def _tree_lines(roots: Sequence[Node], culprits: frozenset[int]) -> Iterator[str]:
     count = 0
     for root in roots:
-        name = {"main": "main thread", "child": "child processes, main thread"}.get(root.role, root.role)
-        yield f"{name} · rank{'s' if len(root.ranks) > 1 else ''} {compress(root.ranks)}"
+        yield f"{role_name(root.role)} · rank{'s' if len(root.ranks) > 1 else ''} {compress(root.ranks)}"
         for line in _branches(root, "  ", culprits):
             count += 1
             if count > MAX_LINES:

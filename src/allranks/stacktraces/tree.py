@@ -6,13 +6,12 @@ once for every Python process, and again only for those that ran meanwhile.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,17 +38,19 @@ from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines
 from allranks.stacktraces.extras import FileLocks, file_locks, read_extras
 from allranks.stacktraces.find import Selection, find_targets
-from allranks.stacktraces.links import read_links, read_volumes
+from allranks.stacktraces.links import LinkReader
 from allranks.stacktraces.patterns import load_patterns
 from allranks.stacktraces.procfs import (
     PROC,
     ProcessEntry,
+    Work,
+    facts_of,
     open_files,
-    parse_facts,
     read_entry,
     read_facts,
     read_proc,
     renumber,
+    work_done,
 )
 from allranks.stacktraces.roles import RoleRule, give_roles, load_roles
 from allranks.stacktraces.tasks import read_tasks
@@ -59,7 +60,9 @@ from allranks.stacktraces.waits import Surroundings, Task, look_at_threads
 LOOK = "processes.json"
 MANY = 48  # processes; of more, those that look alike from outside are sampled
 ALIKE = 4  # of each kind
+WORKERS = 4  # runs of py-spy at a time
 JOINS = ("init_process_group",)
+LOOPS = ("asyncio/base_events.py", "asyncio/runners.py", "uvicorn/server.py")  # that of uvloop has no frame
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,9 @@ class LookOptions:
     for_s: float = 5.0
     rounds: int = 3
     rules: tuple[RoleRule, ...] = ()
-    pyspy: str = ""
-    workers: int = 4
+    # of an earlier look, and has not run since: its threads are as they were
+    known: Mapping[int, Process] = field(default_factory=dict)
+    links: LinkReader | None = None  # that of the earlier looks
 
 
 def find_tree(pids: Sequence[int], known: Mapping[int, ProcessEntry] | None = None) -> list[ProcessEntry]:
@@ -182,18 +186,22 @@ def _owner(pid: int) -> int:
         return -1
 
 
-def look_at_processes(
-    entries: Sequence[ProcessEntry], options: LookOptions, say: Callable[[str], None] = lambda text: None
-) -> JobLook:
+def look_at_processes(entries: Sequence[ProcessEntry], options: LookOptions) -> JobLook:
     """What these processes do for `for_s` seconds."""
     look = _Look(entries, options)
     start = time.monotonic()
-    with ThreadPoolExecutor(options.workers, "allranks-stacks") as pool:
+    with ThreadPoolExecutor(WORKERS, "allranks-stacks") as pool:
         for number in range(options.rounds):
             pause = start + options.for_s * number / max(1, options.rounds - 1) - time.monotonic()
             time.sleep(max(0.0, pause))
             look.sample(number, pool)
-        return look.finish(pool, time.monotonic() - start)
+        return look.finish(time.monotonic() - start)
+
+
+def is_settled(process: Process) -> bool:
+    """Whether what it waits for changes only when it runs: a sleep gets shorter, and a lock on a file changes its holder."""
+    waits = [one.wait for one in process.threads]
+    return process.alive and not any(one.left_s is not None or one.kind == "file_lock" for one in waits)
 
 
 @dataclass
@@ -205,8 +213,7 @@ class _Case:
     snapshots: list[Snapshot] = field(default_factory=list)
     variables: dict[int, debuggers.Variables] = field(default_factory=dict)
     inner: dict[int, int] = field(default_factory=dict)
-    # ticks of all threads, switches of the main one
-    work: list[tuple[int, int]] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
     ended: bool = False
     exit: str = ""
     tasks: list[Task] = field(default_factory=list)
@@ -219,33 +226,31 @@ class _Look:
     def __init__(self, entries: Sequence[ProcessEntry], options: LookOptions) -> None:
         self.options = options
         self.node = socket.gethostname()
-        self.pyspy = options.pyspy or debuggers.find_pyspy() or ""
+        self.pyspy = debuggers.find_pyspy() or ""
         self.cases = {e.pid: _Case(e, e.python and e.state not in "ZX") for e in entries}
         self.sources = SourceLines()
+        self.links = options.links or LinkReader(self.node)
         self.volumes: dict[str, int] = {}
 
     def sample(self, number: int, pool: ThreadPoolExecutor) -> None:
         """One round: counters of all, stacks and facts of those that ran since the last one."""
-        moved = [case for case in self.cases.values() if self._count(case) or number == 0]
+        moved = [case for case in self.cases.values() if self._count(case)]
         if number == 0:
-            self.volumes = read_volumes(list(self.cases), self.node)
-            moved = choose_typical(moved)
+            self.volumes = self.links.read_volumes(list(self.cases))
+            cases = self.cases.items()
+            moved = choose_typical([case for pid, case in cases if pid not in self.options.known])
         list(pool.map(self._read, (case for case in moved if not case.ended)))
 
     def _count(self, case: _Case) -> bool:
         """Reads how much a process has run; whether that is more than before."""
-        pid = case.entry.pid
-        fields = read_proc(pid, "stat").rsplit(")", 1)[-1].split()
-        if len(fields) < 20 or int(fields[19]) != case.entry.start_ticks:
+        done = work_done(case.entry.pid)
+        if done.start_ticks != case.entry.start_ticks:
             case.ended = True
             return False
-        if fields[0] in "ZX":
+        if done.state in "ZX":
             case.ended = True
-            case.exit = how_ended(int(fields[49]) if len(fields) > 49 else 0)
-        switches = sum(
-            int(line.split()[1]) for line in read_proc(pid, "status").splitlines() if "ctxt_switches" in line
-        )
-        case.work.append((int(fields[11]) + int(fields[12]), switches))
+            case.exit = how_ended(done.ended)
+        case.work.append(done)
         return len(case.work) > 1 and case.work[-1] != case.work[-2]
 
     def _read(self, case: _Case) -> None:
@@ -270,17 +275,17 @@ class _Look:
         inside = case.entry.inner_pid not in (0, case.entry.pid)
         only = None if inside else {one.tid for one in stacks if one.tid}
         try:
-            facts = parse_facts(json.dumps(read_facts(case.entry.pid, only)))
+            facts = facts_of(read_facts(case.entry.pid, only))
         except OSError:
             case.ended = True
             return ()
         case.inner.update(facts.inner)
         return facts.threads
 
-    def finish(self, pool: ThreadPoolExecutor, seconds: float) -> JobLook:
+    def finish(self, seconds: float) -> JobLook:
         """Reads what belongs to the last moment, and puts all together."""
         alive = [pid for pid, case in self.cases.items() if not case.ended]
-        links = read_links(alive, self.node, self.volumes)
+        links = self.links.read_links(alive, self.volumes)
         locks = file_locks()
         children: dict[int, list[int]] = {}
         for case in self.cases.values():
@@ -325,10 +330,13 @@ class _Look:
         children: tuple[int, ...],
     ) -> Process:
         entry = case.entry
-        first, last = (case.work[0], case.work[-1]) if case.work else ((0, 0), (0, 0))
+        first, last = (case.work[0], case.work[-1]) if case.work else (Work(), Work())
+        known = None if case.snapshots or case.ended else self.options.known.get(entry.pid)
         threads = self._threads(case, links, locks, children) if case.snapshots and not case.ended else ()
+        threads = known.threads if known is not None else threads
         ranks = {name: entry.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
-        calls = group_calls(entry.pid) if case.python and not case.ended else ()
+        calls = group_calls(entry.pid) if case.python and not case.ended and known is None else ()
+        calls = known.calls if known is not None else calls
         open_ = next((one for one in calls if one.open), None)
         if open_ is not None:
             threads = tuple(_in_call(thread, open_) for thread in threads)
@@ -342,13 +350,13 @@ class _Look:
             threads=threads,
             links=links,
             calls=calls,
-            ticks=last[0] - first[0],
-            switches=last[1] - first[1],
+            ticks=last.ticks - first.ticks,
+            switches=last.switches - first.switches,
             alive=not case.ended,
             ended=case.exit,
             started_s=entry.start_ticks / os.sysconf("SC_CLK_TCK"),
-            read=any(shot.stacks for shot in case.snapshots),
-            notes=tuple(case.notes),
+            read=known.read if known is not None else any(shot.stacks for shot in case.snapshots),
+            notes=known.notes if known is not None else tuple(case.notes),
         )
 
     def _threads(
@@ -376,9 +384,8 @@ class _Look:
             lockers=tuple(one for pids in locks.held.values() for one in pids if one != entry.pid),
             seconds=time.time() - (shots[0].at_s or time.time()),
         )
-        loops = any(
-            frame.file.endswith("asyncio/base_events.py") for one in shots[-1].stacks for frame in one.frames
-        )
+        frames = (frame for one in shots[-1].stacks for frame in one.frames)
+        loops = any(frame.file.endswith(LOOPS) for frame in frames)
         return look_at_threads(around, read_tasks(entry.pid) if loops else ())
 
     def _notes(self) -> tuple[str, ...]:

@@ -31,8 +31,13 @@ def place(frame: StackFrame) -> str:
 
 
 def user_frame(frames: Sequence[StackFrame]) -> StackFrame | None:
-    """The innermost frame of the user's own code; None when there is none."""
-    return next((frame for frame in frames if not frame.native and is_user_file(frame.file)), None)
+    """The innermost frame of the user's own code; None when there is none. Code that was made from a string (`<string>`) counts
+    where nothing else does: libraries make such functions, too."""
+    own = (frame for frame in frames if not frame.native and is_user_file(frame.file))
+    first = next(own, None)
+    if first is None or first.file != "<string>":
+        return first
+    return next((frame for frame in own if frame.file != "<string>"), first)
 
 
 #: Packages whose lines say how, not what: in a server without a line of the user's own the engine's line is shown.

@@ -6,12 +6,22 @@ into another thread or process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
+from typing import TypeVar
 
-from allranks.model.stacks import ProcessLink, StackFrame, ThreadLook, ThreadStack, WaitFor, is_user_file
+from allranks.model.stacks import (
+    ProcessLink,
+    StackFrame,
+    ThreadFacts,
+    ThreadLook,
+    ThreadStack,
+    WaitFor,
+    is_user_file,
+)
 from allranks.model.yaml_tree import read_yaml
 from allranks.stacktraces import source
 from allranks.stacktraces.patterns import StackPattern, frame_matches, match_thread
@@ -26,6 +36,7 @@ from allranks.stacktraces.views import (
 )
 
 SHORT_S = 30.0  # a sleep that ends sooner is not a hang by itself
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=1)
@@ -37,23 +48,31 @@ def _table() -> dict[str, tuple[str, ...]]:
     return {name: tuple(patterns) for name, patterns in rows.items()}
 
 
+def _is(frame: StackFrame, row: str) -> bool:
+    """Whether a frame is in a row of the table."""
+    return any(frame_matches(one, frame) for one in _table()[row])
+
+
+def _any(frames: Sequence[StackFrame], row: str) -> bool:
+    return any(_is(frame, row) for frame in frames)
+
+
+def _calls(frames: Sequence[StackFrame], pattern: str) -> bool:
+    return any(frame_matches(pattern, frame) for frame in frames)
+
+
 @dataclass(frozen=True)
 class ThreadExtra:
-    """What /proc and py-spy say of one thread beyond the stack."""
+    """What /proc and py-spy say of one thread beyond its stack and `ThreadFacts`."""
 
     fds: tuple[int, ...] = ()  # descriptors that its system call waits on
-    left_s: float | None = None  # until its system call ends by itself
-    futex: str = ""  # address, or the shared file that it lies in
     shared: str = ""  # the end of a semaphore that processes share
-    owner: int | None = None  # the thread that holds the native mutex
-    child: int | None = None  # the process that it waits for in wait4; 0 any
     holders: tuple[int, ...] = ()  # processes that hold the file lock it waits for
     polled: tuple[int, ...] = ()  # it sleeps: processes that hold a lock on a file that it has open
     connects: str = ""  # the address that it connects to: "unix /path", "tcp port"
     opens: str = ""  # the path that it opens
     selves: tuple[str, ...] = ()  # address of `self` for each frame
     members: int = 0  # of the process group that it forms
-    switches: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,63 @@ class Surroundings:
     seconds: float = 0.0  # from the first look to the last
 
 
+#: Frames of a suspended task, innermost first, and how long it sleeps.
+Task = tuple[tuple[StackFrame, ...], float | None]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a rule looks at: one thread, and the cause that the patterns name."""
+
+    thread: ThreadView
+    extra: ThreadExtra
+    around: Surroundings
+    cause: str = ""
+    operation: str = ""
+
+    @cached_property
+    def frames(self) -> tuple[StackFrame, ...]:
+        return self.thread.python
+
+    @property
+    def now(self) -> ThreadFacts:
+        return self.thread.now or ThreadFacts(0)
+
+    @cached_property
+    def user(self) -> StackFrame | None:
+        return user_frame(self.frames)
+
+    def ask(self, question: Callable[[str, int], T], otherwise: T) -> T:
+        """What the source around the user's line says."""
+        user = self.user
+        return otherwise if user is None else question(self.around.text(user.file), user.line)
+
+    @cached_property
+    def waited(self) -> tuple[str, str]:
+        """The object that its line waits on, and by which method."""
+        return self.ask(source.waited_object, ("", ""))
+
+    @cached_property
+    def lock(self) -> str:
+        return self.ask(source.asked_lock, "")
+
+    @property
+    def futex(self) -> str:
+        """The address of the lock that its system call waits for."""
+        return f"{self.now.args[0]:x}" if self.now.syscall == "futex" and self.now.args else ""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Its own ends of the links that its system call waits on."""
+        links = self.around.links
+        return tuple(links[fd].end for fd in self.extra.fds if fd in links)
+
+    @property
+    def consumes(self) -> bool:
+        """Whether it takes its work from a queue, again and again: without work it is idle."""
+        return self.user is None or (not self.thread.main and self.ask(source.in_loop, False))
+
+
 def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[ThreadLook, ...]:
     """Every thread that has Python frames, or is the main one; then the suspended tasks."""
     threads = [
@@ -81,59 +157,54 @@ def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[T
     return (*threads, *(_look_at_task(-1 - n, task, around) for n, task in enumerate(tasks)))
 
 
-#: Frames of a suspended task, innermost first, and how long it sleeps.
-Task = tuple[tuple[StackFrame, ...], float | None]
-
-
 def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     """A suspended task with what it awaits."""
     frames, delay = task
     stack = ThreadStack(tid, "task", frames, False, False)
-    view = ThreadView(tid, "task", False, (stack,), None, ())
-    user = user_frame(frames)
+    asked = _Asked(ThreadView(tid, "task", False, (stack,), None, ()), ThreadExtra(), around, "thread_wait")
     awaits = any(link.side == "client" and link.turn == "awaits" for link in around.links.values())
     if any(f.file.endswith("ray/util/queue.py") for f in frames[:4]):
         full = any(f.name.endswith("put") for f in frames[:2])
         says = "waits for room in the queue" if full else "waits for an item of the queue"
         wait = WaitFor("queue", says, setters=("clients",))
-    elif user is None or any(_is(frame, _table()["task_idle"]) for frame in frames[:2]):
+    elif around.children and _awaits_child(asked):
+        wait = WaitFor("child", "waits for a process that it started", pids=around.children)
+    elif asked.user is None or _any(frames[:2], "task_idle"):
         wait = WaitFor("idle", "waits for its next work")
     elif delay is not None:
         wait = WaitFor("sleep", f"sleeps {delay:g} s", left_s=delay)
-    elif any(_is(frame, _table()["http"]) for frame in frames[:12]):
+    elif _any(frames[:12], "http"):
         wait = WaitFor("answer", "waits for the answer to its request")
-    elif any(_is(frame, _table()["stream"]) for frame in frames[:3]):
-        wait = (
-            WaitFor("answer", "waits for data on a connection")
-            if awaits
-            else WaitFor("idle", "waits for its next request")
-        )
+    elif _any(frames[:3], "stream") and awaits:
+        wait = WaitFor("answer", "waits for data on a connection")
+    elif _any(frames[:3], "stream"):
+        wait = WaitFor("idle", "waits for its next request")
     else:
-        wait = _by_thread(
-            _Asked(
-                view,
-                ThreadExtra(),
-                around,
-                "thread_wait",
-                "",
-                source.waited_object(around.text(user.file), user.line),
-            )
-        ) or WaitFor("work")
-    holds = tuple(name for frame in frames for name in _held(frame, around.text))
-    return ThreadLook(tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=True, user=user)
+        wait = _by_thread(asked) or WaitFor("work")
+    holds = _held(frames, around.text)
+    return ThreadLook(
+        tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=True, user=asked.user
+    )
+
+
+def _awaits_child(a: _Asked) -> bool:
+    """Whether a task awaits the end or the output of a process: asyncio calls that `stdout` or `stderr` of the process."""
+    line = a.ask(lambda text, number: "".join(text.splitlines()[number - 1 : number]), "")
+    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", line)
+    return bool(reads) or _any(a.frames[:4], "async_child")
 
 
 def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
     """One thread with what it waits for."""
-    extra = around.extras.get(thread.tid or 0, ThreadExtra())
-    frames = thread.python
-    wait = _find_wait(thread, extra, around)
-    if not thread.main and user_frame(frames) is None:
+    asked = _Asked(thread, around.extras.get(thread.tid or 0, ThreadExtra()), around)
+    frames, user = asked.frames, asked.user
+    serving = next((i for i, frame in enumerate(frames) if _is(frame, "serves")), None)
+    handles = serving is not None and user_frame(frames[:serving]) is not None
+    wait = _find_wait(asked, serving, handles)
+    if not thread.main and user is None:
         wait = replace(wait, strong=False)  # a library's own thread
-    elif wait.kind in _TAKES and _takes_work(frames, around):
+    elif wait.kind in _TAKES and asked.ask(source.takes_work, False):
         wait = replace(wait, strong=False)
-    holds = tuple(name for frame in frames[:40] for name in _held(frame, around.text))
-    serving = next((i for i, frame in enumerate(frames) if _is(frame, _table()["serves"])), None)
     if (again := asks_again(thread, around.text)) is not None:
         wait = WaitFor("poll", "asks again and again, and gets the same answer", operation="retry")
     new = thread.tid is not None and thread.tid not in around.first
@@ -145,10 +216,10 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
         main=thread.main,
         moved=again is None and has_moved(thread, new, around.seconds),
         busy=is_busy(thread, wait.kind == "poll", around.seconds),
-        holds=tuple(dict.fromkeys(holds)),
-        handles=serving is not None and user_frame(frames[:serving]) is not None,
-        thread_key=_thread_key(frames, extra),
-        user=again or user_frame(frames),
+        holds=_held(frames[:40], around.text),
+        handles=handles,
+        thread_key=_self_of(asked, len(frames), "thread"),
+        user=again or user,
     )
 
 
@@ -156,166 +227,89 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
 _TAKES = frozenset({"answer", "socket", "pipe", "queue"})
 
 
-def _takes_work(frames: Sequence[StackFrame], around: Surroundings) -> bool:
-    user = user_frame(frames)
-    return user is not None and source.takes_work(around.text(user.file), user.line)
+def _held(frames: Sequence[StackFrame], text: ReadText) -> tuple[str, ...]:
+    """The locks that frames of the user's code stand inside of."""
+    own = [frame for frame in frames if is_user_file(frame.file)]
+    return tuple(dict.fromkeys(n for f in own for n in source.held_locks(text(f.file), f.line)))
 
 
-def _is(frame: StackFrame, patterns: Sequence[str]) -> bool:
-    return any(frame_matches(one, frame) for one in patterns)
+def _self_of(a: _Asked, near: int, *rows: str) -> str:
+    """The address of `self` of the outermost of the innermost frames that is in these rows of the table."""
+    pairs = zip(a.frames[:near], a.extra.selves, strict=False)
+    return next((s for f, s in reversed(list(pairs)) if s and any(_is(f, row) for row in rows)), "")
 
 
-def _held(frame: StackFrame, text: ReadText) -> tuple[str, ...]:
-    return source.held_locks(text(frame.file), frame.line) if is_user_file(frame.file) else ()
-
-
-def _thread_key(frames: Sequence[StackFrame], extra: ThreadExtra) -> str:
-    for frame, address in zip(frames, extra.selves, strict=False):
-        if frame.name.endswith("_bootstrap_inner") and address:
-            return address
-    return ""
-
-
-def _self_of(frames: Sequence[StackFrame], extra: ThreadExtra, patterns: Sequence[str]) -> str:
-    """The address of `self` of the outermost frame that matches."""
-    found = [a for f, a in zip(frames, extra.selves, strict=False) if _is(f, patterns) and a]
-    return found[-1] if found else ""
-
-
-def _find_wait(thread: ThreadView, extra: ThreadExtra, around: Surroundings) -> WaitFor:
-    now, frames = thread.now, thread.python
-    if now is not None and now.state in ("T", "t"):
+def _find_wait(a: _Asked, serving: int | None, handles: bool) -> WaitFor:
+    if a.now.state in ("T", "t"):
         return WaitFor("stopped", "is stopped by a signal or held by a debugger")
-    if _is_idle(thread, around):
+    if a.thread.main and a.now.syscall in ("rt_sigtimedwait", "rt_sigsuspend", "pause"):
+        return WaitFor("signal", "waits for a signal", strong=False)
+    if _is_idle(a, serving, handles):
         return WaitFor("idle", "waits for its next work")
-    thread = _above_server(thread)
-    match = match_thread(around.patterns, thread, around.view)
+    if handles:  # it does what the user's code does, not the server that called that
+        served = a.frames[serving:]
+        cut = (replace(s, frames=tuple(f for f in s.frames if f not in served)) for s in a.thread.stacks)
+        a = replace(a, thread=replace(a.thread, stacks=tuple(cut)))
+    match = match_thread(a.around.patterns, a.thread, a.around.view)
     cause, operation = (match.pattern.cause, match.operation) if match is not None else ("unknown", "")
-    user = user_frame(frames)
-    name, method = source.waited_object(around.text(user.file), user.line) if user is not None else ("", "")
-    for rule in (_by_torch, _by_ray, _by_child, _by_shared, _by_lock, _by_thread, _by_links, _by_rest):
-        wait = rule(_Asked(thread, extra, around, cause, operation, (name, method)))
-        if wait is not None:
-            return wait
-    return WaitFor("work", "is in code that waits for nobody")
+    a = replace(a, cause=cause, operation=operation)
+    rules = (_by_torch, _by_ray, _by_child, _by_shared, _by_lock, _by_thread, _by_links, _by_sleep)
+    found = next((wait for rule in rules if (wait := rule(a)) is not None), None)
+    return found or WaitFor("work", _WORK.get(cause, "is in code that waits for nobody"))
 
 
-def _above_server(thread: ThreadView) -> ThreadView:
-    """The thread without the frames of the server that called the user's code: it does what that code does."""
-    frames = thread.python
-    serves = next((i for i, frame in enumerate(frames) if _is(frame, _table()["serves"])), None)
-    if serves is None or user_frame(frames[:serves]) is None:
-        return thread
-    below = frames[serves:]
-    stacks = tuple(
-        replace(one, frames=tuple(f for f in one.frames if f not in below)) for one in thread.stacks
-    )
-    return replace(thread, stacks=stacks)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What a rule looks at: one thread, the cause that the patterns name, and the object that its line waits on."""
-
-    thread: ThreadView
-    extra: ThreadExtra
-    around: Surroundings
-    cause: str = ""
-    operation: str = ""
-    waited: tuple[str, str] = ("", "")
-
-
-def _is_idle(thread: ThreadView, around: Surroundings) -> bool:
+def _is_idle(a: _Asked, serving: int | None, handles: bool) -> bool:
     """Whether a thread only waits for its next request, task or event."""
-    frames, call = thread.python, thread.now.syscall if thread.now is not None else ""
+    frames, call = a.frames, a.now.syscall
     if not frames:
-        return (
-            not thread.main
-            or not call
-            or call.startswith(("epoll", "accept", "poll", "ppoll", "select", "pselect"))
-        )
+        waits = call.startswith(("epoll", "accept", "poll", "ppoll", "select", "pselect"))
+        return not a.thread.main or not call or waits
     if call in ("write", "writev", "sendto", "sendmsg", "connect"):
         return False
-    top = next((i for i, frame in enumerate(frames) if _is(frame, _table()["serves"])), None)
-    if top is not None and user_frame(frames[:top]) is None and not thread.busy:
-        return not (
-            thread.main
-            and any(frame_matches("handle_one_request@http/server.py", f) for f in frames[: top + 1])
-        )
-    if _is(frames[0], _table()["idle"]) or any(_is(frame, _table()["idle"]) for frame in frames[:4]):
-        return not thread.busy
+    if serving is not None and not handles and not a.thread.busy:
+        return not (a.thread.main and _calls(frames[: serving + 1], "handle_one_request@http/server.py"))
+    if _any(frames[:4], "idle"):
+        return not a.thread.busy
     return call in ("accept", "accept4")
 
 
 def _by_torch(a: _Asked) -> WaitFor | None:
-    kinds = {
-        "collective_wait": "collective",
-        "p2p_wait": "collective",
-        "rendezvous_wait": "rendezvous",
-        "store_wait": "store",
-        "cuda_wait": "device",
-        "cuda_kernel": "device",
-        "dataloader_wait": "queue",
-    }
-    if a.cause == "dataloader_wait":
-        return WaitFor(
-            "child",
-            "waits for a batch of its data loader's workers",
-            pids=a.around.children,
-            operation=a.operation,
-        )
-    if a.cause not in kinds:
-        return None
-    if (
-        a.cause == "store_wait"
-        and not a.extra.fds
-        and a.thread.now is not None
-        and "poll" in a.thread.now.syscall
-    ):
-        return WaitFor("work", "is inside native code")  # it waits on no connection at all
-    if a.cause == "store_wait" and a.extra.fds:
-        ends = _ends(a.extra, a.around)
-        return WaitFor("store", "waits for a key of the store", ends=ends, operation=a.operation)
-    says = {
-        "collective": f"waits in {a.operation or 'a collective'}",
-        "rendezvous": f"waits for its process group{f' of {a.extra.members}' if a.extra.members else ''} to form",
-        "device": "waits for the device",
-    }
-    kind = kinds[a.cause]
-    found = WaitFor(kind, says.get(kind, "waits for a key of the store"), operation=a.operation)
-    if kind != "rendezvous":
-        return found
-    return replace(found, ends=_ends(a.extra, a.around), members=a.extra.members)
+    match a.cause:
+        case "dataloader_wait":
+            says = "waits for a batch of its data loader's workers"
+            return WaitFor("child", says, pids=a.around.children, operation=a.operation)
+        case "collective_wait" | "p2p_wait":
+            return WaitFor("collective", f"waits in {a.operation or 'a collective'}", operation=a.operation)
+        case "cuda_wait" | "cuda_kernel":
+            return WaitFor("device", "waits for the device", operation=a.operation)
+        case "rendezvous_wait":
+            members = a.extra.members
+            says = f"waits for its process group{f' of {members}' if members else ''} to form"
+            return WaitFor("rendezvous", says, ends=a.ends, members=members, operation=a.operation)
+        case "store_wait" if not a.extra.fds and "poll" in a.now.syscall:
+            return WaitFor("work", "is inside native code")  # it waits on no connection at all
+        case "store_wait":
+            return WaitFor("store", "waits for a key of the store", ends=a.ends, operation=a.operation)
+    return None
 
 
 def _by_ray(a: _Asked) -> WaitFor | None:
-    if any(_is(frame, _table()["ray"]) for frame in a.thread.python[:8]) and not any(
-        frame_matches("main_loop@ray/_private/worker.py", f) for f in a.thread.python[:1]
-    ):
+    if _any(a.frames[:8], "ray") and not _calls(a.frames[:1], "main_loop@ray/_private/worker.py"):
         return WaitFor("ray", "waits for a task of Ray", operation=a.waited[1])
     return None
 
 
 def _by_child(a: _Asked) -> WaitFor | None:
-    if a.extra.child is not None:
-        return WaitFor(
-            "child",
-            "waits for a process that it started",
-            pids=(a.extra.child,) if a.extra.child > 0 else a.around.children,
-        )
-    if (
-        a.cause in ("subprocess_wait", "child_process_wait")
-        and a.around.children
-        and not any(_is(f, _table()["shared"]) for f in a.thread.python)
-    ):
-        return WaitFor(
-            "child",
-            "waits for a process that it started",
-            ends=_ends(a.extra, a.around),
-            pids=a.around.children,
-        )
+    says, children = "waits for a process that it started", a.around.children
+    place = {"wait4": 0, "waitid": 1}.get(a.now.syscall, 6)  # the argument that names a process
+    if len(a.now.args) > place:
+        child = a.now.args[place]
+        return WaitFor("child", says, pids=(child,) if 0 < child < 1 << 22 else children)
+    commands = a.cause in ("subprocess_wait", "child_process_wait")
+    if commands and children and not _any(a.frames, "shared"):
+        return WaitFor("child", says, ends=a.ends, pids=children)
     polled = a.extra.polled if a.cause == "native_call" else ()
-    if any(_is(frame, _table()["polls_lock"]) for frame in a.thread.python[:3]):
+    if _any(a.frames[:3], "polls_lock"):
         polled = a.extra.polled or a.around.lockers
     if a.extra.holders or polled:
         return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders or polled)
@@ -324,160 +318,114 @@ def _by_child(a: _Asked) -> WaitFor | None:
 
 def _by_shared(a: _Asked) -> WaitFor | None:
     """Queues and locks of multiprocessing: a pipe, or a semaphore in shared memory."""
-    if not any(_is(frame, _table()["shared"]) for frame in a.thread.python[:4]) and not a.extra.shared:
+    near, ends = a.frames[:3], (a.extra.shared,) if a.extra.shared else ()
+    if not _any(a.frames[:4], "shared") and not ends:
         return None
-    user = user_frame(a.thread.python)
-    text = a.around.text(user.file) if user is not None else ""
-    asked = source.asked_lock(text, user.line) if user is not None else ""
-    soft = _is_consumer(a.thread, a.around)
-    if pipe := _ends(a.extra, a.around):
-        return WaitFor("pipe", "waits for an item of a queue between processes", ends=pipe, strong=not soft)
-    if any(frame_matches("get@multiprocessing/queues.py", frame) for frame in a.thread.python[:3]):
-        return WaitFor(
-            "queue",
-            "waits for its turn at a queue between processes",
-            ends=(a.extra.shared,) if a.extra.shared else (),
-            lock="_rlock",
-            strong=False,
-        )
-    is_put = any(frame_matches("put@multiprocessing/queues.py", frame) for frame in a.thread.python[:3])
-    says = (
-        "puts into a full queue between processes"
-        if is_put
-        else f"waits for {asked} between processes"
-        if asked
-        else "waits for other processes"
-    )
-    return WaitFor(
-        "queue" if is_put else "lock" if asked else "event",
-        says,
-        lock=asked,
-        ends=(a.extra.shared,) if a.extra.shared else (),
-    )
+    if a.ends:
+        says = "waits for an item of a queue between processes"
+        return WaitFor("pipe", says, ends=a.ends, strong=not a.consumes)
+    if _calls(near, "get@multiprocessing/queues.py"):
+        says = "waits for its turn at a queue between processes"
+        return WaitFor("queue", says, ends=ends, lock="_rlock", strong=False)
+    if _calls(near, "put@multiprocessing/queues.py"):
+        return WaitFor("queue", "puts into a full queue between processes", lock=a.lock, ends=ends)
+    if a.lock:
+        return WaitFor("lock", f"waits for {a.lock} between processes", lock=a.lock, ends=ends)
+    return WaitFor("event", "waits for other processes", ends=ends)
 
 
 def _by_lock(a: _Asked) -> WaitFor | None:
-    if a.extra.owner is not None:
-        return WaitFor("lock", "waits for a native mutex", key=a.extra.futex, tids=(a.extra.owner,))
-    user = user_frame(a.thread.python)
-    if a.cause not in ("lock_wait", "lock_deadlock") or user is None:
+    if a.now.mutex_owner is not None:
+        return WaitFor("lock", "waits for a native mutex", key=a.futex, tids=(a.now.mutex_owner,))
+    if a.cause not in ("lock_wait", "lock_deadlock") or a.user is None:
         return None
-    lock = source.asked_lock(a.around.text(user.file), user.line)
-    return WaitFor(
-        "lock", f"waits for the lock {lock}" if lock else "waits for a lock", key=a.extra.futex, lock=lock
-    )
+    says = f"waits for the lock {a.lock}" if a.lock else "waits for a lock"
+    return WaitFor("lock", says, key=a.futex, lock=a.lock)
 
 
 def _by_thread(a: _Asked) -> WaitFor | None:
     """Other threads of the process: join, events, conditions, futures, queues."""
-    near = a.thread.python[:5]
-    ends = ("join@threading.py", "_wait_for_tstate_lock@threading.py")
-    if any(_is(f, (*ends, "_shutdown@threading.py")) for f in near):
-        return WaitFor("thread", "waits for a thread to end", key=_self_of(near, a.extra, ends))
-    if any(_is(f, _table()["future"]) for f in near):
+    near = a.frames[:5]
+    if _any(near, "join"):
+        return WaitFor("thread", "waits for a thread to end", key=_self_of(a, 5, "join"))
+    if _any(near, "future"):
         return WaitFor("event", "waits for the result of a task that it started", key="future")
-    kind = _kind_of_object(a, near)
-    if not kind:
+    if _any(near, "queue") or (a.cause == "queue_wait" and a.futex):
+        kind = "queue"
+    elif _any(near, "event") or a.cause == "thread_wait":
+        kind = "event"
+    else:
         return None
-    user = user_frame(a.thread.python)
-    text = a.around.text(user.file) if user is not None else ""
-    if a.waited[1] == "acquire" or any(
-        _is(f, ("acquire@threading.py", "acquire@asyncio/locks.py")) for f in near
-    ):
-        lock = source.asked_lock(text, user.line) if user is not None else ""
-        says = f"waits for {lock}" if lock else "waits for a lock"
-        return WaitFor("lock", says, key=a.extra.futex, lock=lock)
-    return _wait_for_object(a, kind, text)
+    if a.waited[1] == "acquire" or _any(near, "acquire"):
+        says = f"waits for {a.lock}" if a.lock else "waits for a lock"
+        return WaitFor("lock", says, key=a.futex, lock=a.lock)
+    return _wait_for_object(a, kind)
 
 
-def _kind_of_object(a: _Asked, near: Sequence[StackFrame]) -> str:
-    """Queue, event, or "" for something else."""
-    if any(_is(f, _table()["queue"]) for f in near) or (a.cause == "queue_wait" and a.extra.futex):
-        return "queue"
-    return "event" if any(_is(f, _table()["event"]) for f in near) or a.cause == "thread_wait" else ""
-
-
-def _wait_for_object(a: _Asked, kind: str, text: str) -> WaitFor:
+def _wait_for_object(a: _Asked, kind: str) -> WaitFor:
     """A queue, event or condition, with the functions of its file that would end the wait."""
     name, method = a.waited
+    text = a.around.text(a.user.file) if a.user is not None else ""
     setters = source.find_setters(text, name, method)
     full = method == "put"
     says = "waits for an event" if kind == "event" else "waits for an item of a queue"
     says = "puts into a full queue" if full else says
-    key = _self_of(a.thread.python[:5], a.extra, (*_table()["queue"], *_table()["event"])) or a.extra.futex
     return WaitFor(
         kind,
         f"{says} ({name})" if name else says,
-        key=key,
+        key=_self_of(a, 5, "queue", "event") or a.futex,
         lock=name,
         setters=setters,
         lost=next((one for one in setters if source.is_started(text, one)), ""),
-        strong=not (kind == "queue" and not full and _is_consumer(a.thread, a.around)),
-        left_s=a.extra.left_s,
+        strong=kind != "queue" or full or not a.consumes,
+        left_s=a.now.left_s,
         operation=method,
     )
 
 
-def _is_consumer(thread: ThreadView, around: Surroundings) -> bool:
-    """Whether it takes its work from a queue, again and again: without work it is idle."""
-    user = user_frame(thread.python)
-    if user is None:
-        return True
-    return not thread.main and source.in_loop(around.text(user.file), user.line)
-
-
-def _ends(extra: ThreadExtra, around: Surroundings) -> tuple[str, ...]:
-    return tuple(around.links[fd].end for fd in extra.fds if fd in around.links)
-
-
 def _by_links(a: _Asked) -> WaitFor | None:
     links = [a.around.links[fd] for fd in a.extra.fds if fd in a.around.links]
-    if a.extra.opens:
-        return WaitFor(
-            "open",
-            f"opens {a.extra.opens.rsplit('/', 1)[-1]} and waits for the other side",
-            path=a.extra.opens,
-        )
-    if a.extra.connects:
-        return WaitFor("connect", f"connects to {a.extra.connects.split(' ', 1)[1]}", path=a.extra.connects)
-    client = any(_is(frame, _table()["http"]) for frame in a.thread.python)
+    if path := a.extra.opens:
+        says = f"opens {path.rsplit('/', 1)[-1]} and waits for the other side"
+        return WaitFor("open", says, path=path)
+    if address := a.extra.connects:
+        return WaitFor("connect", f"connects to {address.split(' ', 1)[1]}", path=address)
+    client = _any(a.frames, "http")
     what = "the answer to its request" if client else "data"
     if links and all(one.kind == "listen" for one in links):
         return WaitFor("idle", "waits for a connection")
-    if any(one.kind == "pipe" for one in links):
-        return WaitFor("pipe", "waits for a pipe", ends=tuple(one.end for one in links if one.kind == "pipe"))
+    if pipes := tuple(one.end for one in links if one.kind == "pipe"):
+        return WaitFor("pipe", "waits for a pipe", ends=pipes)
     if links:
-        near = [one for one in links if one.kind != "listen"]
-        return WaitFor("socket", f"waits for {what} on a connection", ends=tuple(one.end for one in near))
-    if (
-        client
-        or a.cause == "request_wait"
-        or any("/zmq/" in frame.file or frame.file.startswith("zmq/") for frame in a.thread.python[:6])
-    ):
-        return WaitFor("answer", f"waits for {what}", operation="zmq" if not client else "")
+        ends = tuple(one.end for one in links if one.kind != "listen")
+        return WaitFor("socket", f"waits for {what} on a connection", ends=ends)
+    if client or a.cause == "request_wait" or _any(a.frames[:6], "zmq"):
+        return WaitFor("answer", f"waits for {what}", operation="" if client else "zmq")
     return None
 
 
-def _by_rest(a: _Asked) -> WaitFor | None:
-    user = user_frame(a.thread.python)
+def _by_sleep(a: _Asked) -> WaitFor | None:
+    left_s = a.now.left_s
     if a.cause == "sleep":
-        polls = user is not None and source.is_poll(a.around.text(user.file), user.line)
-        if polls and (a.extra.left_s is None or a.extra.left_s <= SHORT_S):
-            memory = user is not None and source.polls_memory(a.around.text(user.file), user.line)
-            text = "looks again and again for something that does not come"
-            return WaitFor("poll", text, left_s=a.extra.left_s, operation="memory" if memory else "")
-        return WaitFor("sleep", "sleeps", left_s=a.extra.left_s)
+        if a.ask(source.is_poll, False) and (left_s is None or left_s <= SHORT_S):
+            memory = a.ask(source.polls_memory, False)
+            says = "looks again and again for something that does not come"
+            return WaitFor("poll", says, left_s=left_s, operation="memory" if memory else "")
+        return WaitFor("sleep", "sleeps", left_s=left_s)
     if a.cause == "stdin_wait":
         return WaitFor("stdin", "waits for input")
     if a.cause in ("request_wait", "event_loop_idle", "background"):
         return WaitFor("idle", "waits for its next work")
-    says = {
-        "native_call": "is inside native code",
-        "busy_python": "runs Python code",
-        "checkpoint_io": "reads or writes a file",
-        "pipe_write_blocked": "writes to a full pipe",
-        "gil_held_native": "holds the interpreter lock in native code",
-        "d_state": "is in an uninterruptible system call",
-        "gil_contention": "waits for the interpreter lock",
-    }
-    return WaitFor("work", says.get(a.cause, "is in code that waits for nobody"))
+    return None
+
+
+#: Causes that are waits for no other process.
+_WORK = {
+    "native_call": "is inside native code",
+    "busy_python": "runs Python code",
+    "checkpoint_io": "reads or writes a file",
+    "pipe_write_blocked": "writes to a full pipe",
+    "gil_held_native": "holds the interpreter lock in native code",
+    "d_state": "is in an uninterruptible system call",
+    "gil_contention": "waits for the interpreter lock",
+}

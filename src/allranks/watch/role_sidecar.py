@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import stat
 import subprocess
 import time
@@ -21,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from allranks.blackbox.header import find_header, process_stat, task_state
+from allranks.blackbox.header import find_header, process_stat
 from allranks.blackbox.reader import read_trace
 from allranks.channel import web_client
 from allranks.diagnosis.process_verdict import explain_processes
@@ -29,10 +30,10 @@ from allranks.errors import AllranksError
 from allranks.model.debug_options import DebugOptions
 from allranks.model.stacks import JobLook, Process, ProcessFinding
 from allranks.stacktraces.boxes import LiveBox, find_boxes
-from allranks.stacktraces.links import read_links
-from allranks.stacktraces.procfs import ProcessEntry, read_proc
+from allranks.stacktraces.links import LinkReader
+from allranks.stacktraces.procfs import ProcessEntry, read_proc, turns_of_threads, work_done
 from allranks.stacktraces.roles import give_roles, with_roles
-from allranks.stacktraces.tree import LookOptions, find_tree, look_at_processes, write_look
+from allranks.stacktraces.tree import LookOptions, find_tree, is_settled, look_at_processes, write_look
 from allranks.watch.role_progress import SAMPLE_S, EngineMetrics, PhaseHistory, RoleWork, parse_metrics
 from allranks.watch.samples import RankSample, read_sample
 from allranks.watch.sidecar import Sidecar
@@ -120,6 +121,9 @@ class RoleSidecar(Sidecar):
         self._samples: list[RankSample] = []
         self._fresh, self._moves = False, True  # they were read since the last decision, and differed
         self._sampled_s = -SAMPLE_S
+        # of the last look: pid -> its start and the turns of its threads before, and what it did
+        self._looked: dict[int, tuple[tuple[int, dict[int, int]], Process]] = {}
+        self._links = LinkReader(socket.gethostname())
         self._look_from_s = 0.0  # after the start: no look for a silence before
         self._suspect: frozenset[tuple[int, str, int]] = frozenset()  # of the last look: pid, file, line
         self._reported: frozenset[tuple[int, str, int]] = frozenset()
@@ -190,7 +194,7 @@ class RoleSidecar(Sidecar):
     def _find_metrics(self, engines: Sequence[Process]) -> None:
         """The endpoints of engines, among what they listen on; of nobody else is a port asked."""
         new = [one.pid for one in engines if one.pid not in self._ports]
-        for pid, links in read_links(new, "", {}).items() if new else ():
+        for pid, links in self._links.read_links(new, {}).items() if new else ():
             ports = [link.end.rsplit(" ", 1)[-1] for link in links if link.kind == "listen"]
             for address in (f"127.0.0.1:{port}" for port in ports[:MAX_PORTS]):
                 if address not in self._silent_ports and _read_metrics(address) is not None:
@@ -201,8 +205,8 @@ class RoleSidecar(Sidecar):
     def _sample_role(self, now: float, process: Process) -> tuple[RankSample, bool]:
         """One process as the history of silences takes it, and whether its signs are certain."""
         pid, number = process.pid, self._numbers.setdefault(process.pid, len(self._numbers))
-        state, done = work_done(pid)
-        alive = state not in ("", "Z", "X")
+        done = work_done(pid)
+        alive = done.state not in ("", "Z", "X")
         box = self._boxes.get(pid)
         sample = read_sample(box.path) if box is not None else None
         if sample is not None and sample.takes_part:
@@ -210,7 +214,7 @@ class RoleSidecar(Sidecar):
         address, work = self._ports.get(pid, ""), self._work_of.get(pid, RoleWork())
         metrics = _read_metrics(address) if address else None
         if metrics is not None or not address:  # an engine that does not answer has not moved
-            work = work.after(now, done, _log_bytes(pid), metrics)
+            work = work.after(now, (done.ticks, done.switches), _log_bytes(pid), metrics)
         self._work_of[pid] = work
         calls = work.moves + 1
         start = self._entries[pid].start_ticks if pid in self._entries else 0
@@ -250,9 +254,7 @@ class RoleSidecar(Sidecar):
 
     def _collect(self, reason: str) -> None:
         """Looks at all processes; reports when they are stuck, or when a person asked."""
-        look = look_at_processes(
-            find_tree(self._roots), LookOptions(self.options.interval_s, rules=self._rules)
-        )
+        look = self._look()
         self._processes = [one for one in look.processes if not (one.system or one.ours) and one.alive]
         finding = explain_processes(look)
         now, silent = time.monotonic() - self._began_s, reason.startswith("no progress")
@@ -269,6 +271,19 @@ class RoleSidecar(Sidecar):
             self._report(reason, finding, look)
         elif finding.state == "moving":
             self._reported = frozenset()
+
+    def _look(self) -> JobLook:
+        """What all processes do. One that has not run since before the last look is not read again."""
+        entries = find_tree(self._roots, self._entries)
+        turns = {one.pid: (one.start_ticks, turns_of_threads(one.pid)) for one in entries}
+        same = (pid for pid, (before, _) in self._looked.items() if before[1] and turns.get(pid) == before)
+        known = {pid: self._looked[pid][1] for pid in same}
+        options = LookOptions(self.options.interval_s, rules=self._rules, known=known, links=self._links)
+        look = look_at_processes(entries, options)
+        self._looked = {
+            one.pid: (turns[one.pid], one) for one in look.processes if one.pid in turns and is_settled(one)
+        }
+        return look
 
     def _report(self, reason: str, finding: ProcessFinding, look: JobLook) -> None:
         folder = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-roles"
@@ -301,19 +316,6 @@ def _read_metrics(address: str) -> EngineMetrics | None:
     except (OSError, AllranksError):
         return None
     return parse_metrics(answer.body.decode("utf-8", "replace")) if answer.status == 200 else None
-
-
-def work_done(pid: int) -> tuple[str, tuple[int, int]]:
-    """The state of a process; clock ticks of all its threads, and how often its first one was given a processor."""
-    fields = process_stat(pid)
-    if len(fields) < 14:
-        return "", (0, 0)
-    try:
-        with open(f"/proc/{pid}/schedstat", "rb", buffering=0) as file:  # called often
-            words = file.read().split()
-    except OSError:
-        words = []
-    return task_state(fields), (int(fields[11]) + int(fields[12]), int(words[2]) if len(words) > 2 else 0)
 
 
 def _log_bytes(pid: int) -> int:

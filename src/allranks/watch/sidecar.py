@@ -30,7 +30,7 @@ from allranks.stacktraces.classify import classify
 from allranks.stacktraces.collect import CollectOptions, collect
 from allranks.stacktraces.find import RANK_TITLES, Selection, Target, choose, family, is_frontend
 from allranks.stacktraces.html import render_html
-from allranks.stacktraces.procfs import descendants, main_thread_work, scan
+from allranks.stacktraces.procfs import descendants, scan, work_done
 from allranks.stacktraces.progress import Stillness
 from allranks.stacktraces.text import grow_tree, render_text, report_json
 from allranks.watch.role_progress import SAMPLE_S, has_worked
@@ -192,7 +192,7 @@ class Sidecar:
             for s in samples
             if s.path and (now := read_sample(s.path)) is not None
         ]
-        work = {s.rank: main_thread_work(s.pid)[0] for s in newest}
+        work = {s.rank: work_done(s.pid, main=True).ticks for s in newest}
         self._passes, reason = self._passes.after(time.time(), newest, work)
         return reason
 
@@ -244,8 +244,8 @@ class Sidecar:
         """Of its main thread; a program in which no rank was recognised may leave the work to its children."""
         known = rank.pid not in self._roots or rank.reason == "RANK"
         pids = [rank.pid] if known else [rank.pid, *descendants(rank.pid)]
-        done = [main_thread_work(pid) for pid in pids]
-        return sum(ticks for ticks, _ in done), sum(switches for _, switches in done)
+        done = [work_done(pid, main=True) for pid in pids]
+        return sum(one.ticks for one in done), sum(one.switches for one in done)
 
     def _ask_others(self, pids: Sequence[int]) -> None:
         """NCCL's RAS service and the GPUs, where they answer."""
