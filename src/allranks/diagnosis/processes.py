@@ -216,7 +216,7 @@ class _Finder:
         frames = (f for n in self.of.get(process.where, ()) for f in self.units[n].thread.frames)
         if not any(frame.file.endswith("multiprocessing/managers.py") for frame in frames):
             return []
-        users = _unique(p for one in process.links for p, _ in self.ends.get(one.peer, ()))
+        users = _unique(p for one in process.links for p in self.ends.get(one.peer, ()))
         others = [p for p in users if p is not process and p is not self.units[number].process]
         return [n for p in others for n in self.of.get(p.where, ()) if self.units[n].active]
 
