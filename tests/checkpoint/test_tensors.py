@@ -37,7 +37,7 @@ _states = st.recursive(
 
 
 @given(_states)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_plain_state_survives_the_way_through_json(state: object) -> None:
     """Types and values come back equal after a real JSON round trip."""
     flat = flatten(state)

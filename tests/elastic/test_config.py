@@ -242,7 +242,7 @@ def test_loading_a_wrong_file_raises_one_error_with_all_problems(tmp_path: Path)
         load_config(tmp_path / "missing.yaml")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["training", "elastic", "scaling", "min_nodes", "lr", "recovery", "webhooks", "strategy"]), inner, max_size=4), max_leaves=12))  # fmt: skip
 def test_no_value_whatsoever_makes_the_check_raise(value: Any) -> None:
     """Wrong types are problems, never exceptions, and valid means loadable."""
@@ -253,7 +253,7 @@ def test_no_value_whatsoever_makes_the_check_raise(value: Any) -> None:
         assert load_config(value) is not None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(alphabet="abk:-#*&!%@`\"'{}[]|>,? \t\n019.~<", max_size=60))
 def test_no_text_whatsoever_makes_the_check_raise(text: str) -> None:
     """Any bytes that are text end in problems or in a configuration."""

@@ -11,7 +11,7 @@ from allranks.elastic.data import Mixture, Order, Permutation
 from allranks.errors import ConfigurationError
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
 def test_a_shuffle_is_a_bijection(size: int, key: int) -> None:
     """Every sample once, for any size and key."""
@@ -45,7 +45,7 @@ GOLDEN_ORDER = [219, 988, 962, 494, 132, 87, 368, 229]
 GOLDEN_MIXTURE = [83, 39, 12, 62, 52, 113, 131, 53]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 3000), st.integers(0, 50), st.integers(0, 40_000), st.integers(0, 9000))
 def test_any_window_of_the_order_equals_its_parts(size: int, seed: int, start: int, count: int) -> None:
     """Random access gives what a walk from the beginning gives, across blocks and epochs."""

@@ -26,7 +26,7 @@ from .worlds import (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(worlds, st.integers(0, 5), st.booleans())
 def test_no_history_of_worlds_loses_or_repeats_a_sample(
     index: Path, plan: Worlds, seed: int, shuffle: bool
@@ -35,7 +35,7 @@ def test_no_history_of_worlds_loses_or_repeats_a_sample(
     assert_nothing_lost_or_repeated(index, plan, seed, shuffle)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(worlds, st.integers(0, 5))
 def test_a_world_that_changes_in_place_loses_nothing_either(index: Path, plan: Worlds, seed: int) -> None:
     """Survivors keep their loaders: old and new ranks agree on every sample, also after a rollback."""
@@ -125,7 +125,7 @@ def test_a_finite_run_sees_every_sample_once_per_epoch_and_then_ends(
     assert all(weight == pytest.approx(1.0) for weight in weights.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(worlds, st.integers(1, 2))
 def test_a_finite_run_through_any_worlds_sees_every_sample_once(
     index: Path, plan: Worlds, epochs: int
@@ -152,7 +152,7 @@ def test_a_finite_run_through_any_worlds_sees_every_sample_once(
 
 
 @pytest.mark.soak
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=5000)
 @given(worlds, st.integers(0, 10**6), st.booleans())
 def test_thousands_of_histories_lose_and_repeat_nothing(
     index: Path, plan: Worlds, seed: int, shuffle: bool

@@ -114,7 +114,7 @@ def test_the_minimal_state_of_the_known_harness_loads() -> None:
     assert manager.current_lr == 5e-5 and manager.current_world_size == 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(1, 64), st.integers(0, 30)), max_size=8),
     st.sampled_from(list(ScalingRule)),
@@ -228,7 +228,7 @@ def test_the_initial_number_of_steps_rounds_like_a_later_change() -> None:
     assert manager.accumulation_steps == manager.on_topology_change(3) == 11
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 5000), st.integers(1, 97), st.integers(1, 64))
 def test_an_exact_plan_deals_every_sample_once_with_weights_that_sum_to_one(
     total: int, world: int, local: int

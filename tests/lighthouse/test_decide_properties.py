@@ -273,7 +273,7 @@ NEW_LIGHTHOUSE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @example(
     crowd=2, min_replicas=1, multiple_of=1, max_replicas=0, flap_limit=0, expect=0,
     events=NEW_LIGHTHOUSE,

@@ -88,7 +88,7 @@ def check(line: Timeline) -> None:
     assert ("wait" in "\n".join(shown[2:4])) == (words["state"] in ("looking", "hung"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(EVENTS), max_size=12))
 def test_no_timeline_makes_two_renderers_disagree(events: list[str]) -> None:
     """Every prefix is a moment at which somebody may look."""

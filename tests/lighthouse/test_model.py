@@ -152,7 +152,6 @@ def run(examples: int, steps: int = 30, soak: int | None = None) -> None:
     limits = settings(
         max_examples=examples,
         stateful_step_count=steps,
-        deadline=None,
         derandomize=soak is None,
         database=None,
         phases=(Phase.generate,) if soak is None else (Phase.generate, Phase.shrink),

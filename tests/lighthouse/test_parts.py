@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from allranks.blackbox import header, layout
 from allranks.channel.frames import BadFrame, join_address, split_address, take_frames
@@ -87,7 +87,6 @@ def test_a_large_quorum_travels_packed_and_a_bomb_is_refused() -> None:
         decode(code, payload, limit=10_000)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(SAMPLES), max_size=5), st.lists(st.integers(1, 40), min_size=1))
 def test_frames_survive_any_cutting_of_the_stream(sent: list[object], sizes: list[int]) -> None:
     """TCP gives pieces, not messages."""
@@ -102,7 +101,6 @@ def test_frames_survive_any_cutting_of_the_stream(sent: list[object], sizes: lis
     assert not buffer
 
 
-@settings(deadline=None)
 @given(st.integers(0, 255), st.binary(max_size=200))
 def test_no_payload_breaks_the_decoder(kind: int, payload: bytes) -> None:
     """It decodes or it is a BadFrame; nothing else comes out."""

@@ -51,7 +51,7 @@ members = st.builds(
 
 
 @given(members)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_members_survive_the_wire(member: Member) -> None:
     """Written and read back, torchft's fields are the same."""
     back = decode_member(encode_member(member))
@@ -69,7 +69,7 @@ def test_members_survive_the_wire(member: Member) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_garbage_is_refused_and_never_crashes(data: bytes) -> None:
     """Every answer is a value or BadMessage."""
     for decode in (decode_quorum_request, decode_heartbeat_request, decode_member):

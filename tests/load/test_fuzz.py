@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.box_files import box_bytes
 
@@ -189,7 +189,7 @@ def _told(reader: Reader, data: bytes) -> object:
     return raw.header, raw.progress, raw.groups, raw.notes, words
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(st.binary(max_size=400))
 def test_random_bytes_are_refused(data: bytes) -> None:
     """With and without the first bytes of each format."""
@@ -205,7 +205,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
         read_one(start + data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.sampled_from([bytes((c,)) for c in OPCODES] + [b"X\x01\0\0\0a", b"K\x05", b"q\x01", b"h\x01"]),
@@ -228,7 +228,7 @@ _plain = st.recursive(
 _KEYS = sorted(entry(0))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(st.lists(st.dictionaries(st.sampled_from(_KEYS), _plain, max_size=6), max_size=5), _plain, _plain)
 def test_any_values_under_the_right_keys_are_survived(
     changes: list[dict[str, Any]], config: Any, status: Any
@@ -241,7 +241,7 @@ def test_any_values_under_the_right_keys_are_survived(
     read_one(json.dumps(content).encode())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from([name for name in HEADER.names or () if name not in ("magic", "closed")]),
     st.integers(-(1 << 63), (1 << 63) - 1),

@@ -270,7 +270,6 @@ def run(machine: type[HeldMachine], examples: int, steps: int = 50, shrink: bool
     limits = settings(
         max_examples=examples,
         stateful_step_count=steps,
-        deadline=None,
         phases=phases,
         suppress_health_check=checks,
     )

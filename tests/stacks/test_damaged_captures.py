@@ -144,7 +144,7 @@ def test_a_damaged_bundle_falls_back_to_the_raw_files_beside_it(folder: Path) ->
     assert any("bundle.json is damaged" in note for note in report.notes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=400) | st.binary(max_size=400).map(lambda data: data.decode("utf-8", "replace")))
 def test_text_parsers_survive_anything(text: str) -> None:
     """No input makes a text parser raise."""
@@ -161,7 +161,7 @@ _JSON = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(_JSON)
 def test_json_parsers_raise_only_what_the_reader_expects(value: object) -> None:
     """Any JSON value gives threads or a ValueError."""
