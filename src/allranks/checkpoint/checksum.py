@@ -85,7 +85,7 @@ def cores() -> int:
     return max(2, min(8, len(os.sched_getaffinity(0))))
 
 
-def in_threads(count: int, items: Iterable[T], act: Callable[[T], None]) -> None:
+def in_threads(count: int, items: Iterable[T], act: Callable[[T], object]) -> None:
     """Acts on every item, in their order, in a few threads; raises the first error."""
     left = list(items)
     left.reverse()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import configparser
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +39,6 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSALS = ("ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "incorrectly configured region")
 #: A proxy or a login page answers every request alike; obstore takes a page for a list without entries.
 _PAGE = "a web page came instead of an answer of the store: is a proxy or a login page in between?"
-_UNTRUE = f"the store's list of objects {INCOMPLETE}"
 _TIMEOUT_S, _RETRIES = "60", 3.0  # of one request, and that many times as long with all its repetitions
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -87,7 +84,6 @@ class ObjectBlobs:
         _used_by.add(os.getpid())
         self._obstore = require("obstore", feature="an object store", extra="s3")
         self._store = _connect(spec)
-        self._list_s = _RETRIES * float(spec.options.get("timeout_s", _TIMEOUT_S)) + 5.0
 
     def put(self, key: str, pieces: Pieces, length: int) -> None:
         listed = pieces if isinstance(pieces, (list, tuple)) else None
@@ -115,56 +111,40 @@ class ObjectBlobs:
             raise OSError(errno.EIO, _PAGE)
         return data, str(found.meta["e_tag"])
 
-    def get_range(self, key: str, start: int, view: memoryview) -> None:
-        wanted, got = {"range": (start, start + len(view))}, 0
+    def get_range(self, key: str, start: int, views: Sequence[memoryview]) -> None:
+        length, got = sum(map(len, views)), 0
+        left = [view for view in views if len(view)]
+        wanted = {"range": (start, start + length)}
         with _as_os_errors():
             for piece in self._obstore.get(self._store, key, options=wanted).stream(_CHUNK_BYTES):
-                if len(piece) > len(view) - got:
-                    raise ValueError(f"{key}: more than the {len(view)} bytes asked for at {start} came")
-                view[got : got + len(piece)] = piece
-                got += len(piece)
-        if got != len(view):
-            raise EOFError(f"{key}: {got} bytes came for {len(view)} asked at {start}")
+                came, got = memoryview(piece), got + len(piece)
+                if got > length:
+                    raise ValueError(f"{key}: more than the {length} bytes asked for at {start} came")
+                while came:
+                    count = min(len(came), len(left[0]))
+                    left[0][:count], came, left[0] = came[:count], came[count:], left[0][count:]
+                    left = left if left[0] else left[1:]
+        if got != length:
+            raise EOFError(f"{key}: {got} bytes came for {length} asked at {start}")
 
     def size(self, key: str) -> int:
         with _as_os_errors():
             return int(self._obstore.head(self._store, key)["size"])
 
     def keys(self, prefix: str) -> list[tuple[str, float]]:
-        found = self._list(prefix)
-        while found and not prefix:  # an answer may say that there is more, and not how to go on
-            more = self._list(prefix, after=max(key for key, _ in found))
-            if not more:
-                break
-            if {key for key, _ in found} & {key for key, _ in more}:
-                raise OSError(errno.EIO, f"{_UNTRUE}: it repeats itself")
-            found += more
+        found: list[tuple[str, float]] = []
+        with _as_os_errors():
+            for page in self._obstore.list(self._store, prefix=prefix.rstrip("/") or None):
+                found += [(meta["path"], meta["last_modified"].timestamp()) for meta in page]
+                if len(found) > MAX_KEYS:
+                    raise ValueError(f"the store's list of objects has more than {MAX_KEYS:,} entries")
         if not found and not prefix:
             if self._has("allranks-never-writes-this"):
                 raise OSError(errno.EIO, _PAGE)
             if self._has(POINTER):
-                raise OSError(errno.EIO, f"{_UNTRUE}: it is empty, but {POINTER} is there")
-        return found
-
-    def _list(self, prefix: str, after: str | None = None) -> list[tuple[str, float]]:
-        with _as_os_errors():
-            pages = self._obstore.list(self._store, prefix=prefix.rstrip("/") or None, offset=after)
-            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
-                found = thread.submit(asyncio.run, self._collect(aiter(pages))).result()
+                text = f"the store's list of objects {INCOMPLETE}: it is empty, but {POINTER} is there"
+                raise OSError(errno.EIO, text)
         return [entry for entry in found if entry[0].startswith(prefix)]
-
-    async def _collect(self, pages: Any) -> list[tuple[str, float]]:
-        """All entries; an error when there is no end of them, or of pages without any."""
-        found: list[tuple[str, float]] = []
-        try:
-            while len(found) <= MAX_KEYS:
-                page = await asyncio.wait_for(anext(pages), self._list_s)
-                found += [(meta["path"], meta["last_modified"].timestamp()) for meta in page]
-        except StopAsyncIteration:
-            return found
-        except asyncio.TimeoutError:
-            raise ValueError(f"{_UNTRUE}: no entry came for {self._list_s:g} s") from None
-        raise ValueError(f"the store's list of objects has more than {MAX_KEYS:,} entries")
 
     def _has(self, key: str) -> bool:
         try:
