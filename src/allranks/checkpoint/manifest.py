@@ -110,6 +110,7 @@ def _header(shards: Sequence[Shard], keys: Sequence[str]) -> bytes:
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
+IS_NEWER, UPGRADE = "is newer than", "upgrade allranks"
 _HEAD = b'{"checksum": "sha256:'
 
 
@@ -202,7 +203,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
     try:
         if raw["schema"] > SCHEMA:
             raise CheckpointValidationError(
-                f"schema {raw['schema']} is newer than {SCHEMA}", path=path, hint="upgrade allranks"
+                f"schema {raw['schema']} {IS_NEWER} {SCHEMA}", path=path, hint=UPGRADE
             )
         check_manifest(raw)
         return Manifest(**{**raw, "parts": tuple(Part(**part) for part in raw["parts"])})
@@ -268,7 +269,13 @@ def _unseal(data: bytes, path: str) -> dict[str, Any]:
     return parsed
 
 
-_KINDS = {"timestamp": (int, float), "attempt": str, "metrics": dict, "job": str, "parts": list}
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "timestamp": (int, float),
+    "attempt": str,
+    "metrics": dict,
+    "job": str,
+    "parts": list,
+}
 
 
 def check_manifest(raw: Mapping[str, Any]) -> None:
@@ -298,10 +305,10 @@ def check_index(index: Index) -> None:
         sizes[file.file] = file.bytes
     for kind in {shard[1:] for shard, *_ in index.shards}:
         _check_kind(*kind)
-    for shard, file, start, _ in index.shards:
-        if start < 0 or start + shard.bytes > sizes[file]:
-            where = f"bytes {start} to {start + shard.bytes} of {file}"
-            raise ValueError(f"{shard.name}: {where}, which has {sizes[file]}")
+    for shard, home, start, _ in index.shards:
+        if start < 0 or start + shard.bytes > sizes[home]:
+            where = f"bytes {start} to {start + shard.bytes} of {home}"
+            raise ValueError(f"{shard.name}: {where}, which has {sizes[home]}")
 
 
 def _check_kind(

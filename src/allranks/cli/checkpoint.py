@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.checkpoint.manifest import IS_NEWER
 from allranks.checkpoint.stores import Store, StoreSpec, open_store, reason_of, split_address
 from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
@@ -127,7 +128,8 @@ def _table(address: str, found: list[Listed]) -> Iterator[str]:
     )
     for one in found:
         if one.problem:
-            yield f"{'-':>10} {'-':>9} {'-':>5} {'damaged':<19} {one.name}: {one.problem}"
+            state = "newer version" if IS_NEWER in one.problem else "damaged"
+            yield f"{'-':>10} {'-':>9} {'-':>5} {state:<19} {one.name}: {one.problem}"
         else:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.timestamp))
             yield f"{one.step:>10} {byte_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}"

@@ -211,7 +211,7 @@ def fill(checkpoint: Opened, items: Sequence[ReadItem]) -> None:
     # opened and checked here, not in several threads at once
     far = {file for file in {item.stored.file for item in items} if checkpoint.source(file).wide_reads}
     near = _runs((item for item in items if item.stored.file not in far), TOGETHER_BYTES)
-    in_threads(cores(), _rows(near), lambda row: [_read(checkpoint, run) for run in row])
+    in_threads(cores(), _rows(near), lambda row: list(map(partial(_read, checkpoint), row)))
     fetched = _runs((item for item in items if item.stored.file in far), BATCH_BYTES)
     in_threads(RUNS, fetched, partial(_read, checkpoint))
 

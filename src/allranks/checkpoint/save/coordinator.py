@@ -323,7 +323,7 @@ class SaveCoordinator:
 
         sources = [source for source, _ in local_tensors(flat.tensors, plan)]
         may_wait = _storages(ref() for ref in self.optimizers) if self.config.overlap_copy else frozenset()
-        self.copy = self.memory.pool.stager(snapshot.arena, plan).start(
+        self.copy = snapshot.arena.stager(plan).start(
             sources, lambda tensor: tensor.untyped_storage().data_ptr() in may_wait, after, bool(may_wait)
         )
 
