@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -131,34 +128,3 @@ def test_all_ranks_save_the_last_step_together(tmp_path: Path) -> None:
     """One checkpoint with a part of each."""
     with Ranks(_train_together, 2, (str(tmp_path),)) as ranks:
         assert ranks.values(timeout_s=60) == [True, True]
-
-
-INTERRUPTED = """
-import os, signal, sys, time
-import torch
-from allranks.checkpoint import CheckpointConfig, CheckpointManager
-from allranks.checkpoint.save import snapshot
-
-real = snapshot._copy_one
-snapshot._copy_one = lambda *pair: (time.sleep(0.1), real(*pair))
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.AdamW(model.parameters())
-manager = CheckpointManager(CheckpointConfig(checkpoint_interval=1, memory_snapshot_interval=0, nvme_path=sys.argv[1]))
-model(torch.ones(1, 8)).sum().backward()
-optimizer.step()
-assert manager.step(1, model, optimizer)
-assert manager.coordinator.copy._thread.is_alive()
-os.kill(os.getpid(), signal.SIGINT)
-time.sleep(60)
-"""
-
-
-def test_a_save_that_is_being_copied_at_ctrl_c_is_finished(tmp_path: Path) -> None:
-    """`step` has said that it is saved; the helper finishes it after the process has ended, and the log says so."""
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == -signal.SIGINT and done.stderr.rstrip().endswith("finishes that")
-    deadline = time.monotonic() + 60
-    while not FileStore(tmp_path).names() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert NVMeBackend(tmp_path).load("checkpoint_step_00000001").step == 1

@@ -78,7 +78,8 @@ def cores() -> int:
 
 
 def in_threads(count: int, items: Iterable[T], act: Callable[[T], object]) -> None:
-    """Acts on every item, in their order, in a few threads; raises the first error."""
+    """Acts on every item, in their order, in a few threads; raises the first error. At Ctrl-C threads that wait for a store
+    are left behind."""
     left = list(items)
     left.reverse()
     errors: list[BaseException] = []
@@ -94,15 +95,17 @@ def in_threads(count: int, items: Iterable[T], act: Callable[[T], object]) -> No
             except BaseException as error:
                 errors.append(error)
 
-    others = [threading.Thread(target=work, name="allranks-read") for _ in range(min(count, len(left)) - 1)]
+    others = [
+        threading.Thread(target=work, name="allranks-read", daemon=True)
+        for _ in range(min(count, len(left)) - 1)
+    ]
     for thread in others:
         thread.start()
     work()
     for thread in others:
         try:
-            thread.join()
-        except BaseException as error:  # Ctrl-C: nothing may be written any more when this returns
+            thread.join(0.0 if any(not isinstance(error, Exception) for error in errors) else None)
+        except KeyboardInterrupt as error:
             errors.append(error)
-            thread.join()
     if errors:
         raise errors[0]

@@ -6,10 +6,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from allranks.checkpoint import checksum as checksums
 from allranks.checkpoint.manifest import (
@@ -43,7 +41,6 @@ class Opened:
     indexes: tuple[Index, ...]
     progress: Callable[[int], None] | None = None  # called with the bytes of every shard that was checked
     _sources: dict[str, DataReader] = field(default_factory=dict)
-    _requests: ThreadPoolExecutor | None = None
     _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
 
     @property
@@ -112,8 +109,6 @@ class Opened:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
-        if self._requests is not None:
-            self._requests.shutdown()
 
     def _check_pieces(self, index: Index, stored: StoredShard, pieces: Iterable[memoryview]) -> None:
         """Reads a shard piece by piece; each is hashed while it is in the core's cache."""
@@ -134,13 +129,10 @@ class Opened:
             raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
 
     def _read_parallel(self, source: DataReader, start: int, view: memoryview) -> None:
-        if self._requests is None:
-            self._requests = ThreadPoolExecutor(REQUESTS, "allranks-ranges")
-        offsets = range(0, len(view), REQUEST_BYTES)
-        list(
-            self._requests.map(
-                lambda at: source.read_views(start + at, [view[at : at + REQUEST_BYTES]]), offsets
-            )
+        checksums.in_threads(
+            REQUESTS,
+            range(0, len(view), REQUEST_BYTES),
+            lambda at: source.read_views(start + at, [view[at : at + REQUEST_BYTES]]),
         )
 
     def _open(self, file: str) -> DataReader:
@@ -182,12 +174,14 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
                 path=store.path_of(name),
                 hint=f"of another program? allranks checkpoint import {quoted(store.path_of(name))} STORE",
             ) from error
-        if len(manifest.parts) == 1:
-            indexes = [_read_index(store, name, manifest.parts[0])]
-        else:
-            with ThreadPoolExecutor(REQUESTS, "allranks-index") as pool:
-                indexes = list(pool.map(partial(_read_index, store, name), manifest.parts))
-        checkpoint = Opened(store, name, manifest, tuple(indexes), progress)
+        indexes: dict[int, Index] = {}
+        checksums.in_threads(
+            REQUESTS,
+            enumerate(manifest.parts),
+            lambda one: indexes.update({one[0]: _read_index(store, name, one[1])}),
+        )
+        inside = tuple(indexes[number] for number in sorted(indexes))
+        checkpoint = Opened(store, name, manifest, inside, progress)
         stack.callback(checkpoint.close)
         yield checkpoint
 

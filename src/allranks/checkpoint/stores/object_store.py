@@ -6,11 +6,14 @@ import configparser
 import errno
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from allranks.checkpoint.stores import MAX_JSON_BYTES, Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
@@ -18,6 +21,7 @@ from allranks.checkpoint.stores.listing import INCOMPLETE, POINTER
 from allranks.errors import ConfigurationError, require
 from allranks.model.parsing import printable
 
+P, T = ParamSpec("P"), TypeVar("T")
 #: Parts of a multipart upload: S3 allows 10,000 of them.
 PART_BYTES = 16 << 20
 MAX_PARTS = 9_000
@@ -70,6 +74,27 @@ def try_access(spec: StoreSpec) -> Iterator[tuple[str, OSError]]:
                 return  # there is nothing to read and to delete
 
 
+def _interruptible(method: Callable[P, T]) -> Callable[P, T]:
+    """Ctrl-C is heard while the store does not answer: the main thread waits for another one, which it can leave."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.current_thread() is not threading.main_thread():
+            return method(*args, **kwargs)
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(method(*args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="allranks-request", daemon=True).start()
+        return done.result()
+
+    return call
+
+
 _used_by: set[int] = set()  # processes
 
 
@@ -85,6 +110,7 @@ class ObjectBlobs:
         self._obstore = require("obstore", feature="an object store", extra="s3")
         self._store = _connect(spec)
 
+    @_interruptible
     def put(self, key: str, pieces: Pieces, length: int) -> None:
         listed = pieces if isinstance(pieces, (list, tuple)) else None
         part_bytes = max(PART_BYTES, -(-length // MAX_PARTS))
@@ -96,11 +122,13 @@ class ObjectBlobs:
             limits = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": CONCURRENCY}
             self._obstore.put(self._store, key, body, **limits)
 
+    @_interruptible
     def put_if(self, key: str, data: bytes, expected: str | None) -> None:
         mode: object = "create" if expected is None else {"e_tag": expected}
         with _as_os_errors():
             self._obstore.put(self._store, key, data, mode=mode)
 
+    @_interruptible
     def get(self, key: str) -> tuple[bytes, str]:
         with _as_os_errors():
             found = self._obstore.get(self._store, key)
@@ -111,6 +139,7 @@ class ObjectBlobs:
             raise OSError(errno.EIO, _PAGE)
         return data, str(found.meta["e_tag"])
 
+    @_interruptible
     def get_range(self, key: str, start: int, views: Sequence[memoryview]) -> None:
         length, got = sum(map(len, views)), 0
         left = [view for view in views if len(view)]
@@ -127,10 +156,12 @@ class ObjectBlobs:
         if got != length:
             raise EOFError(f"{key}: {got} bytes came for {length} asked at {start}")
 
+    @_interruptible
     def size(self, key: str) -> int:
         with _as_os_errors():
             return int(self._obstore.head(self._store, key)["size"])
 
+    @_interruptible
     def keys(self, prefix: str) -> list[tuple[str, float]]:
         found: list[tuple[str, float]] = []
         with _as_os_errors():
@@ -153,6 +184,7 @@ class ObjectBlobs:
             return False
         return True
 
+    @_interruptible
     def delete(self, keys: list[str]) -> None:
         with _as_os_errors():
             for at in range(0, len(keys), 1000):
