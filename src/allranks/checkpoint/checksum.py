@@ -104,7 +104,7 @@ def in_threads(count: int, items: Iterable[T], act: Callable[[T], object]) -> No
     work()
     for thread in others:
         try:
-            thread.join(0.0 if any(not isinstance(error, Exception) for error in errors) else None)
+            thread.join(1.0 if any(not isinstance(error, Exception) for error in errors) else None)
         except KeyboardInterrupt as error:
             errors.append(error)
     if errors:
