@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from allranks.checkpoint import checksum as checksums
 from allranks.checkpoint.manifest import (
+    IS_NEWER,
     MANIFEST,
     Index,
     Manifest,
@@ -210,6 +211,11 @@ class Verified:
     tensors: int
     bytes: int
     problems: tuple[str, ...]
+
+    @property
+    def newer(self) -> bool:
+        """Whether it is only that a newer version saved it."""
+        return any(IS_NEWER in problem for problem in self.problems)
 
 
 def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
