@@ -98,3 +98,35 @@ def test_a_restore_that_is_interrupted_says_what_the_model_holds(
         monkeypatch.undo()
         manager.restore(model, optimizer)
     assert same(make_state(3).model_state_dict, dict(model.state_dict()))
+
+
+SAVING = """
+import os, signal, sys, time
+import torch
+from allranks.checkpoint import CheckpointConfig, CheckpointManager
+
+options = {"access_key_id": "a", "secret_access_key": "b", "timeout_s": "30", "max_retries": "0"}
+tiers = {"nvme_path": sys.argv[1], "s3_bucket": "b", "s3_endpoint_url": sys.argv[2], "s3_options": options}
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+with CheckpointManager(CheckpointConfig(checkpoint_interval=1, memory_snapshot_interval=0, **tiers)) as manager:
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert manager.step(1, model, optimizer)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+def test_ctrl_c_does_not_wait_for_a_store_that_is_silent(tmp_path: Path) -> None:
+    """The manager is closed by its `with`: the disk gets its checkpoint, and the log names what the helper still tries."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-c", SAVING, str(tmp_path), address]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.count("[S3] step 1 is still being saved: its helper process") == 1
+    deadline = time.monotonic() + 60
+    while not FileStore(tmp_path).names() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert NVMeBackend(tmp_path).load("checkpoint_step_00000001").step == 1

@@ -77,11 +77,7 @@ def _register_exit() -> None:
 def _hand_over() -> None:
     """The process ends without `close()`, after Ctrl-C for example: the helper gets what was promised to be saved."""
     for manager in list(_MANAGERS):
-        copy, saves = manager.coordinator.copy, manager.saves
-        in_time = copy is None or copy.join(EXIT_S)
-        for pending in saves.busy({tier.name for tier in Tier}):
-            end = f"its helper process (pid {saves.helper.pid}) finishes that" if in_time else "it is lost"
-            log.warning("[%s] step %d is still being saved: %s", pending.tier, pending.step, end)
+        manager._leave_to_helper()
 
 
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
@@ -221,8 +217,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def close(self, timeout_s: float = 600.0) -> None:
         """Saves the last step of `step` where no durable tier has it yet (not after an error: half a step may have
         been made, and other ranks may be gone), waits for pending saves, ends the helper process and frees the
-        memory. Every rank calls it. Safe to call twice."""
+        memory. Every rank calls it. Safe to call twice. After Ctrl-C it waits for nothing: the helper finishes alone."""
+        interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
         try:
+            if interrupted:
+                self._leave_to_helper()
+                _MANAGERS.discard(self)
+                return
             if self.config.save_on_close and sys.exc_info()[0] is None:
                 try:
                     self._save_last()
@@ -236,9 +237,17 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             for hook in self._hooks:
                 hook.remove()
             self._hooks, self.coordinator.optimizers = [], []
-            self.saves.helper.close()
+            self.saves.helper.close(None if interrupted else 30.0)
             self.memory_backend.clear()
             self.memory_backend.pool.close()
+
+    def _leave_to_helper(self) -> None:
+        """Ends the copy that is under way, and says what the helper will do after this process has ended."""
+        copy, saves = self.coordinator.copy, self.saves
+        in_time = copy is None or copy.join(EXIT_S)
+        for pending in saves.busy({tier.name for tier in Tier}):
+            end = f"its helper process (pid {saves.helper.pid}) finishes that" if in_time else "it is lost"
+            log.warning("[%s] step %d is still being saved: %s", pending.tier, pending.step, end)
 
     def _say_what_is_missing(self) -> None:
         """The last word of a training whose last saves failed: the warnings of each have scrolled by."""

@@ -85,8 +85,8 @@ class HelperClient:
         _give(self._running, number, order, future, 0)
         return future
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Closes the channel, waits for the helper to finish and end, kills it at the limit."""
+    def close(self, timeout_s: float | None = 30.0) -> None:
+        """Closes the channel, waits for the helper to finish and end, kills it at the limit; None: it finishes alone."""
         running, self._running = self._running, None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -94,7 +94,7 @@ class HelperClient:
             return
         with contextlib.suppress(OSError):
             running.sock.shutdown(socket.SHUT_WR)
-        if not _reap(running.pid, timeout_s):
+        if timeout_s is not None and not _reap(running.pid, timeout_s):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running.pid, signal.SIGKILL)
             _reap(running.pid, 5.0)
