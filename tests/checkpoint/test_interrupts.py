@@ -42,7 +42,7 @@ time.sleep(60)
 def test_a_save_that_is_being_copied_at_ctrl_c_is_finished(tmp_path: Path) -> None:
     """`step` has said that it is saved; the helper finishes it after the process has ended, and the log says so."""
     command = [sys.executable, "-c", COPYING, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == -signal.SIGINT and done.stderr.rstrip().endswith("finishes that")
     deadline = time.monotonic() + 60
     while not FileStore(tmp_path).names() and time.monotonic() < deadline:
@@ -72,7 +72,7 @@ def test_a_restore_from_a_store_that_is_silent_ends_at_ctrl_c() -> None:
             with connection:
                 assert connection.recv(100)
                 os.kill(process.pid, signal.SIGINT)
-                _, printed = process.communicate(timeout=20)
+                _, printed = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT and printed.rstrip().endswith("KeyboardInterrupt")
 
 
@@ -123,7 +123,7 @@ def test_ctrl_c_does_not_wait_for_a_store_that_is_silent(tmp_path: Path) -> None
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-c", SAVING, str(tmp_path), address]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=200)
     assert done.returncode == -signal.SIGINT
     assert done.stderr.count("[S3] step 1 is still being saved: its helper process") == 1
     deadline = time.monotonic() + 60
