@@ -19,6 +19,9 @@ from allranks.checkpoint.stores.file_store import FileSource, FileStore
 
 from .jobs import make_job, make_state, same
 
+#: Python ends itself by the signal, or with 1 where code ran after the traceback.
+ENDED = (1, -signal.SIGINT)
+
 COPYING = """
 import os, signal, sys, time
 import torch
@@ -43,7 +46,7 @@ def test_a_save_that_is_being_copied_at_ctrl_c_is_finished(tmp_path: Path) -> No
     """`step` has said that it is saved; the helper finishes it after the process has ended, and the log says so."""
     command = [sys.executable, "-c", COPYING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == -signal.SIGINT and done.stderr.rstrip().endswith("finishes that")
+    assert done.returncode in ENDED and done.stderr.rstrip().endswith("finishes that")
     deadline = time.monotonic() + 60
     while not FileStore(tmp_path).names() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -73,7 +76,7 @@ def test_a_restore_from_a_store_that_is_silent_ends_at_ctrl_c() -> None:
                 assert connection.recv(100)
                 os.kill(process.pid, signal.SIGINT)
                 _, printed = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT and printed.rstrip().endswith("KeyboardInterrupt")
+    assert process.returncode in ENDED and printed.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_a_restore_that_is_interrupted_says_what_the_model_holds(
@@ -124,7 +127,7 @@ def test_ctrl_c_does_not_wait_for_a_store_that_is_silent(tmp_path: Path) -> None
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-c", SAVING, str(tmp_path), address]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=200)
-    assert done.returncode == -signal.SIGINT
+    assert done.returncode in ENDED
     assert done.stderr.count("[S3] step 1 is still being saved: its helper process") == 1
     deadline = time.monotonic() + 60
     while not FileStore(tmp_path).names() and time.monotonic() < deadline:

@@ -21,7 +21,8 @@ from allranks.checkpoint.stores.listing import INCOMPLETE, POINTER
 from allranks.errors import ConfigurationError, require
 from allranks.model.parsing import printable
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 #: Parts of a multipart upload: S3 allows 10,000 of them.
 PART_BYTES = 16 << 20
 MAX_PARTS = 9_000
