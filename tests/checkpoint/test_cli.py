@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from allranks.checkpoint import CheckpointLoadConfig, NVMeBackend, S3Backend, StorageReader, import_checkpoint
+from allranks.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
 from allranks.checkpoint.restore.opened_checkpoint import opened
+from allranks.checkpoint.state import create_checkpoint_state
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.cli import main
 from allranks.errors import CheckpointLoadError, InputError
@@ -356,3 +359,34 @@ for words in (["ls", store], ["show", store], ["verify", store], ["copy", store,
     )
     assert done.returncode == 0, done.stderr
     assert same_state(NVMeBackend(tmp_path / "other").load("checkpoint_step_00000003"), make_state(3, seed=3))
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Quarantine would take it out of sight of the version that can read it."""
+    folder = store / "checkpoint_step_00000002"
+    head = decode_manifest((folder / MANIFEST).read_bytes(), "")
+    (folder / MANIFEST).write_bytes(encode_manifest(replace(head, schema=2)))
+    assert main(["checkpoint", "ls", str(store)]) == 0
+    assert "newer version" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(folder), "--quarantine"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("NEWER") and "schema 2 is newer than 1" in printed
+    assert folder.is_dir() and not (store / "quarantine").exists()
+
+
+@pytest.mark.parametrize("action", ["copy", "export .pt", "export .safetensors"])
+def test_a_disk_that_is_too_small_is_one_clear_error(
+    action: str, tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing stays on it."""
+    model = torch.nn.Linear(1000, 1000)
+    NVMeBackend(tmp_path / "run").save(create_checkpoint_state(1, model, None), "checkpoint_step_00000001")
+    verb, _, suffix = action.partition(" ")
+    target = str(small_disk / f"model{suffix}") if suffix else str(small_disk)
+    command = ["checkpoint", verb, str(tmp_path / "run/checkpoint_step_00000001"), target]
+    assert main(command) == 2
+    printed = capsys.readouterr().err
+    assert "No space left on device" in printed and "df -h" in printed and "Traceback" not in printed
+    assert list(small_disk.iterdir()) == []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, NVMeBackend, S3Backend
-from allranks.checkpoint.manifest import MANIFEST, decode_manifest
+from allranks.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
 from allranks.checkpoint.stores import StoreSpec, open_store
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.checkpoint.stores.keyed_store import KeyedStore
@@ -337,6 +337,25 @@ def test_a_checkpoint_of_a_newer_version_alone_does_not_mean_step_1(
     NVMeBackend(tmp_path).save(make_state(3), "checkpoint_step_00000003")
     with pytest.raises(TopologyChangeError, match="schema 1 is newer"):
         _start(CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0))
+
+
+def test_a_newest_checkpoint_of_a_newer_version_is_neither_passed_over_nor_replaced(
+    tmp_path: Path,
+) -> None:
+    """An older step in its place would train, and then save over it. The user may decide so."""
+    backend = NVMeBackend(tmp_path)
+    backend.save(make_state(2), "checkpoint_step_00000002")
+    head = decode_manifest(backend.store.read("checkpoint_step_00000002", MANIFEST), "")
+    sealed = encode_manifest(dataclasses.replace(head, schema=2, step=3))
+    shutil.copytree(tmp_path / "checkpoint_step_00000002", tmp_path / "checkpoint_step_00000003")
+    (tmp_path / "checkpoint_step_00000003" / MANIFEST).write_bytes(sealed)
+    config = CheckpointConfig(nvme_path=tmp_path, memory_snapshot_interval=0, keep_last_n=1)
+    refused = r"schema 2 is newer than 1.*Nothing older was restored"
+    with pytest.raises(TopologyChangeError, match=refused) as e:
+        _start(config)
+    assert "upgrade allranks" in str(e.value.hint)
+    assert _start(dataclasses.replace(config, on_unreachable="ignore")).step == 3
+    assert (tmp_path / "checkpoint_step_00000003" / MANIFEST).read_bytes() == sealed
 
 
 def _save_as(folder: Path, job: str, step: int) -> None:

@@ -110,7 +110,7 @@ def test_bytes_changed_on_the_way_are_refused() -> None:
         raw[0] ^= 1
         sender.sendall(raw)
         with pytest.raises(ChannelError, match="wrong checksum"):
-            receive_bytes(receiver, memoryview(bytearray(5)), "crc32")
+            receive_bytes(receiver, [memoryview(bytearray(5))], "crc32")
 
 
 _ANSWERS: dict[str, dict[str, Any]] = {
@@ -202,7 +202,7 @@ def test_every_blob_lies_on_two_nodes_and_one_may_go(keeper: SnapshotServer) -> 
         assert (keeper.used_bytes, second.used_bytes, third.used_bytes) == (0, 7, 7)
         second.close()
         view = memoryview(bytearray(4))
-        blobs.get_range("a/x", 3, view)
+        blobs.get_range("a/x", 3, [view])
         assert bytes(view) == b"load" and blobs.get("a/x")[0] == b"payload"
         assert [key for key, _ in blobs.keys("")] == ["a/x"]
         blobs.put("a/y", [memoryview(b"z")], 1)  # one home is down: the other has it

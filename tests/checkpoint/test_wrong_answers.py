@@ -232,19 +232,6 @@ def test_a_list_that_cannot_be_true_is_no_empty_store(s3: S3Server, bucket: str,
     assert _newest(s3, bucket) == 2
 
 
-def test_a_list_that_says_there_is_more_and_not_how_is_continued(s3: S3Server, bucket: str) -> None:
-    """The first page names step 1 only, and has no token; the next request asks for what follows."""
-    assert _save(s3, bucket, 1) and _save(s3, bucket, 2)
-
-    def judge(line: str) -> bytes | None:
-        return _listing([FIRST], truncated=True) if _is_list(line) and "start-after" not in line else None
-
-    with Proxy(s3.ports["s3"], judge) as proxy, _manager(s3, bucket, proxy.endpoint) as manager:
-        state = manager.load_checkpoint()
-        assert proxy.judged
-    assert state is not None and state.step == 2
-
-
 class _Hostile:
     """Speaks HTTP and answers every request with what `answer(number of the request)` gives, one piece after the other."""
 
@@ -310,20 +297,18 @@ def test_of_an_answer_that_is_longer_than_asked_for_only_so_much_is_read() -> No
     """The head is right, the body does not end."""
     hostile = _Hostile(_large("206 Partial Content", "Content-Range: bytes 0-99/1000\r\n"))
     with hostile as blobs, pytest.raises(OSError, match="more than the 100 bytes"):
-        blobs.get_range("data", 0, memoryview(bytearray(100)))
+        blobs.get_range("data", 0, [memoryview(bytearray(100))])
 
 
-@pytest.mark.parametrize("entries", [0, 1000])
-def test_a_list_without_end_ends(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every page says how to go on, whether it brings something or not."""
+def test_a_list_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page says how to go on."""
     monkeypatch.setattr(object_store, "MAX_KEYS", 5000)
 
     def answer(number: int) -> list[bytes]:
-        page = _listing([f"run/{number:06d}/{entry}" for entry in range(entries)], True, f"t{number}")
+        page = _listing([f"run/{number:06d}/{entry}" for entry in range(1000)], True, f"t{number}")
         return [page.replace(b"Connection: close\r\n", b"")]
 
     with _Hostile(answer) as blobs, pytest.raises(OSError, match="list of objects"):
-        blobs._list_s = 1.0
         blobs.keys("")
 
 

@@ -39,7 +39,15 @@ def _rewrite(folder: Path, manifest: Change, index: Change) -> None:
 
 
 def _row(column: str, value: Any) -> Change:
-    return lambda index: index["shards"][0].__setitem__(format._COLUMNS.index(column), value)
+    return lambda index: _set(index["shards"][0], column, value)
+
+
+def _set(row: list[Any], column: str, value: Any) -> None:
+    """A column of a shard, or of where it is stored."""
+    if column in format.Shard._fields:
+        row[0][format.Shard._fields.index(column)] = value
+    else:
+        row[format.StoredShard._fields.index(column)] = value
 
 
 MANIFESTS: list[Change] = [
@@ -70,7 +78,7 @@ INDEXES: list[Change] = [
     lambda i: i.update(algorithm="rot13"),
     lambda i: i.update(files=None),
     lambda i: i["shards"].append([1, 2]),
-    lambda i: [row.__setitem__(format._COLUMNS.index("start"), 1 << 40) for row in i["shards"]],
+    lambda i: [_set(row, "start", 1 << 40) for row in i["shards"]],
 ]  # fmt: skip
 #: What a hostile or broken saver may put in place of the state that is not tensors.
 SKELETONS: list[Any] = [
@@ -85,7 +93,7 @@ OPTIMIZERS: list[Any] = [
 ]  # fmt: skip
 HOSTILE: list[Change] = [
     lambda i: _huge(i["shards"][0], [1 << 40]),
-    lambda i: _huge(i["shards"][0], [1 << 40], [0], [4]),
+    lambda i: _huge(i["shards"][0], [1 << 40], [4]),
     lambda i: _huge(i["shards"][0], [1 << 45], view="float8_e4m3fn"),
     *(lambda i, common=common: i.update(common=common) for common in SKELETONS),
     *(lambda i, saved=saved: i["common"].update(optimizer_state_dict=saved) for saved in OPTIMIZERS),
@@ -93,11 +101,10 @@ HOSTILE: list[Change] = [
 ]
 
 
-def _huge(row: list[Any], shape: list[int], offsets: Any = None, sizes: Any = None, view: str = "") -> None:
+def _huge(row: list[Any], shape: list[int], sizes: Any = None, view: str = "") -> None:
     """Sizes that fit together and into no memory."""
-    name, checksum = row[0], row[-1]
-    elements = (sizes or shape)[0]
-    row[:] = [name, "U8", shape, offsets, sizes, 4 if view else elements, view, row[7], row[8], checksum]
+    sizes = sizes or shape
+    row[0] = [row[0][0], "U8", shape, [0], sizes, 4 if view else sizes[0], view]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks.elastic.data import Mixture, Order, Permutation
+from allranks.elastic.data import Mixture, Order
+from allranks.elastic.data.order import permuted
 from allranks.errors import ConfigurationError
 
 
@@ -15,7 +16,8 @@ from allranks.errors import ConfigurationError
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
 def test_a_shuffle_is_a_bijection(size: int, key: int) -> None:
     """Every sample once, for any size and key."""
-    found = Permutation(size, key)(np.arange(size, dtype=np.int64))
+    positions = np.arange(size, dtype=np.int64)
+    found = permuted(size, [key], np.zeros_like(positions), positions)
     assert np.array_equal(np.sort(found), np.arange(size))
 
 

@@ -21,8 +21,6 @@ try:  # nine times the speed of sha256, three times that of crc32
 except ImportError:  # pragma: no cover - exercised where the extra is missing
     xxhash = None  # type: ignore[assignment]
 
-#: Bytes hashed at once: small enough to be in the cache still when just read, large enough to free the GIL.
-PIECE_BYTES = 4 << 20
 #: Read and hashed at once: what was just read is still in the core's own cache, and the GIL changes hands seldom.
 READ_BYTES = 512 << 10
 #: Neighbouring shards are read and checked together up to this size: one read for a layer's weight and bias.
@@ -45,11 +43,8 @@ class _Crc32:
 #: Every algorithm that checkpoints may name, whether this installation can compute it or not.
 ALGORITHMS = ("crc32", "sha256", "xxh3_128")
 _MAKERS: dict[str, Callable[[], Hasher]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
-#: The same in one call, without an object: for the thousands of small tensors of a state.
-_AT_ONCE: dict[str, Callable[[bytes | memoryview], str]] = {}
 if xxhash is not None:
     _MAKERS["xxh3_128"] = xxhash.xxh3_128
-    _AT_ONCE["xxh3_128"] = xxhash.xxh3_128_hexdigest
 
 
 def best_algorithm() -> str:
@@ -69,11 +64,8 @@ def new_hasher(algorithm: str) -> Hasher:
 
 def checksum(data: bytes | memoryview, algorithm: str) -> str:
     """The checksum of a buffer as hex digits; frees the GIL while it works."""
-    if len(data) <= TOGETHER_BYTES and algorithm in _AT_ONCE:
-        return _AT_ONCE[algorithm](data)
     hasher = new_hasher(algorithm)
-    for start in range(0, len(data), PIECE_BYTES):
-        hasher.update(data[start : start + PIECE_BYTES])
+    hasher.update(data)
     return hasher.hexdigest()
 
 
@@ -85,8 +77,9 @@ def cores() -> int:
     return max(2, min(8, len(os.sched_getaffinity(0))))
 
 
-def in_threads(count: int, items: Iterable[T], act: Callable[[T], None]) -> None:
-    """Acts on every item, in their order, in a few threads; raises the first error."""
+def in_threads(count: int, items: Iterable[T], act: Callable[[T], object]) -> None:
+    """Acts on every item, in their order, in a few threads; raises the first error. At Ctrl-C threads that wait for a store
+    are left behind."""
     left = list(items)
     left.reverse()
     errors: list[BaseException] = []
@@ -102,11 +95,17 @@ def in_threads(count: int, items: Iterable[T], act: Callable[[T], None]) -> None
             except BaseException as error:
                 errors.append(error)
 
-    others = [threading.Thread(target=work, name="allranks-read") for _ in range(min(count, len(left)) - 1)]
+    others = [
+        threading.Thread(target=work, name="allranks-read", daemon=True)
+        for _ in range(min(count, len(left)) - 1)
+    ]
     for thread in others:
         thread.start()
     work()
     for thread in others:
-        thread.join()
+        try:
+            thread.join(1.0 if any(not isinstance(error, Exception) for error in errors) else None)
+        except KeyboardInterrupt as error:
+            errors.append(error)
     if errors:
         raise errors[0]

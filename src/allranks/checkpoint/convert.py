@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from allranks.checkpoint.state import CheckpointState, StateDict, state_of
 from allranks.checkpoint.stores import StoreSpec, checkpoint_name, open_store, split_address
 from allranks.checkpoint.stores.backends import Backend
 from allranks.checkpoint.stores.listing import has_manifest
+from allranks.checkpoint.tensors import flatten
 from allranks.errors import InputError
 from allranks.model.files import replacing
 
@@ -44,9 +48,18 @@ def export_checkpoint(
         opened(store, name, progress) as checkpoint,
     ):
         state = read_state(checkpoint, 0)
+    _need_room(state, target)
     with replacing(target) as draft:
         _write(state, draft, target.suffix)
     return list(state.model_state_dict)
+
+
+def _need_room(state: CheckpointState, target: Path) -> None:
+    """torch and safetensors say of a full disk that something is wrong with the file."""
+    tensors = flatten(state.to_dict() if target.suffix == ".pt" else state.model_state_dict).tensors
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    if needed > shutil.disk_usage(target.absolute().parent).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
 
 
 def import_checkpoint(

@@ -21,6 +21,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import add
 from typing import Any
 
 import torch
@@ -31,14 +32,14 @@ from torch.futures import Future
 
 from allranks import torch_private
 from allranks.checkpoint.checksum import best_algorithm, checksum
-from allranks.checkpoint.manifest import FileLayout, Index, Shard, StoredShard, encode_manifest, lay_out
+from allranks.checkpoint.manifest import FileLayout, Index, Shard, encode_manifest, lay_out
 from allranks.checkpoint.restore.into_state import skeletons
 from allranks.checkpoint.restore.opened_checkpoint import Opened, opened
-from allranks.checkpoint.restore.tensor_reader import read_whole, stored_dtype
+from allranks.checkpoint.restore.tensor_reader import FillTarget, fill, read_whole, reading_list, stored_dtype
 from allranks.checkpoint.save.plan import shard_of
-from allranks.checkpoint.save.writer import SaveJob, collect, data_file, part_file, write_index
+from allranks.checkpoint.save.writer import SaveJob, collect, part_file, with_file, write_index
 from allranks.checkpoint.stores import Attempt, Store, StoreSpec, open_store, split_address, step_in_name
-from allranks.checkpoint.tensors import flatten, memory_of, narrowed, tensor_names, unflatten
+from allranks.checkpoint.tensors import flatten, memory_of, tensor_names, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +147,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
         by_shard, sums = dict(tensors), dict[str, str]()
         name = part_file(store, attempt, rank, "safetensors")
         store.write(attempt, name, _pieces(layout, by_shard, sums), layout.bytes)
-        file = data_file(name, layout, best_algorithm())
-        stored = tuple(StoredShard(p.shard, name, p.start, sums[p.key]) for p in layout.placed)
-        self._index = Index(rank, best_algorithm(), (file,), stored)
+        self._index = with_file(Index(rank, best_algorithm(), (), ()), name, layout, sums)
         if rank != ranks[0]:
             write_index(store, attempt, self._index)
 
@@ -192,15 +191,6 @@ def _common(metadata: facts.Metadata, results: Sequence[Sequence[storage.WriteRe
 class StorageReader(_Storage, storage.StorageReader):
     """Reads one checkpoint by path or URL. `options` are the store's (endpoint, keys …)."""
 
-    def __init__(self, path: str, options: Mapping[str, str] | None = None) -> None:
-        super().__init__(path, options)
-        self._places: dict[facts.MetadataIndex, tuple[Index, StoredShard]] = {}
-        self._objects: dict[str, object] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(checkpoint_id)
-        self._places = {}
-
     def read_metadata(self, *args: object, **kwargs: object) -> facts.Metadata:
         """What DCP's planners need to know."""
         entries: dict[str, facts.TensorStorageMetadata | facts.BytesStorageMetadata] = {}
@@ -214,18 +204,13 @@ class StorageReader(_Storage, storage.StorageReader):
                 entries[name] = facts.TensorStorageMetadata(
                     facts.TensorProperties(dtype=stored_dtype(shard)), torch.Size(shard.shape), chunks
                 )
-                for index, one in stored:
-                    self._places[facts.MetadataIndex(name, one.shard.offsets)] = (index, one)
-            self._objects = _objects(checkpoint)
-        entries.update({name: facts.BytesStorageMetadata() for name in self._objects})
+            entries.update({name: facts.BytesStorageMetadata() for name in _objects(checkpoint)})
         return facts.Metadata(entries, storage_meta=facts.StorageMeta())
 
     def set_up_storage_reader(
         self, metadata: facts.Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
-        """Every rank needs the places, also those that did not read the metadata."""
-        if not self._places:
-            self.read_metadata()
+        """Nothing to set up."""
 
     def prepare_local_plan(self, plan: planning.LoadPlan) -> planning.LoadPlan:
         return plan
@@ -235,25 +220,28 @@ class StorageReader(_Storage, storage.StorageReader):
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
         """Reads and checks each saved chunk once, and copies the wanted regions out of it."""
-        by_chunk: dict[facts.MetadataIndex, list[planning.ReadItem]] = {}
-        for item in plan.items:
-            if item.type == planning.LoadItemType.BYTE_IO:
-                # torch.save's bytes, as DCP's planner wants them: made here from plain data, never read from a file
-                pickled = io.BytesIO()
-                torch.save(self._objects[item.storage_index.fqn], pickled)
-                pickled.seek(0)
-                planner.load_bytes(item, pickled)
-            else:
-                by_chunk.setdefault(dataclasses.replace(item.storage_index, index=None), []).append(item)
+        plain = [item for item in plan.items if item.type == planning.LoadItemType.BYTE_IO]
+        wanted = [item for item in plan.items if item.type != planning.LoadItemType.BYTE_IO]
+        tensors = [(item, planner.resolve_tensor(item).detach()) for item in wanted]
+        targets = [
+            FillTarget(
+                item.storage_index.fqn,
+                tensor,
+                tuple(map(add, item.storage_index.offset or (0,) * tensor.dim(), item.storage_offsets)),
+            )
+            for item, tensor in tensors
+        ]
         with self._open() as (store, name), opened(store, name) as checkpoint:
-            for place, items in by_chunk.items():
-                index, stored = self._places[place]
-                whole = torch.empty(stored.shard.sizes, dtype=stored_dtype(stored.shard))
-                checkpoint.read_shard(index, stored, memory_of(whole))
-                for item in items:
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(narrowed(whole, item.storage_offsets, item.lengths))
-                    planner.commit_tensor(item, target)
+            fill(checkpoint, reading_list(checkpoint, targets))
+            objects = _objects(checkpoint) if plain else {}
+        for item, tensor in tensors:
+            planner.commit_tensor(item, tensor)
+        for item in plain:
+            # torch.save's bytes, as DCP's planner wants them: made here from plain data, never read from a file
+            pickled = io.BytesIO()
+            torch.save(objects[item.storage_index.fqn], pickled)
+            pickled.seek(0)
+            planner.load_bytes(item, pickled)
         done: Future[None] = Future()
         done.set_result(None)
         return done

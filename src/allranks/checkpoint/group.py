@@ -1,6 +1,6 @@
 """The ranks that save and load together, and the tiers they share.
 
-`RankGroup`: who they are, and how they exchange small JSON (no pickle). `TierLocations`: where a manager's tiers lie, and which
+`RankGroup`: who they are, and how they exchange small JSON. `TierLocations`: where a manager's tiers lie, and which
 ranks write to each of them together. `start_fresh`: `allranks run --fresh`, once per run, not once per restart.
 """
 
@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from allranks.checkpoint.config import CheckpointConfig, CheckpointTier
@@ -53,19 +52,9 @@ class RankGroup:
         """Every rank's value, in rank order, on every rank. All ranks must call it."""
         if self.alone:
             return [json.loads(json.dumps(value))]
-        group = self._channel()
-        body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([body.numel()]), group=group)
-        longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: body.numel()] = body
-        bodies = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(bodies, padded, group=group)
-        return [
-            json.loads(bytes(data[: int(length)].numpy()))
-            for data, length in zip(bodies, lengths, strict=True)
-        ]
+        found: list[str] = [""] * self.world_size
+        dist.all_gather_object(found, json.dumps(value), group=self._channel())
+        return [json.loads(text) for text in found]
 
     def _channel(self) -> dist.ProcessGroup:
         if self._gloo is None:

@@ -13,6 +13,7 @@ into shared memory only; where the optimizer is known, not even for that.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from allranks.checkpoint.stores.backends import Backend, MemorySnapshotBackend, 
 log = logging.getLogger("allranks.checkpoint")
 Tier = CheckpointTier
 SAVE_LAST_S = 60.0  # for a state that another is about to replace
+EXIT_S = 30.0  # for a copy that is under way when the process ends
 
 
 _MANAGERS: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()  # of this process
@@ -64,6 +66,18 @@ def save_last_steps() -> list[int]:
         if manager.wait_for_pending_saves(SAVE_LAST_S):
             found += [step for step in manager.saves.newest.values() if step == manager._last_step]
     return found
+
+
+@cache
+def _register_exit() -> None:
+    """Called when the first copy has begun: what is registered later runs earlier, and the memory must still be there."""
+    atexit.register(_hand_over)
+
+
+def _hand_over() -> None:
+    """The process ends without `close()`, after Ctrl-C for example: the helper gets what was promised to be saved."""
+    for manager in list(_MANAGERS):
+        manager._leave_to_helper()
 
 
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
@@ -203,8 +217,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def close(self, timeout_s: float = 600.0) -> None:
         """Saves the last step of `step` where no durable tier has it yet (not after an error: half a step may have
         been made, and other ranks may be gone), waits for pending saves, ends the helper process and frees the
-        memory. Every rank calls it. Safe to call twice."""
+        memory. Every rank calls it. Safe to call twice. After Ctrl-C it waits for nothing: the helper finishes alone."""
+        interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
         try:
+            if interrupted:
+                self._leave_to_helper()
+                _MANAGERS.discard(self)
+                return
             if self.config.save_on_close and sys.exc_info()[0] is None:
                 try:
                     self._save_last()
@@ -218,9 +237,17 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             for hook in self._hooks:
                 hook.remove()
             self._hooks, self.coordinator.optimizers = [], []
-            self.saves.helper.close()
+            self.saves.helper.close(None if interrupted else 30.0)
             self.memory_backend.clear()
             self.memory_backend.pool.close()
+
+    def _leave_to_helper(self) -> None:
+        """Ends the copy that is under way, and says what the helper will do after this process has ended."""
+        copy, saves = self.coordinator.copy, self.saves
+        in_time = copy is None or copy.join(EXIT_S)
+        for pending in saves.busy({tier.name for tier in Tier}):
+            end = f"its helper process (pid {saves.helper.pid}) finishes that" if in_time else "it is lost"
+            log.warning("[%s] step %d is still being saved: %s", pending.tier, pending.step, end)
 
     def _say_what_is_missing(self) -> None:
         """The last word of a training whose last saves failed: the warnings of each have scrolled by."""
@@ -302,16 +329,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self, state: CheckpointState, tiers: tuple[Tier, ...], may_skip: bool
     ) -> dict[Tier, str | None]:
         with during(f"saving {tiers[-1].name.lower()}" if tiers else "saving"):
-            return self._save_now(state, tiers, may_skip)
-
-    def _save_now(
-        self, state: CheckpointState, tiers: tuple[Tier, ...], may_skip: bool
-    ) -> dict[Tier, str | None]:
-        saved = self.coordinator.save(state, tiers, may_skip)
-        durable = any(tier is not Tier.MEMORY for tier in tiers)
-        if durable and not self.config.async_save and not self._wait_for_saves():
-            return {tier: None for tier in saved if tier is Tier.MEMORY}
-        return saved
+            saved = self.coordinator.save(state, tiers, may_skip)
+            _register_exit()
+            durable = any(tier is not Tier.MEMORY for tier in tiers)
+            if durable and not self.config.async_save and not self._wait_for_saves():
+                return {tier: None for tier in saved if tier is Tier.MEMORY}
+            return saved
 
     def _loader(self, tier: CheckpointTier | None, missing_ok: bool = True) -> Loader:
         specs = self.places.specs()

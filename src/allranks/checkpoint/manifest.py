@@ -15,11 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
-from operator import add, le
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from allranks.checkpoint.checksum import ALGORITHMS
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
@@ -50,10 +48,6 @@ class Shard(NamedTuple):
     sizes: tuple[int, ...]
     bytes: int
     view: str = ""
-
-    @property
-    def whole(self) -> bool:
-        return self.sizes == self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +110,7 @@ def _header(shards: Sequence[Shard], keys: Sequence[str]) -> bytes:
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
+IS_NEWER, UPGRADE = "is newer than", "upgrade allranks"
 _HEAD = b'{"checksum": "sha256:'
 
 
@@ -126,12 +121,6 @@ class StoredShard(NamedTuple):
     file: str
     start: int
     checksum: str
-
-
-#: One of the ten columns of an index: its type is known where it is taken apart.
-Column: TypeAlias = tuple[Any, ...]
-#: What each row of an index says about a shard; rows instead of objects read twice as fast.
-_COLUMNS = [*Shard._fields, *StoredShard._fields[1:]]
 
 
 @dataclass(frozen=True)
@@ -214,7 +203,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
     try:
         if raw["schema"] > SCHEMA:
             raise CheckpointValidationError(
-                f"schema {raw['schema']} is newer than {SCHEMA}", path=path, hint="upgrade allranks"
+                f"schema {raw['schema']} {IS_NEWER} {SCHEMA}", path=path, hint=UPGRADE
             )
         check_manifest(raw)
         return Manifest(**{**raw, "parts": tuple(Part(**part) for part in raw["parts"])})
@@ -225,84 +214,30 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
 def encode_index(index: Index) -> bytes:
     """The bytes of an index file. Shards become text one by one: thousands of lists would double the helper."""
     files = [asdict(file) for file in index.files]
-    state = {"common": index.common, "own": index.own, "columns": _COLUMNS}
+    state = {"common": index.common, "own": index.own}
     head = _dump({"rank": index.rank, "algorithm": index.algorithm, "files": files, **state})
-    rows = ",".join(_dump(_row(stored)) for stored in index.shards)
-    return _seal(f'{head[:-1]},"shards":[{rows}]}}')
+    return _seal(f'{head[:-1]},"shards":[{",".join(map(_dump, index.shards))}]}}')
 
 
 def decode_index(data: bytes, path: str) -> Index:
+    """Reads and checks an index. msgspec is imported here: the helper process never needs it."""
+    from allranks.model.parsing import convert, from_json
+
     body = _body(data, path)
     try:
-        raw = _index_reader()(body)
-        if raw.columns != _COLUMNS:
-            problem = f"unknown columns {raw.columns}"
-            raise CheckpointValidationError(problem, path=path, hint="upgrade allranks")
-        for file in raw.files:
-            _plain_name("file", file.file)
-            if file.header_bytes > file.bytes:
-                raise ValueError(f"header_bytes {file.header_bytes} of a file of {file.bytes}")
-        columns = list(zip(*raw.shards, strict=True)) or [()] * len(_COLUMNS)
-        check_shards(columns, {file.file: file.bytes for file in raw.files})
-        return Index(raw.rank, raw.algorithm, tuple(raw.files), _stored(columns), raw.common, raw.own)
+        try:
+            index = from_json(body, Index)
+        except ValueError:  # half a surrogate pair in a name: json.loads is more lenient
+            index = convert(json.loads(body), Index)
+        check_index(index)
+        return index
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"not an index: {error}", path=path) from error
-
-
-@cache
-def _index_reader() -> Callable[[bytes], Any]:
-    """JSON → checked types and bounds, in one pass. msgspec is imported here: the helper process never needs it."""
-    import msgspec
-
-    from allranks.model.parsing import convert, json_decoder
-
-    count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-    counts = tuple[count, ...]
-    row = tuple[str, str, counts, counts | None, counts | None, count, str, str, count, str]
-    kinds = (count, Literal[ALGORITHMS], tuple[DataFile, ...], Skeleton, Skeleton, list[str], list[row])
-    names = ("rank", "algorithm", "files", "common", "own", "columns", "shards")
-    body = msgspec.defstruct("IndexBody", list(zip(names, kinds, strict=True)))
-    decoder = json_decoder(body)
-
-    def read(data: bytes) -> Any:
-        try:
-            return decoder.decode(data)
-        except msgspec.ValidationError:
-            raise
-        except msgspec.DecodeError:  # half a surrogate pair in a name: json.loads is more lenient
-            return convert(json.loads(data), body)
-
-    return read
 
 
 def bytes_of_index(data: bytes, path: str) -> int:
     """The bytes of its data files, of an index of our own, without a look at the rest."""
     return sum(file["bytes"] for file in _unseal(data, path)["files"])
-
-
-def _row(stored: StoredShard) -> list[object]:
-    """A shard as the columns say; null for the offsets and sizes of a whole tensor."""
-    shard = stored.shard
-    place = [None, None] if shard.whole else [shard.offsets, shard.sizes]
-    return [shard.name, shard.dtype, shard.shape, *place, shard.bytes, shard.view, *stored[1:]]
-
-
-def _stored(columns: list[Column]) -> tuple[StoredShard, ...]:
-    """Shards out of their columns; no offsets and sizes stand for a whole tensor."""
-    names, dtypes, shapes, offsets, sizes, lengths, views, *places = columns
-    zeros = [(0,) * rank for rank in range(max(map(len, shapes), default=0) + 1)]
-    starts: Iterable[tuple[int, ...]] = map(zeros.__getitem__, map(len, shapes))
-    pieces: Iterable[tuple[int, ...]] = shapes
-    if any(offset is not None for offset in offsets):
-        starts = [zero if o is None else o for zero, o in zip(starts, offsets, strict=True)]
-        pieces = [shape if s is None else s for shape, s in zip(shapes, sizes, strict=True)]
-    # tuple's constructor: a named tuple's own takes twice as long
-    shards = map(_new_shard, zip(names, dtypes, shapes, starts, pieces, lengths, views, strict=True))
-    return tuple(map(_new_stored, zip(shards, *places, strict=True)))
-
-
-_new_shard = partial(tuple.__new__, Shard)
-_new_stored = partial(tuple.__new__, StoredShard)
 
 
 _dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -334,16 +269,21 @@ def _unseal(data: bytes, path: str) -> dict[str, Any]:
     return parsed
 
 
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "timestamp": (int, float),
+    "attempt": str,
+    "metrics": dict,
+    "job": str,
+    "parts": list,
+}
+
+
 def check_manifest(raw: Mapping[str, Any]) -> None:
     """TypeError or ValueError names the first thing that cannot be."""
     for name in ("step", "epoch", "world_size"):
         _count(name, raw[name])
-    if type(raw["timestamp"]) not in (int, float):
-        raise TypeError(f"timestamp is {raw['timestamp']!r:.80}, not a number")
-    _kind("attempt", raw["attempt"], str)
-    _kind("metrics", raw["metrics"], dict)
-    _kind("job", raw["job"], str)
-    _kind("parts", raw["parts"], list)
+    for name, kind in _KINDS.items():
+        _kind(name, raw[name], kind)
     for part in raw["parts"]:
         _kind("part", part, dict)
         for name in ("rank", "index_bytes", "data_bytes"):
@@ -352,48 +292,51 @@ def check_manifest(raw: Mapping[str, Any]) -> None:
         _kind("index_sha256", part["index_sha256"], str)
 
 
-def check_shards(columns: Sequence[Column], files: Mapping[str, int]) -> None:
-    """The same for the shards of an index, by column; `files` are its data files with their sizes.
-
-    There are as many shards as tensors, but few kinds of them.
-    """
-    names, dtypes, shapes, offsets, sizes, lengths, views, homes, starts, _ = columns
-    for kind in set(zip(dtypes, shapes, offsets, sizes, lengths, views, strict=True)):
+def check_index(index: Index) -> None:
+    """The same for an index. There are as many shards as tensors, but few kinds of them."""
+    _count("rank", index.rank)
+    if index.algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm {index.algorithm!r:.80}")
+    sizes = {}
+    for file in index.files:
+        _plain_name("file", file.file)
+        if not 0 <= file.header_bytes <= file.bytes:
+            raise ValueError(f"header_bytes {file.header_bytes} of a file of {file.bytes}")
+        sizes[file.file] = file.bytes
+    for kind in {shard[1:] for shard, *_ in index.shards}:
         _check_kind(*kind)
-    if not all(map(le, map(add, starts, lengths), map(files.__getitem__, homes))):
-        for name, start, length, home in zip(names, starts, lengths, homes, strict=True):
-            end, limit = start + length, files[home]
-            if end > limit:
-                raise ValueError(f"{name}: bytes {start} to {end} of {home}, which has {limit}")
+    for shard, home, start, _ in index.shards:
+        if start < 0 or start + shard.bytes > sizes[home]:
+            where = f"bytes {start} to {start + shard.bytes} of {home}"
+            raise ValueError(f"{shard.name}: {where}, which has {sizes[home]}")
 
 
 def _check_kind(
     dtype: str,
     shape: tuple[int, ...],
-    offsets: tuple[int, ...] | None,
-    sizes: tuple[int, ...] | None,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
     length: int,
     view: str,
 ) -> None:
     """Whether a shard like this can be."""
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype!r:.80}")
-    if offsets is not None and sizes is not None:
-        inside = len(offsets) == len(sizes) == len(shape)
-        if not inside or any(o + s > w for o, s, w in zip(offsets, sizes, shape, strict=True)):
-            raise ValueError(f"piece {offsets} + {sizes} of {shape}")
-    elif offsets is not sizes:
-        raise ValueError(f"offsets {offsets!r:.80} and sizes {sizes!r:.80}")
+    for number in (*shape, *offsets, *sizes, length):
+        _count("size", number)
+    if not len(offsets) == len(sizes) == len(shape) or any(
+        o + s > w for o, s, w in zip(offsets, sizes, shape, strict=True)
+    ):
+        raise ValueError(f"piece {offsets} + {sizes} of {shape}")
     if view and dtype != "U8":
         raise ValueError(f"{view!r:.80} is stored as {dtype}, not as bytes")
-    piece = shape if sizes is None else sizes
-    if not view and length != math.prod(piece) * ITEM_BYTES[dtype]:
-        raise ValueError(f"{length} bytes for {piece} of {dtype}")
+    if not view and length != math.prod(sizes) * ITEM_BYTES[dtype]:
+        raise ValueError(f"{length} bytes for {sizes} of {dtype}")
 
 
-def _kind(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} is {value!r:.80}, not a {kind.__name__}")
+def _kind(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r:.80}")
 
 
 def _count(name: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks.checkpoint.manifest import IS_NEWER
 from allranks.checkpoint.stores import Store, StoreSpec, open_store, reason_of, split_address
 from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
@@ -100,9 +102,10 @@ def main(args: argparse.Namespace) -> int:
         return run_action(ACTIONS, args)
     except OSError as error:
         where = error.filename or getattr(args, "store", None) or getattr(args, "checkpoint", "")
-        raise InputError(
-            f"cannot {args.action} {where}: {reason_of(error)}", hint="Is the address right, and reachable?"
-        ) from error
+        hint = "Is the address right, and reachable?"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "how full it is: df -h"
+        raise InputError(f"cannot {args.action} {where}: {reason_of(error)}", hint=hint) from error
 
 
 def _ls(args: _OfStore) -> int:
@@ -127,7 +130,8 @@ def _table(address: str, found: list[Listed]) -> Iterator[str]:
     )
     for one in found:
         if one.problem:
-            yield f"{'-':>10} {'-':>9} {'-':>5} {'damaged':<19} {one.name}: {one.problem}"
+            state = "newer version" if IS_NEWER in one.problem else "damaged"
+            yield f"{'-':>10} {'-':>9} {'-':>5} {state:<19} {one.name}: {one.problem}"
         else:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.timestamp))
             yield f"{one.step:>10} {byte_size(one.bytes):>9} {one.world_size:>5} {when:<19} {one.name}"
@@ -164,7 +168,7 @@ def _verify(args: _VerifyFlags) -> int:
             with _bar(f"verify {name}", _bytes_of(store, name), args.json) as progress:
                 result = verify_checkpoint(store, name, progress)
             results.append(result)
-            if result.problems and args.quarantine:
+            if result.problems and args.quarantine and not result.newer:
                 moved[result.path] = store.quarantine(name, "; ".join(result.problems))
     if not results:  # a mistyped address must not pass for "all is well"
         raise InputError(f"no checkpoints in '{args.checkpoint}'", hint="is the address right?")
@@ -173,7 +177,8 @@ def _verify(args: _VerifyFlags) -> int:
     lines = []
     for result in results:
         if result.problems:
-            lines += [f"DAMAGED {result.path}", *(f"  {problem}" for problem in result.problems)]
+            state = "NEWER  " if result.newer else "DAMAGED"
+            lines += [f"{state} {result.path}", *(f"  {problem}" for problem in result.problems)]
             lines += [f"  moved to {moved[result.path]}"] if result.path in moved else []
         else:
             lines.append(f"ok      {result.path}: {result.tensors} tensors, {byte_size(result.bytes)}")

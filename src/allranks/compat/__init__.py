@@ -65,22 +65,26 @@ DEEP = {
     "data": ("index_builder", "resumable_dataset"),
     "scaling": ("lr_scaling",),
 }
-#: elastic_harness module -> ours.
-MODULES = {f"{HARNESS}.{name}": f"{__name__}.{name}" for name in NAMES} | {
-    f"{HARNESS}.{name}.{deep}": f"{__name__}.{name}" for name, deeper in DEEP.items() for deep in deeper
-}
+#: Where these modules are found; `install` adds HARNESS.
+_ROOTS = [__name__]
+
+
+def _split(fullname: str) -> tuple[str, str, str]:
+    """(root, module, module below it) of a name; the root is "" for one that is not ours."""
+    root = next((root for root in _ROOTS if f"{fullname}.".startswith(f"{root}.")), "")
+    name, _, deep = fullname.removeprefix(root).removeprefix(".").partition(".")
+    return root, name, deep
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds `allranks.compat.X` and `allranks.compat.X.Y`, which are no files."""
+    """Finds `allranks.compat.X` and `allranks.compat.X.Y`, which are no files, and the same of elastic_harness."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A module of the tables above; None for any other."""
-        inside, _, rest = fullname.partition(f"{__name__}.")
-        name, _, deep = rest.partition(".")
-        if inside or name not in NAMES or (deep and deep not in DEEP.get(name, ())):
+        root, name, deep = _split(fullname)
+        if not root or (name and name not in NAMES) or (deep and deep not in DEEP.get(name, ())):
             return None
         return ModuleSpec(fullname, self, is_package=not deep)
 
@@ -98,7 +102,10 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Fills a module with our classes."""
-        name = module.__name__.removeprefix(f"{__name__}.").partition(".")[0]
+        _, name, _ = _split(module.__name__)
+        if not name:  # elastic_harness itself; its modules are imported when they are asked for
+            vars(module)["__getattr__"] = _of_harness
+            return
         module.__doc__ = f"{HARNESS}.{name}"
         vars(module)["__all__"] = names = []
         for home, wanted in NAMES[name].items():
@@ -113,20 +120,18 @@ if not any(str(type(finder)) == str(_Finder) for finder in sys.meta_path):  # a 
     sys.meta_path.append(_Finder())
 
 
+def _of_harness(name: str) -> ModuleType:
+    if name not in NAMES:
+        raise AttributeError(f"module '{HARNESS}' has no attribute {name!r}")
+    return importlib.import_module(f"{HARNESS}.{name}")
+
+
 def install() -> None:
     """Makes `elastic_harness` importable in this process, as ours. Refuses when the real one is installed."""
-    if getattr(sys.modules.get(HARNESS), "__allranks__", False):
+    if HARNESS in _ROOTS:
         return
     if HARNESS in sys.modules or importlib.util.find_spec(HARNESS) is not None:
         raise InputError(
             "elastic_harness itself is installed: remove it, or import from allranks.compat instead"
         )
-    top = ModuleType(HARNESS, "allranks under the names of elastic_harness")
-    top.__path__ = []  # a package: `import elastic_harness.scaling` looks here, and finds sys.modules
-    vars(top)["__allranks__"] = True
-    sys.modules[HARNESS] = top
-    for old, new in MODULES.items():
-        module = importlib.import_module(new)
-        sys.modules[old] = module
-        above, _, name = old.rpartition(".")
-        setattr(sys.modules[above], name, module)
+    _ROOTS.append(HARNESS)

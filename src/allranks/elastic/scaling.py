@@ -321,9 +321,11 @@ class ElasticScalingManager:
             raise ConfigurationError(text, "scaling")
         self.strategy = strategy
         self.lr_manager = LRScalingManager(lr_config, optimizer, None if constant else world_size)
-        self.accum_manager: GradientAccumulationManager | None = None
-        if constant and accum_config is not None:
-            self.accum_manager = GradientAccumulationManager(accum_config, rank, world_size)
+        # without a target each rank has one micro-batch of its own
+        own = lr_config.base_batch_size, lr_config.base_world_size, RoundingMode.FLOOR
+        batches = accum_config if constant and accum_config else GradAccumulationConfig(1, *own)
+        self._batches = GradientAccumulationManager(batches, rank, world_size)
+        self.accum_manager = self._batches if constant else None
 
     @property
     def current_lr(self) -> float:
@@ -331,22 +333,20 @@ class ElasticScalingManager:
 
     @property
     def accumulation_steps(self) -> int:
-        return self.accum_manager.accumulation_steps if self.accum_manager else 1
+        return self._batches.accumulation_steps
 
     @property
     def effective_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
-        if self.accum_manager:
-            return self.accum_manager.effective_batch_size
-        return self.lr_manager.current_effective_batch_size
+        return self._batches.effective_batch_size
 
     @property
     def loss_scale_factor(self) -> float:
-        return self.accum_manager.loss_scale_factor if self.accum_manager else 1.0
+        return self._batches.loss_scale_factor
 
     @property
     def world_size(self) -> int:
-        return self.accum_manager.world_size if self.accum_manager else self.lr_manager.current_world_size
+        return self._batches.world_size
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -356,20 +356,18 @@ class ElasticScalingManager:
     @property
     def shares(self) -> tuple[int, ...]:
         """Samples per optimizer step of each rank: what the data loader deals out."""
-        if self.accum_manager:
-            return self.accum_manager.plan.shares
-        return (self.lr_manager._current_batch_size,) * self.world_size
+        return self._batches.plan.shares
 
     def on_topology_change(self, new_world_size: int, rank: int | None = None) -> StateDict:
         """Returns the rate that will be reached and this rank's number of micro-batches."""
-        if self.accum_manager:
-            steps = self.accum_manager.on_topology_change(new_world_size, rank)
-            return {"lr": self.lr_manager.current_lr, "accumulation_steps": steps}
-        return {"lr": self.lr_manager.on_topology_change(new_world_size), "accumulation_steps": 1}
+        steps = self._batches.on_topology_change(new_world_size, rank)
+        constant = self.strategy == "constant_batch"
+        lr = self.current_lr if constant else self.lr_manager.on_topology_change(new_world_size)
+        return {"lr": lr, "accumulation_steps": steps}
 
     def should_step(self) -> bool:
         """To be called after each backward: True when the optimizer is due."""
-        return self.accum_manager.should_step() if self.accum_manager else True
+        return self._batches.should_step()
 
     def step_lr(self) -> float:
         """To be called once per optimizer step; moves along a ramp."""
@@ -379,10 +377,10 @@ class ElasticScalingManager:
         return {
             "strategy": self.strategy,
             "lr": self.lr_manager.state_dict(),
-            "accumulation": self.accum_manager.state_dict() if self.accum_manager else None,
+            "accumulation": self._batches.state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
         self.lr_manager.load_state_dict(state["lr"])
-        if self.accum_manager and state.get("accumulation"):
-            self.accum_manager.load_state_dict(state["accumulation"])
+        if state.get("accumulation"):
+            self._batches.load_state_dict(state["accumulation"])

@@ -172,8 +172,6 @@ class ElasticJob:
     def _rescale(self, new: int, rank: int) -> None:
         if self.scaling is None:
             return
-        if self.scaling.accum_manager is not None:
-            self.scaling.accum_manager.reset()
         before = self.scaling.current_lr
         target = self.scaling.on_topology_change(new, rank)["lr"]
         if self.metrics is not None and target != before:

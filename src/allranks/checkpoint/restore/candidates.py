@@ -7,11 +7,13 @@ stores and sends the others what it found; `choose` is a pure decision over that
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from allranks import errors
+from allranks.checkpoint.manifest import IS_NEWER, UPGRADE
 from allranks.checkpoint.stores import (
     Store,
     StoreSpec,
@@ -206,7 +208,9 @@ def growing_pauses() -> Iterator[float]:
 
 
 def refuse_to_guess(views: Sequence[TiersSeen], choice: RestoreChoice, rules: RestoreRules) -> None:
-    """Raises when a tier that may hold something newer did not answer on some rank, unless the user ignores that."""
+    """Raises when a tier that may hold something newer did not answer on some rank, or holds something newer that this
+    version cannot read, unless the user ignores that."""
+    _refuse_newer(views, choice, rules)
     held = max((c.step for c in choice.candidates if c.tier == "MEMORY"), default=-1)
     silent = {
         f"rank {rank}: {one}" if len(views) > 1 else str(one): one
@@ -224,6 +228,21 @@ def refuse_to_guess(views: Sequence[TiersSeen], choice: RestoreChoice, rules: Re
         "; ".join(silent) + ". It may hold something newer, so nothing was restored",
         path=first.address,
         hint=f"{first.hint}\n{AFTER_UNREACHABLE}",
+    )
+
+
+def _refuse_newer(views: Sequence[TiersSeen], choice: RestoreChoice, rules: RestoreRules) -> None:
+    """An older step in place of one that a newer version saved would train again, and save over it."""
+    newest = max((c.step for c in choice.candidates), default=sys.maxsize)
+    every = [one for view in views for one in view.unusable if IS_NEWER in one.reason and one.step > newest]
+    if not every:
+        return
+    text = "; ".join(dict.fromkeys(f"{one.path}: {one.reason}" for one in every))
+    if rules.ignore_unreachable:
+        log.warning("%s; skipped (on_unreachable=ignore)", text)
+        return
+    raise errors.CheckpointLoadError(
+        f"{text}. Nothing older was restored", hint=f"{UPGRADE}, {AFTER_UNREACHABLE}"
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -185,7 +186,13 @@ class Loader:
         if into is not None:
             into.torn = False
         with ExitStack() as held:
-            finish, problem, kinds = self._together(candidate, lambda: self._prepare(candidate, into, held))
+            try:
+                prepare = partial(self._prepare, candidate, into, held)
+                finish, problem, kinds = self._together(candidate, prepare)
+            except KeyboardInterrupt:
+                self._torn = candidate if into is not None and into.torn else None
+                log.warning("the restore was interrupted%s", self._left(into))
+                raise
             state = None
             if finish is not None and not problem:
                 state, problem, kinds = self._together(candidate, finish)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from allranks.checkpoint import checksum as checksums
 from allranks.checkpoint.manifest import (
+    IS_NEWER,
     MANIFEST,
     Index,
     Manifest,
@@ -23,7 +22,7 @@ from allranks.checkpoint.manifest import (
     encode_manifest,
     lay_out,
 )
-from allranks.checkpoint.save.writer import data_file, part_file, write_index
+from allranks.checkpoint.save.writer import part_file, with_file, write_index
 from allranks.checkpoint.stores import Attempt, DataReader, Store, quoted, reason_of, store_arguments
 from allranks.errors import CheckpointDamaged, CheckpointValidationError
 
@@ -43,7 +42,6 @@ class Opened:
     indexes: tuple[Index, ...]
     progress: Callable[[int], None] | None = None  # called with the bytes of every shard that was checked
     _sources: dict[str, DataReader] = field(default_factory=dict)
-    _requests: ThreadPoolExecutor | None = None
     _table: dict[str, list[tuple[Index, StoredShard]]] | None = None
 
     @property
@@ -73,45 +71,33 @@ class Opened:
             self._sources[file] = self._open(file)
         return self._sources[file]
 
-    def read_shard(self, index: Index, stored: StoredShard, view: memoryview) -> None:
-        """Reads a shard's bytes into `view` and checks them; CheckpointDamaged names what is damaged."""
-        source = self.source(stored.file)
-        if source.wide_reads:
-            with self._whole(stored):
-                self._read_parallel(source, stored.start, view)
-            self.check(index, stored, view)
-        else:
-            pieces = (
-                view[at : at + checksums.READ_BYTES] for at in range(0, len(view), checksums.READ_BYTES)
-            )
-            self._check_pieces(index, stored, pieces)
-
     def read_run(self, run: Sequence[tuple[Index, StoredShard, memoryview]]) -> None:
-        """Reads neighbouring shards of one file, each into its own memory, and checks them: small ones with one
-        read."""
+        """Reads neighbouring shards of one file, each into its own memory, and checks them: small ones, and those of a store
+        where a read is a request, with one read. CheckpointDamaged names what is damaged."""
         first, last = run[0][1], run[-1][1]
-        if last.start + last.shard.bytes - first.start > checksums.TOGETHER_BYTES:
+        source, length = self.source(first.file), last.start + last.shard.bytes - first.start
+        if length > checksums.TOGETHER_BYTES and not source.wide_reads:
             for index, stored, view in run:
-                self.read_shard(index, stored, view)
+                starts = range(0, len(view), checksums.READ_BYTES)
+                self._check_pieces(index, stored, (view[at : at + checksums.READ_BYTES] for at in starts))
             return
         with self._whole(last):
-            self.source(first.file).read_views(first.start, [view for _, _, view in run])
+            if len(run) == 1 and length > REQUEST_BYTES:
+                self._read_parallel(source, first.start, run[0][2])
+            else:
+                source.read_views(first.start, [view for _, _, view in run])
         for index, stored, view in run:
-            self.check(index, stored, view)
+            self._compare(checksums.checksum(view, index.algorithm), stored)
 
     def check_shard(self, index: Index, stored: StoredShard) -> None:
         """Reads a shard and keeps nothing of it; CheckpointDamaged names what is damaged."""
         length = stored.shard.bytes
         if self.source(stored.file).wide_reads:
-            self.read_shard(index, stored, memoryview(bytearray(length)))
+            self.read_run([(index, stored, memoryview(bytearray(length)))])
         else:
             scratch = memoryview(bytearray(min(length, checksums.READ_BYTES)))
             pieces = (scratch[: min(left, len(scratch))] for left in range(length, 0, -len(scratch) or -1))
             self._check_pieces(index, stored, pieces)
-
-    def check(self, index: Index, stored: StoredShard, view: memoryview) -> None:
-        """Checks bytes that were read some other way."""
-        self._compare(checksums.checksum(view, index.algorithm), stored)
 
     def _compare(self, found: str, stored: StoredShard) -> None:
         if self.progress is not None:
@@ -124,15 +110,13 @@ class Opened:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
-        if self._requests is not None:
-            self._requests.shutdown()
 
     def _check_pieces(self, index: Index, stored: StoredShard, pieces: Iterable[memoryview]) -> None:
         """Reads a shard piece by piece; each is hashed while it is in the core's cache."""
         source, hasher, at = self.source(stored.file), checksums.new_hasher(index.algorithm), stored.start
         with self._whole(stored):
             for piece in pieces:
-                source.read_into(at, piece)
+                source.read_views(at, [piece])
                 hasher.update(piece)
                 at += len(piece)
         self._compare(hasher.hexdigest(), stored)
@@ -146,18 +130,11 @@ class Opened:
             raise self._damaged(f"{stored.file} is cut short: {error}", stored.shard.name) from error
 
     def _read_parallel(self, source: DataReader, start: int, view: memoryview) -> None:
-        if len(view) <= REQUEST_BYTES:
-            source.read_into(start, view)
-            return
-        if self._requests is None:
-            self._requests = ThreadPoolExecutor(REQUESTS, "allranks-ranges")
-        offsets = range(0, len(view), REQUEST_BYTES)
-        jobs = [
-            self._requests.submit(source.read_into, start + at, view[at : at + REQUEST_BYTES])
-            for at in offsets
-        ]
-        for job in jobs:
-            job.result()
+        checksums.in_threads(
+            REQUESTS,
+            range(0, len(view), REQUEST_BYTES),
+            lambda at: source.read_views(start + at, [view[at : at + REQUEST_BYTES]]),
+        )
 
     def _open(self, file: str) -> DataReader:
         try:
@@ -168,7 +145,7 @@ class Opened:
         if source.bytes != expected.bytes:
             raise self._damaged(f"{file} has {source.bytes} bytes instead of {expected.bytes}", file)
         header = memoryview(bytearray(expected.header_bytes))
-        source.read_into(0, header)
+        source.read_views(0, [header])
         if checksums.checksum(header, algorithm) != expected.header_checksum:
             raise self._damaged(f"the header of {file} does not match its checksum", file)
         return source
@@ -198,12 +175,14 @@ def opened(store: Store, name: str, progress: Callable[[int], None] | None = Non
                 path=store.path_of(name),
                 hint=f"of another program? allranks checkpoint import {quoted(store.path_of(name))} STORE",
             ) from error
-        if len(manifest.parts) == 1:
-            indexes = [_read_index(store, name, manifest.parts[0])]
-        else:
-            with ThreadPoolExecutor(REQUESTS, "allranks-index") as pool:
-                indexes = list(pool.map(partial(_read_index, store, name), manifest.parts))
-        checkpoint = Opened(store, name, manifest, tuple(indexes), progress)
+        indexes: dict[int, Index] = {}
+        checksums.in_threads(
+            REQUESTS,
+            enumerate(manifest.parts),
+            lambda one: indexes.update({one[0]: _read_index(store, name, one[1])}),
+        )
+        inside = tuple(indexes[number] for number in sorted(indexes))
+        checkpoint = Opened(store, name, manifest, inside, progress)
         stack.callback(checkpoint.close)
         yield checkpoint
 
@@ -232,6 +211,11 @@ class Verified:
     tensors: int
     bytes: int
     problems: tuple[str, ...]
+
+    @property
+    def newer(self) -> bool:
+        """Whether it is only that a newer version saved it."""
+        return any(IS_NEWER in problem for problem in self.problems)
 
 
 def verify_checkpoint(store: Store, name: str, progress: Progress = lambda _: None) -> Verified:
@@ -313,10 +297,9 @@ def _copy_part(checkpoint: Opened, index: Index, target: Store, attempt: Attempt
         yield memoryview(layout.header)
         for placed in layout.placed:
             view = memoryview(bytearray(placed.shard.bytes))
-            checkpoint.read_shard(index, places[placed.shard], view)
+            checkpoint.read_run([(index, places[placed.shard], view)])
             yield view
 
     target.write(attempt, name, pieces(), layout.bytes)
-    stored = tuple(StoredShard(p.shard, name, p.start, places[p.shard].checksum) for p in layout.placed)
-    file = data_file(name, layout, index.algorithm)
-    return write_index(target, attempt, replace(index, files=(file,), shards=stored))
+    sums = {p.key: places[p.shard].checksum for p in layout.placed}
+    return write_index(target, attempt, with_file(index, name, layout, sums))

@@ -58,13 +58,6 @@ class ReadItem:
     direct: torch.Tensor | None = None
     regions: Sequence[Region] = ()
 
-    def place(self, whole: torch.Tensor) -> None:
-        """Copies what is wanted out of the whole shard."""
-        if self.direct is not None:
-            self.direct.copy_(whole)
-        for region in self.regions:
-            region.view.copy_(narrowed(whole, region.offsets, region.lengths))
-
 
 def targets_of(tensors: Mapping[str, torch.Tensor]) -> list[FillTarget]:
     """The local chunks of tensors (DTensor, ShardedTensor, plain), as DCP places them."""
@@ -218,52 +211,20 @@ def fill(checkpoint: Opened, items: Sequence[ReadItem]) -> None:
     # opened and checked here, not in several threads at once
     far = {file for file in {item.stored.file for item in items} if checkpoint.source(file).wide_reads}
     near = _runs((item for item in items if item.stored.file not in far), TOGETHER_BYTES)
-    in_threads(cores(), _rows(near), partial(_read_row, checkpoint))
+    in_threads(cores(), _rows(near), lambda row: list(map(partial(_read, checkpoint), row)))
     fetched = _runs((item for item in items if item.stored.file in far), BATCH_BYTES)
-    in_threads(RUNS, fetched, partial(_fetch, checkpoint))
+    in_threads(RUNS, fetched, partial(_read, checkpoint))
 
 
-def _read_row(checkpoint: Opened, row: Sequence[list[ReadItem]]) -> None:
-    """Reads and checks runs in a row."""
-    for run in row:
-        direct = [(i.index, i.stored, memory_of(i.direct)) for i in run if i.direct is not None]
-        if len(direct) == len(run):
-            checkpoint.read_run(direct)
-        else:
-            for item in run:
-                _read_one(checkpoint, item)
-
-
-def _read_one(checkpoint: Opened, item: ReadItem) -> None:
-    """Reads an item straight into its place if that is one piece of memory, else by way of a tensor of its own."""
-    whole = empty_for(item.stored.shard) if item.direct is None else item.direct
-    checkpoint.read_shard(item.index, item.stored, memory_of(whole))
-    if item.direct is None:
-        item.place(whole)
-
-
-def _fetch(checkpoint: Opened, run: list[ReadItem]) -> None:
-    """Fetches a run of neighbours with one request."""
-    if len(run) == 1:
-        _read_one(checkpoint, run[0])
-        return
-    first = run[0].stored
-    buffer = bytearray(_length(run))
-    view = memoryview(buffer)
-    try:
-        checkpoint.source(first.file).read_into(first.start, view)
-    except EOFError as error:
-        raise CheckpointDamaged(
-            f"{first.file} is cut short: {error}", invalid_keys=(first.file,), path=checkpoint.path
-        ) from error
-    for item in run:
-        at, shard = item.stored.start - first.start, item.stored.shard
-        checkpoint.check(item.index, item.stored, view[at : at + shard.bytes])
-        dtype = stored_dtype(shard)
-        count = shard.bytes // dtype.itemsize
-        if count:  # a tensor over the bytes it came in; there is none over no bytes
-            over = torch.frombuffer(buffer, dtype=dtype, count=count, offset=at)
-            item.place(over.view(shard.sizes))
+def _read(checkpoint: Opened, run: Sequence[ReadItem]) -> None:
+    """Reads and checks a run: each shard straight into its place if that is one piece of memory, else by way of a tensor of
+    its own."""
+    wholes = [empty_for(item.stored.shard) if item.direct is None else item.direct for item in run]
+    pairs = list(zip(run, wholes, strict=True))
+    checkpoint.read_run([(item.index, item.stored, memory_of(whole)) for item, whole in pairs])
+    for item, whole in pairs:
+        for region in item.regions:
+            region.view.copy_(narrowed(whole, region.offsets, region.lengths))
 
 
 def _rows(runs: Sequence[list[ReadItem]]) -> list[list[list[ReadItem]]]:

@@ -10,11 +10,9 @@ import logging
 import math
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -68,7 +66,7 @@ class Saves:
     def submit(self, snapshot: StateSnapshot, tier: str, job: SaveJob, announced: Future[Saved]) -> None:
         """Hands a complete snapshot to the helper; it is held until the save has ended."""
         snapshot.hold()
-        order = SaveOrder(job, tier, snapshot.arena, snapshot.plan.id, snapshot.plan.shards)
+        order = SaveOrder(job, tier, snapshot.arena, snapshot.plan)
         try:
             inner = self.helper.submit(order)
         except OSError as error:  # no process, or no memory, for a new helper
@@ -90,21 +88,12 @@ class Saves:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for every save; False when one of them failed, or the time ran out."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        ok = True
         with self._lock:
-            taken, self._pending = self._pending, []
-        for pending in taken:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                pending.future.result(left)
-            except FutureTimeout:
-                with self._lock:
-                    self._pending.append(pending)
-                ok = False
-            except CheckpointSaveError:
-                ok = False
-        return ok
+            futures = [pending.future for pending in self._pending]
+        done, left = wait(futures, timeout_s)
+        with self._lock:
+            self._pending = [pending for pending in self._pending if pending.future not in done]
+        return not left and not any(future.exception() for future in done)
 
     def any_failed(self) -> bool:
         """Whether a save failed since this was asked last."""
@@ -323,7 +312,7 @@ class SaveCoordinator:
 
         sources = [source for source, _ in local_tensors(flat.tensors, plan)]
         may_wait = _storages(ref() for ref in self.optimizers) if self.config.overlap_copy else frozenset()
-        self.copy = self.memory.pool.stager(snapshot.arena, plan).start(
+        self.copy = snapshot.arena.stager(plan).start(
             sources, lambda tensor: tensor.untyped_storage().data_ptr() in may_wait, after, bool(may_wait)
         )
 

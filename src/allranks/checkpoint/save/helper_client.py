@@ -21,8 +21,8 @@ from pathlib import Path
 
 import allranks
 from allranks.channel.frames import JsonReader, send_json
-from allranks.checkpoint.manifest import Shard
 from allranks.checkpoint.save.helper import SOCKET_FD, Message, job_to_json, saved_from_json
+from allranks.checkpoint.save.plan import Plan
 from allranks.checkpoint.save.snapshot import SharedArena
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.errors import CheckpointSaveError
@@ -33,13 +33,12 @@ RESTARTS = 1
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """One save as the helper gets it. `layout` identifies `shards`, which are sent once per helper."""
+    """One save as the helper gets it. The shards of a plan are sent once per helper."""
 
     job: SaveJob
     tier: str
     arena: SharedArena
-    layout: int
-    shards: list[Shard]
+    plan: Plan
 
 
 @dataclass
@@ -86,8 +85,8 @@ class HelperClient:
         _give(self._running, number, order, future, 0)
         return future
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Closes the channel, waits for the helper to finish and end, kills it at the limit."""
+    def close(self, timeout_s: float | None = 30.0) -> None:
+        """Closes the channel, waits for the helper to finish and end, kills it at the limit; None: it finishes alone."""
         running, self._running = self._running, None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -95,7 +94,7 @@ class HelperClient:
             return
         with contextlib.suppress(OSError):
             running.sock.shutdown(socket.SHUT_WR)
-        if not _reap(running.pid, timeout_s):
+        if timeout_s is not None and not _reap(running.pid, timeout_s):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running.pid, signal.SIGKILL)
             _reap(running.pid, 5.0)
@@ -149,10 +148,11 @@ def _send_order(running: _Running, number: int, order: SaveOrder) -> None:
     for gone in [key for key, ref in running.arenas.items() if ref() is None]:
         del running.arenas[gone]
         send_json(running.sock, {"kind": "drop", "id": gone})
-    if order.layout not in running.layouts:
-        running.layouts.add(order.layout)
-        send_json(running.sock, {"kind": "layout", "id": order.layout, "shards": order.shards})
-    save = {"kind": "save", "save": number, "layout": order.layout, "arena": arena.id, "tier": order.tier}
+    if order.plan.id not in running.layouts:
+        running.layouts.add(order.plan.id)
+        shards = [placed.shard for placed in order.plan.layout.placed]  # in the order given to the layout
+        send_json(running.sock, {"kind": "layout", "id": order.plan.id, "shards": shards})
+    save = {"kind": "save", "save": number, "layout": order.plan.id, "arena": arena.id, "tier": order.tier}
     send_json(running.sock, {**save, "job": job_to_json(order.job)})
 
 

@@ -73,11 +73,6 @@ class Plan:
     extra: tuple[Placement, ...]
     arena_bytes: int
 
-    @property
-    def shards(self) -> list[Shard]:
-        """The shards of the data file, in the order given to the layout."""
-        return [placed.shard for placed in self.layout.placed]
-
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     """Changes whenever a plan made for other tensors would not fit these."""

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from allranks.checkpoint.checksum import best_algorithm, checksum
+from allranks.checkpoint.checksum import best_algorithm, checksum, in_threads
 from allranks.checkpoint.manifest import padded
 from allranks.checkpoint.save.plan import Plan, local_tensors
 from allranks.checkpoint.state import PER_RANK, CheckpointState, StateDict
@@ -53,6 +53,7 @@ class SharedArena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.pinned = _pin(self.address, self.bytes)
         self._closer = weakref.finalize(self, _close, self.fd, self.address if self.pinned else 0)
+        self._stager: Stager | None = None
 
     def tensor(self, start: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
         """A tensor over a part of the block; it keeps the mapping alive, not the arena."""
@@ -61,8 +62,15 @@ class SharedArena:
             return torch.empty(sizes, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(sizes)
 
+    def stager(self, plan: Plan) -> Stager:
+        """What copies by a plan into this block; the last one is kept, since the header belongs to one plan."""
+        if self._stager is None or self._stager.plan is not plan:
+            self._stager = Stager(self, plan)
+        return self._stager
+
     def close(self) -> None:
         """Gives the memory back as soon as no tensor over it is left."""
+        self._stager = None
         self._closer()
 
 
@@ -132,7 +140,6 @@ class Stager:
     """Copies snapshots into one arena by one plan; the destination tensors are made once."""
 
     def __init__(self, arena: SharedArena, plan: Plan) -> None:
-        self.arena = arena
         self.plan = plan
         header = plan.layout.header
         arena.view[: len(header)] = header
@@ -217,26 +224,10 @@ def _finish(
 
 
 def _copy_host(pairs: Sequence[_Pair]) -> None:
-    """Copies in the caller's time, with a second thread for the half of it when it is worth one."""
-    total = sum(source.nbytes for source, _ in pairs)
-    if total < _SPLIT_BYTES:
-        _copy_all(pairs)
-        return
-    halves: tuple[list[_Pair], list[_Pair]] = ([], [])
-    sizes = [0, 0]
-    for pair in sorted(pairs, key=lambda pair: -pair[0].nbytes):
-        lighter = 0 if sizes[0] <= sizes[1] else 1
-        halves[lighter].append(pair)
-        sizes[lighter] += pair[0].nbytes
-    other = threading.Thread(target=_copy_all, args=(halves[1],), name="allranks-copy")
-    other.start()
-    _copy_all(halves[0])
-    other.join()
-
-
-def _copy_all(pairs: Sequence[_Pair]) -> None:
-    for source, target in pairs:
-        _copy_one(source, target)
+    """Copies in the caller's time, with a second thread when it is worth one."""
+    threads = 2 if sum(source.nbytes for source, _ in pairs) >= _SPLIT_BYTES else 1
+    largest_first = sorted(pairs, key=lambda pair: -pair[0].nbytes)
+    in_threads(threads, largest_first, lambda pair: _copy_one(*pair))
 
 
 def _copy_one(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -267,12 +258,11 @@ def flatten_state(state: CheckpointState, rank: int) -> FlatState:
 
 
 class ArenaPool:
-    """Arenas that nobody uses at the moment, and the stagers made for them."""
+    """Arenas that nobody uses at the moment."""
 
     def __init__(self) -> None:
         self._free: list[SharedArena] = []
         self._lock = threading.Lock()
-        self._stagers: dict[int, Stager] = {}  # by the arena's id
 
     def take(self, length: int) -> SharedArena:
         """The smallest free arena that is large enough, or a new one in place of one that is not."""
@@ -282,30 +272,18 @@ class ArenaPool:
                 self._free.remove(fitting[0])
                 return fitting[0]
             if self._free:
-                self._drop(self._free.pop())
+                self._free.pop().close()
         return SharedArena(length)
 
     def give(self, arena: SharedArena) -> None:
         with self._lock:
             self._free.append(arena)
 
-    def stager(self, arena: SharedArena, plan: Plan) -> Stager:
-        """The stager for an arena and a plan; an arena keeps one, since its header belongs to one plan."""
-        with self._lock:
-            known = self._stagers.get(arena.id)
-            if known is None or known.plan is not plan:
-                known = self._stagers[arena.id] = Stager(arena, plan)
-            return known
-
     def close(self) -> None:
         """Frees what is not in use."""
         with self._lock:
             while self._free:
-                self._drop(self._free.pop())
-
-    def _drop(self, arena: SharedArena) -> None:
-        self._stagers.pop(arena.id, None)
-        arena.close()
+                self._free.pop().close()
 
 
 @dataclass
@@ -343,7 +321,7 @@ class StateSnapshot:
         """A state copied here and now."""
         snapshot = cls.begin(state, flat, plan, pool)
         sources = [source for source, _ in local_tensors(flat.tensors, plan)]
-        pool.stager(snapshot.arena, plan).start(sources, lambda _: False, lambda _: None, background=False)
+        snapshot.arena.stager(plan).start(sources, lambda _: False, lambda _: None, background=False)
         snapshot.ready = True
         return snapshot
 

@@ -12,7 +12,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from allranks.checkpoint.checksum import checksum
@@ -133,20 +133,20 @@ def _write_part(job: SaveJob, layout: FileLayout, image: memoryview, store: Stor
         store.write(job.attempt, name, [image[: layout.bytes]], layout.bytes)
     finally:
         hashing.join()
-    stored = tuple(StoredShard(p.shard, name, p.start, sums[p.key]) for p in layout.placed)
-    file = data_file(name, layout, job.algorithm)
-    return write_index(
-        store, job.attempt, Index(job.rank, job.algorithm, (file,), stored, job.common, job.own)
-    )
+    index = Index(job.rank, job.algorithm, (), (), job.common, job.own)
+    return write_index(store, job.attempt, with_file(index, name, layout, sums))
 
 
 def part_file(store: Store, attempt: Attempt, rank: int, suffix: str) -> str:
     return part_name(rank, suffix, attempt.token if store.attempt_in_names else "")
 
 
-def data_file(name: str, layout: FileLayout, algorithm: str) -> DataFile:
-    """A data file as its index knows it."""
-    return DataFile(name, layout.bytes, len(layout.header), checksum(layout.header, algorithm))
+def with_file(index: Index, name: str, layout: FileLayout, sums: Mapping[str, str]) -> Index:
+    """The index of one data file. `sums` are the checksums of its shards, by their keys."""
+    head = checksum(layout.header, index.algorithm)
+    file = DataFile(name, layout.bytes, len(layout.header), head)
+    stored = tuple(StoredShard(p.shard, name, p.start, sums[p.key]) for p in layout.placed)
+    return replace(index, files=(file,), shards=stored)
 
 
 def write_index(store: Store, attempt: Attempt, index: Index) -> Part:

@@ -263,20 +263,16 @@ class FileSource:
         self.bytes = os.fstat(self._fd).st_size
         self._fds = {threading.get_ident(): self._fd}
 
-    def read_into(self, start: int, view: memoryview) -> None:
-        fd, done = self._mine(), 0
-        while done < len(view):
-            got = os.preadv(fd, [view[done:]], start + done)
-            if got == 0:
-                raise EOFError(f"{self.path} ends at byte {start + done}, {len(view) - done} bytes missing")
-            done += got
-
     def read_views(self, start: int, views: Sequence[memoryview]) -> None:
-        if os.preadv(self._mine(), views, start) == sum(map(len, views)):
-            return
-        for view in views:  # cut short by a signal, or by the file's end
-            self.read_into(start, view)
-            start += len(view)
+        """Fills the views one after the other, from `start` on."""
+        fd, left = self._mine(), sum(map(len, views))
+        while left:
+            got = os.preadv(fd, views, start)
+            if got == 0:
+                raise EOFError(f"{self.path} ends at byte {start}, {left} bytes missing")
+            start, left = start + got, left - got
+            if left:  # cut short by a signal, or by the file's end
+                views = _after(views, got)
 
     def close(self) -> None:
         for fd in self._fds.values():
@@ -293,6 +289,15 @@ class FileSource:
                 return self._fd
             self._fds[threading.get_ident()] = fd
         return fd
+
+
+def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of them behind so many bytes."""
+    found = []
+    for view in views:
+        found.append(view[count:])
+        count = max(0, count - len(view))
+    return found
 
 
 def _open_plain(path: Path) -> int:

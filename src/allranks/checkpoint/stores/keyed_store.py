@@ -236,15 +236,11 @@ class BlobSource:
         self.key = key
         self.bytes = blobs.size(key)
 
-    def read_into(self, start: int, view: memoryview) -> None:
-        if start + len(view) > self.bytes:
-            raise EOFError(f"{self.key} ends at byte {self.bytes}, {start + len(view)} wanted")
-        self.blobs.get_range(self.key, start, view)
-
     def read_views(self, start: int, views: Sequence[memoryview]) -> None:
-        for view in views:
-            self.read_into(start, view)
-            start += len(view)
+        end = start + sum(map(len, views))
+        if end > self.bytes:
+            raise EOFError(f"{self.key} ends at byte {self.bytes}, {end} wanted")
+        self.blobs.get_range(self.key, start, views)
 
     def close(self) -> None:
         """Nothing is held open."""

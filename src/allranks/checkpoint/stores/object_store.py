@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import configparser
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from allranks.checkpoint.stores import MAX_JSON_BYTES, Pieces, StoreSpec
 from allranks.checkpoint.stores.keyed_store import KeyedStore
@@ -20,6 +21,8 @@ from allranks.checkpoint.stores.listing import INCOMPLETE, POINTER
 from allranks.errors import ConfigurationError, require
 from allranks.model.parsing import printable
 
+P = ParamSpec("P")
+T = TypeVar("T")
 #: Parts of a multipart upload: S3 allows 10,000 of them.
 PART_BYTES = 16 << 20
 MAX_PARTS = 9_000
@@ -41,7 +44,6 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSALS = ("ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "incorrectly configured region")
 #: A proxy or a login page answers every request alike; obstore takes a page for a list without entries.
 _PAGE = "a web page came instead of an answer of the store: is a proxy or a login page in between?"
-_UNTRUE = f"the store's list of objects {INCOMPLETE}"
 _TIMEOUT_S, _RETRIES = "60", 3.0  # of one request, and that many times as long with all its repetitions
 _KEY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -73,6 +75,27 @@ def try_access(spec: StoreSpec) -> Iterator[tuple[str, OSError]]:
                 return  # there is nothing to read and to delete
 
 
+def _interruptible(method: Callable[P, T]) -> Callable[P, T]:
+    """Ctrl-C is heard while the store does not answer: the main thread waits for another one, which it can leave."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.current_thread() is not threading.main_thread():
+            return method(*args, **kwargs)
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(method(*args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="allranks-request", daemon=True).start()
+        return done.result()
+
+    return call
+
+
 _used_by: set[int] = set()  # processes
 
 
@@ -87,8 +110,8 @@ class ObjectBlobs:
         _used_by.add(os.getpid())
         self._obstore = require("obstore", feature="an object store", extra="s3")
         self._store = _connect(spec)
-        self._list_s = _RETRIES * float(spec.options.get("timeout_s", _TIMEOUT_S)) + 5.0
 
+    @_interruptible
     def put(self, key: str, pieces: Pieces, length: int) -> None:
         listed = pieces if isinstance(pieces, (list, tuple)) else None
         part_bytes = max(PART_BYTES, -(-length // MAX_PARTS))
@@ -100,11 +123,13 @@ class ObjectBlobs:
             limits = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": CONCURRENCY}
             self._obstore.put(self._store, key, body, **limits)
 
+    @_interruptible
     def put_if(self, key: str, data: bytes, expected: str | None) -> None:
         mode: object = "create" if expected is None else {"e_tag": expected}
         with _as_os_errors():
             self._obstore.put(self._store, key, data, mode=mode)
 
+    @_interruptible
     def get(self, key: str) -> tuple[bytes, str]:
         with _as_os_errors():
             found = self._obstore.get(self._store, key)
@@ -115,56 +140,43 @@ class ObjectBlobs:
             raise OSError(errno.EIO, _PAGE)
         return data, str(found.meta["e_tag"])
 
-    def get_range(self, key: str, start: int, view: memoryview) -> None:
-        wanted, got = {"range": (start, start + len(view))}, 0
+    @_interruptible
+    def get_range(self, key: str, start: int, views: Sequence[memoryview]) -> None:
+        length, got = sum(map(len, views)), 0
+        left = [view for view in views if len(view)]
+        wanted = {"range": (start, start + length)}
         with _as_os_errors():
             for piece in self._obstore.get(self._store, key, options=wanted).stream(_CHUNK_BYTES):
-                if len(piece) > len(view) - got:
-                    raise ValueError(f"{key}: more than the {len(view)} bytes asked for at {start} came")
-                view[got : got + len(piece)] = piece
-                got += len(piece)
-        if got != len(view):
-            raise EOFError(f"{key}: {got} bytes came for {len(view)} asked at {start}")
+                came, got = memoryview(piece), got + len(piece)
+                if got > length:
+                    raise ValueError(f"{key}: more than the {length} bytes asked for at {start} came")
+                while came:
+                    count = min(len(came), len(left[0]))
+                    left[0][:count], came, left[0] = came[:count], came[count:], left[0][count:]
+                    left = left if left[0] else left[1:]
+        if got != length:
+            raise EOFError(f"{key}: {got} bytes came for {length} asked at {start}")
 
+    @_interruptible
     def size(self, key: str) -> int:
         with _as_os_errors():
             return int(self._obstore.head(self._store, key)["size"])
 
+    @_interruptible
     def keys(self, prefix: str) -> list[tuple[str, float]]:
-        found = self._list(prefix)
-        while found and not prefix:  # an answer may say that there is more, and not how to go on
-            more = self._list(prefix, after=max(key for key, _ in found))
-            if not more:
-                break
-            if {key for key, _ in found} & {key for key, _ in more}:
-                raise OSError(errno.EIO, f"{_UNTRUE}: it repeats itself")
-            found += more
+        found: list[tuple[str, float]] = []
+        with _as_os_errors():
+            for page in self._obstore.list(self._store, prefix=prefix.rstrip("/") or None):
+                found += [(meta["path"], meta["last_modified"].timestamp()) for meta in page]
+                if len(found) > MAX_KEYS:
+                    raise ValueError(f"the store's list of objects has more than {MAX_KEYS:,} entries")
         if not found and not prefix:
             if self._has("allranks-never-writes-this"):
                 raise OSError(errno.EIO, _PAGE)
             if self._has(POINTER):
-                raise OSError(errno.EIO, f"{_UNTRUE}: it is empty, but {POINTER} is there")
-        return found
-
-    def _list(self, prefix: str, after: str | None = None) -> list[tuple[str, float]]:
-        with _as_os_errors():
-            pages = self._obstore.list(self._store, prefix=prefix.rstrip("/") or None, offset=after)
-            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
-                found = thread.submit(asyncio.run, self._collect(aiter(pages))).result()
+                text = f"the store's list of objects {INCOMPLETE}: it is empty, but {POINTER} is there"
+                raise OSError(errno.EIO, text)
         return [entry for entry in found if entry[0].startswith(prefix)]
-
-    async def _collect(self, pages: Any) -> list[tuple[str, float]]:
-        """All entries; an error when there is no end of them, or of pages without any."""
-        found: list[tuple[str, float]] = []
-        try:
-            while len(found) <= MAX_KEYS:
-                page = await asyncio.wait_for(anext(pages), self._list_s)
-                found += [(meta["path"], meta["last_modified"].timestamp()) for meta in page]
-        except StopAsyncIteration:
-            return found
-        except asyncio.TimeoutError:
-            raise ValueError(f"{_UNTRUE}: no entry came for {self._list_s:g} s") from None
-        raise ValueError(f"the store's list of objects has more than {MAX_KEYS:,} entries")
 
     def _has(self, key: str) -> bool:
         try:
@@ -173,6 +185,7 @@ class ObjectBlobs:
             return False
         return True
 
+    @_interruptible
     def delete(self, keys: list[str]) -> None:
         with _as_os_errors():
             for at in range(0, len(keys), 1000):

@@ -21,7 +21,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +136,7 @@ class SnapshotServer:
             blob = _Blob(data, length, 0, self.clock())
             limit = _cut_after(connection, self.transfer_s + length / (1 << 20))
             try:
-                receive_bytes(connection, blob.view(), request["algorithm"])
+                receive_bytes(connection, [blob.view()], request["algorithm"])
             finally:
                 limit.cancel()
             return self._place(key, blob, request)
@@ -193,12 +193,12 @@ def send_bytes(sock: socket.socket, pieces: Iterable[memoryview], algorithm: str
     frames.send_checksum(sock, hasher)
 
 
-def receive_bytes(sock: socket.socket, view: memoryview, algorithm: str) -> None:
-    """Fills `view` and checks what came."""
+def receive_bytes(sock: socket.socket, views: Sequence[memoryview], algorithm: str) -> None:
+    """Fills `views` and checks what came."""
     hasher = new_hasher(algorithm)
-    frames.read_into(sock, [view], hasher)
+    frames.read_into(sock, views, hasher)
     if not frames.is_intact(sock, hasher):
-        raise ChannelError(f"{len(view)} bytes came with the wrong checksum")
+        raise ChannelError(f"{sum(map(len, views))} bytes came with the wrong checksum")
 
 
 def _available_bytes() -> int:
@@ -280,24 +280,27 @@ class KeeperClient:
         if not result["ok"]:
             raise OSError(errno.ENOMEM, result["error"])
 
-    def get(self, key: str, start: int = 0, view: memoryview | None = None) -> tuple[memoryview, str, int]:
-        """(bytes, version, size of the blob); FileNotFoundError."""
+    def get(
+        self, key: str, start: int = 0, views: Sequence[memoryview] | None = None
+    ) -> tuple[memoryview, str, int]:
+        """(bytes, version, size of the blob), or a part of them into `views`; FileNotFoundError."""
         request: Message = {"do": "get", "key": key, "start": start}
-        if view is not None:
-            request["length"] = len(view)
+        wanted = None if views is None else sum(map(len, views))
+        if wanted is not None:
+            request["length"] = wanted
         with self.connection() as sock:
             frames.send_json(sock, request)
             answer = frames.receive_json(sock)
             if answer.get("missing"):
                 raise FileNotFoundError(errno.ENOENT, f"{key} is not kept by {self.address}")
             length = int(answer["length"])
-            if not 0 <= length <= (MAX_JSON_BYTES if view is None else len(view)):
+            if not 0 <= length <= (MAX_JSON_BYTES if wanted is None else wanted):
                 raise ValueError(f"it has {length} bytes of {key}")
-            target = memoryview(bytearray(length)) if view is None else view[:length]
-            receive_bytes(sock, target, answer["algorithm"])
-        if view is not None and length != len(view):
+            whole = views if views is not None and length == wanted else [memoryview(bytearray(length))]
+            receive_bytes(sock, whole, answer["algorithm"])
+        if wanted not in (None, length):
             raise EOFError(f"{key} ends at byte {answer['size']}")
-        return target, answer["version"], answer["size"]
+        return whole[0] if views is None else memoryview(b""), answer["version"], answer["size"]
 
     def ask(self, request: Message) -> Message:
         with self.connection() as sock:
@@ -358,12 +361,11 @@ class PeerBlobs:
         data, version, _ = self._anywhere(key, lambda k: k.get(self.prefix + key))
         return bytes(data), version
 
-    def get_range(self, key: str, start: int, view: memoryview) -> None:
-        self._anywhere(key, lambda k: k.get(self.prefix + key, start, view))
+    def get_range(self, key: str, start: int, views: Sequence[memoryview]) -> None:
+        self._anywhere(key, lambda k: k.get(self.prefix + key, start, views))
 
     def size(self, key: str) -> int:
-        empty = memoryview(bytearray())
-        return self._anywhere(key, lambda k: k.get(self.prefix + key, 0, empty))[2]
+        return self._anywhere(key, lambda k: k.get(self.prefix + key, 0, []))[2]
 
     def keys(self, prefix: str) -> list[tuple[str, float]]:
         """Times are ages below 0, by the clock of the keeper that has the key: nodes' clocks differ."""

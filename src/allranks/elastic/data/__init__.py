@@ -25,7 +25,7 @@ import numpy as np
 
 from allranks.elastic.batches import BatchPlan, StateDict, batch_plan, even
 from allranks.elastic.data.dataset import Batch, DatasetState, ResumableDataset
-from allranks.elastic.data.order import Ids, Mixture, Order, Permutation, Segment, WorldHistory
+from allranks.elastic.data.order import Ids, Mixture, Order, Segment, WorldHistory
 from allranks.elastic.world import world_of
 from allranks.errors import DataLoadingError
 
@@ -34,7 +34,6 @@ __all__ = [
     "ElasticDataLoader",
     "Mixture",
     "Order",
-    "Permutation",
     "ResumableDataset",
     "Segment",
     "WorldHistory",

@@ -31,19 +31,7 @@ _KEPT = 4  # pieces or blocks remembered
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
-class Permutation:
-    """A bijection of range(size), chosen by the key."""
-
-    size: int
-    key: int
-
-    def __call__(self, positions: Ids) -> Ids:
-        """Where each position goes."""
-        return _permuted(self.size, [self.key], np.zeros(len(positions), dtype=np.int64), positions)
-
-
-def _permuted(size: int, keys: list[int], which: Ids, positions: Ids) -> Ids:
+def permuted(size: int, keys: list[int], which: Ids, positions: Ids) -> Ids:
     """Where each position goes, under the bijection of range(size) that its key `keys[which]` names."""
     if size <= 1:
         return np.zeros(len(positions), dtype=np.int64)
@@ -118,7 +106,7 @@ class Order:
         epochs = positions // self.size
         first, last = int(epochs.min()), int(epochs.max())
         keys = [mix(self.seed, epoch) for epoch in range(first, last + 1)]
-        return _permuted(self.size, keys, epochs - first, inside)
+        return permuted(self.size, keys, epochs - first, inside)
 
 
 @dataclass(frozen=True)
@@ -170,7 +158,8 @@ class Mixture:
     def _turns(self, block: int) -> Ids:
         """Whose turn each position of a block is."""
         dealt = np.repeat(np.arange(len(self.counts), dtype=np.int64), self.counts)
-        return dealt[Permutation(_BLOCK, mix(self.seed, -1, block))(np.arange(_BLOCK, dtype=np.int64))]
+        zeros = np.zeros(_BLOCK, dtype=np.int64)
+        return dealt[permuted(_BLOCK, [mix(self.seed, -1, block)], zeros, np.arange(_BLOCK, dtype=np.int64))]
 
     def _block(self, number: int) -> Ids:
         turns = self._turns(number)
