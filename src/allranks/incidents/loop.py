@@ -21,10 +21,10 @@ from pathlib import Path
 from allranks.blackbox.header import process_stat
 from allranks.channel.worker import carefully
 from allranks.incidents.deaths import DeathIncidents
-from allranks.incidents.hangs import Actor, HangInvestigator
+from allranks.incidents.hangs import HangInvestigator
 from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
-from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
+from allranks.incidents.pipeline import Actor, IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.slow import SlowRanks
 from allranks.model.cluster import write_health
@@ -76,17 +76,15 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.pipeline = IncidentPipeline(
-            self.options, IncidentPublisher(self.options.webhooks, self.options.folder)
+            self.options, self.actor, IncidentPublisher(self.options.webhooks, self.options.folder)
         )
         self.history = ProgressHistory(self.options.notice)
         self.deaths = DeathIncidents(self.pipeline)
-        self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths, self.actor)
+        self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths)
         self.slow = SlowRanks(self.pipeline)
         self._nodes.of_replicas = self._calls[EVERYBODY].of_replicas = not self.options.whole_job
 
     def start(self) -> None:
-        if self.actor is not None:
-            self.deaths.act, self.hangs.actor, self.slow.act = self.actor.act, self.actor, self.actor.act
         self.deaths.in_background = True
         self._exits.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)

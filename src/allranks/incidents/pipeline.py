@@ -1,9 +1,9 @@
 """The steps that every incident goes through: open, evidence, verdict, action, publication. Runs in the agent.
 
-An event starts it: a suspicion (hangs.py), a death or a cut connection (deaths.py), a lost node (node_losses.py), or a
-request. Each of these files turns its event into calls of `IncidentPipeline`, which is shared by all of them, and so are
-the two things that all must agree on: which ends are explained already (`Explained`), and which incidents have been answered
-and wait until the survivors train again (`Recoveries`).
+An event starts it: a suspicion (hangs.py), a death, a cut connection or a lost node (deaths.py), or a request. Each of these
+files turns its event into calls of `IncidentPipeline`, which is shared by all of them, and so are the two things that all must
+agree on: which ends are explained already (`Explained`), and which incidents have been answered and wait until the survivors
+train again (`Recoveries`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from allranks.channel.worker import carefully
 from allranks.incidents.evidence import Evidence, Observed, attempt, read_incident, read_observed
@@ -29,7 +29,7 @@ from allranks.incidents.peers import PeerAgents
 from allranks.incidents.policy import Mode, PolicyOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.model.cluster import FOLLOW_S, Gathering
-from allranks.model.diagnosis import Diagnosis, Finding, Kind, Moment
+from allranks.model.diagnosis import Action, Diagnosis, Finding, Incident, Kind, Moment
 from allranks.model.files import write_atomically
 from allranks.model.formatting import ranks_text
 from allranks.report import as_json, text
@@ -229,11 +229,24 @@ class Examination:
         return self.verdict.ranks if self.verdict is not None else ()
 
 
+class Actor(Protocol):
+    """Carries out what the policy decided."""
+
+    def act(self, action: Action, incident: Incident) -> str:
+        """Does it, and reports in a sentence what was done."""
+        ...
+
+
+# what an actor carries out; other actions are words
+ACTIONS = ("evict", "restart_rank", "restart_job", "command", "set_aside", "leave_node")
+
+
 @dataclass
 class IncidentPipeline:
     """`peers` is None on a node that is alone."""
 
     options: WatchOptions
+    actor: Actor | None = None
     publisher: IncidentPublisher = field(default_factory=IncidentPublisher)
     recoveries: Recoveries = field(default_factory=Recoveries)
     explained: Explained = field(default_factory=Explained)
@@ -412,6 +425,26 @@ class IncidentPipeline:
         """Publishes it, and watches the others until they train again."""
         self.publisher.publish(opened)
         self.recoveries.add(opened, samples, lost, new_only=self.options.whole_job)
+
+    def acts(self, action: Action) -> bool:
+        """Whether somebody carries it out."""
+        return action.kind in ACTIONS and self.actor is not None
+
+    def act(self, opened: IncidentFolder, action: Action) -> None:
+        """Carries it out; the story has what was done, or why nothing was."""
+        name = action.kind.replace("_", " ")
+        if self.actor is None or not self.acts(action):
+            opened.update(Moment("action", time.time(), f"none ({name}): {action.reason}"), action=action)
+            log.warning("%s: no action: %s", opened.current.id, action.reason)
+            return
+        try:
+            result, done = self.actor.act(action, opened.current), True
+        except Exception as error:  # the launcher's: the story continues, and has the error
+            log.exception("%s: %s failed", opened.current.id, name)
+            result, done = f"failed: {error!r}", False
+        carried = replace(action, done=done, result=result)
+        opened.update(Moment("action", time.time(), f"{name}: {result}"), action=carried)
+        log.warning("%s: %s: %s", opened.current.id, name, result)
 
     def settle(
         self, opened: IncidentFolder, outcome: str = "", ended: bool = False, looping: str = ""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.blackbox.phases import GC, PhaseMark
@@ -18,7 +18,7 @@ from allranks.errors import AllranksError
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import HangFacts, PolicyState, decide_slow
-from allranks.model.diagnosis import Action, Incident, Moment
+from allranks.model.diagnosis import Moment
 from allranks.model.files import write_atomically
 from allranks.model.formatting import count, duration
 from allranks.model.stacks import StackFrame
@@ -39,7 +39,6 @@ class SlowRanks:
     """Opens an incident for each rank that is reported as slow."""
 
     pipeline: IncidentPipeline
-    act: Callable[[Action, Incident], str] | None = None
     policy: PolicyState = field(default_factory=PolicyState)
 
     def note(self, rank: int, began: float, sentence: str) -> None:
@@ -64,17 +63,14 @@ class SlowRanks:
             options.mode, "slow", (rank,), 1.0, options.ranks_per_replica, options.replicas, members
         )
         now = time.monotonic()
-        self._answer(opened, decide_slow(now, case, self.policy, options.policy, options.may_leave), now)
+        action = decide_slow(now, case, self.policy, options.policy, options.may_leave)
+        if self.pipeline.acts(action):
+            self.policy = self.policy.after(now, action.replica, options.policy.window_s)
+            self.pipeline.act(opened, action)
+        else:
+            opened.update(action=action)
+        opened.update(closed=time.time())
         self.pipeline.publisher.publish(opened)
-
-    def _answer(self, opened: IncidentFolder, action: Action, now_s: float) -> None:
-        if action.kind in ("evict", "set_aside", "leave_node") and self.act is not None:
-            self.policy = self.policy.after(now_s, action.replica, self.pipeline.options.policy.window_s)
-            result = self.act(action, opened.current)
-            action = replace(action, done=True, result=result)
-            opened.update(Moment("action", time.time(), f"{action.kind.replace('_', ' ')}: {result}"))
-            log.warning("%s: %s", opened.current.id, result)
-        opened.update(action=action, closed=time.time())
 
     def _sample_stacks(self, own: RankSample, opened: IncidentFolder, looks: int) -> list[str]:
         """Where the rank was, most often first; all stacks go into the incident's folder. Ends with the rank or the job."""

@@ -19,7 +19,6 @@ from allranks.errors import AllranksError
 from allranks.incidents.deaths import ECHO_S
 from allranks.incidents.folder import keep_newest
 from allranks.incidents.loop import Watch
-from allranks.incidents.node_losses import NodeLosses
 from allranks.incidents.node_report import NodeReporter
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.publish import EVIDENCE
@@ -99,7 +98,7 @@ class NodeAgent:
     def start(self) -> None:
         """Starts watching and listening to the lighthouse."""
         if self.watch is not None:
-            self.watch.actor = self
+            self.watch.pipeline.actor = self
             self.watch.join(self.peers, self._tell)
             self.watch.start()
         if self.client is not None:
@@ -140,6 +139,11 @@ class NodeAgent:
             self.client = None  # nothing is said to the lighthouse after this
             client.leave("stopped by a signal")
 
+    def know_child(self, rank: subprocess.Popen[bytes]) -> None:
+        """A rank was started by a launcher that waits for it: that may know before the watch how it ended."""
+        if self.watch is not None:
+            self.watch.know_child(rank)
+
     def _write_torch_dumps(self, folder: Path) -> None:
         """Ranks that were killed get the files that torch's variables ask for from their black boxes."""
         try:
@@ -152,8 +156,7 @@ class NodeAgent:
             return
         watch, options = self.watch, self.watch.options
         nodes = NodeMonitor(client, lambda: watch.ranks, options.node, self.holds_lighthouse)
-        losses = NodeLosses(watch.pipeline, watch.deaths, client.options.replica)
-        nodes.on_lost, nodes.on_left = losses.note, watch.deaths.note_stopped
+        nodes.on_lost, nodes.on_left = watch.deaths.note_node, watch.deaths.note_stopped
         # while the lighthouse is away, what broke the connections between ranks may be the end of its node
         watch.deaths.echo_patience_s = lambda: ECHO_S + (AWAY_S if nodes.host_is_away else 0.0)
         client.subscribe(nodes.noticed)
