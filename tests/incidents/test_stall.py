@@ -102,6 +102,15 @@ PAUSES = {
 }
 
 
+@pytest.mark.parametrize("syscall", ["pause", "rt_sigsuspend", "rt_sigtimedwait"])
+def test_a_wait_for_a_signal_is_a_stall(syscall: str) -> None:
+    """Its own timer sends one, or the scheduler: nothing tells when."""
+    facts = ThreadFacts(1, state="S", syscall=syscall, wait_s=-1.0)
+    activity = find_activity([Capture((ProcessCapture(1, snapshots=(Snapshot(0, facts=(facts,)),)),))])[1]
+    found = judge_stall(looks("queue_wait", activity), LIMITS)
+    assert (found.state, found.reason) == ("stalled", "rank 1 waits for an event at train.py:10 in load")
+
+
 @pytest.mark.parametrize("kind", PAUSES)
 def test_a_pause_of_a_known_kind_is_a_stall(kind: str) -> None:
     found = judge_stall(PAUSES[kind], LIMITS)

@@ -65,7 +65,9 @@ _VERBS = {
     "busy_python": "runs Python code",
     "native_call": "is in native code",
     "lock_deadlock": "waits for a lock",
-    "queue_wait": "waits on a queue",
+    "queue_wait": "waits for an event",
+    "event_loop_idle": "waits in its event loop",
+    "pipe_write_blocked": "writes to a full pipe",
     "network_io": "waits for the network",
     "checkpoint_io": "reads or writes a file",
     "file_lock_wait": "waits for a file lock",
@@ -334,7 +336,7 @@ def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -
         verb = _VERBS.get(state.cause, "waits")
         return f"{at} {verb}, and nothing in it moves for another {duration(min(left))}"
     if inside:
-        return f"{at} waits without limit, and no thread of it can wake another ({state.cause})"
+        return f"{at} waits without limit, and no thread of it can wake another ({state.cause.replace('_', ' ')})"
     return ""
 
 
@@ -417,5 +419,5 @@ def _thread(first: ThreadFacts, last: ThreadFacts) -> ThreadWait:
     still = (first.ticks, first.switches) == (last.ticks, last.switches) and last.state in ("S", "D")
     futex = last.syscall == "futex" and len(last.args) > 1 and bool(last.args[1] & _PRIVATE)
     # an event loop that watches one descriptor watches its own: threads wake it with it
-    inside = futex or last.file == "epoll 1" or last.syscall in ("wait4", "waitid", "pause", "rt_sigsuspend")
+    inside = futex or last.file == "epoll 1" or last.syscall in ("wait4", "waitid")
     return ThreadWait(last.wait_s, inside, last.file.startswith("pipe:"), still)
