@@ -63,18 +63,12 @@ class DeathIncidents:
         self, samples: list[RankSample], endings: Mapping[int, Ending], patience_s: float | None = None
     ) -> None:
         """Whole-job mode: all deaths. Replica mode: ranks that raised; the supervisor reports the others."""
-        explained = self.pipeline.explained.covers
-        new = [s for s in samples if s.process not in self._past and not explained(s)]
-        whole = self.options.whole_job
+        explained, whole = self.pipeline.explained, self.options.whole_job
+        new = [s for s in samples if s.process not in self._past]
+        if any(s.closed or not s.alive for s in new):
+            explained.hear(self.options.folder)
+        new = [s for s in new if not explained.covers(s)]
         deaths = find_deaths(new, endings, since_ns=self._started_ns, raised_only=not whole)
-        if deaths:
-            self.pipeline.explained.hear(self.options.folder)
-            deaths = find_deaths(
-                [s for s in new if not explained(s)],
-                endings,
-                since_ns=self._started_ns,
-                raised_only=not whole,
-            )
         first, samples = self._settle(deaths, samples, patience_s)
         if first is None:
             return

@@ -22,12 +22,11 @@ from allranks.blackbox.header import process_stat
 from allranks.channel.worker import carefully
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.hangs import HangInvestigator
-from allranks.incidents.job_overview import WaitingSentence
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.pipeline import Actor, IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.slow import SlowRanks
-from allranks.model.cluster import write_health
+from allranks.model.cluster import Motion
 from allranks.model.diagnosis import Finding, Incident
 from allranks.model.trace import RankTrace
 from allranks.watch.calls import CallComparison, CallWindows, read_calls
@@ -52,8 +51,8 @@ class Watch:
 
     options: WatchOptions
     actor: Actor | None = None
-    #: highest step, calls finished by all ranks of this node, their health (model/cluster.py, write_health)
-    on_look: Callable[[int, int, str], None] = lambda step, calls, health: None
+    #: highest step, calls finished by all ranks of this node, whether they move, and the sentence for it
+    on_look: Callable[[int, int, Motion, str], None] = lambda step, calls, motion, reason: None
     #: every sample of the ranks, and which of them are this agent's: for the ledger
     on_samples: Callable[[Sequence[RankSample], Sequence[int]], None] = lambda samples, ours: None
     pipeline: IncidentPipeline = field(init=False)
@@ -64,7 +63,6 @@ class Watch:
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
     hung_at_end: bool = False  # whether the job hung when its ranks were asked to end
     _exits: ExitWatcher = field(default_factory=ExitWatcher)
-    _waiting: WaitingSentence = field(default_factory=WaitingSentence)
     windows: CallWindows = field(default_factory=CallWindows)
     _calls: defaultdict[int, CallComparison] = field(default_factory=lambda: defaultdict(CallComparison))
     _nodes: CallComparison = field(default_factory=CallComparison)
@@ -205,9 +203,7 @@ class Watch:
         self._exits.hold(s.pid for s in running)
         if running:
             calls = sum(s.calls_completed for s in ours)
-            motion, reason = self.hangs.motion
-            health = write_health(motion, self._waiting.read(running) or reason)
-            self.on_look(max(s.step for s in running), calls, health)
+            self.on_look(max(s.step for s in running), calls, *self.hangs.motion)
         return bool(running) and all(self.pipeline.asked_to_end.covers(s) for s in ours or running)
 
     def _examine(self, work: Callable[[], None]) -> None:

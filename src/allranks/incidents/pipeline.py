@@ -50,8 +50,9 @@ class _Awaited:
     before: dict[int, RankSample]  # of the ranks that must go on
     since_s: float
     new_only: bool  # only new processes count: the old ones may do a last step before they end
-    patience_s: float
+    patience_s: float = PATIENCE_S
     out: dict[int, RankSample] = field(default_factory=dict)  # that were lost and should come back
+    recovered: bool = False  # the others train again
 
 
 @dataclass
@@ -59,8 +60,6 @@ class Recoveries:
     """All incidents that wait for progress."""
 
     _waiting: list[_Awaited] = field(default_factory=list)
-    # recovered; the ranks that were lost are not back yet
-    _returning: list[_Awaited] = field(default_factory=list)
     _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # of the last ones
 
     @property
@@ -87,11 +86,12 @@ class Recoveries:
 
     def recent(self, for_s: float) -> bool:
         """Whether something has been answered within this time and has not recovered: worth a closer look."""
-        return any(time.monotonic() - waiting.since_s < for_s for waiting in self._waiting)
+        now_s = time.monotonic()
+        return any(now_s - one.since_s < for_s for one in self._waiting if not one.recovered)
 
     def open(self) -> list[IncidentFolder]:
         """Those that have not recovered."""
-        return [waiting.opened for waiting in self._waiting]
+        return [waiting.opened for waiting in self._waiting if not waiting.recovered]
 
     def look(self, samples: list[RankSample]) -> Iterator[IncidentFolder]:
         """Closes and gives back those whose survivors all train again; forgets those that never will."""
@@ -101,37 +101,28 @@ class Recoveries:
             moved = [r for r, old in before.items() if r in now and _further(now[r], old, waiting.new_only)]
             took = time.monotonic() - waiting.since_s
             if before and len(moved) == len(before):
-                step = max((s.step for s in samples), default=-1)
-                opened.update(
-                    Moment("recovered", time.time(), f"{_count(moved)} again" + _at(step)),
-                    closed=time.time(),
-                    durations_s={**opened.current.durations_s, "recovered": took},
-                )
                 self._waiting.remove(waiting)
-                if waiting.out:
-                    self._returning.append(replace(waiting, since_s=time.monotonic()))
-                if opened.current.acted or opened.current.kind == "death":
-                    self._took_s.append(took)
+                step = max(now[rank].step for rank in moved)
+                text = f"{_count(moved)} again" + (f", at step {step:,}" if step >= 0 else "")
+                if waiting.recovered:  # now those that were lost are back too: the story is complete
+                    opened.update(Moment("back", time.time(), text))
+                else:
+                    durations = {**opened.current.durations_s, "recovered": took}
+                    opened.update(
+                        Moment("recovered", time.time(), text), closed=time.time(), durations_s=durations
+                    )
+                    self._expect_back(waiting)
+                    if opened.current.acted or opened.current.kind == "death":
+                        self._took_s.append(took)
                 yield opened
             elif not before or took > waiting.patience_s:
                 self._waiting.remove(waiting)
-        yield from self._look_for_returned(now)
 
-    def _look_for_returned(self, now: dict[int, RankSample]) -> Iterator[IncidentFolder]:
-        """Notes that the ranks that were lost train again, in new processes: the story is complete then."""
-        for waiting in list(self._returning):
-            back = [r for r, old in waiting.out.items() if r in now and _further(now[r], old, new_only=True)]
-            if len(back) == len(waiting.out):
-                step = max(now[rank].step for rank in back)
-                waiting.opened.update(Moment("back", time.time(), f"{_count(back)} again" + _at(step)))
-                self._returning.remove(waiting)
-                yield waiting.opened
-            elif time.monotonic() - waiting.since_s > PATIENCE_S:
-                self._returning.remove(waiting)
-
-
-def _at(step: int) -> str:
-    return f", at step {step:,}" if step >= 0 else ""
+    def _expect_back(self, waiting: _Awaited) -> None:
+        """The ranks that were lost should train again, in new processes."""
+        if waiting.out:
+            now_s = time.monotonic()
+            self._waiting.append(_Awaited(waiting.opened, waiting.out, now_s, True, recovered=True))
 
 
 def _count(ranks: list[int]) -> str:

@@ -28,8 +28,10 @@ from allranks.model.cluster import (
     Evicted,
     MemberLeft,
     MemberLost,
+    Motion,
     PublishedIncident,
     RestartWanted,
+    write_health,
 )
 from allranks.model.diagnosis import Action, Failure, Incident
 from allranks.recording.dump import dump_ended_ranks
@@ -102,12 +104,7 @@ class NodeAgent:
             self.watch.join(self.peers, self._tell)
             self.watch.start()
         if self.client is not None:
-            client = self.client
-            client.subscribe(self._noticed)
-            if self.watch is not None:
-                self.watch.on_look = lambda step, calls, health: client.report(
-                    step, step if step >= 0 else calls, health
-                )
+            self.client.subscribe(self._noticed)
             self._watch_nodes(self.client)
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened
@@ -162,7 +159,7 @@ class NodeAgent:
         client.subscribe(nodes.noticed)
         nodes.start()
         self._nodes = nodes
-        self._reporter = NodeReporter(
+        self._reporter = reporter = NodeReporter(
             client,
             options.folder,
             options.node,
@@ -170,7 +167,13 @@ class NodeAgent:
             watch.windows,
             watch.compare_nodes,
         )
-        self._reporter.start()
+        reporter.start()
+
+        def report(step: int, calls: int, motion: Motion, reason: str) -> None:
+            health = write_health(motion, reporter.waiting or reason)
+            client.report(step, step if step >= 0 else calls, health)
+
+        watch.on_look = report
 
     # actions, asked for by the watch
 

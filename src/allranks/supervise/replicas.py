@@ -11,7 +11,6 @@ import os
 import queue
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -110,7 +109,7 @@ class Supervisor:
     trained: Callable[[int], bool] = lambda replica: False  # whether its last processes trained for a while
     _replicas: dict[int, _Replica] = field(default_factory=dict)
     _requests: queue.SimpleQueue[Request] = field(default_factory=queue.SimpleQueue)
-    _wake: tuple[socket.socket, socket.socket] | None = None
+    _wake: int = -1  # an eventfd
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _guard: Guard = field(default_factory=Guard)
     _terminal: Terminal | None = None
@@ -128,11 +127,8 @@ class Supervisor:
 
     def wake(self) -> None:
         """Makes the loop look again now."""
-        if self._wake is not None:
-            try:
-                self._wake[1].send(b"!")
-            except OSError:
-                pass
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def give_up(self, reason: str) -> None:
         """Ends the job from any thread: its program cannot train. The first reason is the one that is logged."""
@@ -162,9 +158,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs to the end: 0 when every replica that was not set aside finished, else 1, or 128 + signal."""
-        self._wake = socket.socketpair()
-        self._wake[0].setblocking(False)
-        self._selector.register(self._wake[0], selectors.EVENT_READ, self._drain_wake)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda: os.eventfd_read(self._wake))
         first = self.options.first_replica
         self._replicas = {n: _Replica(n) for n in range(first, first + self.options.replicas)}
         self._guard.start()
@@ -195,9 +190,8 @@ class Supervisor:
             if self._terminal is not None:
                 self._terminal.close()
             self._selector.close()
-            for end in self._wake:
-                end.close()
-            self._wake = None
+            wake, self._wake = self._wake, -1
+            os.close(wake)
 
     def _turn(self) -> None:
         """Waits for the next events and handles them."""
@@ -420,14 +414,6 @@ class Supervisor:
         try:
             self._selector.unregister(fd)
         except KeyError:
-            pass
-
-    def _drain_wake(self) -> None:
-        assert self._wake is not None
-        try:
-            while self._wake[0].recv(4096):
-                pass
-        except BlockingIOError:
             pass
 
     def _timeout(self) -> float:
