@@ -106,7 +106,7 @@ def test_a_rank_that_aborted_is_reported_although_the_one_that_complained_first_
     for rank, closed in ((0, broken), (1, {})):
         box = write_box(tmp_path / "boxes", rank, 7, start_ns=now, pid=GONE + rank, **closed)
         box.rename(box.with_name(f"{rank}.earlier.box"))
-    dog._exits.endings[GONE + 1] = Ending(GONE + 1, -signal.SIGABRT, time.time())
+    dog.exits.endings[GONE + 1] = Ending(GONE + 1, -signal.SIGABRT, time.time())
     dog.look()
     dog.pipeline.explained.add([GONE])
     dog.deaths.echo_patience_s = lambda: 0.0
@@ -137,7 +137,7 @@ def test_a_killed_rank_that_is_still_being_taken_down_is_waited_for_when_another
     assert read_incidents(tmp_path / "incidents") == []
     killed.kill()
     killed.wait()
-    dog._exits.endings[killed.pid] = Ending(killed.pid, -signal.SIGKILL, time.time())
+    dog.exits.endings[killed.pid] = Ending(killed.pid, -signal.SIGKILL, time.time())
     dog.look()
     dog.close()
     (story,) = read_incidents(tmp_path / "incidents")

@@ -22,6 +22,7 @@ import msgspec
 
 from allranks.diagnosis.context import is_secondary
 from allranks.errors import AllranksError, InputError
+from allranks.incidents.rank_logs import read_end
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load.sources import archive_of, unpack
 from allranks.model.diagnosis import FileNote, Finding, RankNow
@@ -268,7 +269,7 @@ def _texts(
     for note in files:
         if note.status == "ok" or note.path in used or not _LOG.search(Path(note.path).name.lower()):
             continue
-        text = _tail(paths.find(note.path))
+        text = read_end(paths.find(note.path), MAX_TEXT_BYTES)
         counts = "launched up to operation" in text
         ends = list(_ENDED.finditer(text))
         if counts:
@@ -286,16 +287,6 @@ def _texts(
                     logs[int(rank)] = without_secrets(" ".join(end[2].split()))
                     used[note.path] = "log"
     return logs, tuple(dict.fromkeys(reported))
-
-
-def _tail(path: str) -> str:
-    """The end of a text file; "" when it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_TEXT_BYTES))
-            return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _is_post_mortem(traces: list[RankTrace]) -> bool:

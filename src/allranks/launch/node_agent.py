@@ -139,7 +139,7 @@ class NodeAgent:
     def know_child(self, rank: subprocess.Popen[bytes]) -> None:
         """A rank was started by a launcher that waits for it: that may know before the watch how it ended."""
         if self.watch is not None:
-            self.watch.know_child(rank)
+            self.watch.exits.know(rank)
 
     def _write_torch_dumps(self, folder: Path) -> None:
         """Ranks that were killed get the files that torch's variables ask for from their black boxes."""
