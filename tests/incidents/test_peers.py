@@ -248,7 +248,7 @@ def test_the_supervisor_does_not_wait_for_a_lighthouse_that_is_frozen(tmp_path: 
     agent.start()
     try:
         lighthouse.send_signal(signal.SIGSTOP)
-        handled = threading.Thread(target=agent._happened, args=(Event("finished", 2, 0.0),))
+        handled = threading.Thread(target=agent._happened, args=(Event("finished", 2),))
         handled.start()
         handled.join(5)
         assert not handled.is_alive()

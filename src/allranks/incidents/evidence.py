@@ -149,13 +149,13 @@ def _read_stacks(
     from allranks.stacktraces import Stillness, classify, read_capture
 
     stillness = Stillness(still_s=min(observed.still_s, Stillness.still_s))
-    capture = attempt("stacks", lambda: read_capture(folder), missing)
-    if capture is None:
-        return (), ()
-    report = attempt(
-        "stacks", lambda: classify(capture, stillness=stillness, quiet_s=observed.quiet_s), missing
-    )
-    return (capture,), () if report is None else (report,)
+
+    def work() -> tuple[Capture, StacksReport]:
+        capture = read_capture(folder)
+        return capture, classify(capture, stillness=stillness, quiet_s=observed.quiet_s)
+
+    found = attempt("stacks", work, missing)
+    return ((), ()) if found is None else ((found[0],), (found[1],))
 
 
 def _rank_now(state: RankState, native: bool) -> RankNow:

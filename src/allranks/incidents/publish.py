@@ -181,7 +181,7 @@ class IncidentPublisher:
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
     book: Callable[[Incident], None] = lambda incident: None  # of the ledger
     last: str = ""  # the newest verdict, as it was logged
-    timeout_s: float = 5.0  # of one attempt to reach a webhook, as a whole
+    timeout_s: float = 5.0  # of one attempt to reach a webhook
     _sender: Worker = field(default_factory=lambda: Worker("allranks-webhook"))
 
     def publish(self, opened: IncidentFolder) -> None:
