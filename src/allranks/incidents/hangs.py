@@ -87,7 +87,6 @@ class HangInvestigator:
     policy: PolicyState = field(default_factory=PolicyState)
     standstill: HangCase | None = None  # nobody moves
     behind: HangCase | None = None  # one rank does not move, the others do
-    _noticed: tuple[float, float] | None = None  # while another was examined: (since, epoch seconds)
     _went_on: HangCase | None = None  # the last standstill that was none: some rank made progress
 
     def __post_init__(self) -> None:
@@ -111,15 +110,6 @@ class HangInvestigator:
         if suspicion is not None:
             return suspicion, (lambda: self._examine(suspicion, samples)) if self._due(suspicion) else None
         return self._suspect_behind(now_s, samples) if self.options.mode == "replica" else (None, None)
-
-    def note(self, now_s: float, samples: list[RankSample]) -> None:
-        """While another suspicion is examined, whose job has moved since: the next standstill is noticed at once."""
-        suspicion, case = self.history.standstill(now_s, samples), self.standstill
-        if suspicion is None or (case is not None and case.since_s == suspicion.since_s):
-            return
-        if self._noticed is None or self._noticed[0] != suspicion.since_s:
-            self._noticed = (suspicion.since_s, time.time())
-            log.warning("%s; it is examined next", suspicion.reason)
 
     def close(self) -> None:
         """The job is over: what was not settled is reported as that."""
@@ -240,8 +230,6 @@ class HangInvestigator:
     def _open(self, suspicion: Suspicion, step: int, samples: list[RankSample]) -> IncidentFolder:
         now = time.time()
         since = now - suspicion.quiet_s
-        if self._noticed is not None and self._noticed[0] == suspicion.since_s:
-            now = self._noticed[1]
         opened = self.pipeline.open("stall", suspicion.reason, samples, step=step)
         overdue = f"silent for more than {suspicion.limit_s:.1f} s"
         opened.update(

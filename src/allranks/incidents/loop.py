@@ -129,7 +129,6 @@ class Watch:
         if ending:
             return None
         if self._examining is not None and self._examining.is_alive():
-            self.hangs.note(now, samples)
             return None
         suspicion, examine = self.hangs.suspect(now, samples)
         if examine is not None:
