@@ -164,9 +164,11 @@ class TorchrunPatches:
         self, ordinary: Starting, handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]
     ) -> subprocess.Popen[bytes]:
         """From the spares, where there are any."""
-        names = [getattr(stream, "name", None) for stream in (handler._stdout, handler._stderr)]
-        spare = self.spares.take(args, env, *names) if self.spares is not None else None
-        process = spare or ordinary(handler, args, env)
+        process = None
+        if self.spares is not None:
+            names = [getattr(stream, "name", None) for stream in (handler._stdout, handler._stderr)]
+            process = self.spares.take(args, env, *names)
+        process = process or ordinary(handler, args, env)
         self._guard.add(process.pid)
         if self.node is not None:
             self.node.know_child(process)

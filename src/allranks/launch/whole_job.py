@@ -69,7 +69,9 @@ def launch(job: Launch) -> int:
     replaced = patches.TorchrunPatches(job.node, may_restart(args), grace(args), spares)
     try:
         if at_a_host(args):
-            find_host(args)
+            patches.refuse_other_server(str(args.rdzv_endpoint))
+            limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))  # torchrun's
+            find_host(args, time.monotonic() + limit_s, f"nothing listens there after {limit_s:g} s")
         with replaced.in_place():
             run_through_losses(args, replaced)
     except ChildFailedError as error:
@@ -100,19 +102,12 @@ def grace(args: Namespace) -> int | None:
     return None if given is None else int(given)
 
 
-def find_host(args: Namespace) -> None:
-    """LaunchError unless the endpoint is a rendezvous, or may become one here, within torchrun's time for it."""
-    endpoint = str(args.rdzv_endpoint)
-    patches.refuse_other_server(endpoint)
-    limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))
-    if not may_go_there(args, time.monotonic() + limit_s):
-        raise patches.nobody_answers(endpoint, f"nothing listens there after {limit_s:g} s")
-
-
-def may_go_there(args: Namespace, deadline: float) -> bool:
-    """Whether the rendezvous has a host before the deadline; this node is one if --rdzv-conf is_host says so."""
+def find_host(args: Namespace, deadline: float, why: str) -> None:
+    """LaunchError unless the endpoint has a host before the deadline (monotonic); this node is one if --rdzv-conf is_host says
+    so, or may become one."""
     itself = _parse_conf(args.rdzv_conf).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
-    return itself or patches.wait_for_host(str(args.rdzv_endpoint), deadline)
+    if not (itself or patches.wait_for_host(str(args.rdzv_endpoint), deadline)):
+        raise patches.nobody_answers(str(args.rdzv_endpoint), why)
 
 
 def run_through_losses(args: Namespace, replaced: patches.TorchrunPatches) -> None:
@@ -138,10 +133,7 @@ def run_through_losses(args: Namespace, replaced: patches.TorchrunPatches) -> No
                 "the host of the rendezvous at %s is lost (%s): waiting for a new one for %.0f s",
                 args.rdzv_endpoint, error, deadline - time.monotonic(),
             )  # fmt: skip
-        if not may_go_there(args, deadline):
-            raise patches.nobody_answers(
-                str(args.rdzv_endpoint), f"its host was lost {patches.AWAY_S:g} s ago"
-            )
+        find_host(args, deadline, f"its host was lost {patches.AWAY_S:g} s ago")
 
 
 def may_restart(args: Namespace) -> bool:
