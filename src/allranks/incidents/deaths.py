@@ -28,10 +28,8 @@ ENDING_S = 10.0  # freeing the memory of a GPU takes a while
 FLAP_S = 60.0  # a replica that is cut off again within this time has the same trouble
 SAME_S = 5.0  # a death on another node this much later is another one; a secondary failure may come later
 ECHO_OF_S = 60.0  # the loss of a node may be known this much later than the connections to it broke
-RECENT_S, LATER_S = (
-    60.0,
-    1.0,
-)  # a call made longer before the loss of a node, or after it, has nothing to do with it
+# a call made longer before the loss of a node, or after it, has nothing to do with it
+RECENT_S, LATER_S = 60.0, 1.0
 ECHO_S = 1.0  # a broken connection is examined this much later: its cause may still show
 
 

@@ -257,10 +257,6 @@ class IncidentPipeline:
             self.publisher.write_page(opened)
         self.publisher.close()
 
-    def pause(self, seconds: float) -> bool:
-        """Waits, at most until the agent ends; whether it does."""
-        return self._closing.wait(seconds)
-
     def note_divergence(self, found: Finding) -> None:
         """Ranks make calls that differ: said at once, and kept for the incident that may come of it."""
         s = "s" if len(found.waiting) == 1 else ""

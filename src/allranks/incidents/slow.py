@@ -30,7 +30,7 @@ from allranks.watch.samples import RankSample, read_samples
 log = logging.getLogger("allranks.agent")
 
 SAMPLES, PROFILE = 5, 40  # looks at the stack: for a report, for a profile
-PAUSE_S, LIMIT_S = 0.2, 20.0  # between two of them; for all of them
+PAUSE_S = 0.2  # between two of them
 LATELY_S = 300.0
 
 
@@ -73,29 +73,15 @@ class SlowRanks:
         self.pipeline.publisher.publish(opened)
 
     def _sample_stacks(self, own: RankSample, opened: IncidentFolder, looks: int) -> list[str]:
-        """Where the rank was, most often first; all stacks go into the incident's folder. Ends with the rank or the job."""
+        """Where the rank was, most often first; all stacks go into the incident's folder."""
         chosen = Selection(pids=(own.pid,), box_folders=(self.pipeline.options.folder,))
-        options = CollectOptions(rounds=1, native="never")
-        stacks: list[tuple[StackFrame, ...]] = []
-        targets, limit = None, time.monotonic() + LIMIT_S
-        while len(stacks) < looks and time.monotonic() < limit:
-            try:
-                targets = targets or find_targets(chosen)
-                found = collect(targets, options)
-            except (OSError, ValueError, AllranksError) as error:
-                log.info("%s: stacks could not be read: %s", opened.current.id, error)
-                break
-            new = [
-                stack.frames
-                for process in found.processes
-                if process.pid == own.pid
-                for shot in process.snapshots[:1]
-                for stack in shot.stacks
-                if stack.tid == own.pid
-            ]
-            stacks += new
-            if not new or self.pipeline.pause(PAUSE_S):  # so that the looks are of different moments
-                break
+        try:
+            found = collect(find_targets(chosen), CollectOptions(looks, PAUSE_S, native="never")).processes
+        except (OSError, ValueError, AllranksError) as error:
+            log.info("%s: stacks could not be read: %s", opened.current.id, error)
+            found = ()
+        shots = [shot for process in found if process.pid == own.pid for shot in process.snapshots]
+        stacks = [stack.frames for shot in shots for stack in shot.stacks if stack.tid == own.pid]
         write_stacks(opened.path / "slow_stacks.txt", stacks)
         return describe_places(stacks)
 

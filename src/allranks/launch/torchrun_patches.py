@@ -100,8 +100,8 @@ def replaced(method: str, instead: Callable[..., object]) -> Iterator[None]:
 class TorchrunPatches:
     """What torchrun's agent does otherwise while `in_place`, and the rendezvous that it has completed.
 
-    `node` hears of the ranks that start, of those that are about to be asked to end, and of failures. `grace_s` lies between
-    SIGTERM and SIGKILL, None is torchrun's choice (30 s).
+    `node` is notified of ranks that start, of ranks that are about to be asked to end, and of failures. `grace_s` lies between
+    SIGTERM and SIGKILL; None is torchrun's choice (30 s).
     """
 
     node: NodeAgent | None = None

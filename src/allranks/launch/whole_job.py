@@ -49,7 +49,7 @@ class Launch:
     log_dir: str | None = None
     quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
-    node: NodeAgent | None = None  # hears of ranks that start, end and fail
+    node: NodeAgent | None = None  # is notified of ranks that start, end and fail
 
 
 def launch(job: Launch) -> int:
