@@ -22,7 +22,8 @@ from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import MemberLost
 from allranks.supervise.replicas import ReplicaOptions, Supervisor
-from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths
+from allranks.watch import exits
+from allranks.watch.exits import Death, Ending, find_deaths
 from allranks.watch.samples import RankSample, read_samples
 from allranks.watch.silence import NoticeOptions
 from boxes import write_box
@@ -305,12 +306,14 @@ def test_the_watch_goes_on_while_the_lighthouse_does_not_answer_about_a_death(tm
     assert (story["kind"], story["ranks"]) == ("death", [1])
 
 
-def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(tmp_path: Path) -> None:
+def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel's counter has moved since the last death; a later kill without that is only a kill."""
-    dog = watch(tmp_path)
     counter = tmp_path / "vmstat"
     counter.write_text("pgfault 9\noom_kill 3\n")
-    dog.deaths.memory_kills = MemoryKills(counter)
+    monkeypatch.setattr(exits, "VMSTAT", counter)
+    dog = watch(tmp_path)
     counter.write_text("pgfault 9\noom_kill 4\n")
     for rank in (0, 1):
         write_box(tmp_path / "boxes", rank, 7, pid=GONE + rank)

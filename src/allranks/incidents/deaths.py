@@ -18,7 +18,7 @@ from allranks.model.cluster import FOLLOW_S, Gathering, Presence
 from allranks.model.diagnosis import Action, Failure, Finding, Moment
 from allranks.model.formatting import ranks_text
 from allranks.model.trace import RankTrace, State
-from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths, find_first
+from allranks.watch.exits import Death, Ending, count_memory_kills, find_deaths, find_first
 from allranks.watch.nodes import Loss
 from allranks.watch.samples import ProcessId, RankSample, last_good, read_sample, read_samples
 
@@ -38,7 +38,6 @@ class DeathIncidents:
     """`note_death` and `note_lost` may be called from any thread, `check` from the watch's."""
 
     pipeline: IncidentPipeline
-    memory_kills: MemoryKills = field(default_factory=MemoryKills)
     in_background: bool = False  # `check` only finds deaths: keeping evidence and asking others take seconds
     echo_patience_s: Callable[[], float] = lambda: ECHO_S
     _started_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another run
@@ -52,6 +51,7 @@ class DeathIncidents:
     _echo: IncidentFolder | None = None  # the last incident that was opened for secondary failures alone
     _stopped: tuple[float, str] = (float("-inf"), "")  # when another node was (monotonic), and which
     _failed: tuple[Failure, IncidentFolder] | None = None  # the program's last failure, and its incident
+    _memory_kills: int = field(default_factory=count_memory_kills)
     _noting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -181,7 +181,8 @@ class DeathIncidents:
 
     def _with_memory(self, death: Death) -> Death:
         """Says so when the kernel has ended processes for lack of memory."""
-        starved = self.memory_kills.new()
+        before, self._memory_kills = self._memory_kills, count_memory_kills()
+        starved = self._memory_kills - before
         if not starved or "SIGKILL" not in death.reason:
             return death
         what = "it" if starved == 1 else f"{starved} processes"

@@ -305,25 +305,10 @@ def _ended(sample: RankSample, ending: Ending | None) -> Death | None:
     return Death(sample.rank, sample.pid, ending.at, ending.words, echo=echo, seen=ending.at)
 
 
-@dataclass
-class MemoryKills:
-    """Counts since it was last asked."""
-
-    source: Path = VMSTAT
-    _before: int = 0
-
-    def __post_init__(self) -> None:
-        self._before = self._count()
-
-    def new(self) -> int:
-        """How many there were since the last time."""
-        now = self._count()
-        found, self._before = now - self._before, now
-        return found
-
-    def _count(self) -> int:
-        try:
-            lines = self.source.read_text().splitlines()
-        except OSError:
-            return 0
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+def count_memory_kills() -> int:
+    """Processes that the kernel has ended for lack of memory, since this machine started."""
+    try:
+        lines = VMSTAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
