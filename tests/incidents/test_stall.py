@@ -111,6 +111,29 @@ def test_a_wait_for_a_signal_is_a_stall(syscall: str) -> None:
     assert (found.state, found.reason) == ("stalled", "rank 1 waits for an event at train.py:10 in load")
 
 
+@pytest.mark.parametrize(
+    ("thread", "file", "state"),
+    [
+        ("tokio-rt-worker", "epoll 2", "stalled"),
+        ("worker.io", "socket:[7]", "stalled"),
+        ("tokio-rt-worker", "", "hung"),
+        ("gloo_tcp_loop", "epoll 3", "hung"),
+        ("pt_tcpstore_uv", "epoll 5", "hung"),
+        ("NCCL Service 0", "socket:[7]", "hung"),
+    ],
+)
+def test_an_event_loop_may_be_woken_by_a_native_thread_that_uses_the_network(
+    thread: str, file: str, state: str
+) -> None:
+    """A download by a library in Rust: its thread has no Python. The threads of torch's libraries serve collectives only."""
+    main = ThreadFacts(1, "python", "S", syscall="epoll_wait", wait_s=-1.0, file="epoll 1")
+    other = ThreadFacts(2, thread, "S", syscall="epoll_wait", wait_s=-1.0, file=file)
+    stacks = (ThreadStack(1, "", (StackFrame("select", "selectors.py", 468),)),)
+    shots = (Snapshot(0, stacks=stacks, facts=(main, other)),)
+    activity = find_activity([Capture((ProcessCapture(1, snapshots=shots),))])[1]
+    assert judge_stall(looks("event_loop_idle", activity), LIMITS).state == state
+
+
 @pytest.mark.parametrize("kind", PAUSES)
 def test_a_pause_of_a_known_kind_is_a_stall(kind: str) -> None:
     found = judge_stall(PAUSES[kind], LIMITS)

@@ -57,6 +57,8 @@ _FOR_A_RANK = frozenset({"collective_wait", "p2p_wait", "rendezvous_wait"})
 _FOR_A_CHILD = frozenset({"subprocess_wait", "child_process_wait", "dataloader_wait"})
 #: Threads that watch, report or copy, and wake nobody.
 _BACKGROUND = ("/tqdm/", "/wandb/", "/tensorboard", "/allranks/", "/torch/utils/data/_utils/pin_memory")
+#: How the names of native threads of torch's libraries begin: they serve collectives, and wake no Python code that waits otherwise.
+_OF_TORCH = ("pt_", "gloo", "nccl", "cuda")
 _PRIVATE = 0x80  # flag of a futex that no other process can wake
 #: What a rank does that may still move.
 _VERBS = {
@@ -403,11 +405,18 @@ def _activity(processes: Sequence[ProcessCapture]) -> Activity:
 
 
 def _telling(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]:
-    """The main thread, and those that run Python and may wake it."""
+    """The main thread, and those that may wake it: they run Python, or wait for the network in native code."""
     stacks = process.snapshots[-1].stacks
     python = [one for one in stacks if any(not frame.native for frame in one.frames)]
     able = {one.tid for one in python if not any(map(_is_background, one.frames))}
+    able |= {fact.tid for fact in facts if _awaits_network(fact)} - {one.tid for one in python}
     return [fact.tid for number, fact in enumerate(facts) if number == 0 or fact.tid in able]
+
+
+def _awaits_network(fact: ThreadFacts) -> bool:
+    """A runtime of Rust or C++, as libraries of object stores have. One descriptor of a loop is its own."""
+    network = fact.file.startswith("socket:") or (fact.file.startswith("epoll ") and fact.file != "epoll 1")
+    return network and not fact.comm.lower().startswith(_OF_TORCH)
 
 
 def _is_background(frame: StackFrame) -> bool:
