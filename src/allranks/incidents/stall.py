@@ -4,8 +4,8 @@
 what was seen: calls that do not match, ranks that wait for each other, a process that is gone, a rank all of whose threads
 wait without limit for one another, a sleep that ends after the cap. Else only time tells: a rank whose stack moves, that
 compiles or waits for a command that works has time until the cap; any other one until several times the longest pause so
-far. Sleeps between retries, garbage collection, saving, swapping and a stopped process end by themselves; they are not
-told from a hang before that.
+far. Sleeps between retries, waits for a signal, garbage collection, saving, swapping and a stopped process end by themselves;
+they are not told from a hang before that.
 """
 
 from __future__ import annotations
