@@ -134,6 +134,19 @@ def test_an_event_loop_may_be_woken_by_a_native_thread_that_uses_the_network(
     assert judge_stall(looks("event_loop_idle", activity), LIMITS).state == state
 
 
+@pytest.mark.parametrize(("confidence", "state"), [(0.4, "stalled"), (0.9, "hung")])
+def test_a_guess_that_the_named_rank_waits_for_others_does_not_make_a_hang_certain(
+    confidence: float, state: str
+) -> None:
+    """A library in Rust waits in native code, in a process that has process groups."""
+    seen = []
+    for look in looks("collective_wait"):
+        assert look.report is not None
+        ranks = {**look.report.ranks, 1: replace(look.report.ranks[1], confidence=confidence)}
+        seen.append(replace(look, report=replace(look.report, ranks=ranks)))
+    assert judge_stall(seen, LIMITS).state == state
+
+
 @pytest.mark.parametrize("kind", PAUSES)
 def test_a_pause_of_a_known_kind_is_a_stall(kind: str) -> None:
     found = judge_stall(PAUSES[kind], LIMITS)

@@ -293,7 +293,13 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     """Why it cannot move by itself; "" when it may."""
     last = looks[-1]
     found, states = last.finding, last.report.ranks.values() if last.report is not None else ()
-    idle = [state for state in states if state.cause not in _FOR_A_RANK and state.cause != "unknown"]
+    named = found.ranks if found is not None else ()
+    idle = [
+        state
+        for state in states
+        if (state.cause not in _FOR_A_RANK and state.cause != "unknown")
+        or (state.rank in named and 0.0 < state.confidence < TRUSTED)  # its wait is only a guess
+    ]
     if found is not None and found.cause in CERTAIN_MISMATCH:  # who of them is wrong may not be
         return f"the calls of the ranks do not match: {found.sentence}"
     if found is not None and found.cause == "setup_mismatch" and found.confidence >= SURE_OF_SETUP:
