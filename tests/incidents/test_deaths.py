@@ -22,7 +22,8 @@ from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.model.cluster import MemberLost
 from allranks.supervise.replicas import ReplicaOptions, Supervisor
-from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths
+from allranks.watch import exits
+from allranks.watch.exits import Death, Ending, find_deaths
 from allranks.watch.samples import RankSample, read_samples
 from allranks.watch.silence import NoticeOptions
 from boxes import write_box
@@ -106,7 +107,7 @@ def test_a_rank_that_aborted_is_reported_although_the_one_that_complained_first_
     for rank, closed in ((0, broken), (1, {})):
         box = write_box(tmp_path / "boxes", rank, 7, start_ns=now, pid=GONE + rank, **closed)
         box.rename(box.with_name(f"{rank}.earlier.box"))
-    dog._exits.endings[GONE + 1] = Ending(GONE + 1, -signal.SIGABRT, time.time())
+    dog.exits.endings[GONE + 1] = Ending(GONE + 1, -signal.SIGABRT, time.time())
     dog.look()
     dog.pipeline.explained.add([GONE])
     dog.deaths.echo_patience_s = lambda: 0.0
@@ -137,7 +138,7 @@ def test_a_killed_rank_that_is_still_being_taken_down_is_waited_for_when_another
     assert read_incidents(tmp_path / "incidents") == []
     killed.kill()
     killed.wait()
-    dog._exits.endings[killed.pid] = Ending(killed.pid, -signal.SIGKILL, time.time())
+    dog.exits.endings[killed.pid] = Ending(killed.pid, -signal.SIGKILL, time.time())
     dog.look()
     dog.close()
     (story,) = read_incidents(tmp_path / "incidents")
@@ -305,12 +306,14 @@ def test_the_watch_goes_on_while_the_lighthouse_does_not_answer_about_a_death(tm
     assert (story["kind"], story["ranks"]) == ("death", [1])
 
 
-def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(tmp_path: Path) -> None:
+def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel's counter has moved since the last death; a later kill without that is only a kill."""
-    dog = watch(tmp_path)
     counter = tmp_path / "vmstat"
     counter.write_text("pgfault 9\noom_kill 3\n")
-    dog.deaths.memory_kills = MemoryKills(counter)
+    monkeypatch.setattr(exits, "VMSTAT", counter)
+    dog = watch(tmp_path)
     counter.write_text("pgfault 9\noom_kill 4\n")
     for rank in (0, 1):
         write_box(tmp_path / "boxes", rank, 7, pid=GONE + rank)

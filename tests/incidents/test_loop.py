@@ -17,7 +17,6 @@ from allranks.incidents.folder import read_incidents
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.incidents.policy import PolicyOptions
-from allranks.model.cluster import read_health
 from allranks.model.diagnosis import Finding, Incident
 from allranks.model.stacks import (
     Capture,
@@ -60,7 +59,7 @@ def test_from_the_first_suspicion_on_the_lighthouse_is_notified_of_a_stall_then_
     answer_with(monkeypatch, VERDICT)
     watch = trained(tmp_path, Hand(), policy=PolicyOptions(enabled=False))
     said: list[str] = []
-    watch.on_look = lambda step, calls, health: said.append(read_health(health)[0])
+    watch.on_look = lambda step, calls, motion, reason: said.append(motion)
     for now in (3.1, 8.1, 8.2, 10.7, 10.8):
         look(watch, now)
     (incident,) = read_incidents(tmp_path / "incidents")

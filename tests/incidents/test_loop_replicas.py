@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -91,27 +89,6 @@ def test_a_standstill_that_ends_because_the_others_go_on_without_one_is_the_same
     (story,) = read_incidents(tmp_path / "incidents")
     assert (story["kind"], story["ranks"], story["action"]["kind"]) == ("hang", [1], "evict")
     assert [moment["name"] for moment in story["timeline"]].count("noticed") == 1
-
-
-def test_a_standstill_that_begins_while_another_suspicion_is_examined_is_noticed_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A pause is still being looked into when the job hangs soon after it: that is logged at once, examined next."""
-    answer_with(monkeypatch, VERDICT)
-    watch = trained(tmp_path, Hand())
-    done = threading.Event()
-    watch._examining = threading.Thread(target=done.wait)
-    watch._examining.start()
-    for moment in (8.5, 9.0):
-        look(watch, moment)
-    assert caplog.text.count("it is examined next") == 1
-    noticed = time.time()
-    done.set()
-    watch._examining.join()
-    look(watch, 12.0)
-    (story,) = read_incidents(tmp_path / "incidents")
-    (at,) = [moment["at"] for moment in story["timeline"] if moment["name"] == "noticed"]
-    assert at <= noticed < story["opened"]
 
 
 def test_a_suspicion_that_one_look_did_not_settle_is_no_hang_when_the_job_ends(

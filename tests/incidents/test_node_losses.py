@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from allranks.incidents.deaths import describe
 from allranks.incidents.folder import read_incidents
-from allranks.incidents.node_losses import describe
 from allranks.lighthouse.agents import Nodes
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options, ServerOptions

@@ -18,7 +18,7 @@ import pytest
 from allranks.channel.keys import ChannelError
 from allranks.errors import InputError
 from allranks.incidents.loop import Watch
-from allranks.incidents.peers import EvidenceServer, PeerAgents, pack_part, send_part, unpack_part
+from allranks.incidents.peers import PeerAgents, pack_part, send_part, unpack_part
 from allranks.incidents.pipeline import WatchOptions
 from allranks.launch.node_agent import NodeAgent
 from allranks.lighthouse.agents import Current, decide_gathering
@@ -33,6 +33,11 @@ from ports import held_port
 from .test_node_losses import wait_until
 
 TOKEN = "secret"
+
+
+def alone() -> PeerAgents:
+    """An agent without a lighthouse."""
+    return PeerAgents(Client(ClientOptions(("127.0.0.1:1",), TOKEN, "agent-b")), TOKEN)
 
 
 def test_a_part_arrives_as_it_was_sent_and_names_what_did_not_fit(tmp_path: Path) -> None:
@@ -75,19 +80,21 @@ def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: P
     (tmp_path / "boxes").mkdir()
     (tmp_path / "boxes" / "0.box").write_bytes(b"box")
     data = pack_part(tmp_path, [])
-    box = EvidenceServer(TOKEN)
-    box.start()
+    box = alone()
+    address = box.open()
     try:
         box.expect("i-1", tmp_path / "in")
         with pytest.raises(ChannelError, match="same job token"):
-            send_part(box.address, "i-1", "agent-a", "wrong", data)
-        send_part(box.address, "i-1", "agent-a", TOKEN, data)
-        assert box.wait("i-1", ("agent-a", "agent-b"), 0.0) == ["agent-b: no evidence within 0 s"]
+            send_part(address, "i-1", "agent-a", "wrong", data)
+        send_part(address, "i-1", "agent-a", TOKEN, data)
+        assert box.wait(Gathering("i-1", "us", ("agent-a", "agent-b")), 0.0) == [
+            "agent-b: no evidence within 0 s"
+        ]
         box.expect("i-2", tmp_path / "in")
         box.give_up("agent-b")
-        assert box.wait("i-2", ("agent-b",), 3600.0) == ["agent-b: no evidence, it is gone"]
+        assert box.wait(Gathering("i-2", "us", ("agent-b",)), 3600.0) == ["agent-b: no evidence, it is gone"]
         with pytest.raises(ChannelError, match="nobody waits"):
-            send_part(box.address, "i-1", "agent-b", TOKEN, data)
+            send_part(address, "i-1", "agent-b", TOKEN, data)
     finally:
         box.close()
     assert (tmp_path / "in" / "boxes" / "0.box").read_bytes() == b"box"
@@ -100,7 +107,7 @@ def test_a_part_that_is_unpacked_slowly_holds_up_nobody(tmp_path: Path) -> None:
     slow = tmp_path / "in" / "boxes" / "0.box"
     slow.parent.mkdir(parents=True)
     os.mkfifo(slow)  # a disk that takes nothing
-    mailbox = EvidenceServer(TOKEN)
+    mailbox = alone()
     mailbox.expect("i-1", tmp_path / "in")
     data = pack_part(tmp_path / "part", [])
     taking = threading.Thread(target=mailbox.take, args=("i-1", "agent-b", data), daemon=True)
@@ -114,7 +121,9 @@ def test_a_part_that_is_unpacked_slowly_holds_up_nobody(tmp_path: Path) -> None:
     for thread in (taking, lost):
         thread.join(60)
     assert not blocked
-    assert mailbox.wait("i-1", ("agent-b", "agent-c"), 60) == ["agent-c: no evidence, it is gone"]
+    assert mailbox.wait(Gathering("i-1", "us", ("agent-b", "agent-c")), 60) == [
+        "agent-c: no evidence, it is gone"
+    ]
 
 
 def test_the_first_agent_that_notices_leads_until_it_is_gone_or_silent() -> None:
@@ -216,7 +225,7 @@ def test_a_replica_that_another_node_evicted_in_our_common_incident_is_started_a
 ) -> None:
     """What a person evicted stays out, and so does what is not ours."""
     ranks = Replicas()
-    peers = PeerAgents(Client(ClientOptions(("127.0.0.1:1",), TOKEN, "agent-b")), TOKEN)
+    peers = alone()
     peers._asked.append("20260101-000000-hang")
     agent = NodeAgent(None, None, ranks, peers)
     for replica, reason in (
@@ -239,7 +248,7 @@ def test_the_supervisor_does_not_wait_for_a_lighthouse_that_is_frozen(tmp_path: 
     agent.start()
     try:
         lighthouse.send_signal(signal.SIGSTOP)
-        handled = threading.Thread(target=agent._happened, args=(Event("finished", 2, 0.0),))
+        handled = threading.Thread(target=agent._happened, args=(Event("finished", 2),))
         handled.start()
         handled.join(5)
         assert not handled.is_alive()

@@ -18,7 +18,7 @@ import pytest
 
 from allranks.cli.run_job import webhook_addresses
 from allranks.errors import ConfigurationError, MissingExtra
-from allranks.incidents.publish import IncidentPublisher, check_address, deliver, payload
+from allranks.incidents.publish import check_address, deliver, payload
 from allranks.model.diagnosis import Finding, Incident, Moment
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -242,29 +242,3 @@ def test_slack_text_is_escaped() -> None:
     text = str(body["text"])
     assert "<" not in text and ">" not in text and "&lt;!channel&gt; &amp; co" in text
     assert text.count("`") == 2
-
-
-def test_a_webhook_that_drips_its_header_costs_one_thread_and_no_descriptor() -> None:
-    """Each read gets a byte in time; the answer as a whole does not end."""
-    dripping, over = threading.Event(), threading.Event()
-
-    def drip(connection: socket.socket) -> None:
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
-        dripping.set()
-        while not over.wait(0.02):
-            connection.sendall(b"x")
-
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = descriptors()
-    with serving(drip) as hook:
-        publisher, threads = IncidentPublisher((f"http://{hook}/",), timeout_s=0.3), threading.active_count()
-        for number in range(3):
-            publisher.send(replace(INCIDENT, id=f"i-{number}"))
-        assert dripping.wait(60)
-        assert threading.active_count() <= threads + 2  # the sender, and the limit of the call that it makes
-        assert publisher.close(120.0)
-        over.set()
-    assert descriptors() <= before

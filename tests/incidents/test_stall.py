@@ -102,6 +102,51 @@ PAUSES = {
 }
 
 
+@pytest.mark.parametrize("syscall", ["pause", "rt_sigsuspend", "rt_sigtimedwait"])
+def test_a_wait_for_a_signal_is_a_stall(syscall: str) -> None:
+    """Its own timer sends one, or the scheduler: nothing tells when."""
+    facts = ThreadFacts(1, state="S", syscall=syscall, wait_s=-1.0)
+    activity = find_activity([Capture((ProcessCapture(1, snapshots=(Snapshot(0, facts=(facts,)),)),))])[1]
+    found = judge_stall(looks("queue_wait", activity), LIMITS)
+    assert (found.state, found.reason) == ("stalled", "rank 1 waits for an event at train.py:10 in load")
+
+
+@pytest.mark.parametrize(
+    ("thread", "file", "state"),
+    [
+        ("tokio-rt-worker", "epoll 2", "stalled"),
+        ("worker.io", "socket:[7]", "stalled"),
+        ("tokio-rt-worker", "", "hung"),
+        ("gloo_tcp_loop", "epoll 3", "hung"),
+        ("pt_tcpstore_uv", "epoll 5", "hung"),
+        ("NCCL Service 0", "socket:[7]", "hung"),
+    ],
+)
+def test_an_event_loop_may_be_woken_by_a_native_thread_that_uses_the_network(
+    thread: str, file: str, state: str
+) -> None:
+    """A download by a library in Rust: its thread has no Python. The threads of torch's libraries serve collectives only."""
+    main = ThreadFacts(1, "python", "S", syscall="epoll_wait", wait_s=-1.0, file="epoll 1")
+    other = ThreadFacts(2, thread, "S", syscall="epoll_wait", wait_s=-1.0, file=file)
+    stacks = (ThreadStack(1, "", (StackFrame("select", "selectors.py", 468),)),)
+    shots = (Snapshot(0, stacks=stacks, facts=(main, other)),)
+    activity = find_activity([Capture((ProcessCapture(1, snapshots=shots),))])[1]
+    assert judge_stall(looks("event_loop_idle", activity), LIMITS).state == state
+
+
+@pytest.mark.parametrize(("confidence", "state"), [(0.4, "stalled"), (0.9, "hung")])
+def test_a_guess_that_the_named_rank_waits_for_others_does_not_make_a_hang_certain(
+    confidence: float, state: str
+) -> None:
+    """A library in Rust waits in native code, in a process that has process groups."""
+    seen = []
+    for look in looks("collective_wait"):
+        assert look.report is not None
+        ranks = {**look.report.ranks, 1: replace(look.report.ranks[1], confidence=confidence)}
+        seen.append(replace(look, report=replace(look.report, ranks=ranks)))
+    assert judge_stall(seen, LIMITS).state == state
+
+
 @pytest.mark.parametrize("kind", PAUSES)
 def test_a_pause_of_a_known_kind_is_a_stall(kind: str) -> None:
     found = judge_stall(PAUSES[kind], LIMITS)

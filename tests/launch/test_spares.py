@@ -70,10 +70,11 @@ def test_a_spare_that_fails_to_start_does_not_end_running_ranks(
     (tmp_path / "fails_when_told.py").write_text(FAILS_WHEN_TOLD)
     (tmp_path / "script.py").write_text(WAITS)
     for name, value in {
-        "SPARE_FOLDER": str(tmp_path), "PYTHONPATH": str(tmp_path), "ALLRANKS_PRELOAD": "fails_when_told",
+        "SPARE_FOLDER": str(tmp_path), "ALLRANKS_PRELOAD": "fails_when_told",
         "ALLRANKS_AGENT_PID": str(os.getpid()), "ALLRANKS_RECORD": "0",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     words = (sys.executable, "-u", "-m", RANK_MODULE, str(tmp_path / "script.py"))
     spares = Spares(delay_s=0.0)
     spares.start()
@@ -82,6 +83,7 @@ def test_a_spare_that_fails_to_start_does_not_end_running_ranks(
         assert spares.take(words, dict(os.environ), None, None) is None
         _wait_until((tmp_path / "imported").exists)
         (tmp_path / "fail").touch()
+        _wait_until(lambda: bool(spares._idle))
         rank = spares.take(
             words, {k: v for k, v in os.environ.items() if k != "ALLRANKS_PRELOAD"}, None, None
         )

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from allranks.launch import torchrun_patches
-from allranks.launch.torchrun_patches import ATTEMPTS, count_departed, repeating_rendezvous
+from allranks.launch.torchrun_patches import ATTEMPTS, TorchrunPatches, count_departed
 
 
 class OneNode(RendezvousHandler):
@@ -57,6 +57,14 @@ class OneNode(RendezvousHandler):
         return True
 
 
+@contextlib.contextmanager
+def in_place() -> Iterator[TorchrunPatches]:
+    """All of them, and what they have seen."""
+    patches = TorchrunPatches()
+    with patches.in_place():
+        yield patches
+
+
 def _meet(handler: OneNode) -> Any:
     """One rendezvous by torchrun's own agent; its worker group."""
     spec = WorkerSpec("default", 2, handler, entrypoint="true")
@@ -77,18 +85,7 @@ def closed_door() -> Iterator[Any]:
     owner._rendezvous = ordinary
 
 
-@pytest.mark.parametrize(
-    "door",
-    [
-        torchrun_patches.MEETING,
-        torchrun_patches.WAITING,
-        torchrun_patches.STARTING,
-        torchrun_patches.STOPPING,
-        torchrun_patches.CHOOSING,
-        torchrun_patches.HANDLING,
-        torchrun_patches.MONITORING,
-    ],
-)
+@pytest.mark.parametrize("door", torchrun_patches.WITHOUT)
 def test_every_door_is_there_and_is_left_as_it_was(door: str) -> None:
     """A new torch without one is noticed here first."""
     module, _, place = door.partition(":")
@@ -96,15 +93,15 @@ def test_every_door_is_there_and_is_left_as_it_was(door: str) -> None:
     found = importlib.import_module(module)
     owner = getattr(found, owner_name) if owner_name else found
     ordinary = getattr(owner, name)
-    with torchrun_patches.replaced(door, lambda method: (method, "replaced"), "nothing"):
-        assert getattr(owner, name) == (ordinary, "replaced")
+    with torchrun_patches.replaced(door, lambda *given: given):
+        assert getattr(owner, name)(1) == (ordinary, 1)
     assert getattr(owner, name) is ordinary
 
 
 def test_a_meeting_that_falls_apart_is_held_again(caplog: pytest.LogCaptureFixture) -> None:
     """Twice a member does not speak up; the third meeting gives every rank its number."""
     handler = OneNode(failures=2)
-    with caplog.at_level(logging.WARNING), repeating_rendezvous() as meetings:
+    with caplog.at_level(logging.WARNING), in_place() as meetings:
         group = _meet(handler)
     assert handler.held == 3 and meetings.held == 1
     assert caplog.text.count("repeating it") == 2
@@ -114,7 +111,7 @@ def test_a_meeting_that_falls_apart_is_held_again(caplog: pytest.LogCaptureFixtu
 def test_nodes_that_never_meet_are_an_error() -> None:
     """The last failure is torch's own."""
     handler = OneNode(failures=1000)
-    with repeating_rendezvous() as meetings, pytest.raises(dist.DistStoreError):
+    with in_place() as meetings, pytest.raises(dist.DistStoreError):
         _meet(handler)
     assert handler.held == ATTEMPTS and meetings.held == 0
 
@@ -125,7 +122,7 @@ def test_an_etcd_that_is_away_is_waited_for_and_a_lost_host_is_not(
 ) -> None:
     """etcd comes back; the store of a c10d rendezvous does not."""
     handler = OneNode(1, RendezvousConnectionError("nobody answers"), backend)
-    with caplog.at_level(logging.WARNING), repeating_rendezvous() as meetings:
+    with caplog.at_level(logging.WARNING), in_place() as meetings:
         if backend == "c10d":
             with pytest.raises(RendezvousConnectionError):
                 _meet(handler)
@@ -137,7 +134,7 @@ def test_an_etcd_that_is_away_is_waited_for_and_a_lost_host_is_not(
 
 def test_a_missing_door_is_one_warning(closed_door: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is put in its place, and what is lost is said."""
-    with caplog.at_level(logging.WARNING), repeating_rendezvous() as meetings:
+    with caplog.at_level(logging.WARNING), in_place() as meetings:
         assert not hasattr(closed_door, "_rendezvous")
     assert meetings.held == 0
     assert [record.message for record in caplog.records] == [
@@ -167,7 +164,7 @@ def _taken(port: int) -> Iterator[bool]:
 
 @pytest.mark.parametrize("round_", [1, 2])
 def test_nobody_takes_the_port_of_the_ranks_store_before_rank_0_binds_it(round_: int) -> None:
-    with torchrun_patches.holding_master_port():
+    with in_place():
         for _ in range(round_):  # each restart chooses again
             port = RendezvousStoreInfo.build(0, dist.HashStore(), "127.0.0.1").master_port
         with _taken(port) as taken:
@@ -196,7 +193,7 @@ def test_a_signal_whose_exception_was_swallowed_is_raised_again_at_the_next_look
     """As by a log handler, which catches every Exception; torchrun alone would never end then."""
     agent = LocalElasticAgent(WorkerSpec("default", 1, OneNode(0), entrypoint="true"), DefaultLogsSpecs())
     before = signal.getsignal(signal.SIGUSR2)
-    with torchrun_patches.hearing_signals():
+    with in_place():
         with pytest.raises(AssertionError):  # torch's own: no rank was started
             agent._monitor_workers(agent.get_worker_group())
         try:

@@ -106,3 +106,19 @@ def test_what_a_live_thread_waits_on(program: str, file: str) -> None:
             assert main.file.startswith(file) and bool(main.file) == bool(file)
         finally:
             process.kill()
+
+
+def test_a_wait_that_an_alarm_may_end_has_no_known_limit() -> None:
+    """A program puts a limit of its own around calls that have none: nothing shows when the alarm comes."""
+    program = "import signal, threading; signal.signal(signal.SIGALRM, print); threading.Event().wait()"
+    script = f"import os, sys; print(1, flush=True); {program}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            main = ThreadFacts(0)
+            while main.syscall != "futex":
+                time.sleep(0.05)
+                main = parse_facts(json.dumps(read_facts(process.pid))).threads[0]
+            assert main.wait_s is None
+        finally:
+            process.kill()

@@ -126,7 +126,7 @@ def test_the_second_look_comes_soon_and_later_ones_half_a_limit_apart_until_prog
     """After a look that did not settle it the same silence is not examined again at once; progress resets it."""
     now, state = trained(step_s=0.1)
     stuck = [sample(r, 29) for r in range(3)]
-    state = extend_deadline(observe(now + 11, state, stuck, OPTIONS), now + 11, OPTIONS)
+    state = extend_deadline(observe(now + 11, state, stuck, OPTIONS))
     assert [limit_s(replace(state, extended=times), OPTIONS) for times in range(5)] == [10, 12.5, 15, 20, 25]
     assert look(now + 12, state, stuck)[0] is False
     assert look(now + 13, state, stuck)[0] is True

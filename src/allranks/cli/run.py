@@ -231,12 +231,9 @@ def _run_whole(job: NodeJob, words: list[str]) -> int:
         watch = start_watch(job, "whole_job", elastic)
         agent = start_agent(job, watch)
         options, variables = job.options, job.environment.variables()
-        started = Launch(tuple(words), variables, options.record, job.log_dir, options.quiet, options.spares)
-        if watch is not None:
-            started = replace(
-                started, on_stop=agent.expect_end, why_not_again=agent.why_not_again, on_start=watch.know_child
-            )  # fmt: skip
-        code = launch(started)
+        code = launch(
+            Launch(tuple(words), variables, options.record, job.log_dir, options.quiet, options.spares, agent)
+        )
     if watch is None or code == 0 or (code in STOPPED and not watch.hung_at_end):
         return code
     if watch.pipeline.publisher.last:

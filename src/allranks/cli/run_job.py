@@ -339,7 +339,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
 
         uploader = IncidentUploader(ObjectBlobs(StoreSpec(str(store))))
         job.stack.callback(uploader.close)
-        watch.copy_to(uploader.keep)
+        watch.pipeline.publisher.upload = uploader.keep
     return watch
 
 

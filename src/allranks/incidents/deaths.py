@@ -1,11 +1,11 @@
-"""Deaths and cut connections: each becomes one incident, with its evidence and its verdict, at once. Runs in the agent."""
+"""Deaths, cut connections, lost nodes: each becomes one incident, with its evidence and its verdict, at once. In the agent."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from allranks.blackbox.header import process_state
@@ -14,10 +14,12 @@ from allranks.incidents.evidence import Observed, read_observed
 from allranks.incidents.folder import IncidentFolder, keep_newest
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import decide_leaving
-from allranks.model.cluster import FOLLOW_S, Gathering
-from allranks.model.diagnosis import Action, Failure, Finding, Incident, Moment
+from allranks.model.cluster import FOLLOW_S, Gathering, Presence
+from allranks.model.diagnosis import Action, Failure, Finding, Moment
 from allranks.model.formatting import ranks_text
-from allranks.watch.exits import Death, Ending, MemoryKills, find_deaths, find_first
+from allranks.model.trace import RankTrace, State
+from allranks.watch.exits import Death, Ending, count_memory_kills, find_deaths, find_first
+from allranks.watch.nodes import Loss
 from allranks.watch.samples import ProcessId, RankSample, last_good, read_sample, read_samples
 
 log = logging.getLogger("allranks.agent")
@@ -26,6 +28,8 @@ ENDING_S = 10.0  # freeing the memory of a GPU takes a while
 FLAP_S = 60.0  # a replica that is cut off again within this time has the same trouble
 SAME_S = 5.0  # a death on another node this much later is another one; a secondary failure may come later
 ECHO_OF_S = 60.0  # the loss of a node may be known this much later than the connections to it broke
+# a call made longer before the loss of a node, or after it, has nothing to do with it
+RECENT_S, LATER_S = 60.0, 1.0
 ECHO_S = 1.0  # a broken connection is examined this much later: its cause may still show
 
 
@@ -34,8 +38,6 @@ class DeathIncidents:
     """`note_death` and `note_lost` may be called from any thread, `check` from the watch's."""
 
     pipeline: IncidentPipeline
-    memory_kills: MemoryKills = field(default_factory=MemoryKills)
-    act: Callable[[Action, Incident], str] = lambda action, incident: ""
     in_background: bool = False  # `check` only finds deaths: keeping evidence and asking others take seconds
     echo_patience_s: Callable[[], float] = lambda: ECHO_S
     _started_ns: int = field(default_factory=time.time_ns)  # ranks that started earlier are of another run
@@ -49,6 +51,7 @@ class DeathIncidents:
     _echo: IncidentFolder | None = None  # the last incident that was opened for secondary failures alone
     _stopped: tuple[float, str] = (float("-inf"), "")  # when another node was (monotonic), and which
     _failed: tuple[Failure, IncidentFolder] | None = None  # the program's last failure, and its incident
+    _memory_kills: int = field(default_factory=count_memory_kills)
     _noting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -58,18 +61,12 @@ class DeathIncidents:
         self, samples: list[RankSample], endings: Mapping[int, Ending], patience_s: float | None = None
     ) -> None:
         """Whole-job mode: all deaths. Replica mode: ranks that raised; the supervisor reports the others."""
-        explained = self.pipeline.explained.covers
-        new = [s for s in samples if s.process not in self._past and not explained(s)]
-        whole = self.options.whole_job
+        explained, whole = self.pipeline.explained, self.options.whole_job
+        new = [s for s in samples if s.process not in self._past]
+        if any(s.closed or not s.alive for s in new):
+            explained.hear(self.options.folder)
+        new = [s for s in new if not explained.covers(s)]
         deaths = find_deaths(new, endings, since_ns=self._started_ns, raised_only=not whole)
-        if deaths:
-            self.pipeline.explained.hear(self.options.folder)
-            deaths = find_deaths(
-                [s for s in new if not explained(s)],
-                endings,
-                since_ns=self._started_ns,
-                raised_only=not whole,
-            )
         first, samples = self._settle(deaths, samples, patience_s)
         if first is None:
             return
@@ -184,7 +181,8 @@ class DeathIncidents:
 
     def _with_memory(self, death: Death) -> Death:
         """Says so when the kernel has ended processes for lack of memory."""
-        starved = self.memory_kills.new()
+        before, self._memory_kills = self._memory_kills, count_memory_kills()
+        starved = self._memory_kills - before
         if not starved or "SIGKILL" not in death.reason:
             return death
         what = "it" if starved == 1 else f"{starved} processes"
@@ -235,11 +233,6 @@ class DeathIncidents:
             self.pipeline.publisher.log(opened)  # what was logged at once was a consequence
         self.pipeline.publisher.publish(opened)
 
-    def pop_secondary_incident(self, at: float) -> IncidentFolder | None:
-        """The incident that was opened a moment before `at` for broken connections alone: now their cause is known."""
-        echo, self._echo = self._echo, None
-        return echo if echo is not None and at - echo.current.opened < ECHO_OF_S else None
-
     def count_failure(self, opened: IncidentFolder) -> None:
         """A rank of this node was the cause: a node that fails again and again leaves the job, where it may."""
         now = time.monotonic()
@@ -250,10 +243,10 @@ class DeathIncidents:
             return
         log.error("%s: %s", opened.current.id, why)
         action = Action(kind, why, opened.current.ranks)
-        opened.update(Moment("action", time.time(), why), action=action)
+        opened.update(action=action)
+        self.pipeline.publisher.publish(opened)  # before this node ends
+        self.pipeline.act(opened, action)
         self.pipeline.publisher.publish(opened)
-        if kind == "leave_node":
-            self.act(action, opened.current)
 
     def note_lost(self, ranks: tuple[int, ...], reason: str, at: float) -> IncidentFolder:
         """The lighthouse lost a replica whose processes run here: the network between them is cut.
@@ -280,3 +273,99 @@ class DeathIncidents:
         keep_newest(self._cut)
         self.pipeline.announce(opened, samples, ranks)
         return opened
+
+    # a node that died with its agent, and with all its ranks: one incident, by one of the agents that are left
+
+    def note_node(self, loss: Loss) -> IncidentFolder | None:
+        """Keeps the evidence and opens the story; None when another agent does. Asks the other agents: not from the
+        watch's thread."""
+        samples = read_samples(self.options.folder)
+        if self.options.whole_job:  # their connections break because of it
+            self.pipeline.explained.add(sample.pid for sample in samples)
+        sentence, us = describe(loss), self.pipeline.peers.name if self.pipeline.peers is not None else ""
+        if loss.told_by not in ("", us):
+            log.error("%s (told by %s)", sentence, loss.told_by)
+            return None
+        # opened a moment ago for broken connections alone: now their cause is known
+        echo, self._echo = self._echo, None
+        if echo is not None and loss.at - echo.current.opened >= ECHO_OF_S:
+            echo = None
+        opened = echo or self.pipeline.open("death", sentence, samples, node=loss.node.node)
+        gathering = self.pipeline.ask(opened, sentence, stacks=False)
+        if self.pipeline.follows(gathering):
+            if echo is None:
+                opened.discard()
+            return None
+        ranks = loss.node.ranks
+        verdict = Finding("rank_died", ranks, sentence, confidence=1.0 if loss.certain else 0.8)
+        step = opened.current.step
+        last = max((s.last_ns for s in samples if s.step == step), default=0) / 1e9 or loss.at
+        self.pipeline.keep_told(
+            opened,
+            verdict,
+            Moment("last good step", min(last, loss.at), last_good(step, samples)),
+            Moment("died", loss.at, f"node {loss.node.node} with {_ranks(ranks)}"),
+            Moment("noticed", loss.at, loss.reason),
+            node=loss.node.node,
+            reason=sentence,
+            action=self._action_for_node(loss.node),
+        )
+        self.pipeline.publisher.log(opened)
+        self.pipeline.announce(opened, samples, ranks)
+        self.pipeline.explain_later(lambda: self._explain_node(opened, loss, samples, gathering))
+        return opened
+
+    def _action_for_node(self, node: Presence) -> Action:
+        if self.options.whole_job:
+            why = "the nodes that are left restart the job, where --nnodes and --max-restarts allow"
+            return Action("restart_job", why, node.ranks)
+        if node.lighthouse:
+            why = "the others wait for a lighthouse at the same address, with this node or without"
+        else:
+            why = "the others continue training without its replicas, which heal when the node is back"
+        return Action("none", why, node.ranks)
+
+    def _explain_node(
+        self, opened: IncidentFolder, loss: Loss, samples: list[RankSample], gathering: Gathering | None
+    ) -> None:
+        self.pipeline.keep_boxes(opened, samples)  # once more: now they hold what the loss did to them
+        observed = read_observed(opened.path) or Observed()
+        found = self.pipeline.examine(opened, samples, observed, gathering=gathering)
+        since, until = (int((loss.at + s) * 1e9) for s in (-RECENT_S, LATER_S))
+        waiting = find_waiting(found.evidence.traces, since, until)
+        if waiting and observed.told is not None:  # known when the boxes of the other nodes are here
+            known = replace(observed.told, sentence=f"{observed.told.sentence}; {waiting}")
+            opened.update(Moment("waited", loss.at, waiting))
+            missing = opened.current.missing
+            self.pipeline.examine(opened, samples, replace(observed, told=known))
+            opened.update(missing=missing)
+        lost = f"black boxes of {_ranks(loss.node.ranks)}: they lie on the lost node"
+        opened.update(missing=(*opened.current.missing, lost))
+        self.pipeline.publisher.publish(opened)
+
+
+def describe(loss: Loss) -> str:
+    node, ranks = loss.node.node, loss.node.ranks
+    if loss.certain:
+        return f"node {node} was lost with {_ranks(ranks)}: {loss.reason}"
+    return f"node {node} with {_ranks(ranks)} is dead, frozen or cut off: {loss.reason}"
+
+
+def find_waiting(traces: Iterable[RankTrace], since_ns: int, until_ns: int) -> str:
+    """Which ranks were in which call that is open or broke: "ranks 0, 1 waited in all_reduce #57 of default_pg"."""
+    found: dict[str, list[int]] = {}
+    for trace in traces:
+        calls = trace.calls
+        around = (calls["created_ns"] >= since_ns) & (calls["created_ns"] <= until_ns)
+        unfinished = calls[(calls["state"] != State.COMPLETED) & around]
+        if trace.header.rank is None or not len(unfinished):
+            continue
+        call = unfinished[unfinished["created_ns"].argmax()]
+        group = trace.groups[int(call["group"])]
+        name = f"{trace.names[int(call['op'])]} #{int(call['seq'])} of {group.desc or group.name}"
+        found.setdefault(name, []).append(trace.header.rank)
+    return ", ".join(f"{_ranks(sorted(ranks))} waited in {name}" for name, ranks in sorted(found.items()))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ranks_text(ranks) if ranks else "all its ranks"

@@ -22,6 +22,7 @@ import msgspec
 
 from allranks.diagnosis.context import is_secondary
 from allranks.errors import AllranksError, InputError
+from allranks.incidents.rank_logs import read_end
 from allranks.load import LoadOptions, LoadResult, load_paths
 from allranks.load.sources import archive_of, unpack
 from allranks.model.diagnosis import FileNote, Finding, RankNow
@@ -148,13 +149,13 @@ def _read_stacks(
     from allranks.stacktraces import Stillness, classify, read_capture
 
     stillness = Stillness(still_s=min(observed.still_s, Stillness.still_s))
-    capture = attempt("stacks", lambda: read_capture(folder), missing)
-    if capture is None:
-        return (), ()
-    report = attempt(
-        "stacks", lambda: classify(capture, stillness=stillness, quiet_s=observed.quiet_s), missing
-    )
-    return (capture,), () if report is None else (report,)
+
+    def work() -> tuple[Capture, StacksReport]:
+        capture = read_capture(folder)
+        return capture, classify(capture, stillness=stillness, quiet_s=observed.quiet_s)
+
+    found = attempt("stacks", work, missing)
+    return ((), ()) if found is None else ((found[0],), (found[1],))
 
 
 def _rank_now(state: RankState, native: bool) -> RankNow:
@@ -268,7 +269,7 @@ def _texts(
     for note in files:
         if note.status == "ok" or note.path in used or not _LOG.search(Path(note.path).name.lower()):
             continue
-        text = _tail(paths.find(note.path))
+        text = read_end(paths.find(note.path), MAX_TEXT_BYTES)
         counts = "launched up to operation" in text
         ends = list(_ENDED.finditer(text))
         if counts:
@@ -286,16 +287,6 @@ def _texts(
                     logs[int(rank)] = without_secrets(" ".join(end[2].split()))
                     used[note.path] = "log"
     return logs, tuple(dict.fromkeys(reported))
-
-
-def _tail(path: str) -> str:
-    """The end of a text file; "" when it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_TEXT_BYTES))
-            return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _is_post_mortem(traces: list[RankTrace]) -> bool:

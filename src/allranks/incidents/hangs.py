@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from allranks.incidents.deaths import DeathIncidents
 from allranks.incidents.evidence import Observed
@@ -30,7 +29,7 @@ from allranks.incidents.stall import (
     next_look_s,
 )
 from allranks.model.cluster import Gathering, Motion
-from allranks.model.diagnosis import Action, Finding, Incident, Moment
+from allranks.model.diagnosis import Action, Finding, Moment
 from allranks.model.formatting import duration
 from allranks.report.story import headline
 from allranks.watch.samples import ProcessId, RankSample, last_good, read_samples
@@ -42,19 +41,10 @@ log = logging.getLogger("allranks.agent")
 AGAIN_S = 30.0
 MAX_LOOKS = 32  # of one case: ranks that call each other (RPC) are a stall for as long as the job lasts
 LASTED_S = 10.0  # how often the duration of a hang is written
-ACTIONS = ("evict", "restart_rank", "restart_job", "command")
 
 UNKNOWN = StallOutcome("stalled", "")
 
 Examine = Callable[[], None]
-
-
-class Actor(Protocol):
-    """Carries out what the policy decided."""
-
-    def act(self, action: Action, incident: Incident) -> str:
-        """Does it, and reports in a sentence what was done."""
-        ...
 
 
 @dataclass
@@ -94,11 +84,9 @@ class HangInvestigator:
     pipeline: IncidentPipeline
     history: ProgressHistory
     deaths: DeathIncidents
-    actor: Actor | None = None
     policy: PolicyState = field(default_factory=PolicyState)
     standstill: HangCase | None = None  # nobody moves
     behind: HangCase | None = None  # one rank does not move, the others do
-    _noticed: tuple[float, float] | None = None  # while another was examined: (since, epoch seconds)
     _went_on: HangCase | None = None  # the last standstill that was none: some rank made progress
 
     def __post_init__(self) -> None:
@@ -122,15 +110,6 @@ class HangInvestigator:
         if suspicion is not None:
             return suspicion, (lambda: self._examine(suspicion, samples)) if self._due(suspicion) else None
         return self._suspect_behind(now_s, samples) if self.options.mode == "replica" else (None, None)
-
-    def note(self, now_s: float, samples: list[RankSample]) -> None:
-        """While another suspicion is examined, whose job has moved since: the next standstill is noticed at once."""
-        suspicion, case = self.history.standstill(now_s, samples), self.standstill
-        if suspicion is None or (case is not None and case.since_s == suspicion.since_s):
-            return
-        if self._noticed is None or self._noticed[0] != suspicion.since_s:
-            self._noticed = (suspicion.since_s, time.time())
-            log.warning("%s; it is examined next", suspicion.reason)
 
     def close(self) -> None:
         """The job is over: what was not settled is reported as that."""
@@ -251,8 +230,6 @@ class HangInvestigator:
     def _open(self, suspicion: Suspicion, step: int, samples: list[RankSample]) -> IncidentFolder:
         now = time.time()
         since = now - suspicion.quiet_s
-        if self._noticed is not None and self._noticed[0] == suspicion.since_s:
-            now = self._noticed[1]
         opened = self.pipeline.open("stall", suspicion.reason, samples, step=step)
         overdue = f"silent for more than {suspicion.limit_s:.1f} s"
         opened.update(
@@ -405,24 +382,15 @@ class HangInvestigator:
         )
 
     def _act(self, opened: IncidentFolder, action: Action, samples: list[RankSample]) -> None:
-        name = action.kind.replace("_", " ")
-        if action.kind not in ACTIONS or self.actor is None:
-            opened.update(Moment("action", time.time(), f"none ({name}): {action.reason}"))
-            log.warning("%s: no action: %s", opened.current.id, action.reason)
-            return
-        of = self.options.replica_of
-        ending = {of(rank) for rank in action.ranks}  # the ends of these processes need no incident
-        self.pipeline.explained.add(s.pid for s in samples if self.options.whole_job or of(s.rank) in ending)
-        self.history.mark_resumed()
-        self.policy = self.policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
-        try:
-            result, done = self.actor.act(action, opened.current), True
-        except Exception as error:  # the launcher's callback: the story continues, and has the error
-            log.exception("%s: %s failed", opened.current.id, name)
-            result, done = f"failed: {error!r}", False
-        carried = replace(action, done=done, result=result)
-        opened.update(Moment("action", time.time(), f"{name}: {result}"), action=carried)
-        log.warning("%s: %s: %s", opened.current.id, name, result)
+        if self.pipeline.acts(action):
+            of = self.options.replica_of
+            ending = {of(rank) for rank in action.ranks}  # the ends of these processes need no incident
+            self.pipeline.explained.add(
+                s.pid for s in samples if self.options.whole_job or of(s.rank) in ending
+            )
+            self.history.mark_resumed()
+            self.policy = self.policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
+        self.pipeline.act(opened, action)
 
     def _close(self, case: HangCase, reason: str) -> None:
         """Ends the record of a stall with what it turned out to be."""

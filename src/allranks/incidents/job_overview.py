@@ -26,12 +26,10 @@ from allranks.model.formatting import ranks_text, rename
 from allranks.model.job_state import AgentState, JobFacts, OpenIncident, StateLine, StepWork, describe
 from allranks.model.parsing import printable
 from allranks.model.trace import Flag, RankTrace, State
-from allranks.watch.samples import RankSample, read_sample, read_samples, sleeps
+from allranks.watch.samples import SILENT_S, RankSample, letter_of, read_sample, read_samples
 
 JOB_FILE, TOKEN_FILE = "job.json", "token"
 MAX_JOB_BYTES = 1 << 20
-SILENT_S = 3.0  # a shorter wait is usual
-EVERY_S = 2.0
 
 
 def write_job(folder: Path, facts: Mapping[str, object]) -> None:
@@ -193,16 +191,11 @@ class Overview:
         waits_for: tuple[int, ...] = ()
         silent = None if not sample.last_ns else max(0.0, now - sample.last_ns / 1e9)
         unusual = silent is not None and silent >= SILENT_S
-        doing = "computes"
-        if sample.closed:
-            doing = sample.closed
-        elif not sample.alive:
-            doing = "died"
-        elif mine and trace is not None:
+        letter = letter_of(sample, now)
+        doing = sample.closed or DOING[letter]
+        if letter not in "ed" and mine and trace is not None:
             (group, sequence), doing = next(iter(mine.items()))
             waits_for = find_absent(trace, group, sequence, open_) if unusual else ()
-        elif unusual and sleeps(sample.pid):
-            doing = "sleeps"
         before = self._before.get(sample.rank)
         speed = None
         if before and now > before[0] and sample.step >= before[1] >= 0:
@@ -337,26 +330,6 @@ def find_motion(opened: Iterable[OpenIncident]) -> Motion:
     """What the open incidents say of a job."""
     kinds = {incident.kind for incident in opened if not incident.outcome}
     return "hung" if "hang" in kinds else "stalled" if "stall" in kinds else "moving"
-
-
-@dataclass
-class WaitingSentence:
-    """Reads the boxes only while ranks are silent, and not at every look."""
-
-    _text: str = ""
-    _next_s: float = 0.0
-
-    def read(self, samples: Sequence[RankSample]) -> str:
-        """The sentence, or "" when the ranks move."""
-        now = time.time()
-        latest = max((sample.last_ns for sample in samples), default=0) / 1e9
-        if not latest or now - latest < SILENT_S:
-            self._text = ""
-        elif now >= self._next_s:
-            self._next_s = now + EVERY_S
-            loaded = load_paths([sample.path for sample in samples], LoadOptions(allow_nothing=True))
-            self._text = who_waits(loaded.traces)
-        return self._text
 
 
 def has_come(trace: RankTrace, group: str, sequence: int) -> bool:

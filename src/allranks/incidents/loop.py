@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import tempfile
 import threading
 import time
@@ -21,13 +20,12 @@ from pathlib import Path
 from allranks.blackbox.header import process_stat
 from allranks.channel.worker import carefully
 from allranks.incidents.deaths import DeathIncidents
-from allranks.incidents.hangs import Actor, HangInvestigator
-from allranks.incidents.job_overview import WaitingSentence
+from allranks.incidents.hangs import HangInvestigator
 from allranks.incidents.peers import PeerAgents
-from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
+from allranks.incidents.pipeline import Actor, IncidentPipeline, WatchOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.incidents.slow import SlowRanks
-from allranks.model.cluster import write_health
+from allranks.model.cluster import Motion
 from allranks.model.diagnosis import Finding, Incident
 from allranks.model.trace import RankTrace
 from allranks.watch.calls import CallComparison, CallWindows, read_calls
@@ -52,8 +50,8 @@ class Watch:
 
     options: WatchOptions
     actor: Actor | None = None
-    #: highest step, calls finished by all ranks of this node, their health (model/cluster.py, write_health)
-    on_look: Callable[[int, int, str], None] = lambda step, calls, health: None
+    #: highest step, calls finished by all ranks of this node, whether they move, and the sentence for it
+    on_look: Callable[[int, int, Motion, str], None] = lambda step, calls, motion, reason: None
     #: every sample of the ranks, and which of them are this agent's: for the ledger
     on_samples: Callable[[Sequence[RankSample], Sequence[int]], None] = lambda samples, ours: None
     pipeline: IncidentPipeline = field(init=False)
@@ -63,8 +61,7 @@ class Watch:
     slow: SlowRanks = field(init=False)
     ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
     hung_at_end: bool = False  # whether the job hung when its ranks were asked to end
-    _exits: ExitWatcher = field(default_factory=ExitWatcher)
-    _waiting: WaitingSentence = field(default_factory=WaitingSentence)
+    exits: ExitWatcher = field(default_factory=ExitWatcher)
     windows: CallWindows = field(default_factory=CallWindows)
     _calls: defaultdict[int, CallComparison] = field(default_factory=lambda: defaultdict(CallComparison))
     _nodes: CallComparison = field(default_factory=CallComparison)
@@ -76,33 +73,31 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.pipeline = IncidentPipeline(
-            self.options, IncidentPublisher(self.options.webhooks, self.options.folder)
+            self.options, self.actor, IncidentPublisher(self.options.webhooks, self.options.folder)
         )
         self.history = ProgressHistory(self.options.notice)
         self.deaths = DeathIncidents(self.pipeline)
-        self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths, self.actor)
+        self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths)
         self.slow = SlowRanks(self.pipeline)
         self._nodes.of_replicas = self._calls[EVERYBODY].of_replicas = not self.options.whole_job
 
     def start(self) -> None:
-        if self.actor is not None:
-            self.deaths.act, self.hangs.actor, self.slow.act = self.actor.act, self.actor, self.actor.act
         self.deaths.in_background = True
-        self._exits.start()
+        self.exits.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stops the threads and writes the last state of open incidents."""
         self._stop = True
-        self._exits.wake()
+        self.exits.wake()
         if self._thread is not None:
             self._thread.join(timeout=END_S)
             self._thread = None
-            self.deaths.check(read_samples(self.options.folder), self._exits.endings, patience_s=0.0)
+            self.deaths.check(read_samples(self.options.folder), self.exits.endings, patience_s=0.0)
         if self._examining is not None:
             self._examining.join(timeout=END_S)
-        self._exits.close()
+        self.exits.close()
         self.hangs.close()
         self.pipeline.close()
 
@@ -112,37 +107,28 @@ class Watch:
         self._calls[EVERYBODY].windows = self.windows if peers is not None else None
         self.pipeline.publisher.on_incident = on_incident
 
-    def copy_to(self, upload: Callable[[Path], None]) -> None:
-        """Before `start`: `upload` copies incident folders elsewhere as they grow."""
-        self.pipeline.publisher.upload = upload
-
     def expect_end(self, pids: Iterable[int]) -> None:
         """These ranks are being asked to end: that they do, or take their time, is not an incident. From any thread."""
         self.hung_at_end = self.hangs.motion[0] == "hung"
         self.pipeline.asked_to_end.add(asked := tuple(pids))
         self.pipeline.explained.tell(asked, self.options.folder)
 
-    def know_child(self, child: subprocess.Popen[bytes]) -> None:
-        """The launcher waits for this rank: it may know before us how it ended. From any thread."""
-        self._exits.know(child)
-
     def look(self, now_s: float | None = None) -> Suspicion | None:
         """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
         now = time.monotonic() if now_s is None else now_s
         samples = read_samples(self.options.folder)
-        still_ending = self._exits.note_dead(s.pid for s in samples if not s.alive)
+        still_ending = self.exits.note_dead(s.pid for s in samples if not s.alive)
         samples = [replace(s, alive=True) if s.pid in still_ending else s for s in samples]
         ending = self._note_ranks(samples)
         self.on_samples(samples, self.ranks)
         self.history.observe(now, samples)
         carefully(lambda: self._compare(now, samples), FAILED)
-        self.deaths.check(samples, self._exits.endings)
+        self.deaths.check(samples, self.exits.endings)
         for opened in self.pipeline.recoveries.look(samples):
             self.pipeline.publisher.publish(opened)
         if ending:
             return None
         if self._examining is not None and self._examining.is_alive():
-            self.hangs.note(now, samples)
             return None
         suspicion, examine = self.hangs.suspect(now, samples)
         if examine is not None:
@@ -204,12 +190,10 @@ class Watch:
         ours = [s for s in running if self._is_ours(s)]
         self._ours = {s.process: self._ours[s.process] for s in running}
         self.ranks = tuple(s.rank for s in ours)
-        self._exits.hold(s.pid for s in running)
+        self.exits.hold(s.pid for s in running)
         if running:
             calls = sum(s.calls_completed for s in ours)
-            motion, reason = self.hangs.motion
-            health = write_health(motion, self._waiting.read(running) or reason)
-            self.on_look(max(s.step for s in running), calls, health)
+            self.on_look(max(s.step for s in running), calls, *self.hangs.motion)
         return bool(running) and all(self.pipeline.asked_to_end.covers(s) for s in ours or running)
 
     def _examine(self, work: Callable[[], None]) -> None:
@@ -228,7 +212,7 @@ class Watch:
         while not self._stop:
             carefully(self.look, FAILED)
             recent = self.pipeline.recoveries.recent(CLOSE_S)
-            self._exits.wait(CLOSE_POLL_S if recent else self.options.poll_s)
+            self.exits.wait(CLOSE_POLL_S if recent else self.options.poll_s)
 
 
 def _descends(pid: int, ancestor: int) -> bool:

@@ -10,13 +10,13 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from allranks.channel.worker import carefully
 from allranks.errors import AllranksError
-from allranks.incidents.job_overview import SILENT_S, TOKEN_FILE, find_open
+from allranks.incidents.job_overview import TOKEN_FILE, find_open, who_waits
 from allranks.lighthouse.client.client import Client
 from allranks.load import LoadOptions, load_paths
 from allranks.model.cluster import GpuReport, NodeAnswer, NodeReport
@@ -24,7 +24,7 @@ from allranks.model.job_state import StepWork
 from allranks.model.trace import RankTrace
 from allranks.stacktraces.gpus import query_gpus
 from allranks.watch.calls import CallWindows
-from allranks.watch.samples import RankSample, read_samples, sleeps
+from allranks.watch.samples import SILENT_S, RankSample, letter_of, read_samples, sleeps
 
 log = logging.getLogger("allranks.agent")
 
@@ -41,10 +41,11 @@ PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 
 @dataclass(frozen=True)
 class BoxFacts:
-    """What only the boxes themselves tell: the call that a rank is in, and the process groups."""
+    """What only the boxes themselves tell: the call that a rank is in, the process groups, and who waits for whom."""
 
     places: Mapping[int, str] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    waiting: str = ""
 
 
 def build_report(
@@ -87,18 +88,6 @@ def work_of(samples: Sequence[RankSample], gpus: Sequence[GpuReport]) -> StepWor
     return StepWork(tokens, flops, peak * sum(sample.flops > 0 for sample in alive))
 
 
-def letter_of(sample: RankSample, now: float, asleep: Callable[[int], bool]) -> str:
-    """What a rank does, as a letter of model/cluster.py: DOING. One that sleeps does not compute."""
-    if sample.closed:
-        return "e"
-    if not sample.alive:
-        return "d"
-    if sample.calls_started > sample.calls_completed:
-        return "w"
-    silent = sample.last_ns and now - sample.last_ns / 1e9 >= SILENT_S
-    return "s" if silent and asleep(sample.pid) else "c"
-
-
 def step_time(before: RankSample | None, now: RankSample) -> float:
     """Seconds per step between two samples of one process; 0.0 when it made none."""
     if before is None or before.process != now.process or not 0 <= before.step < now.step:
@@ -114,8 +103,8 @@ def resident_mb(pid: int) -> int:
         return 0
 
 
-def read_boxes(traces: Sequence[RankTrace]) -> BoxFacts:
-    """The open call of each rank, and the groups of more than one rank by their names."""
+def read_boxes(traces: Sequence[RankTrace], running: Collection[int]) -> BoxFacts:
+    """The open call of each rank, the groups of more than one rank by their names, who of those that run waits for whom."""
     places: dict[int, str] = {}
     groups: dict[str, tuple[int, ...]] = {}
     for trace in traces:
@@ -125,7 +114,7 @@ def read_boxes(traces: Sequence[RankTrace]) -> BoxFacts:
         for group in trace.groups:
             if len(group.ranks) > 1 and len(groups) < MAX_GROUPS:
                 groups[group.desc if group.desc not in ("", "undefined") else group.name] = group.ranks
-    return BoxFacts(places, groups)
+    return BoxFacts(places, groups, who_waits(one for one in traces if one.header.rank in running))
 
 
 def read_gpus() -> tuple[GpuReport, ...]:
@@ -225,6 +214,11 @@ class NodeReporter:
         told, differs = self.calls.told, self.calls.local is not None
         return replace(report, token_file=str(token) if token.exists() else "", windows=told, differs=differs)
 
+    @property
+    def waiting(self) -> str:
+        """Which ranks wait for which; "" while they move. From any thread."""
+        return self._boxes.waiting
+
     def _read_boxes(self, samples: Sequence[RankSample], now: float) -> None:
         latest = max((sample.last_ns for sample in samples), default=0) / 1e9
         silent = bool(latest) and now - latest >= SILENT_S
@@ -233,7 +227,7 @@ class NodeReporter:
         if age >= (BOXES_S if silent else GROUPS_S) and (silent or called):
             self._read_s = time.monotonic()
             loaded = load_paths([sample.path for sample in samples], LoadOptions(allow_nothing=True))
-            self._boxes = read_boxes(loaded.traces)
+            self._boxes = read_boxes(loaded.traces, {s.rank for s in samples if s.alive and not s.closed})
         elif not silent and self._boxes.places:
             self._boxes = BoxFacts({}, self._boxes.groups)
 

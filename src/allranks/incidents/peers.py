@@ -4,7 +4,7 @@ All nodes notice a hang of the job at about the same time. The lighthouse lets o
 of all, explains and acts. The others send their part and continue watching. A command asks all agents of a running job
 in the same way (`gather_everywhere`).
 
-The leader's `EvidenceServer` takes parts only from those who prove that they know the job token, only of an incident that is
+The leader takes parts only from those who prove that they know the job token, only of an incident that is
 waited for, once from each sender, and never more than a part may have. A part is one packed file: boxes/, stacks/AGENT/,
 and part.json with what is missing. It may neither leave its folder nor grow beyond the limit when it is unpacked.
 """
@@ -20,7 +20,6 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 import zipfile
 import zlib
 from collections import deque
@@ -50,6 +49,7 @@ BAD_PART = (zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, R
 PURPOSE = "evidence"  # names the key that both sides prove
 MAX_REQUEST_BYTES = 16 << 10
 MAX_REMEMBERED = 100  # incidents
+PARTS_S = 30.0  # how long the parts of others are waited for
 EARLY_S = 2.0  # a part may arrive before its leader has opened a folder for it
 
 
@@ -66,64 +66,103 @@ class _Awaited:
     missing: list[str] = field(default_factory=list)
 
 
-class EvidenceServer:
-    """`start()` and `close()` own the socket and the threads; `address` (HOST:PORT) is where parts go."""
+class PeerAgents:
+    """Asks and is asked. `client` belongs to the caller; the socket for parts is opened when it is first needed."""
 
-    def __init__(self, token: str, host: str = "127.0.0.1") -> None:
-        self.host = host
-        self.address = ""
+    def __init__(self, client: Client, token: str) -> None:
+        self.client = client
+        self.token = token
+        self.gone: set[str] = set()  # agents that are not waited for any more
+        # incidents of others that we gave our part of, the newest last
+        self._asked: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._awaited: dict[str, _Awaited] = {}
-        self._over: dict[str, None] = {}  # incidents that were waited for, the newest last
-        self._gone: set[str] = set()  # senders that are not waited for any more
         self._changed = threading.Condition()
-        self._members = MemberServer(Keyring(token), PURPOSE, self._serve, "allranks-evidence")
+        self._members: MemberServer | None = None
+        self._address = ""
 
-    def start(self) -> None:
-        listener = frames.listen(self.host, 0)
-        self.address = frames.join_address(self.host, listener.getsockname()[1])
-        self._members.start(listener)
+    @property
+    def name(self) -> str:
+        """How the lighthouse calls us."""
+        return self.client.options.replica
+
+    def open(self) -> str:
+        """Where parts go: HOST:PORT."""
+        if self._members is None:
+            host = frames.own_address(self.client.lighthouse or self.client.options.addresses[0])
+            listener = frames.listen(host, 0)
+            self._address = frames.join_address(host, listener.getsockname()[1])
+            self._members = MemberServer(Keyring(self.token), PURPOSE, self._serve, "allranks-evidence")
+            self._members.start(listener)
+        return self._address
 
     def close(self) -> None:
         """Takes nothing any more."""
-        self._members.close()
+        if self._members is not None:
+            self._members.close()
+            self._members = None
+
+    # an incident that we lead
+
+    def ask(
+        self,
+        incident: str,
+        reason: str,
+        folder: Path,
+        *,
+        stacks: bool = True,
+        alone: bool = True,
+        follow_s: float = FOLLOW_S,
+        agents: tuple[str, ...] = (),
+    ) -> Gathering | None:
+        """Who leads, and who else was asked; None when the lighthouse cannot say (then we are on our own). If we lead, the
+        parts of the others (of all, or of these `agents`) go to the folder."""
+        if not self.client.connected:
+            return None
+        try:
+            wanted = CollectEvidence(
+                incident,
+                reason,
+                agents,
+                lead=self.name,
+                upload=self.open(),
+                stacks=stacks,
+                alone=alone,
+                follow_s=follow_s,
+            )
+            found = self.client.gather(wanted)
+        except (AllranksError, OSError) as error:
+            log.warning("the other agents could not be asked: %s", error)
+            return None
+        if found.agents and found.lead == self.name:
+            self.expect(found.incident, folder)
+        return found
 
     def expect(self, incident: str, folder: Path) -> None:
         """From now on parts of this incident are put into the folder."""
         with self._changed:
             self._awaited[incident] = _Awaited(folder)
-            self._over.pop(incident, None)  # a second look
             self._changed.notify_all()
 
-    def wait(self, incident: str, senders: tuple[str, ...], limit_s: float) -> list[str]:
-        """Until the parts of all senders are there, or the limit; returns what is missing, as sentences."""
-        deadline = time.monotonic() + limit_s
+    def wait(self, gathering: Gathering, limit_s: float = PARTS_S) -> list[str]:
+        """Until all parts are there or the limit; returns what is missing, as sentences."""
         with self._changed:
-            awaited = self._awaited[incident]
-            while not (awaited.heard | self._gone).issuperset(senders):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
-            del self._awaited[incident]
-            self._over = dict.fromkeys([*self._over, incident][-MAX_REMEMBERED:])
-            silent = sorted(set(senders) - awaited.heard)
-            why = {
-                name: ", it is gone" if name in self._gone else f" within {limit_s:g} s" for name in silent
-            }
-            return [*awaited.missing, *(f"{name}: no evidence{why[name]}" for name in silent)]
+            awaited, senders = self._awaited[gathering.incident], set(gathering.agents)
+            self._changed.wait_for(lambda: senders <= awaited.heard | self.gone, limit_s)
+            del self._awaited[gathering.incident]
+            why = {True: ", it is gone", False: f" within {limit_s:g} s"}
+            silent = [f"{one}: no evidence{why[one in self.gone]}" for one in sorted(senders - awaited.heard)]
+            return [*awaited.missing, *silent]
 
-    def give_up(self, sender: str) -> None:
-        """It is gone: nobody waits for its part."""
+    def give_up(self, agent: str) -> None:
+        """An agent is gone: its part will not come."""
         with self._changed:
-            self._gone.add(sender)
+            self.gone.add(agent)
             self._changed.notify_all()
 
     def take(self, incident: str, sender: str, data: bytes) -> bool:
         """A part has come; False when nobody waits for it (any more). A fast one waits until it is expected."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: incident in self._awaited or incident in self._over, timeout=EARLY_S
-            )
+            self._changed.wait_for(lambda: incident in self._awaited, timeout=EARLY_S)
             awaited = self._awaited.get(incident)
             if awaited is None or sender in awaited.heard | awaited.taking:
                 return False
@@ -152,6 +191,26 @@ class EvidenceServer:
             raise ChannelError("a part came with the wrong checksum")
         taken = self.take(str(told["incident"]), str(told["sender"]), bytes(data))
         frames.send_json(connection, {"ok": taken, "why": "" if taken else "nobody waits for it any more"})
+
+    # an incident that another leads
+
+    def contribute(self, wanted: CollectEvidence, collect: Callable[[Path, bool], list[str]]) -> None:
+        """`collect(folder, stacks)` gathers our part, which goes to the leader."""
+        self._asked.append(wanted.incident)
+        with tempfile.TemporaryDirectory(prefix="allranks-part-") as name:
+            missing = collect(Path(name), wanted.stacks)
+            try:
+                send_part(
+                    wanted.upload, wanted.incident, self.name, self.token, pack_part(Path(name), missing)
+                )
+            except OSError as error:
+                log.warning("%s: our part could not be sent to %s: %s", wanted.incident, wanted.upload, error)
+                return
+        log.info("%s: our part was sent to %s", wanted.incident, wanted.lead)
+
+    def took_part_in(self, incident: str) -> bool:
+        """Whether we gave our part of this incident to another's gathering."""
+        return incident in self._asked
 
 
 def send_part(upload: str, incident: str, sender: str, token: str, data: bytes) -> None:
@@ -212,103 +271,6 @@ def _write(folder: Path, pack: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with pack.open(entry) as packed, target.open("wb") as file:  # piece by piece: it may be large
         shutil.copyfileobj(packed, file)
-
-
-PARTS_S = 30.0  # how long the parts of others are waited for
-
-
-@dataclass
-class PeerAgents:
-    """Owns a mailbox, opened when it is first needed. `client` belongs to the caller."""
-
-    client: Client
-    token: str
-    _mailbox: EvidenceServer | None = None
-    gone: set[str] = field(default_factory=set)  # agents that are not waited for any more
-    # incidents of others that we gave our part of, the newest last
-    _asked: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED))
-
-    @property
-    def name(self) -> str:
-        """How the lighthouse calls us."""
-        return self.client.options.replica
-
-    def close(self) -> None:
-        if self._mailbox is not None:
-            self._mailbox.close()
-            self._mailbox = None
-
-    def ask(
-        self,
-        incident: str,
-        reason: str,
-        folder: Path,
-        *,
-        stacks: bool = True,
-        alone: bool = True,
-        follow_s: float = FOLLOW_S,
-        agents: tuple[str, ...] = (),
-    ) -> Gathering | None:
-        """Who leads, and who else was asked; None when the lighthouse cannot say (then we are on our own). If we lead, the
-        parts of the others (of all, or of these `agents`) go to the folder."""
-        if not self.client.connected:
-            return None
-        try:
-            box = self._open()
-            wanted = CollectEvidence(
-                incident,
-                reason,
-                agents,
-                lead=self.name,
-                upload=box.address,
-                stacks=stacks,
-                alone=alone,
-                follow_s=follow_s,
-            )
-            found = self.client.gather(wanted)
-        except (AllranksError, OSError) as error:
-            log.warning("the other agents could not be asked: %s", error)
-            return None
-        if found.agents and found.lead == self.name:
-            box.expect(found.incident, folder)
-        return found
-
-    def wait(self, gathering: Gathering, limit_s: float = PARTS_S) -> list[str]:
-        """Until all parts are there or the limit; returns who or what is missing."""
-        assert self._mailbox is not None
-        return self._mailbox.wait(gathering.incident, gathering.agents, limit_s)
-
-    def give_up(self, agent: str) -> None:
-        """An agent is gone: its part will not come."""
-        self.gone.add(agent)
-        if self._mailbox is not None:
-            self._mailbox.give_up(agent)
-
-    def contribute(self, wanted: CollectEvidence, collect: Callable[[Path, bool], list[str]]) -> None:
-        """Another leads: `collect(folder, stacks)` gathers our part, which goes to it."""
-        self._asked.append(wanted.incident)
-        with tempfile.TemporaryDirectory(prefix="allranks-part-") as name:
-            missing = collect(Path(name), wanted.stacks)
-            try:
-                send_part(
-                    wanted.upload, wanted.incident, self.name, self.token, pack_part(Path(name), missing)
-                )
-            except OSError as error:
-                log.warning("%s: our part could not be sent to %s: %s", wanted.incident, wanted.upload, error)
-                return
-        log.info("%s: our part was sent to %s", wanted.incident, wanted.lead)
-
-    def took_part_in(self, incident: str) -> bool:
-        """Whether we gave our part of this incident to another's gathering."""
-        return incident in self._asked
-
-    def _open(self) -> EvidenceServer:
-        if self._mailbox is None:
-            where = self.client.lighthouse or self.client.options.addresses[0]
-            mailbox = EvidenceServer(self.token, frames.own_address(where))
-            mailbox.start()
-            self._mailbox = mailbox
-        return self._mailbox
 
 
 @dataclass(frozen=True)

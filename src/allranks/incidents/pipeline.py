@@ -1,9 +1,9 @@
 """The steps that every incident goes through: open, evidence, verdict, action, publication. Runs in the agent.
 
-An event starts it: a suspicion (hangs.py), a death or a cut connection (deaths.py), a lost node (node_losses.py), or a
-request. Each of these files turns its event into calls of `IncidentPipeline`, which is shared by all of them, and so are
-the two things that all must agree on: which ends are explained already (`Explained`), and which incidents have been answered
-and wait until the survivors train again (`Recoveries`).
+An event starts it: a suspicion (hangs.py), a death, a cut connection or a lost node (deaths.py), or a request. Each of these
+files turns its event into calls of `IncidentPipeline`, which is shared by all of them, and so are the two things that all must
+agree on: which ends are explained already (`Explained`), and which incidents have been answered and wait until the survivors
+train again (`Recoveries`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from allranks.channel.worker import carefully
 from allranks.incidents.evidence import Evidence, Observed, attempt, read_incident, read_observed
@@ -29,7 +29,7 @@ from allranks.incidents.peers import PeerAgents
 from allranks.incidents.policy import Mode, PolicyOptions
 from allranks.incidents.publish import IncidentPublisher
 from allranks.model.cluster import FOLLOW_S, Gathering
-from allranks.model.diagnosis import Diagnosis, Finding, Kind, Moment
+from allranks.model.diagnosis import Action, Diagnosis, Finding, Incident, Kind, Moment
 from allranks.model.files import write_atomically
 from allranks.model.formatting import ranks_text
 from allranks.report import as_json, text
@@ -50,8 +50,9 @@ class _Awaited:
     before: dict[int, RankSample]  # of the ranks that must go on
     since_s: float
     new_only: bool  # only new processes count: the old ones may do a last step before they end
-    patience_s: float
+    patience_s: float = PATIENCE_S
     out: dict[int, RankSample] = field(default_factory=dict)  # that were lost and should come back
+    recovered: bool = False  # the others train again
 
 
 @dataclass
@@ -59,8 +60,6 @@ class Recoveries:
     """All incidents that wait for progress."""
 
     _waiting: list[_Awaited] = field(default_factory=list)
-    # recovered; the ranks that were lost are not back yet
-    _returning: list[_Awaited] = field(default_factory=list)
     _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # of the last ones
 
     @property
@@ -87,11 +86,12 @@ class Recoveries:
 
     def recent(self, for_s: float) -> bool:
         """Whether something has been answered within this time and has not recovered: worth a closer look."""
-        return any(time.monotonic() - waiting.since_s < for_s for waiting in self._waiting)
+        now_s = time.monotonic()
+        return any(now_s - one.since_s < for_s for one in self._waiting if not one.recovered)
 
     def open(self) -> list[IncidentFolder]:
         """Those that have not recovered."""
-        return [waiting.opened for waiting in self._waiting]
+        return [waiting.opened for waiting in self._waiting if not waiting.recovered]
 
     def look(self, samples: list[RankSample]) -> Iterator[IncidentFolder]:
         """Closes and gives back those whose survivors all train again; forgets those that never will."""
@@ -101,37 +101,28 @@ class Recoveries:
             moved = [r for r, old in before.items() if r in now and _further(now[r], old, waiting.new_only)]
             took = time.monotonic() - waiting.since_s
             if before and len(moved) == len(before):
-                step = max((s.step for s in samples), default=-1)
-                opened.update(
-                    Moment("recovered", time.time(), f"{_count(moved)} again" + _at(step)),
-                    closed=time.time(),
-                    durations_s={**opened.current.durations_s, "recovered": took},
-                )
                 self._waiting.remove(waiting)
-                if waiting.out:
-                    self._returning.append(replace(waiting, since_s=time.monotonic()))
-                if opened.current.acted or opened.current.kind == "death":
-                    self._took_s.append(took)
+                step = max(now[rank].step for rank in moved)
+                text = f"{_count(moved)} again" + (f", at step {step:,}" if step >= 0 else "")
+                if waiting.recovered:  # now those that were lost are back too: the story is complete
+                    opened.update(Moment("back", time.time(), text))
+                else:
+                    durations = {**opened.current.durations_s, "recovered": took}
+                    opened.update(
+                        Moment("recovered", time.time(), text), closed=time.time(), durations_s=durations
+                    )
+                    self._expect_back(waiting)
+                    if opened.current.acted or opened.current.kind == "death":
+                        self._took_s.append(took)
                 yield opened
             elif not before or took > waiting.patience_s:
                 self._waiting.remove(waiting)
-        yield from self._look_for_returned(now)
 
-    def _look_for_returned(self, now: dict[int, RankSample]) -> Iterator[IncidentFolder]:
-        """Notes that the ranks that were lost train again, in new processes: the story is complete then."""
-        for waiting in list(self._returning):
-            back = [r for r, old in waiting.out.items() if r in now and _further(now[r], old, new_only=True)]
-            if len(back) == len(waiting.out):
-                step = max(now[rank].step for rank in back)
-                waiting.opened.update(Moment("back", time.time(), f"{_count(back)} again" + _at(step)))
-                self._returning.remove(waiting)
-                yield waiting.opened
-            elif time.monotonic() - waiting.since_s > PATIENCE_S:
-                self._returning.remove(waiting)
-
-
-def _at(step: int) -> str:
-    return f", at step {step:,}" if step >= 0 else ""
+    def _expect_back(self, waiting: _Awaited) -> None:
+        """The ranks that were lost should train again, in new processes."""
+        if waiting.out:
+            now_s = time.monotonic()
+            self._waiting.append(_Awaited(waiting.opened, waiting.out, now_s, True, recovered=True))
 
 
 def _count(ranks: list[int]) -> str:
@@ -229,11 +220,24 @@ class Examination:
         return self.verdict.ranks if self.verdict is not None else ()
 
 
+class Actor(Protocol):
+    """Carries out what the policy decided."""
+
+    def act(self, action: Action, incident: Incident) -> str:
+        """Does it, and reports in a sentence what was done."""
+        ...
+
+
+# what an actor carries out; other actions are words
+ACTIONS = ("evict", "restart_rank", "restart_job", "command", "set_aside", "leave_node")
+
+
 @dataclass
 class IncidentPipeline:
     """`peers` is None on a node that is alone."""
 
     options: WatchOptions
+    actor: Actor | None = None
     publisher: IncidentPublisher = field(default_factory=IncidentPublisher)
     recoveries: Recoveries = field(default_factory=Recoveries)
     explained: Explained = field(default_factory=Explained)
@@ -252,10 +256,6 @@ class IncidentPipeline:
         for opened in self.recoveries.open():
             self.publisher.write_page(opened)
         self.publisher.close()
-
-    def pause(self, seconds: float) -> bool:
-        """Waits, at most until the agent ends; whether it does."""
-        return self._closing.wait(seconds)
 
     def note_divergence(self, found: Finding) -> None:
         """Ranks make calls that differ: said at once, and kept for the incident that may come of it."""
@@ -412,6 +412,26 @@ class IncidentPipeline:
         """Publishes it, and watches the others until they train again."""
         self.publisher.publish(opened)
         self.recoveries.add(opened, samples, lost, new_only=self.options.whole_job)
+
+    def acts(self, action: Action) -> bool:
+        """Whether somebody carries it out."""
+        return action.kind in ACTIONS and self.actor is not None
+
+    def act(self, opened: IncidentFolder, action: Action) -> None:
+        """Carries it out; the story has what was done, or why nothing was."""
+        name = action.kind.replace("_", " ")
+        if self.actor is None or not self.acts(action):
+            opened.update(Moment("action", time.time(), f"none ({name}): {action.reason}"), action=action)
+            log.warning("%s: no action: %s", opened.current.id, action.reason)
+            return
+        try:
+            result, done = self.actor.act(action, opened.current), True
+        except Exception as error:  # the launcher's: the story continues, and has the error
+            log.exception("%s: %s failed", opened.current.id, name)
+            result, done = f"failed: {error!r}", False
+        carried = replace(action, done=done, result=result)
+        opened.update(Moment("action", time.time(), f"{name}: {result}"), action=carried)
+        log.warning("%s: %s: %s", opened.current.id, name, result)
 
     def settle(
         self, opened: IncidentFolder, outcome: str = "", ended: bool = False, looping: str = ""

@@ -9,13 +9,10 @@ logged.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import http.client
 import json
 import logging
-import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -184,7 +181,7 @@ class IncidentPublisher:
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
     book: Callable[[Incident], None] = lambda incident: None  # of the ledger
     last: str = ""  # the newest verdict, as it was logged
-    timeout_s: float = 5.0  # of one attempt to reach a webhook, as a whole
+    timeout_s: float = 5.0  # of one attempt to reach a webhook
     _sender: Worker = field(default_factory=lambda: Worker("allranks-webhook"))
 
     def publish(self, opened: IncidentFolder) -> None:
@@ -268,8 +265,9 @@ def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int)
         url = f"{scheme}://{rest[len(user) + 1 :]}"
     for attempt in range(1, attempts + 1):
         try:
-            _ask(urllib.request.Request(url, data, headers), timeout_s)
-            return True
+            request = urllib.request.Request(url, data, headers)
+            with urllib.request.build_opener(_NotFollowed).open(request, timeout=timeout_s):
+                return True
         except (OSError, ValueError, http.client.HTTPException) as error:
             log.warning(
                 "webhook %s failed (%d of %d): %s",
@@ -290,55 +288,6 @@ class _NotFollowed(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]
         text = f"it redirects to {only_host(newurl)}, which is not followed: give that address"
         raise urllib.error.HTTPError(req.full_url, code, text, headers, fp)
-
-
-class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Keeps a second descriptor of each connection, to end it when the time is over: urllib's limit is for one read."""
-
-    def __init__(self) -> None:
-        urllib.request.HTTPHandler.__init__(self)
-        urllib.request.HTTPSHandler.__init__(self)
-        self.opened: list[socket.socket] = []
-        self._over = False
-
-    def do_open(self, http_class, req, **http_conn_args):  # type: ignore[no-untyped-def]
-        def connect(*args: object, **kwargs: object) -> http.client.HTTPConnection:
-            made: http.client.HTTPConnection = http_class(*args, **kwargs)
-            ordinary = made._create_connection  # type: ignore[attr-defined]
-
-            def create(*to: object, **how: object) -> socket.socket:
-                sock: socket.socket = ordinary(*to, **how)
-                self.opened.append(sock.dup())
-                if self._over:
-                    self.end()
-                return sock
-
-            made._create_connection = create  # type: ignore[attr-defined]
-            return made
-
-        return super().do_open(connect, req, **http_conn_args)
-
-    def end(self) -> None:
-        """From another thread: whatever is read or written fails now."""
-        self._over = True
-        for sock in list(self.opened):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-
-def _ask(request: urllib.request.Request, timeout_s: float) -> None:
-    """One request, within the time as a whole; OSError when it was not answered well."""
-    connections = _Connections()
-    limit = threading.Timer(timeout_s, connections.end)
-    limit.daemon = True
-    limit.start()
-    try:
-        with urllib.request.build_opener(_NotFollowed, connections).open(request, timeout=timeout_s):
-            return
-    finally:
-        limit.cancel()
-        for sock in connections.opened:
-            sock.close()
 
 
 class UploadTarget(Protocol):

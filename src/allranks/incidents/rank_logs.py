@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,13 +30,15 @@ def find_logs(folder: Path, rank: int, box: str | Path = "") -> list[Path]:
 
 def tail(paths: Iterable[Path], lines: int = LINES) -> tuple[str, ...]:
     """The last lines of these files, the newest last; what cannot be read is left out."""
-    found: list[str] = []
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - MAX_BYTES))
-                text = file.read(MAX_BYTES).decode("utf-8", "replace")
-        except OSError:
-            continue
-        found += [printable(without_secrets(line), MAX_LINE) for line in text.splitlines()[-lines:]]
-    return tuple(found[-2 * lines :])
+    ends = [line for path in paths for line in read_end(path, MAX_BYTES).splitlines()[-lines:]]
+    return tuple(printable(without_secrets(line), MAX_LINE) for line in ends[-2 * lines :])
+
+
+def read_end(path: str | Path, most_bytes: int) -> str:
+    """The end of a text file; "" when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+            return file.read(most_bytes).decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.blackbox.phases import GC, PhaseMark
@@ -18,7 +18,7 @@ from allranks.errors import AllranksError
 from allranks.incidents.folder import IncidentFolder
 from allranks.incidents.pipeline import IncidentPipeline
 from allranks.incidents.policy import HangFacts, PolicyState, decide_slow
-from allranks.model.diagnosis import Action, Incident, Moment
+from allranks.model.diagnosis import Moment
 from allranks.model.files import write_atomically
 from allranks.model.formatting import count, duration
 from allranks.model.stacks import StackFrame
@@ -30,7 +30,7 @@ from allranks.watch.samples import RankSample, read_samples
 log = logging.getLogger("allranks.agent")
 
 SAMPLES, PROFILE = 5, 40  # looks at the stack: for a report, for a profile
-PAUSE_S, LIMIT_S = 0.2, 20.0  # between two of them; for all of them
+PAUSE_S = 0.2  # between two of them
 LATELY_S = 300.0
 
 
@@ -39,7 +39,6 @@ class SlowRanks:
     """Opens an incident for each rank that is reported as slow."""
 
     pipeline: IncidentPipeline
-    act: Callable[[Action, Incident], str] | None = None
     policy: PolicyState = field(default_factory=PolicyState)
 
     def note(self, rank: int, began: float, sentence: str) -> None:
@@ -64,42 +63,25 @@ class SlowRanks:
             options.mode, "slow", (rank,), 1.0, options.ranks_per_replica, options.replicas, members
         )
         now = time.monotonic()
-        self._answer(opened, decide_slow(now, case, self.policy, options.policy, options.may_leave), now)
+        action = decide_slow(now, case, self.policy, options.policy, options.may_leave)
+        if self.pipeline.acts(action):
+            self.policy = self.policy.after(now, action.replica, options.policy.window_s)
+            self.pipeline.act(opened, action)
+        else:
+            opened.update(action=action)
+        opened.update(closed=time.time())
         self.pipeline.publisher.publish(opened)
 
-    def _answer(self, opened: IncidentFolder, action: Action, now_s: float) -> None:
-        if action.kind in ("evict", "set_aside", "leave_node") and self.act is not None:
-            self.policy = self.policy.after(now_s, action.replica, self.pipeline.options.policy.window_s)
-            result = self.act(action, opened.current)
-            action = replace(action, done=True, result=result)
-            opened.update(Moment("action", time.time(), f"{action.kind.replace('_', ' ')}: {result}"))
-            log.warning("%s: %s", opened.current.id, result)
-        opened.update(action=action, closed=time.time())
-
     def _sample_stacks(self, own: RankSample, opened: IncidentFolder, looks: int) -> list[str]:
-        """Where the rank was, most often first; all stacks go into the incident's folder. Ends with the rank or the job."""
+        """Where the rank was, most often first; all stacks go into the incident's folder."""
         chosen = Selection(pids=(own.pid,), box_folders=(self.pipeline.options.folder,))
-        options = CollectOptions(rounds=1, native="never")
-        stacks: list[tuple[StackFrame, ...]] = []
-        targets, limit = None, time.monotonic() + LIMIT_S
-        while len(stacks) < looks and time.monotonic() < limit:
-            try:
-                targets = targets or find_targets(chosen)
-                found = collect(targets, options)
-            except (OSError, ValueError, AllranksError) as error:
-                log.info("%s: stacks could not be read: %s", opened.current.id, error)
-                break
-            new = [
-                stack.frames
-                for process in found.processes
-                if process.pid == own.pid
-                for shot in process.snapshots[:1]
-                for stack in shot.stacks
-                if stack.tid == own.pid
-            ]
-            stacks += new
-            if not new or self.pipeline.pause(PAUSE_S):  # so that the looks are of different moments
-                break
+        try:
+            found = collect(find_targets(chosen), CollectOptions(looks, PAUSE_S, native="never")).processes
+        except (OSError, ValueError, AllranksError) as error:
+            log.info("%s: stacks could not be read: %s", opened.current.id, error)
+            found = ()
+        shots = [shot for process in found if process.pid == own.pid for shot in process.snapshots]
+        stacks = [stack.frames for shot in shots for stack in shot.stacks if stack.tid == own.pid]
         write_stacks(opened.path / "slow_stacks.txt", stacks)
         return describe_places(stacks)
 

@@ -4,8 +4,8 @@
 what was seen: calls that do not match, ranks that wait for each other, a process that is gone, a rank all of whose threads
 wait without limit for one another, a sleep that ends after the cap. Else only time tells: a rank whose stack moves, that
 compiles or waits for a command that works has time until the cap; any other one until several times the longest pause so
-far. Sleeps between retries, garbage collection, saving, swapping and a stopped process end by themselves; they are not
-told from a hang before that.
+far. Sleeps between retries, waits for a signal, garbage collection, saving, swapping and a stopped process end by themselves;
+they are not told from a hang before that.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ _FOR_A_RANK = frozenset({"collective_wait", "p2p_wait", "rendezvous_wait"})
 _FOR_A_CHILD = frozenset({"subprocess_wait", "child_process_wait", "dataloader_wait"})
 #: Threads that watch, report or copy, and wake nobody.
 _BACKGROUND = ("/tqdm/", "/wandb/", "/tensorboard", "/allranks/", "/torch/utils/data/_utils/pin_memory")
+#: How the names of native threads of torch's libraries begin: they serve collectives, and wake no Python code that waits otherwise.
+_OF_TORCH = ("pt_", "gloo", "nccl", "cuda")
 _PRIVATE = 0x80  # flag of a futex that no other process can wake
 #: What a rank does that may still move.
 _VERBS = {
@@ -65,7 +67,9 @@ _VERBS = {
     "busy_python": "runs Python code",
     "native_call": "is in native code",
     "lock_deadlock": "waits for a lock",
-    "queue_wait": "waits on a queue",
+    "queue_wait": "waits for an event",
+    "event_loop_idle": "waits in its event loop",
+    "pipe_write_blocked": "writes to a full pipe",
     "network_io": "waits for the network",
     "checkpoint_io": "reads or writes a file",
     "file_lock_wait": "waits for a file lock",
@@ -289,7 +293,13 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     """Why it cannot move by itself; "" when it may."""
     last = looks[-1]
     found, states = last.finding, last.report.ranks.values() if last.report is not None else ()
-    idle = [state for state in states if state.cause not in _FOR_A_RANK and state.cause != "unknown"]
+    named = found.ranks if found is not None else ()
+    idle = [
+        state
+        for state in states
+        if (state.cause not in _FOR_A_RANK and state.cause != "unknown")
+        or (state.rank in named and 0.0 < state.confidence < TRUSTED)  # its wait is only a guess
+    ]
     if found is not None and found.cause in CERTAIN_MISMATCH:  # who of them is wrong may not be
         return f"the calls of the ranks do not match: {found.sentence}"
     if found is not None and found.cause == "setup_mismatch" and found.confidence >= SURE_OF_SETUP:
@@ -334,7 +344,7 @@ def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -
         verb = _VERBS.get(state.cause, "waits")
         return f"{at} {verb}, and nothing in it moves for another {duration(min(left))}"
     if inside:
-        return f"{at} waits without limit, and no thread of it can wake another ({state.cause})"
+        return f"{at} waits without limit, and no thread of it can wake another ({state.cause.replace('_', ' ')})"
     return ""
 
 
@@ -401,11 +411,18 @@ def _activity(processes: Sequence[ProcessCapture]) -> Activity:
 
 
 def _telling(process: ProcessCapture, facts: Sequence[ThreadFacts]) -> list[int]:
-    """The main thread, and those that run Python and may wake it."""
+    """The main thread, and those that may wake it: they run Python, or wait for the network in native code."""
     stacks = process.snapshots[-1].stacks
     python = [one for one in stacks if any(not frame.native for frame in one.frames)]
     able = {one.tid for one in python if not any(map(_is_background, one.frames))}
+    able |= {fact.tid for fact in facts if _awaits_network(fact)} - {one.tid for one in python}
     return [fact.tid for number, fact in enumerate(facts) if number == 0 or fact.tid in able]
+
+
+def _awaits_network(fact: ThreadFacts) -> bool:
+    """A runtime of Rust or C++, as libraries of object stores have. One descriptor of a loop is its own."""
+    network = fact.file.startswith("socket:") or (fact.file.startswith("epoll ") and fact.file != "epoll 1")
+    return network and not fact.comm.lower().startswith(_OF_TORCH)
 
 
 def _is_background(frame: StackFrame) -> bool:
@@ -417,5 +434,5 @@ def _thread(first: ThreadFacts, last: ThreadFacts) -> ThreadWait:
     still = (first.ticks, first.switches) == (last.ticks, last.switches) and last.state in ("S", "D")
     futex = last.syscall == "futex" and len(last.args) > 1 and bool(last.args[1] & _PRIVATE)
     # an event loop that watches one descriptor watches its own: threads wake it with it
-    inside = futex or last.file == "epoll 1" or last.syscall in ("wait4", "waitid", "pause", "rt_sigsuspend")
+    inside = futex or last.file == "epoll 1" or last.syscall in ("wait4", "waitid")
     return ThreadWait(last.wait_s, inside, last.file.startswith("pipe:"), still)

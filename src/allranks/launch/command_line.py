@@ -34,16 +34,14 @@ _VALUES = {
 
 def check(theirs: Sequence[str], ours: Iterable[str]) -> None:
     """Raises for words before the script that neither we nor torchrun know: before anything is started."""
-    position = 0
-    while position < len(theirs):
-        flag, equals, value = theirs[position].partition("=")
-        position += 1
+    left = iter(theirs)
+    for word in left:
+        flag, equals, value = word.partition("=")
         if not equals and not _stands_alone(flag):
-            value = "".join(theirs[position : position + 1])
-            position += 1
+            value = next(left, "")
+        name = flag[2:].replace("_", "-")
         if not flag.startswith("--"):
             continue
-        name = flag[2:].replace("_", "-")
         if not _is_known(name):
             near = get_close_matches(flag, [*ours, *(f"--{known}" for known in _VALUED | _ALONE)], 1, 0.75)
             hint = f"Did you mean {near[0]}?" if near else "`allranks run --help` lists the flags."

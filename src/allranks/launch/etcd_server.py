@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from allranks.blackbox.header import is_alive, start_ticks
 from allranks.channel.frames import HeldPort
 from allranks.errors import EtcdError, InputError
 from allranks.etcd import Etcd
+from allranks.launch.torchrun_patches import who_listens
 
 _children: dict[
     int, subprocess.Popen[bytes]
@@ -52,7 +52,11 @@ def start(folder: Path, *, bind: str = "127.0.0.1", port: int = 2379, wait_s: fl
     binary = shutil.which("etcd")
     if binary is None:
         raise InputError("etcd is not installed", hint="apt-get install etcd-server (or put `etcd` on PATH)")
-    _refuse_taken_port(bind, port)
+    if port and who_listens(f"{bind}:{port}") != "nobody":
+        raise InputError(
+            f"port {port} on {bind} cannot be used",
+            hint=f"See who holds it (ss -ltnp 'sport = :{port}'), or choose another with --port (0 takes a free one).",
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     held = HeldPort(bind), HeldPort(bind)  # until it answers, or this process ends
     client, peer = f"http://{bind}:{port or held[0].number}", f"http://{bind}:{held[1].number}"
@@ -125,17 +129,3 @@ def _v2_flags(binary: str) -> list[str]:
     """torchrun's own etcd backends (etcd-v2, etcd) speak v2, which etcd has on request before 3.6."""
     said = subprocess.run([binary, "--help"], capture_output=True, text=True, check=False, timeout=20)
     return ["--enable-v2"] if "--enable-v2 " in said.stdout + said.stderr else []
-
-
-def _refuse_taken_port(bind: str, port: int) -> None:
-    if not port:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((bind, port))
-        except OSError as error:
-            raise InputError(
-                f"port {port} on {bind} cannot be used: {error.strerror}",
-                hint=f"See who holds it (ss -ltnp 'sport = :{port}'), or choose another with --port (0 takes a free one).",
-            ) from error

@@ -19,7 +19,6 @@ from allranks.errors import AllranksError
 from allranks.incidents.deaths import ECHO_S
 from allranks.incidents.folder import keep_newest
 from allranks.incidents.loop import Watch
-from allranks.incidents.node_losses import NodeLosses
 from allranks.incidents.node_report import NodeReporter
 from allranks.incidents.peers import PeerAgents
 from allranks.incidents.publish import EVIDENCE
@@ -29,8 +28,10 @@ from allranks.model.cluster import (
     Evicted,
     MemberLeft,
     MemberLost,
+    Motion,
     PublishedIncident,
     RestartWanted,
+    write_health,
 )
 from allranks.model.diagnosis import Action, Failure, Incident
 from allranks.recording.dump import dump_ended_ranks
@@ -99,16 +100,11 @@ class NodeAgent:
     def start(self) -> None:
         """Starts watching and listening to the lighthouse."""
         if self.watch is not None:
-            self.watch.actor = self
+            self.watch.pipeline.actor = self
             self.watch.join(self.peers, self._tell)
             self.watch.start()
         if self.client is not None:
-            client = self.client
-            client.subscribe(self._noticed)
-            if self.watch is not None:
-                self.watch.on_look = lambda step, calls, health: client.report(
-                    step, step if step >= 0 else calls, health
-                )
+            self.client.subscribe(self._noticed)
             self._watch_nodes(self.client)
         if self.supervisor is not None:
             self.supervisor.on_event = self._happened
@@ -140,6 +136,11 @@ class NodeAgent:
             self.client = None  # nothing is said to the lighthouse after this
             client.leave("stopped by a signal")
 
+    def know_child(self, rank: subprocess.Popen[bytes]) -> None:
+        """A rank was started by a launcher that waits for it: that may know before the watch how it ended."""
+        if self.watch is not None:
+            self.watch.exits.know(rank)
+
     def _write_torch_dumps(self, folder: Path) -> None:
         """Ranks that were killed get the files that torch's variables ask for from their black boxes."""
         try:
@@ -152,14 +153,13 @@ class NodeAgent:
             return
         watch, options = self.watch, self.watch.options
         nodes = NodeMonitor(client, lambda: watch.ranks, options.node, self.holds_lighthouse)
-        losses = NodeLosses(watch.pipeline, watch.deaths, client.options.replica)
-        nodes.on_lost, nodes.on_left = losses.note, watch.deaths.note_stopped
+        nodes.on_lost, nodes.on_left = watch.deaths.note_node, watch.deaths.note_stopped
         # while the lighthouse is away, what broke the connections between ranks may be the end of its node
         watch.deaths.echo_patience_s = lambda: ECHO_S + (AWAY_S if nodes.host_is_away else 0.0)
         client.subscribe(nodes.noticed)
         nodes.start()
         self._nodes = nodes
-        self._reporter = NodeReporter(
+        self._reporter = reporter = NodeReporter(
             client,
             options.folder,
             options.node,
@@ -167,7 +167,13 @@ class NodeAgent:
             watch.windows,
             watch.compare_nodes,
         )
-        self._reporter.start()
+        reporter.start()
+
+        def report(step: int, calls: int, motion: Motion, reason: str) -> None:
+            health = write_health(motion, reporter.waiting or reason)
+            client.report(step, step if step >= 0 else calls, health)
+
+        watch.on_look = report
 
     # actions, asked for by the watch
 

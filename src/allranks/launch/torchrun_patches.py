@@ -1,4 +1,4 @@
-"""The private methods and functions of torchrun's agent that we replace, and the rendezvous of its agents. Runs in the agent.
+"""The private methods and functions of torchrun's agent that we replace, and the endpoint of its rendezvous. Runs in the agent.
 
 All that we replace is there, in the same shape, from torch 2.4 to 2.13; the tests run on 2.13. One that a later torch no
 longer has costs one warning and the comfort behind it: the job runs as it does under plain torchrun.
@@ -24,12 +24,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from allranks.channel.frames import HeldPort
 from allranks.errors import AllranksError, EtcdError
+from allranks.launch.spares import Spares
 from allranks.supervise.orphans import Guard, sweep
 
 if TYPE_CHECKING:
@@ -42,30 +43,42 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousHandler
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    Meeting = Callable[[SimpleElasticAgent, WorkerGroup], None]
-    Looking = Callable[[SimpleElasticAgent, WorkerGroup], RunResult]
-    Waiting = Callable[[DynamicRendezvousHandler], int]
+    from allranks.launch.node_agent import NodeAgent
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
-Starting = Callable[..., "subprocess.Popen[bytes]"]
+    Starting = Callable[..., subprocess.Popen[bytes]]
 
 log = logging.getLogger("allranks.agent")
 
-MEETING = "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._rendezvous"
-WAITING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler.num_nodes_waiting"
-STARTING = "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler._popen"
-MONITORING = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers"
-STOPPING = "torch.distributed.elastic.multiprocessing.api:SubprocessContext._close"
+_ELASTIC = "torch.distributed.elastic."
+MEETING = f"{_ELASTIC}agent.server.api:SimpleElasticAgent._rendezvous"
+WAITING = f"{_ELASTIC}rendezvous.dynamic_rendezvous:DynamicRendezvousHandler.num_nodes_waiting"
+STARTING = f"{_ELASTIC}multiprocessing.subprocess_handler:SubprocessHandler._popen"
+MONITORING = f"{_ELASTIC}agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers"
+STOPPING = f"{_ELASTIC}multiprocessing.api:SubprocessContext._close"
+CHOOSING = f"{_ELASTIC}rendezvous.api:get_free_port"
+HANDLING = f"{_ELASTIC}multiprocessing.api:_terminate_process_handler"
+#: What each one costs that a torch does not have.
+WITHOUT = {
+    MEETING: "a rendezvous that fails will not be repeated",
+    WAITING: "a node that leaves is noticed only when ranks fail",
+    STARTING: "children of a dead rank may stay, and restarts will be slower",
+    MONITORING: "a Ctrl-C that comes while a line is logged may be lost, and a program that always fails the same way is "
+    "restarted again and again",
+    STOPPING: "--shutdown-timeout is not obeyed at restarts, and children of a dead rank may stay",
+    CHOOSING: "another process may take MASTER_PORT before rank 0 does",
+    HANDLING: "a Ctrl-C that comes while a line is logged may be lost",
+}
 _NOTE_S = 3.0  # after this a line says what is waited for
-CHOOSING = "torch.distributed.elastic.rendezvous.api:get_free_port"
-HANDLING = "torch.distributed.elastic.multiprocessing.api:_terminate_process_handler"
+#: Of one rendezvous; nodes that miss each other more often have another problem.
+ATTEMPTS = 10
+#: How long agents wait for an etcd that is away, or for a new host of a c10d rendezvous.
+AWAY_S = 60.0
+PAUSE_S = 0.5
 
 
 @contextlib.contextmanager
-def replaced(method: str, make: Callable[[Callable[P, R]], Callable[P, R]], without: str) -> Iterator[None]:
-    """While it is open, `make(torch's own method)` is called instead; `without` says what a missing method costs."""
+def replaced(method: str, instead: Callable[..., object]) -> Iterator[None]:
+    """While it is open, `instead(torch's own method, …)` is called in place of the method."""
     module, _, place = method.partition(":")
     owner_name, _, name = place.rpartition(".")
     try:
@@ -73,102 +86,193 @@ def replaced(method: str, make: Callable[[Callable[P, R]], Callable[P, R]], with
         owner = getattr(found, owner_name) if owner_name else found
         ordinary = getattr(owner, name)
     except (ImportError, AttributeError):
-        log.warning("this torch has no %s: %s", place, without)
+        log.warning("this torch has no %s: %s", place, WITHOUT[method])
         yield
         return
-    setattr(owner, name, make(ordinary))
+    setattr(owner, name, lambda *args, **kwargs: instead(ordinary, *args, **kwargs))
     try:
         yield
     finally:
         setattr(owner, name, ordinary)
 
 
-@contextlib.contextmanager
-def hearing_signals() -> Iterator[None]:
-    """While it is open, no signal is lost. torchrun's handler raises an exception wherever the thread is; code that catches
-    everything, such as a log handler, may swallow it. It is raised again at the next look at the ranks."""
-    heard: list[int] = []
+@dataclass
+class TorchrunPatches:
+    """What torchrun's agent does otherwise while `in_place`, and the rendezvous that it has completed.
 
-    def noting(ordinary: Callable[[int, object], None]) -> Callable[[int, object], None]:
-        def handler(number: int, frame: object) -> None:
-            heard.append(number)
-            ordinary(number, frame)
-
-        return handler
-
-    def looking(ordinary: Looking) -> Looking:
-        def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
-            if heard:
-                from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
-
-                _terminate_process_handler(heard[0], None)
-            return ordinary(agent, group)
-
-        return monitor
-
-    lost = "a Ctrl-C that comes while a line is logged may be lost"
-    with replaced(HANDLING, noting, lost), replaced(MONITORING, looking, lost):
-        yield
-
-
-@contextlib.contextmanager
-def ending_ranks(
-    grace_s: int | None,
-    on_stop: Callable[[set[int], bool], object],
-    on_start: Callable[[subprocess.Popen[bytes]], object] = lambda rank: None,
-) -> Iterator[None]:
-    """While it is open, ranks end in the time that was asked for, and with all that they have started.
-
-    torchrun obeys --shutdown-timeout only when the whole job ends, and not when it restarts; and it leaves alone what a
-    rank that died had started. `grace_s` lies between SIGTERM and SIGKILL, None is torchrun's choice (30 s). `on_stop` gets
-    the pids of ranks that are about to be asked to end, which is not an incident, and whether a signal is the reason;
-    `on_start` gets each rank.
+    `node` is notified of ranks that start, of ranks that are about to be asked to end, and of failures. `grace_s` lies between
+    SIGTERM and SIGKILL; None is torchrun's choice (30 s).
     """
-    guard = Guard()
 
-    def started(ordinary: Starting) -> Starting:
-        def popen(handler: SubprocessHandler, *args: object, **kwargs: object) -> subprocess.Popen[bytes]:
-            process = ordinary(handler, *args, **kwargs)
-            guard.add(process.pid)
-            on_start(process)
-            return process
+    node: NodeAgent | None = None
+    restarts: bool = False  # ranks may be started twice
+    grace_s: int | None = None
+    spares: Spares | None = None
+    held: int = 0  # rendezvous that were completed
+    nodes: int = 0  # in the last one
+    away_s: float | None = None  # since when its server does not answer (monotonic)
+    _signals: list[int] = field(default_factory=list)
+    _guard: Guard = field(default_factory=Guard)
+    _port: HeldPort | None = None
 
-        return popen
-
-    def stopped(ordinary: Callable[..., None]) -> Callable[..., None]:
-        def close(context: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
-            ranks = [handler.proc for handler in context.subprocess_handlers.values()]
-            asked = {rank.pid for rank in ranks if rank.poll() is None}
-            on_stop(asked, _was_signalled())
-            limit_s = timeout if grace_s is None else grace_s
-            with _saying_who_is_left(ranks, limit_s):
-                ordinary(context, death_sig, limit_s)
-            for rank in ranks:
-                # one that ended well may have left an upload running
-                if rank.pid in asked or rank.poll() != 0:
-                    sweep(rank.pid)
-                guard.remove(rank.pid)
-
-        return close
-
-    lost = "--shutdown-timeout is not obeyed at restarts, and children of a dead rank may stay"
-    with replaced(STARTING, started, lost), replaced(STOPPING, stopped, lost):
-        guard.start()
-        try:
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        table: dict[str, Callable[..., object]] = {
+            HANDLING: self._note_signal,
+            MONITORING: self._monitor,
+            STARTING: self._start_rank,
+            STOPPING: self._stop_ranks,
+            CHOOSING: self._hold_port,
+            MEETING: self._meet,
+            WAITING: self._count_waiting,
+        }
+        with contextlib.ExitStack() as stack:
+            for method, instead in table.items():
+                stack.enter_context(replaced(method, instead))
+            if self.spares is not None:
+                self.spares.start()
+                stack.callback(self.spares.close)
+            self._guard.start()
+            stack.callback(self._guard.close)
             yield
+
+    # ranks
+
+    def _note_signal(self, ordinary: Callable[..., None], number: int, frame: object) -> None:
+        """torchrun's handler raises an exception wherever the thread is; code that catches everything, such as a log handler,
+        may swallow it. It is raised again at the next look at the ranks."""
+        self._signals.append(number)
+        ordinary(number, frame)
+
+    def _monitor(
+        self, ordinary: Callable[..., RunResult], agent: SimpleElasticAgent, group: WorkerGroup
+    ) -> RunResult:
+        """A failure that no restart fixes uses up the restarts that are left."""
+        if self._signals:
+            from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
+
+            _terminate_process_handler(self._signals[0], None)
+        result = ordinary(agent, group)
+        if self.node and result.state.name in ("FAILED", "UNHEALTHY") and agent._remaining_restarts > 0:
+            exits = {f.pid: int(f.exitcode) for f in (result.failures or {}).values()}
+            if why := self.node.why_not_again(exits):
+                log.error("%s", why)
+                agent._remaining_restarts = 0
+        return result
+
+    def _start_rank(
+        self, ordinary: Starting, handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """From the spares, where there are any."""
+        process = None
+        if self.spares is not None:
+            names = [getattr(stream, "name", None) for stream in (handler._stdout, handler._stderr)]
+            process = self.spares.take(args, env, *names)
+        process = process or ordinary(handler, args, env)
+        self._guard.add(process.pid)
+        if self.node is not None:
+            self.node.know_child(process)
+        return process
+
+    def _stop_ranks(
+        self,
+        ordinary: Callable[..., None],
+        context: SubprocessContext,
+        death_sig: signal.Signals,
+        timeout: int = 30,
+    ) -> None:
+        """Ranks end in the time that was asked for, and with all that they have started.
+
+        torchrun obeys --shutdown-timeout only when the whole job ends, and not when it restarts; and it leaves alone what a
+        rank that died had started.
+        """
+        ranks = [handler.proc for handler in context.subprocess_handlers.values()]
+        asked = {rank.pid for rank in ranks if rank.poll() is None}
+        if self.node is not None:
+            self.node.expect_end(asked, _was_signalled())
+        limit_s = timeout if self.grace_s is None else self.grace_s
+        note = threading.Timer(_NOTE_S, _say_who_is_left, (ranks, limit_s))
+        note.daemon = True
+        note.start()
+        try:
+            ordinary(context, death_sig, limit_s)
         finally:
-            guard.close()
+            note.cancel()
+        for rank in ranks:
+            # one that ended well may have left an upload running
+            if rank.pid in asked or rank.poll() != 0:
+                sweep(rank.pid)
+            self._guard.remove(rank.pid)
 
+    def _hold_port(self, ordinary: Callable[..., int]) -> int:
+        """Nobody else gets the port that the agent chose for the ranks' store.
 
-@contextlib.contextmanager
-def _saying_who_is_left(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> Iterator[None]:
-    note = threading.Timer(_NOTE_S, _say_who_is_left, (ranks, limit_s))
-    note.daemon = True
-    note.start()
-    try:
-        yield
-    finally:
-        note.cancel()
+        torchrun finds a free port and lets it go; rank 0 binds it seconds later, after its imports. Until then the system
+        may give it to any other process, and the job ends with "address already in use".
+        """
+        try:
+            self._port = HeldPort("::")  # every address of both families
+        except OSError:
+            self._port = HeldPort("0.0.0.0")
+        return self._port.number
+
+    # the rendezvous
+
+    def _meet(self, ordinary: Callable[..., None], agent: SimpleElasticAgent, group: WorkerGroup) -> None:
+        """Once more where the members do not all answer, or etcd is away."""
+        from torch.distributed import DistStoreError
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+        attempt = 1
+        while True:
+            try:
+                ordinary(agent, group)
+                self._note_answer(None)
+                self.held, self.nodes = self.held + 1, int(group.group_world_size)
+                return
+            except (RendezvousConnectionError, EtcdError) as error:
+                if not _comes_back(group.spec.rdzv_handler) or self._note_answer(error) > AWAY_S:
+                    raise
+                time.sleep(PAUSE_S)
+            except (LookupError, DistStoreError) as error:
+                if attempt == ATTEMPTS:
+                    raise
+                attempt += 1
+                log.warning("a node went away during the rendezvous (%s): repeating it", error)
+
+    def _count_waiting(self, ordinary: Callable[..., int], handler: DynamicRendezvousHandler) -> int:
+        """Ranks continue training while etcd is away; where they may restart, a node that leaves starts a new rendezvous."""
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+        try:
+            waiting = int(ordinary(handler))
+        except RendezvousConnectionError as error:
+            if not _comes_back(handler):
+                raise
+            self._note_answer(error)
+            return 0
+        self._note_answer(None)
+        state = handler._state_holder.state
+        left = count_departed(self.nodes, len(state.participants), state.closed) if self.restarts else 0
+        if left and not waiting:
+            log.warning("%d of %d nodes left: a new rendezvous without them", left, self.nodes)
+        return waiting or left
+
+    def _note_answer(self, error: Exception | None) -> float:
+        """Notes whether the server answered; for how long it has been away."""
+        now = time.monotonic()
+        if error is None:
+            if self.away_s is not None:
+                log.warning("the rendezvous answers again after %.1f s", now - self.away_s)
+            self.away_s = None
+            return 0.0
+        if self.away_s is None:
+            log.warning(
+                "the rendezvous does not answer (%s): ranks continue training, nodes can neither join nor leave",
+                error,
+            )
+            self.away_s = now
+        return now - self.away_s
 
 
 def _was_signalled() -> bool:
@@ -184,40 +288,18 @@ def _say_who_is_left(ranks: list[subprocess.Popen[bytes]], limit_s: int) -> None
         log.warning(f"waiting for %d of %d ranks to end; {how}", left, len(ranks), limit_s)
 
 
-@contextlib.contextmanager
-def holding_master_port() -> Iterator[None]:
-    """While it is open, nobody else gets the port that the agent chose for the ranks' store.
+def count_departed(met: int, present: int, closed: bool) -> int:
+    """How many nodes have left since. At the end of a job they may: a closed rendezvous takes nobody back."""
+    return 0 if closed else max(0, met - present)
 
-    torchrun finds a free port and lets it go; rank 0 binds it seconds later, after its imports. Until then the system
-    may give it to any other process, and the job ends with "address already in use".
-    """
-    held: list[HeldPort] = []
 
-    def choosing(ordinary: Callable[[], int]) -> Callable[[], int]:
-        def get_free_port() -> int:
-            try:
-                port = HeldPort("::")  # every address of both families
-            except OSError:
-                port = HeldPort("0.0.0.0")
-            held[:] = [port]
-            return port.number
-
-        return get_free_port
-
-    with replaced(CHOOSING, choosing, "another process may take MASTER_PORT before rank 0 does"):
-        try:
-            yield
-        finally:
-            held.clear()
+def _comes_back(handler: RendezvousHandler) -> bool:
+    """A server may be restarted; a c10d store is lost with the agent that hosts it."""
+    return str(handler.get_backend()).startswith("etcd")
 
 
 DEFAULT_PORT = 29400  # torchrun's
 POLL_S = 0.2
-#: Of one rendezvous; nodes that miss each other more often have another problem.
-ATTEMPTS = 10
-#: How long agents wait for an etcd that is away, or for a new host of a c10d rendezvous.
-AWAY_S = 60.0
-PAUSE_S = 0.5
 
 
 class LaunchError(AllranksError):
@@ -289,102 +371,3 @@ def refuse_other_server(endpoint: str, wait_s: float = 10.0) -> None:
     asking.join(wait_s)
     if not answered.is_set():
         raise port_in_use(endpoint, "what listens there is not a rendezvous store")
-
-
-@dataclass
-class RendezvousRetry:
-    """The rendezvous that this agent has completed, and whether its server answers now."""
-
-    held: int = 0
-    nodes: int = 0  # in the last one
-    away_s: float | None = None  # since when its server does not answer (monotonic)
-
-    def completed(self, group: WorkerGroup) -> None:
-        self.held += 1
-        self.nodes = int(group.group_world_size)
-
-    def answered(self, error: Exception | None) -> float:
-        """Notes whether the server answered; for how long it has been away."""
-        now = time.monotonic()
-        if error is None:
-            if self.away_s is not None:
-                log.warning("the rendezvous answers again after %.1f s", now - self.away_s)
-            self.away_s = None
-            return 0.0
-        if self.away_s is None:
-            log.warning(
-                "the rendezvous does not answer (%s): ranks continue training, nodes can neither join nor leave",
-                error,
-            )
-            self.away_s = now
-        return now - self.away_s
-
-
-@contextlib.contextmanager
-def repeating_rendezvous() -> Iterator[RendezvousRetry]:
-    """While it is open, torchrun's agents repeat a rendezvous whose members do not all answer, or whose etcd is away."""
-    from torch.distributed import DistStoreError
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-
-    retry = RendezvousRetry()
-
-    def patient(ordinary: Meeting) -> Meeting:
-        def rendezvous(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
-            attempt = 1
-            while True:
-                try:
-                    ordinary(agent, group)
-                    retry.answered(None)
-                    retry.completed(group)
-                    return
-                except (RendezvousConnectionError, EtcdError) as error:
-                    if not _comes_back(group.spec.rdzv_handler) or retry.answered(error) > AWAY_S:
-                        raise
-                    time.sleep(PAUSE_S)
-                except (LookupError, DistStoreError) as error:
-                    if attempt == ATTEMPTS:
-                        raise
-                    attempt += 1
-                    log.warning("a node went away during the rendezvous (%s): repeating it", error)
-
-        return rendezvous
-
-    with replaced(MEETING, patient, "a rendezvous that fails will not be repeated"):
-        yield retry
-
-
-@contextlib.contextmanager
-def watching_members(retry: RendezvousRetry, restarts: bool) -> Iterator[None]:
-    """While it is open, ranks continue training while etcd is away; with `restarts`, a node that leaves starts a new rendezvous."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-
-    def watchful(ordinary: Waiting) -> Waiting:
-        def num_nodes_waiting(handler: DynamicRendezvousHandler) -> int:
-            try:
-                waiting = int(ordinary(handler))
-            except RendezvousConnectionError as error:
-                if not _comes_back(handler):
-                    raise
-                retry.answered(error)
-                return 0
-            retry.answered(None)
-            state = handler._state_holder.state
-            left = count_departed(retry.nodes, len(state.participants), state.closed) if restarts else 0
-            if left and not waiting:
-                log.warning("%d of %d nodes left: a new rendezvous without them", left, retry.nodes)
-            return waiting or left
-
-        return num_nodes_waiting
-
-    with replaced(WAITING, watchful, "a node that leaves is noticed only when ranks fail"):
-        yield
-
-
-def count_departed(met: int, present: int, closed: bool) -> int:
-    """How many nodes have left since. At the end of a job they may: a closed rendezvous takes nobody back."""
-    return 0 if closed else max(0, met - present)
-
-
-def _comes_back(handler: RendezvousHandler) -> bool:
-    """A server may be restarted; a c10d store is lost with the agent that hosts it."""
-    return str(handler.get_backend()).startswith("etcd")

@@ -6,30 +6,25 @@ torchrun's way); what we add is recording, restarts that work, prefixed logs and
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from allranks.channel.frames import outward_address, resolves
 from allranks.errors import InputError, require
 from allranks.launch import torchrun_patches as patches
-from allranks.launch.spares import RANK_MODULE, Spares, serving
+from allranks.launch.spares import RANK_MODULE, Spares
 from allranks.launch.torchrun_patches import LaunchError
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup
-
-    from allranks.launch.torchrun_patches import Looking
+    from allranks.launch.node_agent import NodeAgent
 
 log = logging.getLogger("allranks.agent")
 
@@ -54,12 +49,7 @@ class Launch:
     log_dir: str | None = None
     quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
-    # told which ranks are about to be asked to end, and whether because somebody stopped us
-    on_stop: Callable[[set[int], bool], object] = lambda pids, by_user: None
-    # given each rank as it starts
-    on_start: Callable[[subprocess.Popen[bytes]], object] = lambda rank: None
-    # asked after a failure: pid -> exit code
-    why_not_again: Callable[[dict[int, int]], str] = lambda exits: ""
+    node: NodeAgent | None = None  # is notified of ranks that start, end and fail
 
 
 def launch(job: Launch) -> int:
@@ -76,17 +66,14 @@ def launch(job: Launch) -> int:
     script = str(args.training_script)
     args = prepare(args, job)
     spares = Spares() if job.spares and job.record and may_restart(args) else None
+    replaced = patches.TorchrunPatches(job.node, may_restart(args), grace(args), spares)
     try:
         if at_a_host(args):
-            find_host(args)
-        with (
-            serving(spares), patches.ending_ranks(grace(args), job.on_stop, job.on_start),
-            patches.holding_master_port(),
-            patches.hearing_signals(),
-            patches.repeating_rendezvous() as retry, patches.watching_members(retry, restarts=may_restart(args)),
-            sensible_restarts(job.why_not_again),
-        ):  # fmt: skip
-            run_through_losses(args, retry)
+            patches.refuse_other_server(str(args.rdzv_endpoint))
+            limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))  # torchrun's
+            find_host(args, time.monotonic() + limit_s, f"nothing listens there after {limit_s:g} s")
+        with replaced.in_place():
+            run_through_losses(args, replaced)
     except ChildFailedError as error:
         print(str(error).replace(f"{RANK_MODULE} FAILED", f"{script} FAILED"), file=sys.stderr)
         return _child_code(error)
@@ -102,28 +89,6 @@ def launch(job: Launch) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def sensible_restarts(why_not_again: Callable[[dict[int, int]], str]) -> Iterator[None]:
-    """While it is open, a failure that no restart fixes uses up the restarts that are left."""
-
-    def judging(ordinary: Looking) -> Looking:
-        def monitor(agent: SimpleElasticAgent, group: WorkerGroup) -> RunResult:
-            result = ordinary(agent, group)
-            if result.state.name in ("FAILED", "UNHEALTHY") and agent._remaining_restarts > 0:
-                why = why_not_again({f.pid: int(f.exitcode) for f in (result.failures or {}).values()})
-                if why:
-                    log.error("%s", why)
-                    agent._remaining_restarts = 0
-            return result
-
-        return monitor
-
-    with patches.replaced(
-        patches.MONITORING, judging, "a program that always fails the same way is restarted again and again"
-    ):
-        yield
-
-
 def at_a_host(args: Namespace) -> bool:
     """Whether the rendezvous lives in one of the agents, and so dies with it."""
     tcp = _parse_conf(args.rdzv_conf).get("store_type", "tcp") == "tcp"
@@ -137,22 +102,15 @@ def grace(args: Namespace) -> int | None:
     return None if given is None else int(given)
 
 
-def find_host(args: Namespace) -> None:
-    """LaunchError unless the endpoint is a rendezvous, or may become one here, within torchrun's time for it."""
-    endpoint = str(args.rdzv_endpoint)
-    patches.refuse_other_server(endpoint)
-    limit_s = float(_parse_conf(args.rdzv_conf).get("read_timeout", 60))
-    if not may_go_there(args, time.monotonic() + limit_s):
-        raise patches.nobody_answers(endpoint, f"nothing listens there after {limit_s:g} s")
-
-
-def may_go_there(args: Namespace, deadline: float) -> bool:
-    """Whether the rendezvous has a host before the deadline; this node is one if --rdzv-conf is_host says so."""
+def find_host(args: Namespace, deadline: float, why: str) -> None:
+    """LaunchError unless the endpoint has a host before the deadline (monotonic); this node is one if --rdzv-conf is_host says
+    so, or may become one."""
     itself = _parse_conf(args.rdzv_conf).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
-    return itself or patches.wait_for_host(str(args.rdzv_endpoint), deadline)
+    if not (itself or patches.wait_for_host(str(args.rdzv_endpoint), deadline)):
+        raise patches.nobody_answers(str(args.rdzv_endpoint), why)
 
 
-def run_through_losses(args: Namespace, retry: patches.RendezvousRetry) -> None:
+def run_through_losses(args: Namespace, replaced: patches.TorchrunPatches) -> None:
     """Runs the job. When the host of a c10d rendezvous is lost, this agent stays, with its snapshots, for a new one.
 
     The new host is another agent on that machine, or the same node come back. torchrun would end every agent.
@@ -167,18 +125,15 @@ def run_through_losses(args: Namespace, retry: patches.RendezvousRetry) -> None:
             torchrun.run(args)
             return
         except (RendezvousConnectionError, DistNetworkError, DistStoreError) as error:
-            if retry.held > held:
-                deadline, held = time.monotonic() + patches.AWAY_S, retry.held
+            if replaced.held > held:
+                deadline, held = time.monotonic() + patches.AWAY_S, replaced.held
             if not (at_a_host(args) and may_restart(args)) or time.monotonic() > deadline:
                 raise
             log.warning(
                 "the host of the rendezvous at %s is lost (%s): waiting for a new one for %.0f s",
                 args.rdzv_endpoint, error, deadline - time.monotonic(),
             )  # fmt: skip
-        if not may_go_there(args, deadline):
-            raise patches.nobody_answers(
-                str(args.rdzv_endpoint), f"its host was lost {patches.AWAY_S:g} s ago"
-            )
+        find_host(args, deadline, f"its host was lost {patches.AWAY_S:g} s ago")
 
 
 def may_restart(args: Namespace) -> bool:

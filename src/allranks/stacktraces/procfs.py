@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import signal
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from pathlib import Path
 from allranks.blackbox.header import process_stat, task_state
 from allranks.model.parsing import without_secrets
 from allranks.model.stacks import ThreadFacts, ThreadStack
-from allranks.stacktraces.wait_limits import read_time, wait_limit_s
+from allranks.stacktraces.wait_limits import FOR_EVER, read_time, wait_limit_s
 
 PROC = Path("/proc")
 MAX_THREADS = 4096
@@ -255,11 +256,13 @@ def _add_memory(pid: int, threads: list[dict[str, object]]) -> None:
     """Adds what only memory tells: when a wait ends by itself, and who holds the native mutex that a thread waits for
     (glibc keeps the owner 8 bytes behind the futex)."""
     known = {row["tid"] for row in threads}
+    alarm = catches(pid, signal.SIGALRM)
     with memory_of(pid) as peek:
         for row in threads:
             name, args = parse_syscall(str(row["syscall"]), platform.machine())
             limit = wait_limit_s(name, args, lambda address: read_time(peek(address, 16)))
-            row |= {} if limit is None else {"wait_s": round(limit, 3)}
+            if limit is not None and not (alarm and limit == FOR_EVER):  # an alarm may end it at any time
+                row["wait_s"] = round(limit, 3)
             row |= {"file": file} if (file := _waits_on(pid, name, args)) else {}
             if address := _mutex_address(name, args):
                 owner = int.from_bytes(peek(address + 8, 4), "little")

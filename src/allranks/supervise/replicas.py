@@ -11,7 +11,6 @@ import os
 import queue
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -59,7 +58,6 @@ class Event:
 
     kind: Literal["started", "rank_exited", "restarting", "set_aside", "finished", "stopped"]
     replica: int
-    at_s: float  # monotonic
     detail: str = ""
     rank: int | None = None  # global rank, for rank_exited
     exit_code: int | None = None
@@ -91,7 +89,7 @@ class _Replica:
     ranks: list[_Rank] = field(default_factory=list)
     history: RestartHistory = field(default_factory=RestartHistory)
     started_s: float = 0.0
-    start_at_s: float | None = 0.0  # when to start next; None = running or over
+    start_at_s: float = 0.0  # when to start next
     state: Literal["waiting", "running", "stopping", "finished", "aside"] = "waiting"
     kill_at_s: float = 0.0
     after_stop: Literal["restart", "stop", "set_aside"] = "restart"
@@ -110,7 +108,7 @@ class Supervisor:
     trained: Callable[[int], bool] = lambda replica: False  # whether its last processes trained for a while
     _replicas: dict[int, _Replica] = field(default_factory=dict)
     _requests: queue.SimpleQueue[Request] = field(default_factory=queue.SimpleQueue)
-    _wake: tuple[socket.socket, socket.socket] | None = None
+    _wake: int = -1  # an eventfd
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _guard: Guard = field(default_factory=Guard)
     _terminal: Terminal | None = None
@@ -128,11 +126,8 @@ class Supervisor:
 
     def wake(self) -> None:
         """Makes the loop look again now."""
-        if self._wake is not None:
-            try:
-                self._wake[1].send(b"!")
-            except OSError:
-                pass
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def give_up(self, reason: str) -> None:
         """Ends the job from any thread: its program cannot train. The first reason is the one that is logged."""
@@ -162,9 +157,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs to the end: 0 when every replica that was not set aside finished, else 1, or 128 + signal."""
-        self._wake = socket.socketpair()
-        self._wake[0].setblocking(False)
-        self._selector.register(self._wake[0], selectors.EVENT_READ, self._drain_wake)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda: os.eventfd_read(self._wake))
         first = self.options.first_replica
         self._replicas = {n: _Replica(n) for n in range(first, first + self.options.replicas)}
         self._guard.start()
@@ -195,9 +189,8 @@ class Supervisor:
             if self._terminal is not None:
                 self._terminal.close()
             self._selector.close()
-            for end in self._wake:
-                end.close()
-            self._wake = None
+            wake, self._wake = self._wake, -1
+            os.close(wake)
 
     def _turn(self) -> None:
         """Waits for the next events and handles them."""
@@ -210,7 +203,7 @@ class Supervisor:
     def _start_due(self) -> None:
         now = time.monotonic()
         for replica in self._replicas.values():
-            if replica.state == "waiting" and replica.start_at_s is not None and replica.start_at_s <= now:
+            if replica.state == "waiting" and replica.start_at_s <= now:
                 self._start(replica, now)
 
     def _start(self, replica: _Replica, now: float) -> None:
@@ -219,10 +212,10 @@ class Supervisor:
             self._spawn(replica, local, replica.port.number)
             for local in range(self.options.ranks_per_replica)
         ]
-        replica.state, replica.started_s, replica.start_at_s = "running", now, None
+        replica.state, replica.started_s = "running", now
         replica.raised, replica.exits = False, {}
         pids = ", ".join(str(rank.process.pid) for rank in replica.ranks)
-        self._tell(Event("started", replica.number, now, f"pid {pids}", pid=replica.ranks[0].process.pid))
+        self._tell(Event("started", replica.number, f"pid {pids}", pid=replica.ranks[0].process.pid))
 
     def _environment(self, replica: _Replica, local: int, port: int) -> dict[str, str]:
         size = self.options.ranks_per_replica
@@ -282,7 +275,7 @@ class Supervisor:
         self._end_rank(replica, rank, code, describe_exit(code))
 
     def _end_rank(self, replica: _Replica, rank: _Rank, code: int, detail: str) -> None:
-        pid, now = rank.process.pid, time.monotonic()
+        pid = rank.process.pid
         self._forget(rank)
         replica.exits[pid] = code
         if code != 0 or replica.state == "stopping":  # a rank that ended well may have left an upload running
@@ -291,23 +284,24 @@ class Supervisor:
         replica.ranks.remove(rank)
         # Ctrl-C reaches the ranks as well: that they end is what was asked for
         asked = replica.state == "stopping" or self._signal != 0
-        self._tell(Event("rank_exited", replica.number, now, detail, rank.number, code, pid, asked))
+        self._tell(Event("rank_exited", replica.number, detail, rank.number, code, pid, asked))
         if code != 0 and replica.state == "running":
             replica.raised = code > 0
             self._begin_stop(replica, "restart", f"rank {rank.number} {detail}", grace_s=1.0)
         if not replica.ranks:
-            self._ended(replica, now)
+            self._ended(replica)
 
-    def _ended(self, replica: _Replica, now: float) -> None:
+    def _ended(self, replica: _Replica) -> None:
         """All ranks of the replica are gone: finished, restarted or set aside."""
+        now = time.monotonic()
         if replica.state == "running":
             replica.state = "finished"
             self._finished_s = self._finished_s or now
-            self._tell(Event("finished", replica.number, now))
+            self._tell(Event("finished", replica.number))
             return
         if replica.after_stop == "stop":
             replica.state = "finished"
-            self._tell(Event("stopped", replica.number, now, replica.reason))
+            self._tell(Event("stopped", replica.number, replica.reason))
             return
         trained = not replica.raised and self.trained(replica.number)
         ran_s = now - replica.started_s
@@ -322,11 +316,11 @@ class Supervisor:
             delay, why = None, "not started again: the training is over"
         if delay is None:
             replica.state = "aside"
-            self._tell(Event("set_aside", replica.number, now, why))
+            self._tell(Event("set_aside", replica.number, why))
             return
         replica.history = replica.history.after_restart()
         replica.state, replica.start_at_s = "waiting", now + delay
-        self._tell(Event("restarting", replica.number, now, f"{replica.reason}: {why}"))
+        self._tell(Event("restarting", replica.number, f"{replica.reason}: {why}"))
 
     @property
     def training_over(self) -> bool:
@@ -422,20 +416,10 @@ class Supervisor:
         except KeyError:
             pass
 
-    def _drain_wake(self) -> None:
-        assert self._wake is not None
-        try:
-            while self._wake[0].recv(4096):
-                pass
-        except BlockingIOError:
-            pass
-
     def _timeout(self) -> float:
         """Seconds until something is due."""
         now = time.monotonic()
-        due = [
-            r.start_at_s for r in self._replicas.values() if r.state == "waiting" and r.start_at_s is not None
-        ]
+        due = [r.start_at_s for r in self._replicas.values() if r.state == "waiting"]
         due += [r.kill_at_s for r in self._replicas.values() if r.state == "stopping" and r.kill_at_s > now]
         if self._finished_s is not None:
             due.append(self._finished_s + self.options.finish_grace_s)

@@ -16,18 +16,10 @@ class RestartOptions:
     """Budget and back-off against restart storms."""
 
     max_restarts: int = 100  # per replica, over the life of the job
-    first_delay_s: float = 0.0
-    factor: float = 2.0
     max_delay_s: float = 60.0
     healthy_after_s: float = 60.0  # a run this long forgives the failures before it
     storm_failures: int = 5  # this many failures ...
     storm_window_s: float = 30.0  # ... within this time set the replica aside
-
-    def __post_init__(self) -> None:
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts must be >= 0, got {self.max_restarts}")
-        if self.factor < 1.0:
-            raise ValueError(f"factor must be >= 1, got {self.factor}")
 
 
 @dataclass(frozen=True)
@@ -59,10 +51,8 @@ def decide_restart(history: RestartHistory, options: RestartOptions) -> tuple[fl
         return None, (
             f"set aside: it failed {len(history.failed_at_s)} times within {options.storm_window_s:g} s"
         )
-    delay = options.first_delay_s
-    if history.failures_in_row > 1:
-        base = max(options.first_delay_s, 0.5)
-        delay = min(options.max_delay_s, base * options.factor ** (history.failures_in_row - 2))
+    repeated = history.failures_in_row - 2
+    delay = min(options.max_delay_s, 0.5 * 2.0**repeated) if repeated >= 0 else 0.0
     number = history.restarts + 1
     return delay, f"restart {number} of at most {options.max_restarts}, after {delay:g} s"
 

@@ -82,18 +82,18 @@ class ExitWatcher:
     _children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _selector: selectors.BaseSelector | None = None
     _datagrams: socket.socket | None = None
-    _wake: tuple[socket.socket, socket.socket] | None = None
+    _wake: int = -1  # an eventfd
 
     def start(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._wake = socket.socketpair()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         # anybody on this machine can send
         self._datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with contextlib.suppress(OSError):  # a second watch in this process: the first one hears
             self._datagrams.bind(wakeup_address(os.getpid()))
-        for end in (self._wake[0], self._datagrams):
-            end.setblocking(False)
+        self._datagrams.setblocking(False)
+        for end in (self._wake, self._datagrams):
             self._selector.register(end, selectors.EVENT_READ, -1)
 
     def close(self) -> None:
@@ -103,16 +103,15 @@ class ExitWatcher:
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
-        for end in (self._datagrams, *(self._wake or ())):
-            if end is not None:
-                end.close()
-        self._datagrams = self._wake = None
+        if self._datagrams is not None:
+            self._datagrams.close()
+            os.close(self._wake)
+        self._datagrams, self._wake = None, -1
 
     def wake(self) -> None:
         """Ends the wait that is under way, or the next one."""
-        if self._wake is not None:
-            with contextlib.suppress(OSError):
-                self._wake[1].send(b"!")
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def hold(self, pids: Iterable[int]) -> None:
         """Learns at once when one of these ends. Those held already stay held."""
@@ -167,9 +166,7 @@ class ExitWatcher:
                 heard |= self._is_of_a_rank()
                 continue
             else:
-                with contextlib.suppress(BlockingIOError):
-                    while key.fileobj.recv(4096):  # type: ignore[union-attr]
-                        pass
+                os.eventfd_read(self._wake)
             heard = True
         return heard
 
@@ -308,25 +305,10 @@ def _ended(sample: RankSample, ending: Ending | None) -> Death | None:
     return Death(sample.rank, sample.pid, ending.at, ending.words, echo=echo, seen=ending.at)
 
 
-@dataclass
-class MemoryKills:
-    """Counts since it was last asked."""
-
-    source: Path = VMSTAT
-    _before: int = 0
-
-    def __post_init__(self) -> None:
-        self._before = self._count()
-
-    def new(self) -> int:
-        """How many there were since the last time."""
-        now = self._count()
-        found, self._before = now - self._before, now
-        return found
-
-    def _count(self) -> int:
-        try:
-            lines = self.source.read_text().splitlines()
-        except OSError:
-            return 0
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+def count_memory_kills() -> int:
+    """Processes that the kernel has ended for lack of memory, since this machine started."""
+    try:
+        lines = VMSTAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
 from allranks.model.trace import Flag, RankTrace, Rendezvous, State
 
+SILENT_S = 3.0  # a shorter wait is usual
 RENUMBER_S = 10.0  # how often it is asked anew which process is of which world
 PASSED = 2  # times that a place must have been passed before
 _UNCERTAIN = Flag.P2P | Flag.COALESCED_PART | Flag.COALESCED_END | Flag.CAPTURED | Flag.STATE_UNKNOWN
@@ -158,6 +159,18 @@ def sleeps(pid: int) -> bool:
     except OSError:
         return False
     return bool(states) and all(state in ("S", "D") for state in states)
+
+
+def letter_of(sample: RankSample, now: float, asleep: Callable[[int], bool] = sleeps) -> str:
+    """What a rank does, as a letter of model/cluster.py: DOING. One that sleeps does not compute."""
+    if sample.closed:
+        return "e"
+    if not sample.alive:
+        return "d"
+    if sample.calls_started > sample.calls_completed:
+        return "w"
+    silent = sample.last_ns and now - sample.last_ns / 1e9 >= SILENT_S
+    return "s" if silent and asleep(sample.pid) else "c"
 
 
 class OpenCall(NamedTuple):

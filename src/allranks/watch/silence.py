@@ -126,7 +126,6 @@ class NoticeState:
     """All that `notice` remembers between two samples."""
 
     ranks: dict[int, RankHistory] = field(default_factory=dict)
-    allowed_until_s: float = 0.0  # silence is allowed until then (after "slow, not hung")
     extended: int = 0  # inspections in a row that did not settle it
     # of the last action: a silence that began before it was ended by it and proves nothing
     acted_s: float = 0.0
@@ -258,8 +257,6 @@ def _silent(
     """Neither steps nor calls for longer than this job may take."""
     last = _last_progress_s(state, list(state.ranks.values()))
     quiet_s = now_s - last
-    if now_s < state.allowed_until_s:
-        return None, "silence is allowed for now"
     if quiet_s < options.floor_s:
         return None, f"last progress {quiet_s:.1f} s ago"
     limit = limit_s(state, options, [rhythm(s.path) for s in running] if rhythm is not None else ())
@@ -358,9 +355,9 @@ def mark_resumed(state: NoticeState, now_s: float) -> NoticeState:
     return replace(state, acted_s=now_s)
 
 
-def extend_deadline(state: NoticeState, now_s: float, options: NoticeOptions) -> NoticeState:
+def extend_deadline(state: NoticeState, times: int = 1) -> NoticeState:
     """After a look that did not settle it: be patient for longer, each time."""
-    return replace(state, extended=state.extended + 1, allowed_until_s=now_s)
+    return replace(state, extended=state.extended + times)
 
 
 def longest_pause(silences_s: Sequence[float], rhythms: Sequence[Rhythm]) -> float:
@@ -416,8 +413,7 @@ class ProgressHistory:
     def extend_deadline(self, times: int = 1) -> None:
         """An inspection did not settle it: more patience, each time."""
         with self._lock:
-            for _ in range(times):
-                self._state = extend_deadline(self._state, time.monotonic(), self.options)
+            self._state = extend_deadline(self._state, times)
 
     def note_divergence(self) -> None:
         """Calls of the ranks differ: the next silence is looked at early."""
