@@ -210,13 +210,10 @@ FAULTS: dict[str, Fault] = {
     # methods of ProcessGroup, Backend and Work
     "group": _breaks(hook.Hook, "group"),
     "meet": _breaks(hook.Hook, "_meet"),
-    "sizes": _breaks(hook.Hook, "shapes"),
-    "wrap": _breaks(hook.Hook, "_wrap"),
+    "sizes": _breaks(hook.Hook, "_shapes"),
+    "read": _breaks(hook.Hook, "_read"),
+    "collective": _breaks(hook.Hook, "_collective"),
     "replace": _breaks(hook.Hook, "_replace"),
-    "begin": _breaks_later(writer.CallWriter, "begin"),
-    "track": _breaks(writer.CallWriter, "track"),
-    "returned": _breaks(writer.CallWriter, "returned"),
-    "waited": _breaks(writer.CallWriter, "waited"),
     "sweep": _breaks(writer.CallWriter, "sweep"),
     "stack": _breaks(stack.Stacks, "at"),
     "describe": _breaks(hook, "describe_group"),
@@ -260,7 +257,7 @@ FAULTS: dict[str, Fault] = {
     "no Reducer": _hides(internals.c10d, "Reducer"),
     "no _start_coalescing": _hides(dist.ProcessGroup, internals.START_BATCH),
 }
-NEVER_REACHED = {False: {"begin", "track", "returned", "waited", "stack"}, True: {"layout", "waited"}}
+NEVER_REACHED: dict[bool, set[str]] = {False: set(), True: {"layout"}}
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from allranks.blackbox.layout import Item
+
 if TYPE_CHECKING:
     import torch
 
+    from allranks.blackbox.file_writer import Box
 
 #: torch's C++ names of dtypes, as its own recorder writes them.
 _NAMES_TEXT = (
@@ -64,6 +67,18 @@ def flat(tensors: object) -> list[torch.Tensor]:
     for item in tensors:
         found += flat(item) if isinstance(item, (list, tuple)) else [item]
     return found
+
+
+def intern_shapes(
+    box: Box, inputs: Any, outputs: Any, input_splits: Any = (), output_splits: Any = ()
+) -> tuple[int, int, int]:
+    """(id in the box, elements in, elements out) of the sizes and dtypes of a call's tensors."""
+    sides = (inputs, outputs)
+    payload: list[object] = [[list(t.shape) for t in side] for side in sides]
+    payload += [[dtype_name(t.dtype) for t in side] for side in sides]
+    payload += [list(input_splits), list(output_splits)]
+    elements_in, elements_out = (sum(t.numel() for t in side) for side in sides)
+    return box.intern(Item.SHAPES, payload) if any(sides) else 0, elements_in, elements_out
 
 
 def _argument(args: Args, kwargs: Kwargs, index: int, *names: str) -> Any:

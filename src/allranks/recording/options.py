@@ -17,7 +17,7 @@ from allranks.errors import ConfigurationError, NotRecording
 
 #: What asking torch may end with where a version, a backend or an unfinished group does not know the answer.
 TORCH_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
-EXPECTED = 6  # VERSION in _fast.c: raised with every change of what the two sides say to each other
+EXPECTED = 7  # VERSION in _fast.c: raised with every change of what the two sides say to each other
 BUILD = "install a wheel of allranks, or a C compiler and Python's headers and then allranks again"
 DEFAULT_STACK_DEPTH = 8
 MIN_CAPACITY = 16

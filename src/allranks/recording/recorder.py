@@ -26,10 +26,9 @@ from allranks.errors import NotRecording, require
 from allranks.model.parsing import without_secrets
 from allranks.model.trace import Rendezvous
 from allranks.recording.calls import ErrorGuard
-from allranks.recording.groups import GroupState
 from allranks.recording.options import TORCH_ERRORS, RecorderOptions
 from allranks.recording.side_thread import SideThread, describe_exit, wake_agent
-from allranks.recording.writer import CallWriter, fill_header, warn_once
+from allranks.recording.writer import CallWriter, GroupState, fill_header, warn_once
 
 
 class Recorder:

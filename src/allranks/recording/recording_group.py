@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from allranks.recording import torch_internals as internals
 from allranks.recording.calls import Args, Function, Kwargs
-from allranks.recording.options import TORCH_ERRORS, fast
+from allranks.recording.options import TORCH_ERRORS
 
 if TYPE_CHECKING:
     from allranks.recording.hook import Hook
@@ -51,7 +51,7 @@ def _forward(method: str) -> Function:
         return WaitedWork(work) if silent and work is not None and self.waits_block() else work
 
     call.__name__ = method
-    return call if silent else fast().Forward(method)
+    return call
 
 
 for _method in internals.TRAMPOLINE:

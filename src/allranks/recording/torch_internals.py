@@ -54,6 +54,7 @@ class ArgumentForm(NamedTuple):
     tag: int = 0
 
 
+NO_FORM = ArgumentForm(0)  # Python reads every call
 _IN_PLACE, _MOVED = ArgumentForm(3, out=1, options=2), ArgumentForm(4, out=1, into=2, options=3)
 _SPLIT = ArgumentForm(6, out=1, into=2, out_splits=3, in_splits=4, options=5)
 #: Methods that `_fast.c` can read in the form in which torch.distributed calls them: class of their options, arguments.
@@ -123,18 +124,51 @@ class Replaced(list[tuple[object, str, object, Torch]]):
 # -- process groups ---------------------------------------------------------------------------------------------
 
 
-def group_ranks(group: c10d.ProcessGroup) -> tuple[int, ...]:
-    """Global ranks of a group, in its own order, as far as torch knows them."""
+def describe_group(
+    group: c10d.ProcessGroup, world_size: int, members: tuple[int, ...] = ()
+) -> tuple[str, str, tuple[int, ...], str]:
+    """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as it tells.
+
+    `members` are its ranks as far as we know them ourselves: torch does not tell those of a group that was split off.
+    """
+    name = _text(group, "group_name") or _text(options_of(group), "group_name")
+    return name, _text(group, "group_desc"), members or _ranks(group, world_size), _backend_name(group)
+
+
+def _text(group: Torch, attribute: str) -> str:
+    try:
+        return str(getattr(group, attribute, "") or "")
+    except TORCH_ERRORS:  # a property of an unfinished C++ group may raise anything
+        return ""
+
+
+def _ranks(group: c10d.ProcessGroup, world_size: int) -> tuple[int, ...]:
+    """Global ranks of a group, in its own order; () unknown."""
     if mapping := _of_world("pg_group_ranks").get(group):
         return tuple(sorted(mapping, key=mapping.__getitem__))
-    listed = getattr(getattr(group, "options", None), "global_ranks_in_group", None)
-    return tuple(int(rank) for rank in listed or ())
+    if listed := getattr(options_of(group), "global_ranks_in_group", None):
+        return tuple(int(rank) for rank in listed)
+    try:
+        size = int(group.size())
+    except TORCH_ERRORS:  # as above
+        return ()
+    if world_size < 0 and distributed_c10d.is_initialized():
+        world_size = distributed_c10d.get_world_size()
+    return tuple(range(size)) if size == world_size or world_size < 0 else ()
 
 
-def group_backend(group: c10d.ProcessGroup) -> str:
-    """The backend that a group was made with, "" when torch does not know."""
-    config = _of_world("pg_map").get(group)
-    return str(config[0]) if config and config[0] != "undefined" else ""
+def _backend_name(group: c10d.ProcessGroup) -> str:
+    """ "nccl", "gloo", …; "cpu:gloo,cuda:nccl" for a group that has several."""
+    try:
+        config = _of_world("pg_map").get(group)  # what it was made with
+        if config and config[0] not in ("", "undefined"):
+            return str(config[0])
+        names = {str(device.type): str(backend.name()) for device, backend in backends(group)}
+        if len(set(names.values())) > 1:
+            return ",".join(f"{device}:{name}" for device, name in sorted(names.items()))
+        return next(iter(names.values()), "") or str(group.name())
+    except TORCH_ERRORS:  # as above
+        return ""
 
 
 def group_store(group: c10d.ProcessGroup) -> Torch:
@@ -159,13 +193,22 @@ def backends(group: c10d.ProcessGroup) -> list[tuple[Torch, Torch]]:
     return [(device, group._get_backend(device)) for device in getattr(group, "_device_types", [])]
 
 
-def group_timeout(group: c10d.ProcessGroup) -> timedelta | None:
-    """The timeout of a group or of one of its backends."""
+def options_of(group: Torch) -> Torch:
+    """Of a group or a backend; None where it has none. A backend that is written in Python and has none asks itself without an
+    end (torch 2.15), and with Python 3.12 that ends the process."""
+    inherited = getattr(Backend, "options", None)
+    if inherited is not None and getattr(type(group), "options", None) is inherited:
+        return None
+    return getattr(group, "options", None)
+
+
+def timeout_ms(group: c10d.ProcessGroup) -> int:
+    """The timeout of a group or of one of its backends in milliseconds; 0 unknown."""
     candidates = [group]
     with contextlib.suppress(*TORCH_ERRORS):  # a property of an unfinished C++ group may raise anything
         candidates += [backend for _, backend in backends(group)]
-    found = (getattr(getattr(candidate, "options", None), "_timeout", None) for candidate in candidates)
-    return next((value for value in found if isinstance(value, timedelta)), None)
+    found = (getattr(options_of(candidate), "_timeout", None) for candidate in candidates)
+    return next((int(t.total_seconds() * 1000) for t in found if isinstance(t, timedelta)), 0)
 
 
 def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
