@@ -235,7 +235,7 @@ FAULTS: dict[str, Fault] = {
     "side thread": _breaks(side_thread.SideThread, "start"),
     "joins": _breaks(recorder.Recorder, "_joins"),
     "met": _breaks(recorder.Recorder, "_met_group"),
-    "step": _breaks(recorder.Recorder, "_step"),
+    "step": _breaks(recorder.phases, "begin"),
     "more arguments": _calls_with_more,
     # private names of torch that changed or are gone
     **{
