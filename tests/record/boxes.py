@@ -17,8 +17,9 @@ from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import RankTrace, State
 from allranks.recording import _fast
+from allranks.recording.calls import CALLS
 from allranks.recording.options import RecorderOptions
-from allranks.recording.torch_internals import FAST, NO_OPTIONS
+from allranks.recording.torch_internals import form_of
 from allranks.recording.writer import CallWriter, GroupState
 
 
@@ -100,7 +101,7 @@ class Methods:
         def read(args: Any, kwargs: Any) -> tuple[Any, ...]:
             return (0, args[2], args[2]), 0, -1, args[1], True, 0, args[2], True
 
-        form = (_fast.COLLECTIVE, self._op, read, FAST["send"][1], NO_OPTIONS)
+        form = (_fast.COLLECTIVE, self._op, read, *form_of(CALLS["send"]))
         method = _fast.Method(self._recording, original, *form)
         return lambda peer, tag: method(self._group, [torch.ones(tag)], peer, tag)
 

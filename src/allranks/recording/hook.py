@@ -27,10 +27,20 @@ import torch.distributed as dist
 from allranks.blackbox.layout import Item, packed_ranks
 from allranks.model.trace import Rendezvous
 from allranks.recording import torch_internals as internals
-from allranks.recording.calls import CALLS, Args, Call, ErrorGuard, Function, Kwargs, Reader, intern_shapes
+from allranks.recording.calls import (
+    CALLS,
+    Args,
+    Call,
+    ErrorGuard,
+    Function,
+    Kwargs,
+    Method,
+    intern_shapes,
+    read_call,
+)
 from allranks.recording.options import TORCH_ERRORS, fast
 from allranks.recording.setup_calls import SetupCalls, Stores
-from allranks.recording.torch_internals import NO_OPTIONS, describe_group, layout_of, timeout_ms
+from allranks.recording.torch_internals import describe_group, timeout_ms
 from allranks.recording.writer import CallWriter, GroupState, Shapes, warn_once
 
 if TYPE_CHECKING:
@@ -39,7 +49,6 @@ if TYPE_CHECKING:
 #: Modules whose code runs under a collective.
 _NAMES = "hook setup_calls recording_group writer stack calls torch_internals"
 OURS = (*(f"{__package__}.{name}" for name in _NAMES.split()), "allranks.blackbox.file_writer")
-P2P_OPS = frozenset({"send", "recv"})
 MAX_SHAPES = 100_000  # distinct sizes remembered, as in _fast.c; further ones are worked out on every call
 BATCH = "coalesced"  # what the row of a whole batch is called
 
@@ -245,28 +254,25 @@ class Hook:
 
     def _collective(self, original: Function, method: str) -> Any:
         """A collective, for every op and overload."""
-        op, reader = CALLS[method]
-        options, form = internals.FAST.get(method, (None, internals.NO_FORM))
-        layout = NO_OPTIONS if options is None else layout_of(options)
-        if layout is None:
-            form, layout = internals.NO_FORM, NO_OPTIONS
+        kind = CALLS[method]
 
         def read(args: Args, kwargs: Kwargs) -> Args:
-            call, shapes = self._read(op, reader, args, kwargs)
+            call, shapes = self._read(kind, args, kwargs)
             numbers = (call.reduce_op, call.root, call.peer, call.p2p, call.timeout_ms, call.tag)
-            return shapes, *numbers, _on_cpu(call, op)
+            return shapes, *numbers, _on_cpu(call, kind)
 
-        c, number = fast(), self._installed.box.intern(Item.NAME, op)
-        return c.Method(self._recording, original, c.COLLECTIVE, number, self.guard.hold(read), form, layout)
+        c, op = fast(), self._installed.box.intern(Item.NAME, kind.op)
+        form = (op, self.guard.hold(read), *internals.form_of(kind))
+        return c.Method(self._recording, original, c.COLLECTIVE, *form)
 
-    def _read(self, op: str, reader: Reader, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
+    def _read(self, kind: Method, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
         """A call and its sizes. One that is not made as torch makes it keeps its place in the sequence, without sizes."""
 
         def read() -> tuple[Call, Shapes]:
-            call = reader(args, kwargs)
+            call = read_call(kind, args, kwargs)
             return call, self._shapes(call)
 
-        return self._part(f"sizes of some calls of {op}", read) or (Call(p2p=op in P2P_OPS), (0, 0, 0))
+        return self._part(f"sizes of some calls of {kind.op}", read) or (Call(p2p=kind.p2p), (0, 0, 0))
 
     def _wrap_split(self, original: Function) -> Function:
         def before(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
@@ -320,7 +326,7 @@ class Hook:
         self._replace(graph, "capture_end", around(graph.capture_end, lambda *_: True, end, end))
 
 
-def _on_cpu(call: Call, op: str) -> bool:
+def _on_cpu(call: Call, kind: Method) -> bool:
     """Whether a call goes to the backend for CPU tensors, in a group that has several."""
     tensor = next(iter(call.inputs or call.outputs), None)
-    return op == "monitored_barrier" if tensor is None else bool(tensor.is_cpu)
+    return kind.op == "monitored_barrier" if tensor is None else bool(tensor.is_cpu)

@@ -38,7 +38,7 @@ def _guarded(method: Callable[Concatenate[Recorder, P], None]) -> Callable[Conca
     """Of what the program calls: nothing happens where nothing is recorded, and an error of ours is said once and passed over."""
 
     @functools.wraps(method)
-    def call(self: Recorder, *args: P.args, **kwargs: P.kwargs) -> None:
+    def call(self: Recorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if self.active:
             self._told(functools.partial(method, self, *args, **kwargs))
 

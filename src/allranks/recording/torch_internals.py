@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp, distributed_c10d
 
+from allranks.recording.calls import Method
 from allranks.recording.options import TORCH_ERRORS
 from allranks.torch_private import C10D, PRIVATE, RECORDED
 
@@ -40,47 +41,6 @@ _TRAMPOLINE_TEXT = (
 )
 TRAMPOLINE = tuple(_TRAMPOLINE_TEXT.split())
 
-
-class ArgumentForm(NamedTuple):
-    """Which argument of a method is what, as `_fast.c` takes it: `self` is argument 0, and 0 says that there is none."""
-
-    arguments: int  # how many, self included
-    out: int = 0
-    into: int = 0  # the input
-    out_splits: int = 0
-    in_splits: int = 0
-    options: int = 0
-    peer: int = 0
-    tag: int = 0
-
-
-NO_FORM = ArgumentForm(0)  # Python reads every call
-_IN_PLACE, _MOVED = ArgumentForm(3, out=1, options=2), ArgumentForm(4, out=1, into=2, options=3)
-_SPLIT = ArgumentForm(6, out=1, into=2, out_splits=3, in_splits=4, options=5)
-#: Methods that `_fast.c` can read in the form in which torch.distributed calls them: class of their options, arguments.
-FAST: dict[str, tuple[Torch, ArgumentForm]] = {
-    "allreduce": (c10d.AllreduceOptions, _IN_PLACE),
-    "broadcast": (c10d.BroadcastOptions, _IN_PLACE),
-    "reduce": (c10d.ReduceOptions, _IN_PLACE),
-    "allgather": (c10d.AllgatherOptions, _MOVED),
-    "_allgather_base": (c10d.AllgatherOptions, _MOVED),
-    "all_gather_single": (c10d.AllgatherOptions, _MOVED),
-    "allgather_into_tensor_coalesced": (c10d.AllgatherOptions, _MOVED),
-    "all_gather_single_coalesced": (c10d.AllgatherOptions, _MOVED),
-    "gather": (c10d.GatherOptions, _MOVED),
-    "scatter": (c10d.ScatterOptions, _MOVED),
-    "reduce_scatter": (c10d.ReduceScatterOptions, _MOVED),
-    "_reduce_scatter_base": (c10d.ReduceScatterOptions, _MOVED),
-    "reduce_scatter_single": (c10d.ReduceScatterOptions, _MOVED),
-    "reduce_scatter_tensor_coalesced": (c10d.ReduceScatterOptions, _MOVED),
-    "reduce_scatter_single_coalesced": (c10d.ReduceScatterOptions, _MOVED),
-    "alltoall": (c10d.AllToAllOptions, _MOVED),
-    "alltoall_base": (c10d.AllToAllOptions, _SPLIT),
-    "all_to_all_single": (c10d.AllToAllOptions, _SPLIT),
-    "barrier": (c10d.BarrierOptions, ArgumentForm(2, options=1)),
-    "send": (None, ArgumentForm(4, into=1, peer=2, tag=3)),
-    "recv": (None, ArgumentForm(4, out=1, peer=2, tag=3)),
-}
 
 CPP_CALLS = "calls made by C++ (DDP, functional collectives)"
 
@@ -408,9 +368,24 @@ VALUE_AT = 16  # in a pybind object: behind the reference count and the type
 BYTES = 64  # of the C++ value that are looked at; our fields are at its front
 NOWHERE = -1  # as in _fast.c
 
-#: (type, address of the value, then reduce operator, root, timeout in ms in the value); as Collective takes it.
+#: Which argument of a method is what, as `_fast.c` takes it: how many, `self` included; then the places of outputs, inputs, their
+#: splits, options, peer and tag, 0 for none.
+Form = tuple[int, ...]
+#: (type, address of the value, then reduce operator, root, timeout in ms in the value).
 Layout = tuple[Torch, int, int, int, int]
-NO_OPTIONS: Layout = (type(None), 0, NOWHERE, NOWHERE, NOWHERE)  # of a method that takes none
+_PLACES = (("out", "both"), ("in",), ("out_splits",), ("in_splits",), ("options",), ("peer",), ("tag",))
+_NO_OPTIONS: Layout = (type(None), 0, NOWHERE, NOWHERE, NOWHERE)  # of a method that takes none
+READ_IN_PYTHON: tuple[Form, Layout] = ((0,) * 8, _NO_OPTIONS)
+
+
+def form_of(method: Method) -> tuple[Form, Layout]:
+    """How `_fast.c` reads a call in the form in which torch.distributed makes it; READ_IN_PYTHON where it cannot."""
+    words = [word for word in method.arguments.split() if word != "operator"]
+    layout = layout_of(getattr(c10d, method.options)) if method.options else _NO_OPTIONS
+    if layout is None or not (method.options or "peer" in words):
+        return READ_IN_PYTHON
+    places = [next((words.index(name) + 1 for name in names if name in words), 0) for names in _PLACES]
+    return (len(words) + 1, *places), layout
 
 
 @functools.cache
@@ -422,11 +397,8 @@ def layout_of(options: Torch) -> Layout | None:
         return None
     try:
         return _layout(options, memory)
-    except (
-        *TORCH_ERRORS,
-        OSError,
-        struct.error,
-    ):  # another torch or pybind, a kernel that hides our memory from us
+    # another torch or pybind, a kernel that hides our memory from us
+    except (*TORCH_ERRORS, OSError, struct.error):
         return None
     finally:
         os.close(memory)
