@@ -1,9 +1,8 @@
 """Reads black boxes, also while their rank writes to them and also cut short. No torch, no help from the rank.
 
 The ring is copied once, in the order of its records. Only rows near the place where the rank writes can change under the
-reader; the header tells where that is. Those few are read three times: `end` before the copy, the row with it, `begin`
-after it. A row is whole when all agree (see blackbox/layout.py); rows that are not are left out and counted as torn. Where
-the rank went on meanwhile, the rows that it may have written are read so once more.
+reader; the header tells where that is. Those few are read three times more: their `end`, then the rows, then their `begin`. A
+row is whole when all agree (see blackbox/layout.py); rows that are not are left out and counted as torn.
 
 Then the used heap is read (`tables.py`). Nothing in the bytes is ever executed. `header.py` reads the header alone, several
 times a second if need be.
@@ -96,8 +95,6 @@ def read_ring(
     again; None for a file that nobody writes to."""
     used = min(slots, next_id + LAG)
     turn = next_id % capacity if next_id > capacity == used else 0
-    near = _spans(max(0, next_id - LAG), 2 * LAG, capacity, used) if now is not None else []
-    ends_before = [file.rows(first, count)["end"] for first, count in near]
     rows = file.rows(0, used, turn)
     begin = np.ascontiguousarray(rows["begin"])
     whole = (begin == rows["end"]) & (begin != 0)
@@ -105,17 +102,11 @@ def read_ring(
     width = after - next_id + 2 * LAG
     if after < next_id or (after > next_id and width >= used):
         rows, whole = _three_looks(file, used)
-    elif after > next_id:  # it is writing: what lies between is read again
+    elif now is not None:  # what it may have written meanwhile, or is writing now, is read again
         for first, count in _spans(max(0, next_id - LAG), width, capacity, used):
             again, fine = _look(file, first, count)
             at = (np.arange(first, first + len(again)) - turn) % max(1, len(rows))
             rows[at], whole[at] = again, fine
-    else:
-        for (first, count), ends in zip(near, ends_before, strict=True):
-            begins = file.rows(first, count)["begin"]
-            length = min(len(begins), len(ends))
-            at = (np.arange(first, first + length) - turn) % max(1, len(rows))
-            whole[at] &= (ends[:length] == begin[at]) & (begins[:length] == begin[at])
     if bool(whole.all()):
         return _in_order(rows), 0
     torn = int(np.count_nonzero((rows["begin"] != 0) & ~whole))
