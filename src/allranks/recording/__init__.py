@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -110,9 +110,11 @@ def phase(name: str) -> None:
         _current.phase(name)
 
 
-def expect(phase: str, up_to_s: float) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def expect(phase: str, up_to_s: float) -> Iterator[None]:
     """Declares a silence: this block may take `up_to_s` seconds without being taken for a hang."""
-    return _current.expect(phase, up_to_s) if _current is not None else contextlib.nullcontext()
+    with _current.expect(phase, up_to_s) if _current is not None else contextlib.nullcontext():
+        yield
 
 
 def announce(phase: str, up_to_s: float) -> None:
