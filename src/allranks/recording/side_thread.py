@@ -2,7 +2,6 @@
 
 The thread looks for completed calls a few times a second.
 """
-# - _fork_handler _register_fork_handler
 
 from __future__ import annotations
 
