@@ -40,11 +40,7 @@ _TRAMPOLINE_TEXT = (
     "_allgather_base _reduce_scatter_base all_gather_single reduce_scatter_single"
 )
 TRAMPOLINE = tuple(_TRAMPOLINE_TEXT.split())
-
-
 CPP_CALLS = "calls made by C++ (DDP, functional collectives)"
-
-
 #: Before 2.7 C++ lets go of the Python half of a Work that a proxy gives it, and then waits for ever.
 FIRST_WITH_PROXIES = (2, 7)
 
