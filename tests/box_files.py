@@ -19,7 +19,7 @@ HEAP_BYTES = 8 << 20
 def box_bytes(trace: RankTrace) -> bytes:
     """The black box that holds this trace. The ring is exactly as long as the calls."""
     ring = _ring(trace.calls.copy())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # tests replace tempfile.tempdir
         box = Box(Path(folder) / "x.box", len(ring), HEAP_BYTES)
         box.open()
         _fill_heap(box, trace, ring)

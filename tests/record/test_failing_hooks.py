@@ -227,9 +227,9 @@ FAULTS: dict[str, Fault] = {
     "refused": _refused,
     "registry": _breaks(recording_group.RecordingProxies, "_forget"),
     # set-up calls
-    "enter": _breaks(setup_calls.SetupCalls, "_enter"),
-    "leave": _breaks(setup_calls.SetupCalls, "_leave"),
-    "setup": _breaks(setup_calls.SetupCalls, "install"),
+    "enter": _breaks(setup_calls, "_enter"),
+    "leave": _breaks(setup_calls, "_leave"),
+    "setup": _breaks(setup_calls, "install"),
     # the recorder itself
     "header": _breaks(recorder.Recorder, "_fill_header"),
     "writer": _breaks(recorder, "CallWriter"),

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from allranks.blackbox.layout import Item, packed_ranks
 from allranks.model.trace import Rendezvous
+from allranks.recording import setup_calls
 from allranks.recording import torch_internals as internals
 from allranks.recording.calls import (
     CALLS,
@@ -39,7 +40,7 @@ from allranks.recording.calls import (
     read_call,
 )
 from allranks.recording.options import TORCH_ERRORS, fast
-from allranks.recording.setup_calls import SetupCalls, Stores
+from allranks.recording.setup_calls import Stores
 from allranks.recording.torch_internals import describe_group, timeout_ms
 from allranks.recording.writer import CallWriter, GroupState, Shapes, warn_once
 
@@ -78,7 +79,6 @@ class Hook:
         self._recording: Any = None  # what the methods in C share
         self._replaced = internals.Replaced()
         self._proxies: RecordingProxies | None = None
-        self._setup: SetupCalls | None = None
         self._stores = Stores(self.guard)
         self._lost: set[str] = set()
 
@@ -86,7 +86,7 @@ class Hook:
 
     def install(self) -> None:
         """Wraps the methods. Those that this version of torch does not have are passed over."""
-        writer = self._installed
+        writer = self.installed
         lost = internals.missing()
         if lost:
             warn_once(f"with torch {torch.__version__} these are not recorded: {'; '.join(lost)}")
@@ -113,8 +113,8 @@ class Hook:
         self._part("capture of CUDA graphs", self._watch_cuda)
         self._part("stores of groups", self._stores.install, self._replaced)
         self._part(internals.CPP_CALLS, self._install_proxies)
-        self._setup = SetupCalls(self)
-        self._part("init_process_group, new_group, destroy_process_group", self._setup.install)
+        setups = "init_process_group, new_group, destroy_process_group"
+        self._part(setups, setup_calls.install, self, self._replaced)
 
     def _part(self, what: str, step: Function, *args: object) -> Any:
         """A step that another version of torch may not let us do: then the rest is recorded; None."""
@@ -129,7 +129,7 @@ class Hook:
         else:
             c = fast()
             kind = c.BATCH_BEGIN if method == internals.START_BATCH else c.BATCH_CLOSE
-            op = self._installed.box.intern(Item.NAME, BATCH)
+            op = self.installed.box.intern(Item.NAME, BATCH)
             wrapper = c.Method(self._recording, original, kind, op)
         self._replace(owner, method, wrapper)
 
@@ -143,11 +143,11 @@ class Hook:
         from allranks.recording.recording_group import RecordingProxies
 
         self._proxies = RecordingProxies(self)
-        self._proxies.install()
+        self._proxies.install(self._replaced)
         internals.hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
 
     @property
-    def _installed(self) -> CallWriter:
+    def installed(self) -> CallWriter:
         """The writer, where there must be one."""
         assert self.writer is not None
         return self.writer
@@ -162,11 +162,8 @@ class Hook:
         """Puts every method back, unless somebody else has wrapped it since."""
         self.silence()
         if self._proxies is not None:
-            self._proxies.uninstall()
+            self._proxies.take_back()
             self._proxies = None
-        if self._setup is not None:
-            self._setup.uninstall()
-            self._setup = None
         self._replaced.restore()
         self._recording = None
 
@@ -193,7 +190,7 @@ class Hook:
         return state if state is not None else self._meet(group)
 
     def _meet(self, group: dist.ProcessGroup) -> GroupState:
-        writer = self._installed
+        writer = self.installed
         members = self._members.pop(group, ())
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
         met = self._met(group, name)
@@ -245,7 +242,7 @@ class Hook:
         key = (*sides, tuple(call.input_splits), tuple(call.output_splits))
         found = self._known_shapes.get(key)
         if found is None:
-            found = intern_shapes(self._installed.box, *call[:2], call.input_splits, call.output_splits)
+            found = intern_shapes(self.installed.box, *call[:2], call.input_splits, call.output_splits)
             if len(self._known_shapes) < MAX_SHAPES:
                 self._known_shapes[key] = found
         return found
@@ -261,7 +258,7 @@ class Hook:
             numbers = (call.reduce_op, call.root, call.peer, call.p2p, call.timeout_ms, call.tag)
             return shapes, *numbers, _on_cpu(call, kind)
 
-        c, op = fast(), self._installed.box.intern(Item.NAME, kind.op)
+        c, op = fast(), self.installed.box.intern(Item.NAME, kind.op)
         form = (op, self.guard.hold(read), *internals.form_of(kind))
         return c.Method(self._recording, original, c.COLLECTIVE, *form)
 
@@ -294,7 +291,7 @@ class Hook:
 
         def after(known: tuple[Any, GroupState, Any], work: object) -> None:
             group, old, options = known
-            box = self._installed.box
+            box = self.installed.box
             ranks = internals.members_by_handles(options.handles, old.first_ranks)
             name = f"{old.name.partition('@')[0]}@{options.uuid}"
             box.append(Item.DESTROYED, [old.counters.number, time.time_ns()])
@@ -309,7 +306,7 @@ class Hook:
         """Events of CUDA's driver in C, where there is CUDA."""
         functions = internals.event_functions()
         if functions:
-            self._installed.markers = fast().Markers(self._installed.ring, *functions)
+            self.installed.markers = fast().Markers(self.installed.ring, *functions)
 
     def _watch_cuda(self) -> None:
         """Asks no event while any thread captures a CUDA graph."""
@@ -317,7 +314,7 @@ class Hook:
         if graph is None:
             return
 
-        writer, around = self._installed, self.guard.around
+        writer, around = self.installed, self.guard.around
 
         def end(*_: object) -> None:
             writer.end_capture()
