@@ -3,7 +3,7 @@
     benchmarks/record_forms.py [--json]
 
 Microseconds of CPU per call (per start and end of a batch) with stacks: the least of 15 blocks of 3,000, each beside a block
-without the recorder; in C, and by the wrappers in Python that stand in where C was not built.
+without the recorder; read in C, and in Python, as calls in an unusual form are.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def cost_us(calls: list[Callable[..., object]], *args: Any) -> float:
 def measure() -> dict[str, dict[str, float]]:
     """form -> {"C", "Python"}"""
     import allranks
+    from allranks.recording import _fast
     from allranks.recording import torch_internals as internals
-    from allranks.recording.calls import CALLS
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group, tensor, halves = dist.group.WORLD, torch.ones(1), [torch.ones(1), torch.ones(1)]
@@ -58,14 +58,17 @@ def measure() -> dict[str, dict[str, float]]:
         "all_gather of two tensors in a list": ("allgather", ([halves], [tensor], c10d.AllgatherOptions())),
     }
     found = {}
+    form_of = internals.form_of
     for name, (method, args) in forms.items():
-        slow = hook._wrap(nothing, *CALLS[method])
-        in_c = hook._fast_collective(nothing, slow, method)
-        found[name] = {"C": cost_us([in_c], group, *args), "Python": cost_us([slow], group, *args)}
-    slow_pair = [hook._wrap_start(nothing), hook._wrap_end(nothing)]
-    ends = (internals.START_BATCH, internals.END_BATCH)
-    pair = [hook._fast_batch(nothing, slow, end) for slow, end in zip(slow_pair, ends, strict=True)]
-    found["start and end of a batch"] = {"C": cost_us(pair, group), "Python": cost_us(slow_pair, group)}
+        costs = {}
+        for kind, found_form in (("C", form_of), ("Python", lambda _: internals.READ_IN_PYTHON)):
+            internals.form_of = found_form
+            costs[kind] = cost_us([hook._collective(nothing, method)], group, *args)
+        found[name] = costs
+    pair = [
+        _fast.Method(hook._recording, nothing, kind, 1) for kind in (_fast.BATCH_BEGIN, _fast.BATCH_CLOSE)
+    ]
+    found["start and end of a batch"] = {"C": cost_us(pair, group)}
     return found
 
 
@@ -84,8 +87,7 @@ def main() -> int:
         print(json.dumps({"name": "record_forms", "numbers": found}))
         return 0
     for name, kinds in found.items():
-        ratio = kinds["Python"] / kinds["C"]
-        print(f"{name:<40}{kinds['C']:>7.2f} us in C {kinds['Python']:>7.2f} in Python {ratio:>6.1f} x")
+        print(f"{name:<40}{', '.join(f'{us:.2f} us in {where}' for where, us in kinds.items())}")
     return 0
 
 

@@ -46,6 +46,7 @@ from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.torch_dump import to_torch_pickle
+from allranks.recording._fast import Counters
 from allranks.recording.writer import make_ring
 
 KINDS = ("none", "ours", "ours with stacks")
@@ -339,10 +340,9 @@ def _fill(path: Path, rank: int, world: int) -> Path:
         for k in range(40)
     ]
     ring = make_ring(box)
+    groups = [Counters(number, 600_000, True, (0, 1)) for number in range(1, 5)]
     for n in range(2300):
-        number = ring.begin(
-            n % 4 + 1, ops[n % 3], sizes[n % 19], stacks[n % 40], n // 4, 0, n, 600_000, 1, -1, -1, 0, -1
-        )
+        number = ring.begin(groups[n % 4], ops[n % 3], sizes[n % 19], stacks[n % 40], False, 0, 1, -1, -1, -1)
         ring.started(number)
         ring.finish(number, 2)
     ring.release()

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# check -> (command, seconds that it takes at most)
-CHECKS: dict[str, tuple[list[str], int]] = {
-    "record": (["gpu_record.sh"], 180),
-    "stacks": (["gpu_stacks.sh"], 250),
-    "checkpoint": (["gpu_checkpoint.sh"], 200),
-    "manager": (["gpu_manager.sh"], 290),
-    "plain": (["gpu_plain.py"], 400),
-    "joins": (["gpu_joins.py"], 560),
-    "shapes": (["gpu_shapes.py"], 580),
-    "first_contact": (["gpu_first_contact.py"], 580),
+# check -> seconds that gpu_CHECK.py takes at most
+CHECKS = {
+    "record": 180,
+    "stacks": 250,
+    "checkpoint": 200,
+    "manager": 290,
+    "plain": 400,
+    "joins": 560,
+    "shapes": 580,
+    "first_contact": 580,
 }
 
 
@@ -53,9 +53,7 @@ def machine() -> dict[str, Any]:
 
 def run_check(name: str, out: Path, more: list[str]) -> None:
     """Runs one script; what it printed is kept beside its numbers."""
-    (script, *words), limit_s = CHECKS[name]
-    command = [sys.executable] if script.endswith(".py") else ["bash"]
-    command += [str(HERE / script), *words, *([str(out)] if script.endswith(".py") else []), *more]
+    command = [sys.executable, str(HERE / f"gpu_{name}.py"), str(out), *more]
     path = out / f"gpu_{name}.json"
     if name != "first_contact":  # its parts may be run in slices of their own
         path.unlink(missing_ok=True)
@@ -63,7 +61,7 @@ def run_check(name: str, out: Path, more: list[str]) -> None:
     print(f"== {name}", flush=True)
     verdicts: dict[str, bool] = {}
     with subprocess.Popen(
-        ["timeout", str(limit_s), *command],
+        ["timeout", str(CHECKS[name]), *command],
         env={**os.environ, "OUT": str(out)},
         stdout=subprocess.PIPE,
         text=True,
@@ -107,8 +105,8 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="only print what earlier slices found")
     args, more = parser.parse_known_args()
     if args.list:
-        for name, (words, limit_s) in CHECKS.items():
-            print(f"{name:16}{limit_s:5} s  {' '.join(words)}")
+        for name, limit_s in CHECKS.items():
+            print(f"{name:16}{limit_s:5} s  gpu_{name}.py")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     for name in () if args.table else args.only.split(","):

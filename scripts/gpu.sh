@@ -10,7 +10,9 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src:$PWD/carry/site${PYTHONPATH:+:$PYTHONPATH}" PATH="$PATH:$PWD/carry/site/bin" PYTHONUNBUFFERED=1
 PYTHON="${PYTHON:-python3}"
 
-# The part in C, when there is a compiler; without it the same is done in Python.
+[ -x carry/site/bin/py-spy ] && export ALLRANKS_PYSPY="${ALLRANKS_PYSPY:-$PWD/carry/site/bin/py-spy}"
+
+# The part in C, when there is a compiler; without it nothing is recorded.
 SUFFIX=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 INCLUDE=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 BUILT="src/allranks/recording/_fast$SUFFIX"

@@ -1,4 +1,4 @@
-"""Measures checkpoints of a model on a CUDA device; run by gpu_checkpoint.sh.
+"""Measures checkpoints of a model on a CUDA device: gpu_checkpoint.py OUT.
 
 Goals: the copy out of the device reaches 85 % of the pinned-copy bandwidth measured in the same run; a loop with
 saves takes at most 2 % longer than the same loop without; what is restored equals, bit for bit, a copy of the
@@ -58,6 +58,7 @@ class Job:
 def main() -> int:
     """Runs everything; 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, default=0)
     parser.add_argument("--layers", type=int, default=24)
@@ -66,14 +67,13 @@ def main() -> int:
     on_device = args.device == "cuda"
     width = args.width or (4096 if on_device else 128)
     job = Job(args.device, width, args.layers, 8192 if on_device else 64)
-    out = Path(os.environ.get("OUT", "."))
     folder = Path(tempfile.mkdtemp(prefix="gpu-checkpoint-", dir=os.environ.get("CHECKPOINT_FOLDER")))
     try:
         numbers = measure(job, folder, on_device)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     goals = judge(numbers, on_device)
-    (out / "gpu_checkpoint.json").write_text(json.dumps({"numbers": numbers, "goals": goals}, indent=1))
+    (args.out / "gpu_checkpoint.json").write_text(json.dumps({"numbers": numbers, "goals": goals}, indent=1))
     print(json.dumps(numbers, indent=1))
     for name, passed in goals.items():
         print(f"{'PASS' if passed else 'FAIL'} {name}")

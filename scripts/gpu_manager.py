@@ -1,4 +1,4 @@
-"""See gpu_manager.sh. `--cpu` runs the same over gloo, to try the script without a GPU."""
+"""Three replicas that share a GPU: gpu_manager.py OUT. `--cpu` runs the same over gloo, to try the script without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by gpu_record.sh: what the recorder claims about NCCL, checked on 4 ranks that share one GPU.
+"""What the recorder claims about NCCL, checked on 4 ranks that share one GPU.
 
 NCCL refuses two ranks on one device of one host; giving each rank its own NCCL_HOSTID makes it believe in four
 hosts. With BACKEND=gloo the same program runs on CPU, so that it can be rehearsed anywhere.
@@ -29,7 +29,7 @@ from allranks.drill.ranks import signal as reached
 from allranks.model.trace import Flag, RankTrace, State
 
 BACKEND = os.environ.get("BACKEND", "nccl")
-OUT = Path(os.environ["OUT"])
+OUT = Path(sys.argv[1])
 WORLD = 4
 COST_ROUNDS = int(os.environ.get("COST_ROUNDS", "20"))
 # ranks that share a GPU take milliseconds for a call

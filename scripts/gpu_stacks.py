@@ -1,4 +1,4 @@
-"""The work of gpu_stacks.sh: starts two NCCL ranks that hang, collects, checks, and packs the bundle."""
+"""Starts two NCCL ranks that hang, collects, checks, and packs the bundle."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def provenance(folder: Path) -> None:
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none",
         "python": sys.version.split()[0],
-        "made_by": "scripts/gpu_stacks.sh",
+        "made_by": "scripts/gpu_stacks.py",
     }
     (folder / "provenance.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts))

@@ -21,7 +21,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib
+import importlib.util
 import io
 import json
 import mmap
@@ -66,7 +66,8 @@ def start_template() -> subprocess.Popen[bytes]:
     """Starts the template of this process, which needs seconds until its first fork."""
     global _template
     ours, theirs = _line()
-    path = {"PYTHONPATH": ""}
+    found = importlib.util.find_spec("allranks")  # the same one, wherever it is
+    path = {"PYTHONPATH": str(Path(found.origin).parents[1]) if found and found.origin else ""}
     process = subprocess.Popen(
         [sys.executable, __file__, str(theirs.fileno())],
         pass_fds=[theirs.fileno()], env={**os.environ, **path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

@@ -274,7 +274,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, command: str) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=300
+        [sys.executable, "-B", "-c", program, *words], capture_output=True, text=True, timeout=300
     )
     name = "processes.json" if command == "stacks" else "replay.py"
     assert done.returncode == 2, done.stderr

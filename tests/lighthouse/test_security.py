@@ -246,9 +246,12 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=300)
 
     openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+            "-addext", "keyUsage=critical,keyCertSign,cRLSign",  # Python 3.13 insists
             "-subj", "/CN=test ca", "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
     for name in ("server", "client"):
-        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        (folder / f"{name}.ext").write_text(
+            "subjectAltName=IP:127.0.0.1,DNS:localhost\nauthorityKeyIdentifier=keyid\n"
+        )
         openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}",
                 "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
         openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",

@@ -17,7 +17,7 @@ from tests.box_files import box_bytes
 from allranks.blackbox.header import HEADER_BYTES
 from allranks.blackbox.layout import HEADER, Item, packed_ranks
 from allranks.blackbox.reader import BytesFile, read_box
-from allranks.blackbox.tables import MAX_MEMBERS, HeapCache, Tables
+from allranks.blackbox.tables import MAX_MEMBERS, Tables, read_heap
 from allranks.drill.ranks import Ranks, signal
 from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
@@ -116,7 +116,7 @@ def test_an_unknown_layout_is_refused_with_the_reason(field: str, value: int) ->
     data = bytearray(box_bytes(make_trace()))
     np.frombuffer(data, HEADER, 1)[field] = value
     with pytest.raises(InputError):
-        read_box(BytesFile(bytes(data)), HeapCache(Tables()), 1 << 30)
+        read_box(BytesFile(bytes(data)), Tables(), 1 << 30)
 
 
 @pytest.mark.parametrize("field", ["capacity", "heap_used", "heap_bytes", "heap_offset", "next_id"])
@@ -124,7 +124,7 @@ def test_absurd_numbers_in_the_header_cost_no_memory(field: str) -> None:
     """Sizes are bounded by what the file has."""
     data = bytearray(box_bytes(make_trace()))
     np.frombuffer(data, HEADER, 1)[field] = (1 << 63) - 1
-    raw = read_box(BytesFile(bytes(data)), HeapCache(Tables()), 1 << 30)
+    raw = read_box(BytesFile(bytes(data)), Tables(), 1 << 30)
     assert len(raw.calls) <= 30
 
 
@@ -137,14 +137,14 @@ def test_the_members_of_a_large_group_take_little_of_the_heap(ranks: range | lis
     assert len(packed_ranks(ranks)) == longest
     trace = make_trace()
     data = box_bytes(replace(trace, groups=(Group(""), Group("0", "default_pg", tuple(ranks), "nccl"))))
-    assert read_box(BytesFile(data), HeapCache(Tables())).groups[1].ranks == tuple(ranks)
+    assert read_box(BytesFile(data), Tables()).groups[1].ranks == tuple(ranks)
 
 
 def test_a_hostile_range_of_members_costs_no_memory() -> None:
     """A few bytes must not become a list of a trillion ranks."""
     data = json.dumps(["0", "x", [[0, 10**12, 1], [5, 10**15, 3]], "nccl"]).encode()
     item = struct.pack("<IHHI", len(data), Item.GROUP, 0, 1) + data
-    assert len(HeapCache(Tables()).read(item).groups[1].ranks) == MAX_MEMBERS
+    assert len(read_heap(item, Tables()).groups[1].ranks) == MAX_MEMBERS
 
 
 def test_a_box_is_read_while_it_is_written(tmp_path: Path) -> None:

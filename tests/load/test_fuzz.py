@@ -25,7 +25,7 @@ from tests.box_files import box_bytes
 
 from allranks.blackbox.layout import HEADER
 from allranks.blackbox.reader import BytesFile, read_box
-from allranks.blackbox.tables import HeapCache, Tables
+from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
 from allranks.load.loading import Reader
 from allranks.load.sources import LoadOptions, Raw, Unreadable
@@ -257,6 +257,6 @@ def test_any_header_and_any_row_is_survived(field: str, value: int, at: int, noi
     del head
     data[4096 + at : 4096 + at + len(noise)] = noise
     try:
-        check(read_box(BytesFile(bytes(data)), HeapCache(Tables()), 1 << 20))
+        check(read_box(BytesFile(bytes(data)), Tables(), 1 << 20))
     except InputError:
         pass

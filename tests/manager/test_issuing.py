@@ -26,9 +26,8 @@ from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.nccl import ProcessGroupNCCL
 from allranks.model.trace import State
-from allranks.recording.groups import GroupState
 from allranks.recording.options import RecorderOptions
-from allranks.recording.writer import CallWriter
+from allranks.recording.writer import CallWriter, GroupState
 
 
 class Slow:

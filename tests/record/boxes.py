@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import allranks
 from allranks.blackbox.file_writer import Box
+from allranks.blackbox.layout import Item
 from allranks.blackbox.reader import find_boxes, read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import RankTrace, State
+from allranks.recording import _fast
+from allranks.recording.calls import CALLS
 from allranks.recording.options import RecorderOptions
-from allranks.recording.writer import CallWriter
+from allranks.recording.torch_internals import form_of
+from allranks.recording.writer import CallWriter, GroupState
 
 
 def traces(folder: Path) -> dict[int, RankTrace]:
@@ -73,7 +79,42 @@ class LateWork:
 
 
 def make_writer(tmp_path: Path) -> CallWriter:
-    """A writer of calls to a small box, in C or in Python."""
+    """A writer of calls to a small box."""
     box = Box(tmp_path / "x.box", 32, 1 << 16)
     box.open()
     return CallWriter(box, RecorderOptions(stack_depth=0))
+
+
+class Methods:
+    """The methods of one group as the recorder makes them, around functions that stand in for those of torch."""
+
+    def __init__(self, writer: CallWriter, group: GroupState) -> None:
+        self._group, self._op = object(), writer.box.intern(Item.NAME, "send")
+        self._recording = _fast.Recording(
+            writer.ring, writer.pending, {id(self._group): group.counters}, None, writer.markers,
+            _not_asked, _not_asked, writer.failed, writer.wait_failed, writer.sweep,
+        )  # fmt: skip
+
+    def send(self, original: Callable[..., Any]) -> Callable[[int, int], Any]:
+        """send(peer, tag), of a tensor with `tag` elements on the CPU."""
+
+        def read(args: Any, kwargs: Any) -> tuple[Any, ...]:
+            return (0, args[2], args[2]), 0, -1, args[1], True, 0, args[2], True
+
+        form = (_fast.COLLECTIVE, self._op, read, *form_of(CALLS["send"]))
+        method = _fast.Method(self._recording, original, *form)
+        return lambda peer, tag: method(self._group, [torch.ones(tag)], peer, tag)
+
+    def batch(self, original: Callable[..., Any], op: int = 2) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """The start and the end of a batch; `original` is its end."""
+        start = _fast.Method(self._recording, lambda group: None, _fast.BATCH_BEGIN, op)
+        end = _fast.Method(self._recording, original, _fast.BATCH_CLOSE, op)
+        return lambda: start(self._group), lambda: end(self._group)
+
+    def wait(self, original: Callable[..., Any] = lambda work: True) -> Any:
+        """wait(work)."""
+        return _fast.Method(self._recording, original, _fast.WAIT, 0)
+
+
+def _not_asked(*_: object) -> None:
+    raise AssertionError("nothing here is new")

@@ -19,10 +19,9 @@ from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.trace import Flag, State
-from allranks.recording.groups import GroupState
-from allranks.recording.writer import is_timeout
+from allranks.recording.writer import GroupState, is_timeout
 
-from .boxes import LateWork, make_writer, ops, states, traces
+from .boxes import LateWork, Methods, make_writer, ops, states, traces
 
 
 def _times_out(rank: int, world: int, gave_up: str) -> str:
@@ -181,12 +180,12 @@ def test_nothing_is_asked_of_cuda_while_a_graph_is_captured(tmp_path: Path) -> N
     work = LateWork()
     work.error = AssertionError("asked")
     writer.track(work, writer.begin(group, 1, (0, 0, 0)), group)
-    writer.capturing = 1
+    writer.begin_capture()
     writer.sweep(everything=True)
     assert len(writer.pending) == 1
-    number = writer.begin(group, 1, (0, 0, 0))
-    writer.returned(LateWork(), number, group)
-    writer.returned(None, writer.begin(group, 1, (0, 0, 0)), group)
+    methods = Methods(writer, group)
+    for answer in (LateWork(), None):
+        methods.send(lambda *args, answer=answer: answer)(0, 1)
     assert len(writer.pending) == 1  # captured calls are not followed
     trace = read_trace(writer.box.path)
     assert [bool(int(row["flags"]) & Flag.CAPTURED) for row in trace.calls] == [False, True, True]
@@ -223,7 +222,7 @@ def test_a_capture_begins_only_after_a_question_that_is_under_way(tmp_path: Path
     threads[0].start()
     assert works[0].entered.wait(30)
     threads[1].start()
-    _wait_until(lambda: writer.capturing == 1)
+    _wait_until(lambda: writer.ring.capturing == 1)
     works[0].answer.set()
     for thread in threads:
         thread.join(30)
@@ -234,24 +233,26 @@ def test_in_a_group_with_two_backends_the_tensor_decides_what_wait_means(tmp_pat
     """Calls on CPU tensors of "cpu:gloo,cuda:nccl" end with wait(); the others when the device says so."""
     writer = make_writer(tmp_path)
     group = GroupState(1, "g", (0,), "cpu:gloo,cuda:nccl", 0)
-    for on_cpu in (True, False):
-        writer.returned(LateWork(), writer.begin(group, 1, (0, 0, 0)), group, on_cpu=on_cpu)
-    assert [entry[2].blocking for entry in writer.pending.values()] == [True, False]
-    assert states(read_trace(writer.box.path)) == [State.STARTED, State.SCHEDULED]
+    send = Methods(writer, group).send(lambda *args: LateWork())
+    for count in (1, 0):  # a list without tensors is not on the CPU
+        send(0, count)
+    writer.ring.hand_over(writer.pending)
+    assert [entry[2].blocking for entry in writer.pending.values()] == [True, True]
+    assert states(read_trace(writer.box.path)) == [State.STARTED, State.STARTED]
 
 
 def test_a_coalesced_group_ends_as_a_whole(tmp_path: Path) -> None:
     """Its parts share one number, are marked as parts, and end with it."""
     writer = make_writer(tmp_path)
     group = GroupState(1, "g", (0, 1), "nccl", 0)
-    group.counters.open_batch()
-    for peer in (0, 1):
-        number = writer.begin(group, 1, (0, 1, 1), peer=peer, p2p=True)
-        writer.returned(LateWork(), number, group)
-    assert not writer.pending
-    end, parts = writer.begin_end(group, 2, None)
     work = LateWork()
-    writer.returned(work, end, group, parts)
+    methods = Methods(writer, group)
+    send, (start, end) = methods.send(lambda *args: LateWork()), methods.batch(lambda group: work)
+    start()
+    for peer in (0, 1):
+        send(peer, 1)
+    assert not writer.pending
+    assert end() is work
     before = read_trace(writer.box.path)
     assert set(states(before)) == {State.SCHEDULED}
     work.over = True

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from allranks.blackbox.reader import read_trace
-from allranks.model.trace import Flag, State
-from allranks.recording.groups import GroupState
-from allranks.recording.writer import CallWriter
+from allranks.model.trace import State
+from allranks.recording import _fast
+from allranks.recording.writer import CallWriter, GroupState
 
-from .boxes import LateWork, make_writer, states
+from .boxes import LateWork, Methods, make_writer, states
 
 
 class _Driver:
@@ -63,39 +61,18 @@ def driver() -> _Driver:
     return _Driver()
 
 
-def _marking(tmp_path: Path, driver: _Driver) -> tuple[CallWriter, GroupState]:
-    module = pytest.importorskip("allranks.recording._fast", reason="the part in C was not built")
+def _marking(tmp_path: Path, driver: _Driver) -> tuple[CallWriter, Methods]:
     writer = make_writer(tmp_path)
-    writer.markers = module.Markers(writer.ring, *driver.parts)
-    return writer, GroupState(1, "g", (0, 1), "nccl", 0)
-
-
-def _method(writer: CallWriter, group: GroupState, original: Callable[..., Any]) -> tuple[object, Any]:
-    """A group and its send(), recorded in C."""
-    from allranks.recording import _fast
-    from allranks.recording.torch_internals import FAST, NO_OPTIONS
-
-    target = object()
-    groups = {id(target): group.counters}
-
-    def learn(known: Any, key: Any, args: Any) -> tuple[int, int, int]:
-        return (0, 1, 1)
-
-    def slow(*args: Any) -> None:
-        raise AssertionError("not in C")
-
-    return target, _fast.Collective(
-        original, slow, writer.failed, writer.pending, writer.ring, writer.markers, groups, {}, learn,
-        writer.sweep, writer.no_work, None, 1, FAST["send"][1], NO_OPTIONS,
-    )  # fmt: skip
+    writer.markers = _fast.Markers(writer.ring, *driver.parts)
+    return writer, Methods(writer, GroupState(1, "g", (0, 1), "nccl", 0))
 
 
 def test_events_of_the_driver_follow_calls_without_a_work(tmp_path: Path, driver: _Driver) -> None:
     """Each call is over when the device has passed its event, in any order; events are used again."""
-    writer, group = _marking(tmp_path, driver)
-    target, send = _method(writer, group, lambda *args: None)
+    writer, methods = _marking(tmp_path, driver)
+    send = methods.send(lambda *args: None)
     for _ in range(3):
-        assert send(target, [torch.ones(1)], 1, 7) is None
+        assert send(1, 7) is None
     assert [stream for _, stream in driver.recorded] == [0xABC3] * 3
     first, second, third = (event for event, _ in driver.recorded)
     writer.sweep(everything=True)
@@ -110,7 +87,7 @@ def test_events_of_the_driver_follow_calls_without_a_work(tmp_path: Path, driver
     assert states(read_trace(writer.box.path)) == [State.COMPLETED, State.FAILED, State.COMPLETED]
     assert len(writer.markers) == 0
     made = driver.created
-    send(target, [torch.ones(1)], 1, 7)
+    send(1, 7)
     assert driver.created == made and driver.recorded[-1][0] in {first, second, third}
 
 
@@ -118,22 +95,18 @@ def test_a_work_that_was_waited_for_in_c_is_let_go_and_its_event_followed(
     tmp_path: Path, driver: _Driver
 ) -> None:
     """The call made last and those before it, whatever their order; a wait that fails is a failed call."""
-    from allranks.recording import _fast
-
-    writer, group = _marking(tmp_path, driver)
+    writer, methods = _marking(tmp_path, driver)
     works = [LateWork() for _ in range(4)]
-    target, send = _method(writer, group, lambda *args: works[writer.box.get("next_id") - 1])
+    send = methods.send(lambda *args: works[writer.box.get("next_id") - 1])
 
     def original(work: LateWork) -> bool:
         if work.error is not None:
             raise work.error
         return True
 
-    wait = _fast.Wait(
-        original, writer.wait_failed, writer.waited, writer.pending, writer.ring, writer.markers
-    )
+    wait = methods.wait(original)
     for _ in works:
-        send(target, [torch.ones(1)], 1, 7)
+        send(1, 7)
     works[1].error = RuntimeError("broken")
     assert wait(works[3]) and wait(works[0])
     with pytest.raises(RuntimeError, match="broken"):
@@ -150,10 +123,8 @@ def test_a_work_that_was_waited_for_in_c_is_let_go_and_its_event_followed(
 
 def test_a_batch_in_c_ends_with_its_work_its_event_or_its_error(tmp_path: Path, driver: _Driver) -> None:
     """Its row stands for its parts, however the library answers; the next call is none of them."""
-    from allranks.recording import _fast
-
-    writer, group = _marking(tmp_path, driver)
-    target, send = _method(writer, group, lambda *args: None)
+    writer, methods = _marking(tmp_path, driver)
+    send = methods.send(lambda *args: None)
     answers: list[Any] = [LateWork(), None, RuntimeError("broken")]
 
     def finish(*args: Any) -> Any:
@@ -162,28 +133,20 @@ def test_a_batch_in_c_ends_with_its_work_its_event_or_its_error(tmp_path: Path, 
             raise answer
         return answer
 
-    start, end = (
-        _fast.Batch(
-            original, None, writer.failed, writer.pending, writer.ring, writer.markers,
-            {id(target): group.counters}, writer.sweep, writer.no_work, None, 2, original is finish,
-        )
-        for original in (lambda *args: None, finish)
-    )  # fmt: skip
-    wait = _fast.Wait(
-        lambda work: True, writer.wait_failed, writer.waited, writer.pending, writer.ring, writer.markers
-    )
+    start, end = methods.batch(finish)
+    wait = methods.wait()
 
     def batch() -> Any:
-        start(target)
-        send(target, [torch.ones(1)], 1, 7)
-        send(target, [torch.ones(1)], 1, 7)
-        return end(target)
+        start()
+        send(1, 7)
+        send(1, 7)
+        return end()
 
     wait(batch())
     assert batch() is None
     with pytest.raises(RuntimeError, match="broken"):
         batch()
-    send(target, [torch.ones(1)], 1, 7)
+    send(1, 7)
     assert len(driver.recorded) == 3 and not writer.pending
     driver.answers.update({driver.recorded[0][0]: 0, driver.recorded[1][0]: 0})
     writer.sweep(everything=True)
@@ -196,37 +159,18 @@ def test_a_batch_in_c_ends_with_its_work_its_event_or_its_error(tmp_path: Path, 
 
 def test_no_event_is_recorded_or_asked_while_a_graph_is_captured(tmp_path: Path, driver: _Driver) -> None:
     """Neither one that our hooks have seen, nor one that only the stream knows of."""
-    writer, group = _marking(tmp_path, driver)
-    target, send = _method(writer, group, lambda *args: None)
-    send(target, [torch.ones(1)], 1, 7)
+    writer, methods = _marking(tmp_path, driver)
+    send = methods.send(lambda *args: None)
+    send(1, 7)
     driver.asked.clear()
     writer.begin_capture()
-    send(target, [torch.ones(1)], 1, 7)
+    send(1, 7)
     writer.sweep(everything=True)
     assert (len(driver.recorded), driver.asked) == (1, [])
     writer.end_capture()
     driver.capturing = 1
-    assert not writer.markers.mark(1, ())
+    send(1, 7)  # nothing will tell when it ends
     assert len(driver.recorded) == 1
     driver.capturing, driver.answers = 0, dict.fromkeys(driver.answers, 0)
     writer.sweep(everything=True)
-    assert states(read_trace(writer.box.path)) == [State.COMPLETED, State.SCHEDULED]
-
-
-def test_the_event_of_a_batch_ends_its_parts(tmp_path: Path, driver: _Driver) -> None:
-    """As one call that is counted once."""
-    writer, group = _marking(tmp_path, driver)
-    target, send = _method(writer, group, lambda *args: None)
-    group.counters.open_batch()
-    for _ in range(2):
-        send(target, [torch.ones(1)], 1, 7)
-    assert driver.recorded == []
-    number, parts = writer.begin_end(group, 1, None)
-    assert parts == (1, 2)
-    writer.returned(None, number, group, parts)
-    driver.answers = dict.fromkeys(driver.answers, 0)
-    writer.sweep(everything=True)
-    trace = read_trace(writer.box.path)
-    assert states(trace) == [State.COMPLETED] * 3
-    assert trace.progress.calls_completed == 1
-    assert [int(flags) & ~Flag.RETIRED for flags in trace.calls["flags"]] == [3, 3, 5]
+    assert states(read_trace(writer.box.path)) == [State.COMPLETED, State.SCHEDULED, State.COMPLETED]

@@ -198,8 +198,10 @@ class Mine(c10d.Backend):
         done = torch.futures.Future()
         done.set_result(tensors)
         return c10d._create_work_from_future(done)
+    options = None  # torch's recorder asks for them, without an end where there are none
 
-dist.Backend.register_backend("mine", lambda store, rank, size, timeout: Mine(rank, size), devices=["cpu"])
+kept = Mine(0, 1)
+dist.Backend.register_backend("mine", lambda *_: kept, devices=["cpu"])
 for backend in ("gloo", "mine"):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(1))

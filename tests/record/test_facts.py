@@ -25,11 +25,10 @@ from allranks.drill.ranks import signal as reached
 from allranks.load import load_paths
 from allranks.model.torch_dump import to_torch_dump
 from allranks.model.trace import CALL, Flag, RankTrace
-from allranks.recording.groups import GroupState
 from allranks.recording.options import RecorderOptions
-from allranks.recording.writer import CallWriter
+from allranks.recording.writer import CallWriter, GroupState
 
-from .boxes import ops, traces
+from .boxes import Methods, ops, traces
 
 BOX = Path(__file__).parent / "cases" / "mixed_calls.r0.box"
 
@@ -175,13 +174,14 @@ def test_the_parts_of_a_coalesced_batch_are_found_from_its_end(tmp_path: Path) -
         GroupState(box.append(Item.GROUP, [name, "", [0, 1], "nccl"]), name, (0, 1), "nccl", 0)
         for name in ("a", "b")
     )
-    op, end = (box.intern(Item.NAME, name) for name in ("send", "coalesced"))
+    methods = Methods(writer, first)
+    send, (start, end) = methods.send(lambda *args: None), methods.batch(lambda group: None)
     for sizes in ((1, 2), (3, 4, 5)):
-        first.counters.open_batch()
+        start()
         for size in sizes:
-            writer.begin(first, op, (0, size, size), p2p=True, peer=1, tag=size)
-        writer.begin(other, op, (0, 9, 9))
-        writer.begin_end(first, end, None)
+            send(1, size)
+        writer.begin(other, 1, (0, 9, 9))
+        end()
     trace = read_trace(box.path)
     ends = np.flatnonzero(trace.calls["flags"] & Flag.COALESCED_END)
     assert [trace.calls[trace.parts(at)]["in_numel"].tolist() for at in ends] == [[1, 2], [3, 4, 5]]

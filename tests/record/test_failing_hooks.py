@@ -41,7 +41,9 @@ Outcome = tuple[list[float] | str, int, list[str]]
 def _train_with_each(rank: int, world: int, names: list[str], folder: str, slow: bool) -> dict[str, Outcome]:
     """For each fault: what the training computed, how often the fault fired, what was said."""
     if slow:
-        internals.FAST.clear()  # every call takes the path of an unusual one
+        internals.form_of = lambda kind: (
+            internals.READ_IN_PYTHON
+        )  # every call takes the path of an unusual one
     outcomes = {}
     for number, name in enumerate(names):
         with warnings.catch_warnings(record=True) as seen:
@@ -210,17 +212,14 @@ FAULTS: dict[str, Fault] = {
     # methods of ProcessGroup, Backend and Work
     "group": _breaks(hook.Hook, "group"),
     "meet": _breaks(hook.Hook, "_meet"),
-    "sizes": _breaks(hook.Hook, "shapes"),
-    "wrap": _breaks(hook.Hook, "_wrap"),
+    "sizes": _breaks(hook.Hook, "_shapes"),
+    "read": _breaks(hook.Hook, "_read"),
+    "collective": _breaks(hook.Hook, "_collective"),
     "replace": _breaks(hook.Hook, "_replace"),
-    "begin": _breaks_later(writer.CallWriter, "begin"),
-    "track": _breaks(writer.CallWriter, "track"),
-    "returned": _breaks(writer.CallWriter, "returned"),
-    "waited": _breaks(writer.CallWriter, "waited"),
     "sweep": _breaks(writer.CallWriter, "sweep"),
     "stack": _breaks(stack.Stacks, "at"),
     "describe": _breaks(hook, "describe_group"),
-    "layout": _breaks(hook, "layout_of"),
+    "layout": _breaks(internals, "form_of"),
     # what C++ is handed
     "proxy": _breaks(recording_group.RecordingProxies, "_make"),
     "proxies": _breaks(recording_group.RecordingProxies, "install"),
@@ -228,9 +227,9 @@ FAULTS: dict[str, Fault] = {
     "refused": _refused,
     "registry": _breaks(recording_group.RecordingProxies, "_forget"),
     # set-up calls
-    "enter": _breaks(setup_calls.SetupCalls, "_enter"),
-    "leave": _breaks(setup_calls.SetupCalls, "_leave"),
-    "setup": _breaks(setup_calls.SetupCalls, "install"),
+    "enter": _breaks(setup_calls, "_enter"),
+    "leave": _breaks(setup_calls, "_leave"),
+    "setup": _breaks(setup_calls, "install"),
     # the recorder itself
     "header": _breaks(recorder.Recorder, "_fill_header"),
     "writer": _breaks(recorder, "CallWriter"),
@@ -238,7 +237,7 @@ FAULTS: dict[str, Fault] = {
     "side thread": _breaks(side_thread.SideThread, "start"),
     "joins": _breaks(recorder.Recorder, "_joins"),
     "met": _breaks(recorder.Recorder, "_met_group"),
-    "step": _breaks(recorder.Recorder, "_step"),
+    "step": _breaks(recorder.phases, "begin"),
     "more arguments": _calls_with_more,
     # private names of torch that changed or are gone
     **{
@@ -260,7 +259,7 @@ FAULTS: dict[str, Fault] = {
     "no Reducer": _hides(internals.c10d, "Reducer"),
     "no _start_coalescing": _hides(dist.ProcessGroup, internals.START_BATCH),
 }
-NEVER_REACHED = {False: {"begin", "track", "returned", "waited", "stack"}, True: {"layout", "waited"}}
+NEVER_REACHED: dict[bool, set[str]] = {False: set(), True: {"layout"}}
 
 
 @pytest.mark.parametrize("slow", [False, True])

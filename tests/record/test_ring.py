@@ -22,6 +22,7 @@ from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.errors import InputError
 from allranks.model.trace import CALL, Flag, State
+from allranks.recording._fast import Counters, Ring
 from allranks.recording.writer import make_ring
 from allranks.stacktraces.boxes import find_boxes
 
@@ -32,9 +33,12 @@ def _box(path: Path, capacity: int = 32, heap: int = 1 << 16) -> Box:
     return box
 
 
-def _begin(ring: object, number: int) -> int:
-    begin: int = ring.begin(1, 1, (1, number, number), 0, number, number, number, number, 1, -1, -1, 0, -1)  # type: ignore[attr-defined]
-    return begin
+def _group() -> Counters:
+    return Counters(1, 14, False, (0, 1))
+
+
+def _begin(ring: Ring, group: Counters, number: int) -> int:
+    return ring.begin(group, 1, (1, number, number), 0, False, number, 1, -1, -1, -1)
 
 
 def test_a_row_holds_what_it_was_given(tmp_path: Path) -> None:
@@ -42,15 +46,15 @@ def test_a_row_holds_what_it_was_given(tmp_path: Path) -> None:
     box = _box(tmp_path / "x.box")
     ring = make_ring(box)
     ring.set_step(77, 3)
-    number = ring.begin(0, 0, (0, 8, 9), 0, 11, 12, 13, 14, 2, 3, -1, 4, 15)
+    number = ring.begin(_group(), 0, (0, 8, 9), 0, True, 0, 2, 3, -1, 15)
     ring.started(number)
     ring.finish(number, int(State.FAILED))
     (row,) = read_trace(box.path).calls
     names = ("in_numel", "out_numel", "seq", "p2p_seq", "op_id", "timeout_ms", "reduce_op", "root", "peer")
-    assert [int(row[name]) for name in names] == [8, 9, 11, 12, 13, 14, 2, 3, -1]
+    assert [int(row[name]) for name in names] == [8, 9, 0, 1, 1, 14, 2, 3, -1]
     assert 0 < int(row["created_ns"]) <= int(row["started_ns"]) <= int(row["completed_ns"])
     assert int(row["state"]) == State.FAILED
-    assert int(row["flags"]) == 4 | Flag.RETIRED
+    assert int(row["flags"]) == Flag.P2P | Flag.RETIRED
     assert int(row["step"]) == 77
     assert int(row["tag"]) == 15
 
@@ -58,10 +62,10 @@ def test_a_row_holds_what_it_was_given(tmp_path: Path) -> None:
 def test_the_ring_wraps_and_says_how_many_it_dropped(tmp_path: Path) -> None:
     """The newest records stay, in order; a late end of a dropped one changes nothing."""
     box = _box(tmp_path / "x.box", capacity=16)
-    ring = make_ring(box)
-    numbers = [_begin(ring, n) for n in range(1, 101)]
-    ring.finish(numbers[3], int(State.COMPLETED))  # type: ignore[attr-defined]
-    ring.finish(numbers[99], int(State.COMPLETED))  # type: ignore[attr-defined]
+    ring, group = make_ring(box), _group()
+    numbers = [_begin(ring, group, n) for n in range(1, 101)]
+    ring.finish(numbers[3], int(State.COMPLETED))
+    ring.finish(numbers[99], int(State.COMPLETED))
     trace = read_trace(box.path)
     assert list(trace.calls["seq"]) == list(range(85, 101))
     assert trace.header.dropped == 84
@@ -72,8 +76,10 @@ def test_the_ring_wraps_and_says_how_many_it_dropped(tmp_path: Path) -> None:
 def test_two_threads_write_without_losing_a_record(tmp_path: Path) -> None:
     """Every number is used exactly once, and all rows are whole."""
     box = _box(tmp_path / "x.box", capacity=8192)
-    ring = make_ring(box)
-    threads = [threading.Thread(target=lambda: [_begin(ring, 7) for _ in range(2000)]) for _ in range(4)]
+    ring, group = make_ring(box), _group()
+    threads = [
+        threading.Thread(target=lambda: [_begin(ring, group, 7) for _ in range(2000)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -87,10 +93,10 @@ def test_two_threads_write_without_losing_a_record(tmp_path: Path) -> None:
 def _write_millions(rank: int, world: int, path: str, count: int) -> None:
     box = Box(Path(path), 256, 1 << 16)
     box.open()
-    ring = make_ring(box)
+    ring, group = make_ring(box), _group()
     reached("writing")
     for number in range(1, count + 1):
-        begin = ring.begin(0, 0, (0, number, -number), 0, number, number, number, number, 0, -1, -1, 0, -1)
+        begin = ring.begin(group, 0, (0, number, -number), 0, False, number, 0, -1, -1, -1)
         if number & 3 == 0:
             ring.finish(begin, 2)
 
@@ -105,7 +111,7 @@ def test_a_reader_that_races_the_writer_never_accepts_a_torn_record(tmp_path: Pa
         while read_header(path).calls_started < count:
             trace = read_trace(path)
             calls = trace.calls
-            for field in ("seq", "p2p_seq", "op_id", "in_numel", "timeout_ms"):
+            for field in ("seq", "op_id", "in_numel", "timeout_ms"):
                 assert (calls[field] == calls["begin"]).all()
             assert (calls["out_numel"] == -calls["begin"].astype(np.int64)).all()
             assert (np.diff(calls["begin"]) > 0).all()
@@ -124,7 +130,7 @@ def test_a_full_heap_keeps_the_numbers(tmp_path: Path) -> None:
     numbers = [box.intern(Item.NAME, f"a name of some length {n}") for n in range(20)]
     assert numbers[0] == 1
     assert numbers[-1] == 0
-    _begin(make_ring(box), 1)
+    _begin(make_ring(box), _group(), 1)
     trace = read_trace(box.path)
     assert len(trace.calls) == 1
     assert any("heap of the black box is full" in note for note in trace.notes)
@@ -142,9 +148,9 @@ def test_the_same_thing_is_stored_once(tmp_path: Path) -> None:
 def test_a_cut_file_gives_what_is_there_or_a_clear_error(tmp_path: Path, cut: int) -> None:
     """Never an unexpected exception, never an invented record."""
     box = _box(tmp_path / "x.box", capacity=16, heap=64)
-    ring = make_ring(box)
+    ring, group = make_ring(box), _group()
     for n in range(10):
-        _begin(ring, n)
+        _begin(ring, group, n)
     box.intern(Item.NAME, "x" * 30)
     data = box.path.read_bytes()
     shorter = data[:cut]
@@ -164,9 +170,9 @@ def test_random_damage_is_never_an_unexpected_exception(tmp_path: Path) -> None:
     box.append(Item.GROUP, ["0", "d", [0, 1], "gloo"])
     box.append(Item.SHAPES, [[[1]], [[1]], ["Float"], ["Float"], [], []])
     box.append(Item.STACK, [["f", "x.py", 3]])
-    ring = make_ring(box)
+    ring, group = make_ring(box), _group()
     for n in range(20):
-        _begin(ring, n)
+        _begin(ring, group, n)
     data = bytearray(box.path.read_bytes())
     random = np.random.default_rng(5)
     for _ in range(1500):

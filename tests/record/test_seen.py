@@ -20,7 +20,7 @@ import allranks
 from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import REDUCE_OPS, Flag, State
-from allranks.recording.groups import describe_group
+from allranks.recording.torch_internals import describe_group
 
 from .boxes import last, ops, record_ranks, traces, where
 

@@ -106,19 +106,18 @@ def test_gloo_aborts_the_innocent_rank_and_its_box_tells_why(folder: Path) -> No
 
 
 def _write_for_ever(rank: int, world: int, path: str) -> None:
+    from allranks.recording._fast import Counters
     from allranks.recording.writer import make_ring
 
     box = Box(Path(path), 64, 1 << 16)
     box.open()
     box.set(rank=0)
-    ring = make_ring(box)
+    ring, group = make_ring(box), Counters(7, 0, True, (0,))
     reached("writing")
     number = 0
     while True:
         number += 1
-        ring.begin(
-            number, number, (number, number, number), number, number, number, number, number, 0, -1, -1, 0, -1
-        )
+        ring.begin(group, number, (number, number, number), number, False, number, 0, -1, -1, -1)
 
 
 def test_a_kill_in_the_middle_of_writing_is_never_misread(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_a_kill_in_the_middle_of_writing_is_never_misread(tmp_path: Path) -> Non
         assert trace.torn <= 1
         for field in ("group", "op", "shapes", "stack"):  # names that are not in the heap are cleared
             assert not trace.calls[field].any()
-        for field in ("seq", "p2p_seq", "op_id", "in_numel", "out_numel", "timeout_ms"):
+        for field in ("seq", "op_id", "in_numel", "out_numel", "timeout_ms"):
             assert (trace.calls[field] == trace.calls["begin"]).all()
 
 

@@ -157,7 +157,7 @@ def test_an_idle_server_is_not_hung() -> None:
 NCCL = CASES / "nccl_hang_h200"
 
 
-@pytest.mark.skipif(not NCCL.exists(), reason="recorded on a GPU machine by scripts/gpu_stacks.sh")
+@pytest.mark.skipif(not NCCL.exists(), reason="recorded on a GPU machine by scripts/gpu_stacks.py")
 def test_a_real_nccl_hang_names_the_rank_that_is_behind() -> None:
     """Two NCCL ranks on one H200, one collective too many on rank 0: rank 1 is the one the other waits for."""
     report = read_bundle(NCCL)

@@ -1,9 +1,8 @@
 """Reads black boxes, also while their rank writes to them and also cut short. No torch, no help from the rank.
 
 The ring is copied once, in the order of its records. Only rows near the place where the rank writes can change under the
-reader; the header tells where that is. Those few are read three times: `end` before the copy, the row with it, `begin`
-after it. A row is whole when all agree (see blackbox/layout.py); rows that are not are left out and counted as torn. Where
-the rank went on meanwhile, the rows that it may have written are read so once more.
+reader; the header tells where that is. Those few are read three times more: their `end`, then the rows, then their `begin`. A
+row is whole when all agree (see blackbox/layout.py); rows that are not are left out and counted as torn.
 
 Then the used heap is read (`tables.py`). Nothing in the bytes is ever executed. `header.py` reads the header alone, several
 times a second if need be.
@@ -16,13 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import eq
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from allranks.blackbox.header import HEADER_BYTES, STRUCT, Header, parse_header
 from allranks.blackbox.layout import Item, whole_rows
-from allranks.blackbox.tables import Heap, HeapCache, Tables
+from allranks.blackbox.tables import Heap, Tables, read_heap
 from allranks.errors import InputError
 from allranks.model.trace import (
     CALL,
@@ -41,30 +39,7 @@ from allranks.model.trace import (
 LAG = 64
 #: How often a ring that changes too fast is copied at most.
 LOOKS = 5
-#: How much memory an Arena asks for at once.
-PIECE_BYTES = 8 << 20
-#: Fewer rows than this come from the ordinary heap.
-FEW = 3 * LAG
 ROW = CALL.itemsize
-
-
-class Arena:
-    """Memory for the rows of many files: taken from pieces so large that the kernel maps them in large pages. What has
-    been taken lives as long as somebody holds it."""
-
-    def __init__(self) -> None:
-        self._piece = np.zeros(0, CALL)
-
-    def take(self, count: int) -> np.ndarray:
-        """Room for so many rows, not cleared. Few rows are a second look mostly: not worth keeping a place for."""
-        if count < FEW:
-            return np.empty(count, CALL)
-        if count > len(self._piece):
-            if count * ROW > PIECE_BYTES // 8:
-                return np.empty(count, CALL)
-            self._piece = np.empty(PIECE_BYTES // ROW, CALL)
-        rows, self._piece = self._piece[:count], self._piece[count:]
-        return rows
 
 
 class BytesFile:
@@ -87,9 +62,8 @@ class BytesFile:
 class OpenFile:
     """A black box on disk; its rank may be writing to it."""
 
-    def __init__(self, fd: int, arena: Arena) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._arena = arena
         self.size = os.fstat(fd).st_size
 
     def read(self, offset: int, count: int) -> bytes:
@@ -99,7 +73,7 @@ class OpenFile:
         """As BytesFile.rows; the kernel puts the two halves of the ring where they belong."""
         offset = HEADER_BYTES + first * ROW
         count = max(0, min(count, (self.size - offset) // ROW))
-        rows = self._arena.take(count)
+        rows = np.empty(count, CALL)
         turn = turn if turn < count else 0
         content = rows.view(np.uint8).data
         split = (count - turn) * ROW
@@ -121,8 +95,6 @@ def read_ring(
     again; None for a file that nobody writes to."""
     used = min(slots, next_id + LAG)
     turn = next_id % capacity if next_id > capacity == used else 0
-    near = _spans(max(0, next_id - LAG), 2 * LAG, capacity, used) if now is not None else []
-    ends_before = [file.rows(first, count)["end"] for first, count in near]
     rows = file.rows(0, used, turn)
     begin = np.ascontiguousarray(rows["begin"])
     whole = (begin == rows["end"]) & (begin != 0)
@@ -130,17 +102,11 @@ def read_ring(
     width = after - next_id + 2 * LAG
     if after < next_id or (after > next_id and width >= used):
         rows, whole = _three_looks(file, used)
-    elif after > next_id:  # it is writing: what lies between is read again
+    elif now is not None:  # what it may have written meanwhile, or is writing now, is read again
         for first, count in _spans(max(0, next_id - LAG), width, capacity, used):
             again, fine = _look(file, first, count)
             at = (np.arange(first, first + len(again)) - turn) % max(1, len(rows))
             rows[at], whole[at] = again, fine
-    else:
-        for (first, count), ends in zip(near, ends_before, strict=True):
-            begins = file.rows(first, count)["begin"]
-            length = min(len(begins), len(ends))
-            at = (np.arange(first, first + length) - turn) % max(1, len(rows))
-            whole[at] &= (ends[:length] == begin[at]) & (begins[:length] == begin[at])
     if bool(whole.all()):
         return _in_order(rows), 0
     torn = int(np.count_nonzero((rows["begin"] != 0) & ~whole))
@@ -223,28 +189,27 @@ _ID_COLUMNS = ("group", "op", "shapes", "stack", "label")
 _FIRST_ID = int(CALL.fields["group"][1]) // 4  # type: ignore[index]
 
 
-def read_trace(box: str | os.PathLike[str] | bytes, cache: HeapCache | None = None) -> RankTrace:
-    """Everything in one box, given by its path or its bytes. InputError when it is none. Boxes of one program with one `cache`
+def read_trace(box: str | os.PathLike[str] | bytes, tables: Tables | None = None) -> RankTrace:
+    """Everything in one box, given by its path or its bytes. InputError when it is none. Boxes of one program with the same `tables`
     are read faster."""
-    cache = cache or HeapCache(Tables())
+    tables = tables or Tables()
     if isinstance(box, bytes):
-        raw, path = read_box(BytesFile(box), cache), ""
+        raw, path = read_box(BytesFile(box), tables), ""
     else:
         with opened_box(box) as file:
-            raw, path = read_box(OpenFile(file.fileno(), Arena()), cache), os.fspath(box)
-    return raw.as_trace(*cache.tables.freeze(), path)
+            raw, path = read_box(file, tables), os.fspath(box)
+    return raw.as_trace(*tables.freeze(), path)
 
 
 def read_rows(path: str | os.PathLike[str], header: Header) -> np.ndarray:
     """The whole rows of a box in order, their ids those of the file; InputError when it cannot be read."""
     with opened_box(path) as file:
-        return _rows(OpenFile(file.fileno(), Arena()), header, MAX_BYTES, [])[0]
+        return _rows(file, header, MAX_BYTES, [])[0]
 
 
 def copy_box(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a box as a file of its own: rows that were being written are left out."""
-    with opened_box(path) as file:
-        box = OpenFile(file.fileno(), Arena())
+    with opened_box(path) as box:
         header = parse_header(box.read(0, STRUCT.size))
         rows, _, slots = _rows(box, header, MAX_BYTES, [])
         ring = np.zeros(slots, CALL)
@@ -254,10 +219,10 @@ def copy_box(path: str | os.PathLike[str]) -> bytes:
 
 
 @contextmanager
-def opened_box(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def opened_box(path: str | os.PathLike[str]) -> Iterator[OpenFile]:
     try:
         with open(path, "rb", buffering=0) as file:
-            yield file
+            yield OpenFile(file.fileno())
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
@@ -279,7 +244,7 @@ def _rows(
     return rows, torn, slots
 
 
-def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES, newest: int = 0) -> Raw:
+def read_box(file: File, tables: Tables, max_bytes: int = MAX_BYTES, newest: int = 0) -> Raw:
     """The content of a black box, or only so many of its newest calls. Raises InputError when not even the header can
     be used."""
     head = parse_header(file.read(0, STRUCT.size))
@@ -289,17 +254,15 @@ def read_box(file: File, cache: HeapCache, max_bytes: int = MAX_BYTES, newest: i
     if not head.closed_ns:
         # The heap is read behind the rows, so that every id that they mention has been published.
         head = parse_header(file.read(0, STRUCT.size))
-    heap = _read_heap(file, head, cache, notes)
+    heap = _read_heap(file, head, tables, notes)
     order = {number: index for index, number in enumerate(sorted(heap.groups), start=1)}
     calls = _to_tables(rows, heap, order, notes)
     if head.heap_full:
-        _add_sizes(calls, cache.tables)
+        _add_sizes(calls, tables)
         notes.append("the heap of the black box is full: some stacks and sizes are not recorded")
     if torn > 1:
         notes.append(f"{torn} records were being written")
-    phase, inside = (
-        cache.tables.names[heap.ids[Item.NAME].get(name, 0)] for name in (head.phase, head.inside)
-    )
+    phase, inside = (tables.names[heap.ids[Item.NAME].get(name, 0)] for name in (head.phase, head.inside))
     return Raw(
         _trace_header(head, heap),
         calls,
@@ -330,12 +293,12 @@ def _capacity(head: Header, size: int, max_bytes: int, notes: list[str]) -> int:
     return min(capacity, there)
 
 
-def _read_heap(file: File, head: Header, cache: HeapCache, notes: list[str]) -> Heap:
+def _read_heap(file: File, head: Header, tables: Tables, notes: list[str]) -> Heap:
     used = min(head.heap_used, head.heap_bytes, MAX_HEAP_BYTES)
     data = file.read(head.heap_offset, used) if head.heap_offset < _HUGE else b""
     if len(data) < used:
         notes.append(f"cut short: {len(data)} of {used} heap bytes are there")
-    heap = cache.read(data)
+    heap = read_heap(data, tables)
     if heap.bad:
         notes.append(f"{heap.bad} heap items could not be read")
     return heap

@@ -4,8 +4,8 @@ A thousand ranks run the same program: they share a handful of stacks. Interning
 memory flat and lets `diagnose` compare indices instead of contents. Groups stay per trace, but equal groups
 are one object, so that 16,384 ranks do not hold 16,384 copies of a member list.
 
-The heap of a black box fills them. The ranks of a job write nearly the same items in the same order: groups and the host
-differ, the rest repeats. So a run of items between two of those is decoded once per load, and known again by its bytes.
+The heap of a black box fills them. The ranks of a job write nearly the same items: each is decoded once per load, and known again
+by its bytes.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Tables:
     _frame_ids: dict[tuple[str, str, int], int] = field(default_factory=dict)
     _groups: dict[Group, Group] = field(default_factory=dict)
     _shape_numel: list[tuple[int, int]] = field(default_factory=lambda: [(-1, -1)])
+    #: heap items by their bytes: see read_heap
+    items: dict[bytes, Any] = field(default_factory=dict)
 
     def name(self, text: str) -> int:
         found = self._name_ids.get(text)
@@ -96,132 +98,63 @@ def _numel(sizes: tuple[tuple[int, ...], ...]) -> int:
 
 
 _item_header = struct.Struct("<IHHI").unpack_from
-_LAST_KIND = int(max(Item))
-#: What differs from rank to rank; these items end a run.
-_OWN = (int(Item.META), int(Item.GROUP), int(Item.THREAD), int(Item.DESTROYED))
-#: Items longer than this are compared, not hashed: a member list of 16,384 ranks is in every file.
-LONG_ITEM = 2048
-#: Runs remembered behind one and the same first item; hostile files must not make the search long.
-MAX_RUNS = 64
 
 
 @dataclass
-class Run:
-    """Some items in a row: per kind, the file's own id → index into the shared tables."""
+class Heap:
+    """One file's whole heap: per kind, the file's own id -> what it is; names, sizes and stacks by their index in the tables."""
 
-    content: bytes = b""
     ids: dict[int, dict[int, int]] = field(
         default_factory=lambda: {int(Item.NAME): {}, int(Item.SHAPES): {}, int(Item.STACK): {}}
     )
     bad: int = 0  # items that could not be read
-
-
-@dataclass
-class Heap(Run):
-    """One file's whole heap."""
-
     meta: dict[str, Any] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     threads: dict[int, str] = field(default_factory=dict)  # native thread id -> name
     #: the file's own id of a group -> epoch nanoseconds
     destroyed: dict[int, int] = field(default_factory=dict)
 
-    def add(self, run: Run) -> None:
-        self.bad += run.bad
-        for kind, ids in run.ids.items():
-            self.ids[kind].update(ids)
+    def add(self, kind: int, number: int, value: Any) -> None:
+        """An item that is not in the tables."""
+        if kind == Item.GROUP:
+            self.groups[number] = value
+        elif kind == Item.META:
+            self.meta.update(value)
+        else:
+            table: dict[int, Any] = self.threads if kind == Item.THREAD else self.destroyed
+            table[value[0]] = value[1]
 
 
-@dataclass
-class HeapCache:
-    """Heap items and runs of them by their bytes, over all files of one load."""
-
-    tables: Tables
-    items: dict[bytes, Any] = field(default_factory=dict)
-    long_items: dict[tuple[int, bytes], list[bytes]] = field(default_factory=dict)
-    runs: dict[bytes, list[Run]] = field(default_factory=dict)  # by the first item
-
-    def read(self, data: bytes) -> Heap:
-        """What the bytes of a heap hold, up to where they are cut or make no sense."""
-        heap = Heap()
-        position, end = 0, len(data)
-        while position + ITEM_HEADER_BYTES <= end:
-            length, kind, _, number = _item_header(data, position)
-            behind = position + ITEM_HEADER_BYTES + length
-            if behind > end:
-                break
-            if kind not in _OWN:
-                run = self._run(data, position)
-                heap.add(run)
-                position += len(run.content)
-                continue
-            value = self._value(data, position, behind, kind)
-            position = (behind + 7) & ~7
-            if value is None:
-                heap.bad += 1
-            elif kind == Item.GROUP:
-                heap.groups[number] = value
-            elif kind == Item.META:
-                heap.meta.update(value)
-            else:
-                table: dict[int, Any] = heap.threads if kind == Item.THREAD else heap.destroyed
-                table[value[0]] = value[1]
-        return heap
-
-    def _run(self, data: bytes, position: int) -> Run:
-        """The run of shared items that begins here: a known one, or a new one that is remembered."""
-        length = _item_header(data, position)[0]
-        first = self._known(data, position, position + ITEM_HEADER_BYTES + length)
-        known = self.runs.setdefault(first, [])
-        for run in known:
-            if data.startswith(run.content, position):
-                return run
-        run = self._decode_run(data, position)
-        if len(known) < MAX_RUNS:
-            known.append(run)
-            known.sort(key=lambda run: -len(run.content))  # the longest that fits saves most
-        return run
-
-    def _decode_run(self, data: bytes, start: int) -> Run:
-        run, position, end = Run(), start, len(data)
-        while position + ITEM_HEADER_BYTES <= end:
-            length, kind, _, number = _item_header(data, position)
-            behind = position + ITEM_HEADER_BYTES + length
-            if behind > end or kind in _OWN:
-                break
-            value = self._value(data, position, behind, kind)
-            position = (behind + 7) & ~7
-            if value is None:
-                run.bad += kind <= _LAST_KIND  # a kind of a later version is not ours to judge
-            else:
-                run.ids[kind][number] = value
-        run.content = data[start:position]
-        return run
-
-    def _known(self, data: bytes, position: int, behind: int) -> bytes:
-        """The item at a place of a heap; a long one that was seen before is not copied."""
-        if behind - position <= LONG_ITEM:
-            return data[position:behind]
-        key = (behind - position, data[behind - 64 : behind])
-        candidates = self.long_items.setdefault(key, [])
-        for candidate in candidates:
-            if data.startswith(candidate, position):
-                return candidate  # its hash is known already
-        candidates.append(data[position:behind])
-        return candidates[-1]
-
-    def _value(self, data: bytes, position: int, behind: int, kind: int) -> Any:
-        """An item decoded: an index into the tables, a Group, or the meta dictionary; None when unreadable."""
-        item = self._known(data, position, behind)
-        value = self.items.get(item)
+def read_heap(data: bytes, tables: Tables) -> Heap:
+    """What the bytes of a heap hold, up to where they are cut or make no sense."""
+    heap, items = Heap(), tables.items
+    ids = heap.ids
+    position, end = 0, len(data)
+    while position + ITEM_HEADER_BYTES <= end:
+        length, kind, _, number = _item_header(data, position)
+        behind = position + ITEM_HEADER_BYTES + length
+        if behind > end:
+            break
+        item = data[position:behind]
+        position = (behind + 7) & ~7
+        value = items.get(item)
         if value is None:
-            try:
-                decode, payload = _DECODERS.get(kind), json.loads(item[ITEM_HEADER_BYTES:])
-                value = decode(self.tables, payload) if decode is not None else None
-            except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
-                value = None
-            self.items[item] = value
-        return value
+            value = items[item] = _decode(tables, kind, item[ITEM_HEADER_BYTES:])
+        if value is None:
+            heap.bad += kind in _DECODERS  # a kind of a later version is not ours to judge
+        elif kind in ids:
+            ids[kind][number] = value
+        else:
+            heap.add(kind, number, value)
+    return heap
+
+
+def _decode(tables: Tables, kind: int, payload: bytes) -> Any:
+    """An index into the tables, a Group, or the meta dictionary; None when unreadable."""
+    try:
+        return _DECODERS[kind](tables, json.loads(payload))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
+        return None
 
 
 def _shapes(tables: Tables, value: Any) -> Any:

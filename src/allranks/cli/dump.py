@@ -290,7 +290,7 @@ def _state(header: Header) -> str:
 def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, object]]:
     from pathlib import Path
 
-    from allranks.recording.dump import Content, dump_bytes
+    from allranks.recording.dump import dump_bytes
 
     folder = Path(args.output or f"allranks-dump-{headers[0].path.parent.name}")
     many = len({header.rank for header in headers}) < len(headers)
@@ -300,7 +300,7 @@ def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, ob
         extra = f"a{header.attempt}_p{header.pid}_" if many else ""
         name = f"{extra}rank_{max(header.rank, 0)}" + (".json" if args.format == "json" else "")
         target = folder / (header.path.name if args.format == "box" else name)
-        _put(target, dump_bytes(header.path, args.format, Content(completed=not args.active)), args.force)
+        _put(target, dump_bytes(header.path, args.format, include_completed=not args.active), args.force)
         facts = {"path": str(target), "rank": header.rank, "pid": header.pid, "attempt": header.attempt}
         written.append(
             {**facts, "calls": header.calls_started, "state": _state(header), "box": str(header.path)}

@@ -129,4 +129,4 @@ def _watch_replicas() -> None:
 
 if "REPLICA_GROUP_ID" in os.environ:
     _watch_replicas()
-Recorder.step = _step  # type: ignore[assignment, method-assign]
+Recorder.step = _step  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import allranks
 from allranks.blackbox.reader import read_trace
-from allranks.blackbox.tables import HeapCache, Tables
+from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
 from allranks.ledger.accounts import Accounts
 from allranks.ledger.across import FOR_S, RECENT_S, SHORT_S, NodeLateness, note_passed
@@ -262,10 +262,10 @@ def look_due_s(steps: int, cpu_s: Sequence[float], ranks: int) -> float:
 
 
 def _read_boxes(paths: Iterable[str]) -> list[RankTrace]:
-    traces, cache = [], HeapCache(Tables())
+    traces, tables = [], Tables()
     for path in paths:
         try:
-            traces.append(read_trace(path, cache))
+            traces.append(read_trace(path, tables))
         except InputError:
             continue  # removed meanwhile
     return traces

@@ -20,8 +20,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from allranks.blackbox.header import MAGIC
-from allranks.blackbox.reader import Arena, BytesFile, File, OpenFile, read_box
-from allranks.blackbox.tables import HeapCache, Tables
+from allranks.blackbox.reader import BytesFile, File, OpenFile, read_box
+from allranks.blackbox.tables import Tables
 from allranks.errors import InputError
 from allranks.load.choice import TraceFile, choose, number_worlds
 from allranks.load.sources import (
@@ -218,11 +218,6 @@ class Reader:
     failed: list[tuple[DumpSource, Unreadable]] = field(default_factory=list)
 
     @cached_property
-    def boxes(self) -> tuple[Arena, HeapCache]:
-        """What black boxes share."""
-        return Arena(), HeapCache(self.tables)
-
-    @cached_property
     def dumps(self) -> DumpReader:
         """What dumps share."""
         from allranks.load.torch_dump import DumpReader
@@ -270,7 +265,7 @@ class Reader:
             try:
                 head = os.pread(fd, HEAD_BYTES, 0)
                 if head.startswith(MAGIC):
-                    return self._read_box(OpenFile(fd, self.boxes[0]))
+                    return self._read_box(OpenFile(fd))
             finally:
                 os.close(fd)
             if not head.startswith((GZIP, ZSTD)):
@@ -281,7 +276,7 @@ class Reader:
 
     def _read_box(self, file: File) -> Raw:
         try:
-            return read_box(file, self.boxes[1], self.options.max_box_bytes, self.options.newest_calls)
+            return read_box(file, self.tables, self.options.max_box_bytes, self.options.newest_calls)
         except InputError as error:
             raise Unreadable(str(error), kind="black box") from error
 

@@ -28,11 +28,15 @@ Dump = dict[str, object]
 
 
 def to_torch_dump(
-    trace: RankTrace, *, include_completed: bool = True, stacks: bool = True, collectives: bool = True
+    trace: RankTrace,
+    *,
+    include_completed: bool = True,
+    include_stack_traces: bool = True,
+    include_collectives: bool = True,
 ) -> Dump:
-    """The trace as the dictionary that torch pickles; without `collectives` it has no "entries", as torch's."""
+    """The trace as the dictionary that torch pickles; without collectives it has no "entries", as torch's."""
     rows = trace.calls if include_completed else trace.calls[_active(trace.calls)]
-    frames = _frames(trace) if stacks else None
+    frames = _frames(trace) if include_stack_traces else None
     dump: Dump = {
         "version": VERSION,
         "pg_config": {
@@ -43,7 +47,7 @@ def to_torch_dump(
         # by pg_id: torch counts groups from 0, `trace.groups` from 1
         "pg_status": {str(index - 1): _group_status(trace, index) for index in range(1, len(trace.groups))},
     }
-    if collectives:
+    if include_collectives:
         dump["entries"] = [_entry(trace, row, frames) for row in rows]
     return dump
 
@@ -53,10 +57,10 @@ def to_torch_pickle(trace: RankTrace, **content: bool) -> bytes:
     return pickle.dumps(to_torch_dump(trace, **content), protocol=2)
 
 
-def to_torch_json(trace: RankTrace, *, include_completed: bool = True, collectives: bool = True) -> str:
+def to_torch_json(trace: RankTrace, **content: bool) -> str:
     """The dump as torch's JSON: no frames, 0 for unknown times, status numbers as text."""
-    dump = to_torch_dump(trace, include_completed=include_completed, stacks=False, collectives=collectives)
-    if collectives:
+    dump = to_torch_dump(trace, **{**content, "include_stack_traces": False})
+    if "entries" in dump:
         dump["entries"] = [
             {key: 0 if value is None else value for key, value in entry.items()}
             for entry in dump["entries"]  # type: ignore[attr-defined]

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
-
-from allranks.blackbox import phases
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,25 +106,21 @@ def step(
 def phase(name: str) -> None:
     """Names what the program does from now on ("rollout", "reward"); "" for nothing. Nothing happens when nothing is
     recorded."""
-    if _current is not None and os.getpid() == _current.pid:
+    if _current is not None:
         _current.phase(name)
 
 
 @contextlib.contextmanager
 def expect(phase: str, up_to_s: float) -> Iterator[None]:
     """Declares a silence: this block may take `up_to_s` seconds without being taken for a hang."""
-    if _current is None or os.getpid() != _current.pid:
-        yield
-        return
-    with _current.expect(phase, up_to_s):
+    with _current.expect(phase, up_to_s) if _current is not None else contextlib.nullcontext():
         yield
 
 
 def announce(phase: str, up_to_s: float) -> None:
     """Declares a silence that ends with the program, or after `up_to_s` seconds."""
-    if _current is not None and os.getpid() == _current.pid:
+    if _current is not None:
         _current.announce(phase, up_to_s)
-        phases.begin(phase)
 
 
 def given_up(works: Iterable[object], error: Exception) -> None:

@@ -1,16 +1,13 @@
-/* The hot path of the recorder in C: writes rows, notes their end, finds stacks. Plain CPython API, no torch.
+/* The hot path of the recorder in C: follows every call from its beginning to its end, and finds stacks. Plain CPython API,
+ * no torch.
  *
- * Optional: `hook.py`, `writer.py` and `stack.py` do the same in Python, some ten microseconds slower, and are used
- * when this module was not built. Both write the same bytes; tests/record runs the same tests over both.
- *
- * Ring   begin(...) fills a row in ascending order, `begin` first and `end` last, with release fences in between, so
- *        that a reader in another process never takes a half-written row for whole, on any CPU.
- * Stacks capture(frame) looks a stack up by its code objects and instructions.
  * Counters numbers the calls of one process group.
+ * Ring   fills a row in ascending order, `begin` first and `end` last, with release fences in between, so that a reader in
+ *        another process never takes a half-written row for whole, on any CPU.
+ * Stacks looks a stack up by its code objects and instructions.
  * Markers puts CUDA events behind calls that leave no Work, and asks which of them the device has passed.
- * Collective, Batch, Wait  stand in for methods of ProcessGroup and Work in their most frequent form, and hand every
- *        other form to the wrapper written in Python. They hold the GIL throughout, except inside torch.
- * Forward  is a method of a proxy, which C++ calls.
+ * Method stands in for a method of ProcessGroup or Work. It reads a call in its most frequent form by itself, and asks
+ *        Python to read any other form. It holds the GIL throughout, except inside torch.
  *
  * Other threads and processes run between two calls and leave the caches cold: what counts here is how few cache
  * lines a call touches, not how few instructions it takes.
@@ -38,7 +35,7 @@
 
 enum { HEADER_BYTES = 4096, ROW_BYTES = 136 };
 enum { SCHEDULED = 0, STARTED = 1, COMPLETED = 2, FAILED = 3 };
-enum { P2P = 1, PART = 2, BATCH_END = 4, RETIRED = 8 }; /* as Flag of model/trace.py */
+enum { P2P = 1, PART = 2, BATCH_END = 4, RETIRED = 8, CAPTURED = 16 }; /* as Flag of model/trace.py */
 
 typedef struct {
     uint64_t begin;
@@ -67,24 +64,141 @@ static int64_t ticking_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+static PyTypeObject *ring_type, *stacks_type, *counters_type, *markers_type, *recording_type;
 static PyObject *no_parts; /* () */
+static PyObject *str_shape, *str_dtype, *str_is_cpu, *str_is_completed, *str_opts;
 static int rings; /* made so far: a forked child that records makes its own, and asks again who it is */
 static _Thread_local uint32_t thread_id;
 static _Thread_local int thread_asked;
 
+typedef struct {
+    long long group, op, shapes, in_numel, out_numel, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags, tag;
+} Call;
+
+/* ---- Counters ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    long long number, seq, p2p_seq, op_id, timeout_ms;
+    char blocking;
+    long long batch_seq, batch_p2p; /* numbers of the open batch; 0: not drawn yet */
+    PyObject *parts; /* list: numbers of the calls in the open batch; NULL: none is open */
+    PyObject *ranks; /* tuple: global ranks in group order */
+    PyObject *cpu_side; /* Counters that stand for calls on CPU tensors when these have a backend of their own, or None */
+} Counters;
+
+static int Counters_init(Counters *self, PyObject *args, PyObject *kwargs) {
+    int blocking;
+    PyObject *ranks;
+    if (!PyArg_ParseTuple(args, "LLpO!", &self->number, &self->timeout_ms, &blocking, &PyTuple_Type, &ranks))
+        return -1;
+    self->blocking = (char)blocking;
+    self->seq = self->p2p_seq = self->op_id = 0;
+    Py_CLEAR(self->parts);
+    Py_XSETREF(self->ranks, Py_NewRef(ranks));
+    Py_XSETREF(self->cpu_side, Py_NewRef(Py_None));
+    return 0;
+}
+
+static void Counters_dealloc(Counters *self) {
+    Py_XDECREF(self->parts);
+    Py_XDECREF(self->ranks);
+    Py_XDECREF(self->cpu_side);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* Draws the numbers of the next call. Calls of one batch share one p2p and one collective number. */
+static void draw_numbers(Counters *self, int p2p, Call *call) {
+    call->op_id = ++self->op_id;
+    call->flags = p2p ? P2P : 0;
+    if (!self->parts) {
+        call->seq = p2p ? self->seq : ++self->seq;
+        call->p2p_seq = p2p ? ++self->p2p_seq : 0;
+        return;
+    }
+    if (p2p && !self->batch_p2p)
+        self->batch_p2p = ++self->p2p_seq;
+    else if (!p2p && !self->batch_seq)
+        self->batch_seq = ++self->seq;
+    call->seq = self->batch_seq ? self->batch_seq : self->seq;
+    call->p2p_seq = p2p ? self->batch_p2p : 0;
+    call->flags |= PART;
+}
+
+static void add_part(Counters *self, uint64_t begin) {
+    PyObject *number = PyLong_FromUnsignedLongLong(begin);
+    if (!number || PyList_Append(self->parts, number) < 0)
+        PyErr_Clear();
+    Py_XDECREF(number);
+}
+
+/* The calls from now on are parts of one batch. */
+static int open_batch(Counters *self) {
+    PyObject *parts = PyList_New(0);
+    if (!parts)
+        return -1;
+    self->batch_seq = self->batch_p2p = 0;
+    Py_XSETREF(self->parts, parts);
+    return 0;
+}
+
+/* Draws the numbers of the open batch and ends it; returns a tuple of its calls' numbers, NULL with an exception. */
+static PyObject *close_batch(Counters *self, Call *call) {
+    PyObject *parts = self->parts ? PyList_AsTuple(self->parts) : Py_NewRef(no_parts);
+    if (!parts)
+        return NULL;
+    Py_CLEAR(self->parts);
+    call->seq = self->batch_seq ? self->batch_seq : self->seq;
+    call->p2p_seq = self->batch_p2p;
+    call->op_id = ++self->op_id;
+    call->flags = BATCH_END | (call->p2p_seq ? P2P : 0);
+    self->batch_seq = self->batch_p2p = 0;
+    return parts;
+}
+
+static PyMemberDef Counters_members[] = {
+    {"number", T_LONGLONG, offsetof(Counters, number), READONLY, "Id of the group in the black box."},
+    {"timeout_ms", T_LONGLONG, offsetof(Counters, timeout_ms), 0, "Timeout of the group; 0 unknown."},
+    {"blocking", T_BOOL, offsetof(Counters, blocking), READONLY, "wait() returns when the call is over."},
+    {"cpu_side", T_OBJECT, offsetof(Counters, cpu_side), 0, "Stand for calls on CPU tensors, or None."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot Counters_slots[] = {
+    {Py_tp_init, Counters_init},       {Py_tp_dealloc, Counters_dealloc},
+    {Py_tp_members, Counters_members}, {Py_tp_doc, "Numbers of one process group's calls."},
+    {0, NULL},
+};
+
+static PyType_Spec Counters_spec = {
+    "allranks.recording._fast.Counters", sizeof(Counters), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, Counters_slots};
+
 /* ---- Ring ---------------------------------------------------------------------------------------------------- */
+
+/* A call under way: its work, the counters of its group, the numbers of the calls that end with it, and its own. */
+typedef struct {
+    PyObject *work, *group, *parts; /* NULL: none */
+    uint64_t begin;
+} Entry;
+
+static void drop_entry(Entry entry) {
+    Py_XDECREF(entry.work);
+    Py_XDECREF(entry.group);
+    Py_XDECREF(entry.parts);
+}
 
 typedef struct {
     PyObject_HEAD
     Py_buffer view;
     uint64_t capacity, next, done;
     int64_t swept_ns; /* when the calls under way were last looked at */
-    /* The call made last, while nobody else has asked for it: most are waited for at once and need no dict entry. */
-    PyObject *last_work, *last_group; /* NULL: none */
-    uint64_t last_begin;
+    Entry last; /* the call made last, while nobody else has asked for it: most are waited for at once and need no dict entry */
     long long step;
     unsigned long label;
     int next_field, calls_field, last_field, done_field; /* indices of eight-byte header fields */
+    int capturing; /* CUDA graphs that are being captured: no event may be recorded or asked */
     PyObject *on_thread; /* called with the id of a thread at its first call; NULL or None: nobody wants to know */
 } Ring;
 
@@ -134,8 +248,7 @@ static int Ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
 }
 
 static void Ring_dealloc(Ring *self) {
-    Py_XDECREF(self->last_work);
-    Py_XDECREF(self->last_group);
+    drop_entry(self->last);
     Py_XDECREF(self->on_thread);
     if (self->view.obj)
         PyBuffer_Release(&self->view);
@@ -151,10 +264,6 @@ static Row *row_of(Ring *self, uint64_t begin) {
 static void set_field(Ring *self, int index, int64_t value) {
     atomic_store_explicit((_Atomic int64_t *)self->view.buf + index, value, memory_order_relaxed);
 }
-
-typedef struct {
-    long long group, op, shapes, in_numel, out_numel, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags, tag;
-} Call;
 
 static uint64_t write_row(Ring *self, const Call *call) {
     uint32_t thread = native_thread(self);
@@ -195,57 +304,35 @@ static uint64_t write_row(Ring *self, const Call *call) {
     return begin;
 }
 
-/* Reads the tuple (id, elements in, elements out); -1 with an exception when it is none. */
-static int read_shapes(PyObject *shapes, Call *call) {
-    if (!PyTuple_Check(shapes) || PyTuple_GET_SIZE(shapes) != 3) {
-        PyErr_SetString(PyExc_TypeError, "shapes are a tuple of 3");
-        return -1;
-    }
-    call->shapes = PyLong_AsLongLong(PyTuple_GET_ITEM(shapes, 0));
-    call->in_numel = PyLong_AsLongLong(PyTuple_GET_ITEM(shapes, 1));
-    call->out_numel = PyLong_AsLongLong(PyTuple_GET_ITEM(shapes, 2));
-    return PyErr_Occurred() ? -1 : 0;
+/* Draws the numbers of a call of a group and writes its row. */
+static uint64_t begin_call(Ring *self, Counters *group, int p2p, Call *call) {
+    native_thread(self);
+    call->group = group->number;
+    if (!call->timeout_ms)
+        call->timeout_ms = group->timeout_ms;
+    draw_numbers(group, p2p, call);
+    if (self->capturing && !group->blocking)
+        call->flags |= CAPTURED;
+    uint64_t begin = write_row(self, call);
+    if (call->flags & PART)
+        add_part(group, begin);
+    return begin;
 }
 
-/* begin(group, op, shapes, stack, seq, p2p_seq, op_id, timeout_ms, reduce_op, root, peer, flags, tag) -> begin */
-static PyObject *Ring_begin(Ring *self, PyObject *const *args, Py_ssize_t count) {
+/* begin(counters, op, (shapes, elements in, elements out), stack, p2p, timeout_ms, reduce_op, root, peer, tag) -> its number */
+static PyObject *Ring_begin(Ring *self, PyObject *args) {
     Call call;
-    if (count != 13) {
-        PyErr_SetString(PyExc_TypeError, "begin takes 13 arguments");
+    Counters *group;
+    int p2p;
+    if (!PyArg_ParseTuple(args, "O!L(LLL)LpLLLLL", counters_type, &group, &call.op, &call.shapes, &call.in_numel,
+                          &call.out_numel, &call.stack, &p2p, &call.timeout_ms, &call.reduce_op, &call.root, &call.peer,
+                          &call.tag))
         return NULL;
-    }
     if (!self->view.obj) {
         PyErr_SetString(PyExc_ValueError, "the ring is closed");
         return NULL;
     }
-    if (read_shapes(args[2], &call) < 0)
-        return NULL;
-    call.group = PyLong_AsLongLong(args[0]);
-    call.op = PyLong_AsLongLong(args[1]);
-    call.stack = PyLong_AsLongLong(args[3]);
-    call.seq = PyLong_AsLongLong(args[4]);
-    call.p2p_seq = PyLong_AsLongLong(args[5]);
-    call.op_id = PyLong_AsLongLong(args[6]);
-    call.timeout_ms = PyLong_AsLongLong(args[7]);
-    call.reduce_op = PyLong_AsLongLong(args[8]);
-    call.root = PyLong_AsLongLong(args[9]);
-    call.peer = PyLong_AsLongLong(args[10]);
-    call.flags = PyLong_AsLongLong(args[11]);
-    call.tag = PyLong_AsLongLong(args[12]);
-    if (PyErr_Occurred())
-        return NULL;
-    return PyLong_FromUnsignedLongLong(write_row(self, &call));
-}
-
-static int token_of(PyObject *argument, Ring *self, uint64_t *begin) {
-    *begin = PyLong_AsUnsignedLongLong(argument);
-    if (*begin == (uint64_t)-1 && PyErr_Occurred())
-        return -1;
-    if (*begin == 0 || !self->view.obj) {
-        PyErr_SetString(PyExc_ValueError, "no such record");
-        return -1;
-    }
-    return 0;
+    return PyLong_FromUnsignedLongLong(begin_call(self, group, p2p, &call));
 }
 
 static void mark_started(Ring *self, uint64_t begin, int64_t now) {
@@ -271,36 +358,34 @@ static void mark_finished(Ring *self, uint64_t begin, int state, int counts) {
 
 /* started(begin): the library has taken the call. */
 static PyObject *Ring_started(Ring *self, PyObject *argument) {
-    uint64_t begin;
-    if (token_of(argument, self, &begin) < 0)
+    uint64_t begin = PyLong_AsUnsignedLongLong(argument);
+    if (PyErr_Occurred())
         return NULL;
-    mark_started(self, begin, now_ns());
+    if (begin && self->view.obj)
+        mark_started(self, begin, now_ns());
     Py_RETURN_NONE;
 }
 
-static PyObject *end_row(Ring *self, PyObject *const *args, Py_ssize_t count, int counts) {
-    uint64_t begin;
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "a number and a state are needed");
+static void finish_with_parts(Ring *ring, uint64_t begin, PyObject *parts, int state) {
+    mark_finished(ring, begin, state, 1);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); i++) /* are not counted by themselves */
+        mark_finished(ring, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(parts, i)), state, 0);
+}
+
+/* finish(begin, state, parts): the call is over, and those that end with it; a row is left alone when the ring has given
+ * its slot away. */
+static PyObject *Ring_finish(Ring *self, PyObject *args) {
+    unsigned long long begin;
+    int state;
+    PyObject *parts = no_parts;
+    if (!PyArg_ParseTuple(args, "Ki|O!", &begin, &state, &PyTuple_Type, &parts))
+        return NULL;
+    if (begin == 0 || !self->view.obj) {
+        PyErr_SetString(PyExc_ValueError, "no such record");
         return NULL;
     }
-    if (token_of(args[0], self, &begin) < 0)
-        return NULL;
-    long state = PyLong_AsLong(args[1]);
-    if (state == -1 && PyErr_Occurred())
-        return NULL;
-    mark_finished(self, begin, (int)state, counts);
+    finish_with_parts(self, begin, parts, state);
     Py_RETURN_NONE;
-}
-
-/* finish(begin, state): the call is over; its row is left alone when the ring has given the slot away. */
-static PyObject *Ring_finish(Ring *self, PyObject *const *args, Py_ssize_t count) {
-    return end_row(self, args, count, 1);
-}
-
-/* finish_part(begin, state): the same for a call inside a coalesced group, which is not counted by itself. */
-static PyObject *Ring_finish_part(Ring *self, PyObject *const *args, Py_ssize_t count) {
-    return end_row(self, args, count, 0);
 }
 
 static PyObject *Ring_set_step(Ring *self, PyObject *args) {
@@ -309,27 +394,25 @@ static PyObject *Ring_set_step(Ring *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Puts a call among the others that are under way, as (work, number, group, parts) under the identity of the work. */
-static int keep(PyObject *pending, PyObject *work, uint64_t begin, PyObject *group, PyObject *parts) {
-    PyObject *key = PyLong_FromVoidPtr(work), *number = PyLong_FromUnsignedLongLong(begin);
-    PyObject *entry = key && number ? PyTuple_Pack(4, work, number, group, parts) : NULL;
-    int failed = !entry || PyDict_SetItem(pending, key, entry) < 0;
-    Py_XDECREF(entry);
+/* Puts a call among the others that are under way, as (work, number, group, parts) under the identity of the work; takes the
+ * entry. */
+static void keep(PyObject *pending, Entry entry) {
+    PyObject *key = PyLong_FromVoidPtr(entry.work), *number = PyLong_FromUnsignedLongLong(entry.begin);
+    PyObject *kept = key && number ? PyTuple_Pack(4, entry.work, number, entry.group, entry.parts) : NULL;
+    if (!kept || PyDict_SetItem(pending, key, kept) < 0)
+        PyErr_Clear();
+    Py_XDECREF(kept);
     Py_XDECREF(number);
     Py_XDECREF(key);
-    return failed ? -1 : 0;
+    drop_entry(entry);
 }
 
 /* The same for the call made last. */
-static int hand_over(Ring *self, PyObject *pending) {
-    PyObject *work = self->last_work, *group = self->last_group;
-    if (!work)
-        return 0;
-    self->last_work = self->last_group = NULL;
-    int failed = keep(pending, work, self->last_begin, group, no_parts);
-    Py_DECREF(work);
-    Py_DECREF(group);
-    return failed;
+static void hand_over(Ring *self, PyObject *pending) {
+    Entry last = self->last;
+    self->last = (Entry){NULL, NULL, NULL, 0};
+    if (last.work)
+        keep(pending, last);
 }
 
 static PyObject *Ring_hand_over(Ring *self, PyObject *pending) {
@@ -337,8 +420,7 @@ static PyObject *Ring_hand_over(Ring *self, PyObject *pending) {
         PyErr_SetString(PyExc_TypeError, "calls under way are kept in a dict");
         return NULL;
     }
-    if (hand_over(self, pending) < 0)
-        return NULL;
+    hand_over(self, pending);
     Py_RETURN_NONE;
 }
 
@@ -349,10 +431,9 @@ static PyObject *Ring_release(Ring *self, PyObject *unused) {
 }
 
 static PyMethodDef Ring_methods[] = {
-    {"begin", (PyCFunction)(void (*)(void))Ring_begin, METH_FASTCALL, "Writes the row of a call; returns its number."},
+    {"begin", (PyCFunction)Ring_begin, METH_VARARGS, "Writes the row of a call; returns its number."},
     {"started", (PyCFunction)Ring_started, METH_O, "The library has taken the call."},
-    {"finish", (PyCFunction)(void (*)(void))Ring_finish, METH_FASTCALL, "The call is over, in this state."},
-    {"finish_part", (PyCFunction)(void (*)(void))Ring_finish_part, METH_FASTCALL, "A part is over, in this state."},
+    {"finish", (PyCFunction)Ring_finish, METH_VARARGS, "The call and its parts are over, in this state."},
     {"set_step", (PyCFunction)Ring_set_step, METH_VARARGS, "The step and label of the calls from now on."},
     {"hand_over", (PyCFunction)Ring_hand_over, METH_O, "Puts the call made last among those under way."},
     {"release", (PyCFunction)Ring_release, METH_NOARGS, "Lets go of the memory."},
@@ -361,6 +442,7 @@ static PyMethodDef Ring_methods[] = {
 
 static PyMemberDef Ring_members[] = {
     {"on_thread", T_OBJECT, offsetof(Ring, on_thread), 0, "Called with the id of a thread at its first call, or None."},
+    {"capturing", T_INT, offsetof(Ring, capturing), 0, "CUDA graphs that are being captured."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -403,6 +485,9 @@ static Frame innermost(PyThreadState *thread) {
 static Frame frame_of(PyObject *object) { return visible(((PyFrameObject *)object)->f_frame); }
 static Frame outer(Frame frame) { return visible(frame->previous); }
 static void drop(Frame frame) {}
+static int line_of(Frame frame, PyCodeObject *code) {
+    return PyCode_Addr2Line(code, _PyInterpreterFrame_LASTI(frame) * (int)sizeof(_Py_CODEUNIT));
+}
 
 static PyCodeObject *code_of(Frame frame) {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -427,6 +512,7 @@ typedef PyFrameObject *Frame;
 static Frame innermost(PyThreadState *thread) { return PyThreadState_GetFrame(thread); }
 static Frame frame_of(PyObject *object) { return (PyFrameObject *)Py_NewRef(object); }
 static void drop(Frame frame) { Py_XDECREF(frame); }
+static int line_of(Frame frame, PyCodeObject *code) { return PyFrame_GetLineNumber(frame); }
 
 static Frame outer(Frame frame) {
     Frame back = PyFrame_GetBack(frame);
@@ -452,7 +538,8 @@ static uint64_t place_in(Frame frame) {
 
 /* ---- Stacks -------------------------------------------------------------------------------------------------- */
 
-enum { MAX_WALK = 256, LIBRARY_FRAMES = 3, MAX_CODES = 8192 }; /* as in stack.py */
+enum { MAX_WALK = 256, LIBRARY_FRAMES = 3, MAX_CODES = 8192 };
+/* LIBRARY_FRAMES: innermost library frames kept: they say which feature made the call */
 enum { PLUMBING, LIBRARY, USER, THREAD_START };
 
 /* One hash table serves both: code objects with their kind, and stacks with their id. It starts small, so that the
@@ -591,7 +678,15 @@ typedef struct {
     uint64_t hash;
     int left, library, users; /* frames that may still be kept, library frames among them; user frames seen */
     int from_python;          /* the thread was started by Python's threading: what it does is its own affair */
+    PyObject *kept;           /* list that gets (code object, line) of them; NULL: only the hash is wanted */
 } Walk;
+
+static void add_frame(PyObject *kept, PyCodeObject *code, int line) {
+    PyObject *pair = Py_BuildValue("Oi", code, line < 0 ? 0 : line);
+    if (!pair || PyList_Append(kept, pair) < 0)
+        PyErr_Clear();
+    Py_XDECREF(pair);
+}
 
 static void walk(Stacks *self, Frame frame, Walk *seen) {
     for (int walked = MAX_WALK; frame && seen->left && walked; walked--) {
@@ -602,6 +697,8 @@ static void walk(Stacks *self, Frame frame, Walk *seen) {
             seen->users += kind == USER;
             seen->left--;
             seen->hash = mixed(mixed(seen->hash, (uint64_t)(uintptr_t)code), place_in(frame));
+            if (seen->kept)
+                add_frame(seen->kept, code, line_of(frame, code));
         }
         seen->from_python |= kind == THREAD_START;
         frame = outer(frame);
@@ -612,8 +709,8 @@ static void walk(Stacks *self, Frame frame, Walk *seen) {
 /* A hash of the frames that are kept of the stack that starts here, by code object and instruction; 0 when none is.
  * On a thread that C++ made (autograd's) the user's line is in the main thread, which waits in backward(): its frames
  * follow. 64 bits are taken for the stack itself: two of 20,000 stacks share one with a probability of 1e-11. */
-static uint64_t key_of(Stacks *self, Frame frame) {
-    Walk seen = {.left = self->depth, .library = LIBRARY_FRAMES};
+static uint64_t key_of(Stacks *self, Frame frame, PyObject *kept) {
+    Walk seen = {.left = self->depth, .library = LIBRARY_FRAMES, .kept = kept};
     walk(self, frame, &seen);
     if (!seen.users && !seen.from_python && self->main && PyThreadState_Get() != self->main)
         walk(self, innermost(self->main), &seen);
@@ -626,23 +723,28 @@ static long id_of(Stacks *self, uint64_t key) {
 }
 
 /* The id of the stack of this call; 0 when there is none, -1 when it is new. */
-static long find_stack(Stacks *self) { return id_of(self, key_of(self, innermost(PyThreadState_Get()))); }
+static long find_stack(Stacks *self) { return id_of(self, key_of(self, innermost(PyThreadState_Get()), NULL)); }
 
 /* capture(frame) -> id; 0 without frames of interest, -1 when this stack is new. */
 static PyObject *Stacks_capture(Stacks *self, PyObject *frame) {
-    return PyLong_FromLong(PyFrame_Check(frame) ? id_of(self, key_of(self, frame_of(frame))) : 0);
+    return PyLong_FromLong(PyFrame_Check(frame) ? id_of(self, key_of(self, frame_of(frame), NULL)) : 0);
+}
+
+/* frames(frame) -> [(code object, line), ...] of what is kept of the stack that starts here, innermost first. */
+static PyObject *Stacks_frames(Stacks *self, PyObject *frame) {
+    PyObject *kept = PyList_New(0);
+    if (kept && PyFrame_Check(frame))
+        key_of(self, frame_of(frame), kept);
+    return kept;
 }
 
 /* remember(frame, id): the stack that starts here has this id. */
-static PyObject *Stacks_remember(Stacks *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 2 || !PyFrame_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "remember takes a frame and an id");
+static PyObject *Stacks_remember(Stacks *self, PyObject *args) {
+    PyObject *frame;
+    long id;
+    if (!PyArg_ParseTuple(args, "O!l", &PyFrame_Type, &frame, &id))
         return NULL;
-    }
-    long id = PyLong_AsLong(args[1]);
-    if (id == -1 && PyErr_Occurred())
-        return NULL;
-    uint64_t key = key_of(self, frame_of(args[0]));
+    uint64_t key = key_of(self, frame_of(frame), NULL);
     if (key && table_put(&self->stacks, key, id) < 0)
         return PyErr_NoMemory();
     Py_RETURN_NONE;
@@ -650,7 +752,8 @@ static PyObject *Stacks_remember(Stacks *self, PyObject *const *args, Py_ssize_t
 
 static PyMethodDef Stacks_methods[] = {
     {"capture", (PyCFunction)Stacks_capture, METH_O, "The id of the stack at this frame; -1 when it is new."},
-    {"remember", (PyCFunction)(void (*)(void))Stacks_remember, METH_FASTCALL, "Gives a stack its id."},
+    {"frames", (PyCFunction)Stacks_frames, METH_O, "The frames of a stack that are kept."},
+    {"remember", (PyCFunction)Stacks_remember, METH_VARARGS, "Gives a stack its id."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -663,149 +766,6 @@ static PyType_Slot Stacks_slots[] = {
 };
 
 static PyType_Spec Stacks_spec = {"allranks.recording._fast.Stacks", sizeof(Stacks), 0, Py_TPFLAGS_DEFAULT, Stacks_slots};
-
-/* ---- Counters ------------------------------------------------------------------------------------------------ */
-
-typedef struct {
-    PyObject_HEAD
-    long long number, seq, p2p_seq, op_id, timeout_ms;
-    char blocking;
-    long long batch_seq, batch_p2p; /* numbers of the open batch; 0: not drawn yet */
-    PyObject *parts; /* list: numbers of the calls in the open batch; NULL: none is open */
-    PyObject *ranks; /* tuple: global ranks in group order */
-    PyObject *cpu_side; /* Counters that stand for calls on CPU tensors when these have a backend of their own, or None */
-} Counters;
-
-static int Counters_init(Counters *self, PyObject *args, PyObject *kwargs) {
-    int blocking;
-    PyObject *ranks;
-    if (!PyArg_ParseTuple(args, "LLpO!", &self->number, &self->timeout_ms, &blocking, &PyTuple_Type, &ranks))
-        return -1;
-    self->blocking = (char)blocking;
-    self->seq = self->p2p_seq = self->op_id = 0;
-    Py_CLEAR(self->parts);
-    Py_XSETREF(self->ranks, Py_NewRef(ranks));
-    Py_XSETREF(self->cpu_side, Py_NewRef(Py_None));
-    return 0;
-}
-
-static void Counters_dealloc(Counters *self) {
-    Py_XDECREF(self->parts);
-    Py_XDECREF(self->ranks);
-    Py_XDECREF(self->cpu_side);
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
-}
-
-/* Draws the numbers of the next call. Calls of one batch share one p2p and one collective number. */
-static void draw_numbers(Counters *self, int p2p, Call *call) {
-    call->op_id = ++self->op_id;
-    call->flags = p2p ? P2P : 0;
-    if (!self->parts) {
-        call->seq = p2p ? self->seq : ++self->seq;
-        call->p2p_seq = p2p ? ++self->p2p_seq : 0;
-        return;
-    }
-    if (p2p && !self->batch_p2p)
-        self->batch_p2p = ++self->p2p_seq;
-    else if (!p2p && !self->batch_seq)
-        self->batch_seq = ++self->seq;
-    call->seq = self->batch_seq ? self->batch_seq : self->seq;
-    call->p2p_seq = p2p ? self->batch_p2p : 0;
-    call->flags |= PART;
-}
-
-static int add_part(Counters *self, uint64_t begin) {
-    PyObject *number = self->parts ? PyLong_FromUnsignedLongLong(begin) : NULL;
-    int failed = !number || PyList_Append(self->parts, number) < 0;
-    Py_XDECREF(number);
-    return failed ? -1 : 0;
-}
-
-static PyObject *Counters_draw(Counters *self, PyObject *p2p) {
-    Call call;
-    draw_numbers(self, p2p == Py_True, &call);
-    return Py_BuildValue("LLLL", call.seq, call.p2p_seq, call.op_id, call.flags);
-}
-
-static PyObject *Counters_add_part(Counters *self, PyObject *number) {
-    if (self->parts && PyList_Append(self->parts, number) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-/* The calls from now on are parts of one batch. */
-static int open_batch(Counters *self) {
-    PyObject *parts = PyList_New(0);
-    if (!parts)
-        return -1;
-    self->batch_seq = self->batch_p2p = 0;
-    Py_XSETREF(self->parts, parts);
-    return 0;
-}
-
-/* Draws the numbers of the open batch and ends it; returns a tuple of its calls' numbers, NULL with an exception. */
-static PyObject *close_batch(Counters *self, Call *call) {
-    PyObject *parts = self->parts ? PyList_AsTuple(self->parts) : Py_NewRef(no_parts);
-    if (!parts)
-        return NULL;
-    Py_CLEAR(self->parts);
-    call->seq = self->batch_seq ? self->batch_seq : self->seq;
-    call->p2p_seq = self->batch_p2p;
-    call->op_id = ++self->op_id;
-    call->flags = BATCH_END | (call->p2p_seq ? P2P : 0);
-    self->batch_seq = self->batch_p2p = 0;
-    return parts;
-}
-
-static PyObject *Counters_open_batch(Counters *self, PyObject *unused) {
-    if (open_batch(self) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyObject *Counters_close_batch(Counters *self, PyObject *unused) {
-    Call call;
-    PyObject *parts = close_batch(self, &call);
-    return parts ? Py_BuildValue("LLLN", call.seq, call.p2p_seq, call.op_id, parts) : NULL;
-}
-
-static PyMethodDef Counters_methods[] = {
-    {"draw", (PyCFunction)Counters_draw, METH_O, "(seq, p2p_seq, op_id, flags) of the next call."},
-    {"add_part", (PyCFunction)Counters_add_part, METH_O, "A call belongs to the open batch."},
-    {"open_batch", (PyCFunction)Counters_open_batch, METH_NOARGS, "The calls from now on are parts of one batch."},
-    {"close_batch", (PyCFunction)Counters_close_batch, METH_NOARGS, "(seq, p2p_seq, op_id, parts) of the batch."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyObject *Counters_in_batch(Counters *self, void *unused) { return PyBool_FromLong(self->parts != NULL); }
-
-static PyGetSetDef Counters_getset[] = {
-    {"in_batch", (getter)Counters_in_batch, NULL, "Whether a batch is open.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyMemberDef Counters_members[] = {
-    {"number", T_LONGLONG, offsetof(Counters, number), READONLY, "Id of the group in the black box."},
-    {"timeout_ms", T_LONGLONG, offsetof(Counters, timeout_ms), 0, "Timeout of the group; 0 unknown."},
-    {"blocking", T_BOOL, offsetof(Counters, blocking), READONLY, "wait() returns when the call is over."},
-    {"cpu_side", T_OBJECT, offsetof(Counters, cpu_side), 0, "Stand for calls on CPU tensors, or None."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot Counters_slots[] = {
-    {Py_tp_init, Counters_init},       {Py_tp_dealloc, Counters_dealloc},
-    {Py_tp_methods, Counters_methods}, {Py_tp_members, Counters_members},
-    {Py_tp_getset, Counters_getset},   {Py_tp_doc, "Numbers of one process group's calls."},
-    {0, NULL},
-};
-
-static PyType_Spec Counters_spec = {
-    "allranks.recording._fast.Counters", sizeof(Counters), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, Counters_slots};
-
-static PyTypeObject *ring_type, *stacks_type, *counters_type, *markers_type;
-static PyObject *str_shape, *str_dtype, *str_is_cpu, *str_original, *str_opts;
 
 /* ---- Markers ------------------------------------------------------------------------------------------------- */
 
@@ -822,7 +782,7 @@ static struct {
 typedef struct {
     void *event;
     uint64_t begin;
-    PyObject *parts; /* numbers of the calls that end with it; NULL: none */
+    PyObject *parts; /* numbers of the calls that end with it */
     int device;
 } Mark;
 
@@ -833,7 +793,7 @@ typedef struct {
     int (*create)(void **, unsigned), (*record)(void *, void *), (*query)(void *), (*capturing)(void *, int *);
     Mark *marks;
     int count, room, asking, marking;
-    char ready, paused;
+    char ready;
 } Markers;
 
 /* Markers(ring, in_use, device, stream, addresses of cuEventCreate, cuEventRecord, cuEventQuery, cuStreamIsCapturing) */
@@ -912,12 +872,12 @@ static int room_for_mark(Markers *self) {
     return 1;
 }
 
-/* Puts an event behind what is queued on the current stream; the calls `begin` and `parts` (a tuple, or NULL) are over
- * when the device has passed it. 0: not possible, or a graph is being captured. */
+/* Puts an event behind what is queued on the current stream; the calls `begin` and `parts` are over when the device has
+ * passed it. 0: not possible, a graph is being captured, or there is no device whose events we know how to use. */
 static int mark_device(Markers *self, uint64_t begin, PyObject *parts) {
     void *stream, *event = NULL;
     int device, status = 0, failed;
-    if (self->paused || !current_stream(self, &device, &stream))
+    if (!self || self->ring->capturing || !current_stream(self, &device, &stream))
         return 0;
     if (spare[device].count)
         event = spare[device].events[--spare[device].count];
@@ -932,23 +892,14 @@ static int mark_device(Markers *self, uint64_t begin, PyObject *parts) {
             spare_event(device, event);
         return 0;
     }
-    PyObject *kept = parts && PyTuple_GET_SIZE(parts) ? Py_NewRef(parts) : NULL;
-    self->marks[self->count++] = (Mark){event, begin, kept, device};
+    self->marks[self->count++] = (Mark){event, begin, Py_NewRef(parts), device};
     return 1;
-}
-
-static void finish_parts(Ring *ring, PyObject *parts, int state) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parts); i++)
-        mark_finished(ring, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(parts, i)), state, 0);
 }
 
 static void end_marked(Markers *self, Mark *mark, int state) {
     spare_event(mark->device, mark->event);
-    if (!self->ring->view.obj)
-        return;
-    mark_finished(self->ring, mark->begin, state, 1);
-    if (mark->parts)
-        finish_parts(self->ring, mark->parts, state);
+    if (self->ring->view.obj)
+        finish_with_parts(self->ring, mark->begin, mark->parts, state);
 }
 
 /* Asks `count` marks from the one at `at` on, and notes what has ended; returns how many are still there. A short look
@@ -983,24 +934,16 @@ static int ask_marks(Markers *self, int at, int count, int whole) {
 }
 
 static void settle_marks(Markers *self, int limit, int whole) {
-    if (self->asking || self->paused)
+    if (self->asking || self->ring->capturing)
         return; /* another thread is at it, or no event may be asked */
     self->asking = 1;
-    for (int at = 0, count; limit > 0 && at < self->count && !self->paused; limit -= count) {
+    for (int at = 0, count; limit > 0 && at < self->count && !self->ring->capturing; limit -= count) {
         count = self->count - at < ASKED_AT_ONCE ? self->count - at : ASKED_AT_ONCE;
         at += ask_marks(self, at, count < limit ? count : limit, whole);
         if (!whole)
             break;
     }
     self->asking = 0;
-}
-
-static PyObject *Markers_mark(Markers *self, PyObject *args) {
-    unsigned long long begin;
-    PyObject *parts;
-    if (!PyArg_ParseTuple(args, "KO!", &begin, &PyTuple_Type, &parts))
-        return NULL;
-    return PyBool_FromLong(mark_device(self, begin, parts));
 }
 
 static PyObject *Markers_settle(Markers *self, PyObject *unused) {
@@ -1012,14 +955,8 @@ static PyObject *Markers_busy(Markers *self, void *unused) { return PyBool_FromL
 static Py_ssize_t Markers_length(Markers *self) { return self->count; }
 
 static PyMethodDef Markers_methods[] = {
-    {"mark", (PyCFunction)Markers_mark, METH_VARARGS, "Follows a call and its parts; False: not possible now."},
     {"settle", (PyCFunction)Markers_settle, METH_NOARGS, "Notes every call that the device has passed."},
     {NULL, NULL, 0, NULL},
-};
-
-static PyMemberDef Markers_members[] = {
-    {"paused", T_BOOL, offsetof(Markers, paused), 0, "A graph is captured: no event is recorded or asked."},
-    {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef Markers_getset[] = {
@@ -1028,19 +965,20 @@ static PyGetSetDef Markers_getset[] = {
 };
 
 static PyType_Slot Markers_slots[] = {
-    {Py_tp_init, Markers_init},       {Py_tp_dealloc, Markers_dealloc}, {Py_tp_methods, Markers_methods},
-    {Py_tp_members, Markers_members}, {Py_tp_getset, Markers_getset},   {Py_sq_length, Markers_length},
-    {Py_tp_doc, "Events behind calls."}, {0, NULL},
+    {Py_tp_init, Markers_init},     {Py_tp_dealloc, Markers_dealloc}, {Py_tp_methods, Markers_methods},
+    {Py_tp_getset, Markers_getset}, {Py_sq_length, Markers_length},   {Py_tp_doc, "Events behind calls."},
+    {0, NULL},
 };
 
 static PyType_Spec Markers_spec = {"allranks.recording._fast.Markers", sizeof(Markers), 0, Py_TPFLAGS_DEFAULT, Markers_slots};
 
-/* ---- Collective, Wait and Forward ---------------------------------------------------------------------------- */
+/* ---- Methods ------------------------------------------------------------------------------------------------- */
 
-enum { NOWHERE = -1, SWEEP_MARKS = 8, SWEEP_NS = 1000000 /* between two looks at the calls under way; as in writer.py */ };
+enum { NOWHERE = -1, SWEEP_MARKS = 8, SWEEP_NS = 1000000 /* between two looks at the calls under way */ };
+enum { MAX_SHAPES = 100000 }; /* distinct sizes remembered for each method; Python reads further ones on every call */
 
 /* Where an options object of torch keeps its fields: the address of the C++ value stands at `value_at` in the Python
- * object, the fields at these places in the value (inplace.py finds them and tries them out). NOWHERE: it has none. */
+ * object, the fields at these places in the value (torch_internals.py finds them and tries them out). NOWHERE: it has none. */
 typedef struct {
     PyTypeObject *type;
     int value_at, reduce_at, root_at, timeout_at;
@@ -1051,29 +989,73 @@ typedef struct {
     int count, out, in, out_splits, in_splits, options, peer, tag;
 } Form;
 
-/* A recorded method of torch: `original` is torch's function, `slow` the wrapper in Python (Wait has none), `failed` is
- * told of an error of `original`. Wait uses `waited` and nothing from `groups` on. */
+/* What the methods of one recorder share. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *args; /* what it was made with: holds the rest */
+    Ring *ring;
+    PyObject *pending, *groups; /* calls under way, by their works; counters, by their groups */
+    Stacks *stacks;             /* NULL: no stacks */
+    Markers *markers;           /* NULL: no device whose events we know how to use */
+    PyObject *meet, *new_stack, *failed, *wait_failed, *sweep;
+    char enabled;
+} Recording;
+
+/* A recorded method of torch: `original` is torch's function, `read` reads a call in Python. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *original, *slow, *failed, *pending, *waited;
-    Ring *ring;
-    Markers *markers; /* NULL: no device whose events we know how to use */
-    PyObject *groups, *shapes, *learn, *sweep, *no_work;
-    Stacks *stacks; /* NULL: no stacks */
+    PyObject *args, *original, *read, *shapes;
+    Recording *shared;
     Layout layout;
     Form form;
     long long op;
-    char enabled, direct;
 } Method;
 
+/* Recording(ring, pending, groups, stacks or None, markers or None, meet, new_stack, failed, wait_failed, sweep) */
+static int Recording_init(Recording *self, PyObject *args, PyObject *kwargs) {
+    PyObject *stacks, *markers;
+    if (self->args || !PyArg_ParseTuple(args, "O!O!O!OOOOOOO", ring_type, &self->ring, &PyDict_Type, &self->pending,
+                                        &PyDict_Type, &self->groups, &stacks, &markers, &self->meet, &self->new_stack,
+                                        &self->failed, &self->wait_failed, &self->sweep))
+        return -1;
+    if ((stacks != Py_None && !PyObject_TypeCheck(stacks, stacks_type)) ||
+        (markers != Py_None && !PyObject_TypeCheck(markers, markers_type))) {
+        PyErr_SetString(PyExc_TypeError, "these are not parts of this module");
+        return -1;
+    }
+    self->stacks = stacks == Py_None ? NULL : (Stacks *)stacks;
+    self->markers = markers == Py_None ? NULL : (Markers *)markers;
+    self->args = Py_NewRef(args);
+    self->enabled = 1;
+    return 0;
+}
+
+static void Recording_dealloc(Recording *self) {
+    Py_XDECREF(self->args);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef Recording_members[] = {
+    {"enabled", T_BOOL, offsetof(Recording, enabled), 0, "False: calls go straight to torch."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot Recording_slots[] = {
+    {Py_tp_init, Recording_init},
+    {Py_tp_dealloc, Recording_dealloc},
+    {Py_tp_members, Recording_members},
+    {Py_tp_doc, "What the methods of one recorder share."},
+    {0, NULL},
+};
+
+static PyType_Spec Recording_spec = {"allranks.recording._fast.Recording", sizeof(Recording), 0, Py_TPFLAGS_DEFAULT, Recording_slots};
+
 static void Method_dealloc(Method *self) {
-    PyObject **parts[] = {&self->original, &self->slow, &self->failed, &self->pending, &self->waited,
-                          (PyObject **)&self->ring, (PyObject **)&self->markers, &self->groups, &self->shapes,
-                          &self->learn, &self->sweep, &self->no_work, (PyObject **)&self->stacks,
-                          (PyObject **)&self->layout.type};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        Py_CLEAR(*parts[i]);
+    Py_XDECREF(self->args);
+    Py_XDECREF(self->shapes);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -1093,13 +1075,20 @@ static void ask(PyObject *answer) {
     Py_XDECREF(answer);
 }
 
-/* Tells `failed(number, error, parts)` of the exception that is set, and sets it again. */
-static void tell_failure(Method *self, unsigned long long number, PyObject *parts) {
-    PyObject *kind, *error, *trace;
-    PyErr_Fetch(&kind, &error, &trace);
-    PyErr_NormalizeException(&kind, &error, &trace);
-    ask(PyObject_CallFunction(self->failed, "KOO", number, error ? error : Py_None, parts));
-    PyErr_Restore(kind, error, trace);
+/* The counters of the group that this call is made with, which Python meets at its first call; NULL: nothing is recorded. */
+static Counters *recorded_group(Recording *shared, PyObject *const *args, size_t flags) {
+    if (!shared->enabled || !PyVectorcall_NARGS(flags) || !shared->ring->view.obj)
+        return NULL;
+    PyObject *key = PyLong_FromVoidPtr(args[0]);
+    PyObject *found = key ? Py_XNewRef(PyDict_GetItemWithError(shared->groups, key)) : NULL;
+    Py_XDECREF(key);
+    PyErr_Clear();
+    if (!found)
+        found = PyObject_CallOneArg(shared->meet, args[0]);
+    if (found && PyObject_TypeCheck(found, counters_type))
+        return (Counters *)found;
+    ask(found);
+    return NULL;
 }
 
 static long long global_rank(const Counters *group, long long rank) {
@@ -1187,56 +1176,8 @@ static PyObject *key_of_tensors(const Form *form, PyObject *const *args) {
     return made;
 }
 
-/* The shapes of a call, by its tensors; Python works out what is new. */
-static int find_shapes(Method *self, PyObject *const *args, Call *call) {
-    if (!self->form.out && !self->form.in)
-        return 1;
-    PyObject *key = key_of_tensors(&self->form, args);
-    PyObject *known = key ? Py_XNewRef(PyDict_GetItemWithError(self->shapes, key)) : NULL;
-    if (key && !known && !PyErr_Occurred()) {
-        PyObject *rest = PyTuple_New(self->form.count - 1);
-        for (int i = 1; rest && i < self->form.count; i++)
-            PyTuple_SET_ITEM(rest, i - 1, Py_NewRef(args[i]));
-        known = rest ? PyObject_CallFunctionObjArgs(self->learn, self->shapes, key, rest, NULL) : NULL;
-        Py_XDECREF(rest);
-    }
-    int fine = known && read_shapes(known, call) == 0;
-    Py_XDECREF(known);
-    Py_XDECREF(key);
-    return fine;
-}
-
-/* What is known of a call before it is made; 0 with no exception left: use `slow`. */
-static int describe(Method *self, Counters *group, PyObject *const *args, Call *call) {
-    const Form *form = &self->form;
-    if (form->options && !read_options(&self->layout, args[form->options], group, call))
-        return 0;
-    if (form->peer) {
-        long long peer = PyLong_AsLongLong(args[form->peer]), tag = PyLong_AsLongLong(args[form->tag]);
-        call->peer = global_rank(group, peer);
-        call->tag = tag & 0x7FFFFFFF;
-    }
-    int fine = !PyErr_Occurred() && find_shapes(self, args, call);
-    PyErr_Clear();
-    call->stack = fine && self->stacks ? find_stack(self->stacks) : 0;
-    return fine && call->stack >= 0;
-}
-
-/* The counters of a group that Python has met; else NULL. */
-static Counters *known_group(Method *self, PyObject *group) {
-    PyObject *key = PyLong_FromVoidPtr(group);
-    PyObject *found = key ? PyDict_GetItemWithError(self->groups, key) : NULL;
-    Py_XDECREF(key);
-    PyErr_Clear();
-    if (!found || !PyObject_TypeCheck(found, counters_type))
-        return NULL;
-    return (Counters *)Py_NewRef(found);
-}
-
-/* Which side of the group this call went to: in one with several backends the tensor decides. Borrowed. */
-static Counters *side_of(Counters *group, PyObject *tensors) {
-    if (!PyObject_TypeCheck(group->cpu_side, counters_type))
-        return group;
+/* Whether a call of a group with several backends goes to the one for CPU tensors. */
+static int is_on_cpu(PyObject *tensors) {
     PyObject *tensor = Py_NewRef(tensors);
     while (PyList_CheckExact(tensor) && PyList_GET_SIZE(tensor))
         Py_SETREF(tensor, Py_NewRef(PyList_GET_ITEM(tensor, 0)));
@@ -1244,81 +1185,144 @@ static Counters *side_of(Counters *group, PyObject *tensors) {
     int on_cpu = answer == Py_True;
     Py_DECREF(tensor);
     ask(answer);
-    return on_cpu ? (Counters *)group->cpu_side : group;
+    return on_cpu;
+}
+
+/* Reads a call in the form in which torch.distributed makes it: all arguments, at most `opts` by its name. 0 when Python must
+ * read it; `key` is that of its tensors then, if there is one. */
+static int read_usual(Method *self, Counters *group, PyObject *const *args, size_t flags, PyObject *names, Call *call,
+                      int *on_cpu, PyObject **key) {
+    const Form *form = &self->form;
+    Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
+    if (PyVectorcall_NARGS(flags) + named != form->count ||
+        (named && (named != 1 || form->options != form->count - 1 ||
+                   PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), str_opts))))
+        return 0;
+    PyObject *tensors = form->in ? args[form->in] : form->out ? args[form->out] : NULL, *shapes;
+    if ((!tensors && group->cpu_side != Py_None) ||
+        (form->options && !read_options(&self->layout, args[form->options], group, call)))
+        return 0;
+    if (form->peer) {
+        call->peer = global_rank(group, PyLong_AsLongLong(args[form->peer]));
+        call->tag = PyLong_AsLongLong(args[form->tag]) & 0x7FFFFFFF;
+    }
+    if (PyErr_Occurred())
+        return 0;
+    if (!tensors)
+        return 1;
+    *on_cpu = group->cpu_side != Py_None && is_on_cpu(tensors);
+    *key = key_of_tensors(form, args);
+    shapes = *key ? PyDict_GetItemWithError(self->shapes, *key) : NULL;
+    return shapes && PyArg_ParseTuple(shapes, "LLL", &call->shapes, &call->in_numel, &call->out_numel);
+}
+
+/* Asks `read(args, kwargs)` for ((shapes, elements in, elements out), reduce_op, root, peer, p2p, timeout_ms, tag, on_cpu),
+ * ranks as the group counts them. 0: it could not. */
+static int read_in_python(Method *self, Counters *group, PyObject *const *args, size_t flags, PyObject *names, Call *call,
+                          int *p2p, int *on_cpu, PyObject *key) {
+    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    PyObject *given = PyTuple_New(count - 1), *named = PyDict_New(), *shapes;
+    for (Py_ssize_t i = 1; given && i < count; i++)
+        PyTuple_SET_ITEM(given, i - 1, Py_NewRef(args[i]));
+    for (Py_ssize_t i = 0; named && names && i < PyTuple_GET_SIZE(names); i++)
+        if (PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[count + i]) < 0)
+            Py_CLEAR(named);
+    PyObject *answer = given && named ? PyObject_CallFunctionObjArgs(self->read, given, named, NULL) : NULL;
+    int fine = answer && PyTuple_Check(answer) &&
+               PyArg_ParseTuple(answer, "O!LLLpLLp", &PyTuple_Type, &shapes, &call->reduce_op, &call->root, &call->peer,
+                                p2p, &call->timeout_ms, &call->tag, on_cpu) &&
+               PyArg_ParseTuple(shapes, "LLL", &call->shapes, &call->in_numel, &call->out_numel);
+    if (fine) {
+        call->root = global_rank(group, call->root);
+        call->peer = global_rank(group, call->peer);
+        if (key && PyDict_GET_SIZE(self->shapes) < MAX_SHAPES)
+            PyDict_SetItem(self->shapes, key, shapes);
+    }
+    Py_XDECREF(answer);
+    Py_XDECREF(named);
+    Py_XDECREF(given);
+    return fine;
+}
+
+/* The id of the stack of this call; Python gives a new one its id. */
+static long stack_of_call(Recording *shared) {
+    long id = shared->stacks ? find_stack(shared->stacks) : 0;
+    if (id >= 0)
+        return id;
+    PyObject *answer = PyObject_CallNoArgs(shared->new_stack);
+    id = answer && PyLong_Check(answer) ? PyLong_AsLong(answer) : 0;
+    ask(answer);
+    return id < 0 ? 0 : id;
 }
 
 /* Other calls may have ended meanwhile: they are looked at once in a while. */
-static void look_around(Method *self) {
-    Ring *ring = self->ring;
+static void look_around(Recording *shared) {
+    Ring *ring = shared->ring;
     int64_t now = ticking_ns();
-    int marks = self->markers ? self->markers->count : 0, works = PyDict_GET_SIZE(self->pending) > 0;
+    int marks = shared->markers ? shared->markers->count : 0, works = PyDict_GET_SIZE(shared->pending) > 0;
     if ((!marks && !works) || now - ring->swept_ns < SWEEP_NS)
         return;
     ring->swept_ns = now;
     if (marks)
-        settle_marks(self->markers, SWEEP_MARKS, 0);
+        settle_marks(shared->markers, SWEEP_MARKS, 0);
     if (works)
-        ask(PyObject_CallNoArgs(self->sweep));
+        ask(PyObject_CallNoArgs(shared->sweep));
 }
 
-/* The library has returned no Work: the call and its parts are over, or queued on the device. */
-static void follow_device(Method *self, Counters *group, uint64_t begin, PyObject *parts) {
-    if (group->blocking) {
-        mark_finished(self->ring, begin, COMPLETED, 1);
-        finish_parts(self->ring, parts, COMPLETED);
-    } else if (!self->markers || !mark_device(self->markers, begin, parts))
-        ask(PyObject_CallFunction(self->no_work, "KOO", (unsigned long long)begin, (PyObject *)group, parts));
-}
-
-/* The library has answered. */
-static void follow(Method *self, Counters *group, PyObject *work, uint64_t begin) {
-    Ring *ring = self->ring;
-    if (work == Py_None)
-        follow_device(self, group, begin, no_parts);
-    else {
-        if (group->blocking)
+/* The library has answered with a Work, or with None: the call and its parts are over, or queued on the device. */
+static void follow(Recording *shared, Counters *side, PyObject *work, uint64_t begin, PyObject *parts) {
+    Ring *ring = shared->ring;
+    if (!ring->view.obj || (ring->capturing && !side->blocking))
+        return; /* a captured call has no end of its own */
+    if (work == Py_None) {
+        if (side->blocking || !mark_device(shared->markers, begin, parts))
+            finish_with_parts(ring, begin, parts, COMPLETED);
+    } else {
+        if (side->blocking)
             mark_started(ring, begin, now_ns());
-        if (hand_over(ring, self->pending) < 0)
-            PyErr_Clear();
-        ring->last_work = Py_NewRef(work);
-        ring->last_group = Py_NewRef((PyObject *)group);
-        ring->last_begin = begin;
+        hand_over(ring, shared->pending);
+        ring->last = (Entry){Py_NewRef(work), Py_NewRef((PyObject *)side), Py_NewRef(parts), begin};
     }
-    look_around(self);
+    look_around(shared);
 }
 
-/* Whether this is the form in which torch.distributed makes the call: all arguments, at most `opts` by its name. */
-static int usual(const Method *self, size_t flags, PyObject *names) {
-    Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
-    return self->direct && PyVectorcall_NARGS(flags) + named == self->form.count && self->ring->view.obj &&
-           (!named || (named == 1 && self->form.options == self->form.count - 1 &&
-                       PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), str_opts) == 0));
+/* Calls `notice` with the exception that is set, and sets it again. `given` (stolen) stands before or behind it. */
+static void tell_failure(PyObject *notice, PyObject *first, PyObject *last) {
+    PyObject *kind, *error, *trace;
+    PyErr_Fetch(&kind, &error, &trace);
+    PyErr_NormalizeException(&kind, &error, &trace);
+    if (first)
+        ask(PyObject_CallFunctionObjArgs(notice, first, error ? error : Py_None, last, NULL));
+    Py_XDECREF(first);
+    PyErr_Restore(kind, error, trace);
 }
 
 static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
     Method *self = (Method *)callable;
-    if (!self->enabled)
+    Recording *shared = self->shared;
+    Counters *group = recorded_group(shared, args, flags);
+    if (!group)
         return PyObject_Vectorcall(self->original, args, flags, names);
     Call call = {.op = self->op, .root = -1, .peer = -1, .tag = -1};
-    const Form *form = &self->form;
-    Counters *group = usual(self, flags, names) ? known_group(self, args[0]) : NULL;
-    if (!group || !describe(self, group, args, &call) || (!form->out && !form->in && group->cpu_side != Py_None)) {
-        Py_XDECREF(group);
-        return PyObject_Vectorcall(self->slow, args, flags, names);
+    int p2p = self->form.peer != 0, on_cpu = 0;
+    PyObject *key = NULL, *work = NULL;
+    int known = read_usual(self, group, args, flags, names, &call, &on_cpu, &key);
+    PyErr_Clear();
+    if (!known)
+        known = read_in_python(self, group, args, flags, names, &call, &p2p, &on_cpu, key);
+    PyErr_Clear();
+    Py_XDECREF(key);
+    if (!known)
+        work = PyObject_Vectorcall(self->original, args, flags, names);
+    else {
+        call.stack = stack_of_call(shared);
+        uint64_t begin = begin_call(shared->ring, group, p2p, &call);
+        work = PyObject_Vectorcall(self->original, args, flags, names);
+        if (!work)
+            tell_failure(shared->failed, PyLong_FromUnsignedLongLong(begin), no_parts);
+        else if (!group->parts) /* else the end of the batch tells for all of it */
+            follow(shared, on_cpu && group->cpu_side != Py_None ? (Counters *)group->cpu_side : group, work, begin, no_parts);
     }
-    native_thread(self->ring);
-    call.group = group->number;
-    if (!call.timeout_ms)
-        call.timeout_ms = group->timeout_ms;
-    draw_numbers(group, form->peer != 0, &call);
-    uint64_t begin = write_row(self->ring, &call);
-    if (call.flags & PART && add_part(group, begin) < 0)
-        PyErr_Clear();
-    PyObject *work = PyObject_Vectorcall(self->original, args, flags, names);
-    if (!work)
-        tell_failure(self, begin, no_parts);
-    else if (self->ring->view.obj && !group->parts)
-        follow(self, form->out || form->in ? side_of(group, args[form->in ? form->in : form->out]) : group, work, begin);
     Py_DECREF(group);
     return work;
 }
@@ -1326,278 +1330,155 @@ static PyObject *Collective_call(PyObject *callable, PyObject *const *args, size
 /* The start of a batch. */
 static PyObject *Start_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
     Method *self = (Method *)callable;
-    Counters *group = self->enabled && PyVectorcall_NARGS(flags) ? known_group(self, args[0]) : NULL;
-    int fine = group && open_batch(group) == 0;
-    PyErr_Clear();
+    Counters *group = recorded_group(self->shared, args, flags);
+    if (group && open_batch(group) < 0)
+        PyErr_Clear();
     Py_XDECREF(group);
-    return PyObject_Vectorcall(fine || !self->enabled ? self->original : self->slow, args, flags, names);
+    return PyObject_Vectorcall(self->original, args, flags, names);
 }
 
 /* The end of a batch: its row stands for all of its calls, and the Work that it returns for their end. */
 static PyObject *End_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
     Method *self = (Method *)callable;
-    if (!self->enabled)
-        return PyObject_Vectorcall(self->original, args, flags, names);
-    Ring *ring = self->ring;
-    int usable = self->direct && PyVectorcall_NARGS(flags) && ring->view.obj;
-    Counters *group = usable ? known_group(self, args[0]) : NULL;
+    Recording *shared = self->shared;
+    Counters *group = recorded_group(shared, args, flags);
     Call call = {.op = self->op, .root = -1, .peer = -1, .tag = -1};
-    call.stack = group && self->stacks ? find_stack(self->stacks) : 0;
-    native_thread(ring);
-    PyObject *parts = group && call.stack >= 0 ? close_batch(group, &call) : NULL;
+    if (group) {
+        call.stack = stack_of_call(shared);
+        native_thread(shared->ring);
+    }
+    PyObject *parts = group ? close_batch(group, &call) : NULL;
     if (!parts) {
         PyErr_Clear();
         Py_XDECREF(group);
-        return PyObject_Vectorcall(self->slow, args, flags, names);
+        return PyObject_Vectorcall(self->original, args, flags, names);
     }
     call.group = group->number;
     call.timeout_ms = group->timeout_ms;
-    uint64_t begin = write_row(ring, &call);
+    uint64_t begin = write_row(shared->ring, &call);
     PyObject *work = PyObject_Vectorcall(self->original, args, flags, names);
-    if (!work)
-        tell_failure(self, begin, parts);
-    else if (ring->view.obj) {
-        if (work == Py_None)
-            follow_device(self, group, begin, parts);
-        else {
-            if (group->blocking)
-                mark_started(ring, begin, now_ns());
-            if (keep(self->pending, work, begin, (PyObject *)group, parts) < 0)
-                PyErr_Clear();
-        }
-        look_around(self);
-    }
+    if (work)
+        follow(shared, group, work, begin, parts);
+    else
+        tell_failure(shared->failed, PyLong_FromUnsignedLongLong(begin), parts);
     Py_DECREF(parts);
     Py_DECREF(group);
     return work;
 }
 
-/* Tells `failed(work, error, limited)` of the exception that is set, and sets it again. */
-static void tell_wait_failure(Method *self, PyObject *work, int limited) {
-    PyObject *kind, *error, *trace;
-    PyErr_Fetch(&kind, &error, &trace);
-    PyErr_NormalizeException(&kind, &error, &trace);
-    if (hand_over(self->ring, self->pending) < 0)
-        PyErr_Clear();
-    ask(PyObject_CallFunctionObjArgs(self->failed, work, error ? error : Py_None, limited ? Py_True : Py_False, NULL));
-    PyErr_Restore(kind, error, trace);
-}
-
-/* The program's wait() for the call made last has returned, which is not among the others: it ends here, or when the
- * device has passed this point. The Work is let go: it would keep its tensors in the device's memory. */
-static int end_last(Method *self) {
-    Ring *ring = self->ring;
-    uint64_t begin = ring->last_begin;
-    PyObject *work = ring->last_work, *group = ring->last_group;
-    ring->last_work = ring->last_group = NULL; /* other threads run while CUDA is asked */
-    int ended = ((Counters *)group)->blocking;
-    if (ended)
-        mark_finished(ring, begin, COMPLETED, 1);
-    else if (self->markers)
-        ended = mark_device(self->markers, begin, NULL);
-    if (!ended) {
-        if (hand_over(ring, self->pending) < 0)
-            PyErr_Clear();
-        ring->last_work = Py_NewRef(work);
-        ring->last_group = Py_NewRef(group);
-        ring->last_begin = begin;
+/* Takes a call from those under way; its work is NULL when it is not among them. */
+static Entry take(Recording *shared, PyObject *work) {
+    Entry entry = {NULL, NULL, NULL, 0};
+    if (work == shared->ring->last.work) {
+        entry = shared->ring->last;
+        shared->ring->last = (Entry){NULL, NULL, NULL, 0};
+        return entry;
     }
-    Py_DECREF(work);
-    Py_DECREF(group);
-    return ended;
-}
-
-/* The same for a call among the others: (work, number, group, parts). */
-static int end_pending(Method *self, PyObject *key, PyObject *entry) {
-    if (!self->markers || !PyTuple_CheckExact(entry) || PyTuple_GET_SIZE(entry) != 4 ||
-        !PyObject_TypeCheck(PyTuple_GET_ITEM(entry, 2), counters_type) ||
-        ((Counters *)PyTuple_GET_ITEM(entry, 2))->blocking || PyDict_DelItem(self->pending, key) < 0)
-        return 0;
-    uint64_t begin = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(entry, 1));
-    return mark_device(self->markers, begin, PyTuple_GET_ITEM(entry, 3)) ||
-           PyDict_SetItem(self->pending, key, entry) < 0;
-}
-
-static void after_wait(Method *self, PyObject *work) {
-    if (work == self->ring->last_work && end_last(self))
-        return;
-    if (hand_over(self->ring, self->pending) < 0)
-        PyErr_Clear();
     PyObject *key = PyLong_FromVoidPtr(work);
-    PyObject *entry = key ? Py_XNewRef(PyDict_GetItemWithError(self->pending, key)) : NULL;
-    if (entry && !end_pending(self, key, entry))
-        ask(PyObject_CallFunctionObjArgs(self->waited, work, entry, NULL));
-    Py_XDECREF(entry);
+    PyObject *kept = key ? PyDict_GetItemWithError(shared->pending, key) : NULL;
+    unsigned long long begin;
+    if (kept && PyTuple_Check(kept) && PyArg_ParseTuple(kept, "OKO!O!", &entry.work, &begin, counters_type, &entry.group,
+                                                        &PyTuple_Type, &entry.parts)) {
+        entry = (Entry){Py_NewRef(entry.work), Py_NewRef(entry.group), Py_NewRef(entry.parts), begin};
+        PyDict_DelItem(shared->pending, key);
+    } else
+        entry.work = NULL;
     Py_XDECREF(key);
     PyErr_Clear();
+    return entry;
+}
+
+/* The program's wait() has returned: the call is over, or the device has yet to come past this point. Then a marker takes the
+ * place of the Work, which would keep its tensors in the device's memory. */
+static void after_wait(Recording *shared, PyObject *work) {
+    Ring *ring = shared->ring;
+    Entry entry = take(shared, work);
+    if (!entry.work)
+        return;
+    int ended = ((Counters *)entry.group)->blocking;
+    if (!ended && !ring->capturing) {
+        if (mark_device(shared->markers, entry.begin, entry.parts)) {
+            drop_entry(entry);
+            return;
+        }
+        PyObject *answer = PyObject_CallMethodNoArgs(work, str_is_completed);
+        ended = answer == Py_True;
+        ask(answer);
+    }
+    if (!ended) {
+        keep(shared->pending, entry);
+        return;
+    }
+    finish_with_parts(ring, entry.begin, entry.parts, COMPLETED);
+    drop_entry(entry);
 }
 
 static PyObject *Wait_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
     Method *self = (Method *)callable;
-    Ring *ring = self->ring;
-    if (!self->enabled || PyVectorcall_NARGS(flags) < 1 || !ring->view.obj ||
-        (args[0] != ring->last_work && !PyDict_GET_SIZE(self->pending)))
+    Recording *shared = self->shared;
+    Ring *ring = shared->ring;
+    if (!shared->enabled || PyVectorcall_NARGS(flags) < 1 || !ring->view.obj ||
+        (args[0] != ring->last.work && !PyDict_GET_SIZE(shared->pending)))
         return PyObject_Vectorcall(self->original, args, flags, names);
     PyObject *work = Py_NewRef(args[0]);
     PyObject *result = PyObject_Vectorcall(self->original, args, flags, names);
-    if (!result)
-        tell_wait_failure(self, work, PyVectorcall_NARGS(flags) > 1 || names);
-    else if (ring->view.obj && self->enabled)
-        after_wait(self, work);
+    if (!result) {
+        hand_over(ring, shared->pending);
+        tell_failure(shared->wait_failed, Py_NewRef(work), PyVectorcall_NARGS(flags) > 1 || names ? Py_True : Py_False);
+    } else if (ring->view.obj && shared->enabled)
+        after_wait(shared, work);
     Py_DECREF(work);
     return result;
 }
 
-static int check_parts(Method *self) {
-    if (PyObject_TypeCheck(self->ring, ring_type) && PyDict_Check(self->pending) &&
-        (!self->stacks || PyObject_TypeCheck(self->stacks, stacks_type)) &&
-        (!self->markers || PyObject_TypeCheck(self->markers, markers_type)) &&
-        (!self->groups || PyDict_Check(self->groups)) && (!self->shapes || PyDict_Check(self->shapes)))
-        return 0;
-    PyErr_SetString(PyExc_TypeError, "these are not parts of this module");
-    return -1;
-}
+enum { COLLECTIVE, BATCH_BEGIN, BATCH_CLOSE, WAIT };
+static const vectorcallfunc kinds[] = {Collective_call, Start_call, End_call, Wait_call};
 
-/* Takes what was parsed, and holds it. */
-static int take_parts(Method *self, Method *given, vectorcallfunc call) {
-    if ((PyObject *)given->stacks == Py_None)
-        given->stacks = NULL;
-    if ((PyObject *)given->markers == Py_None)
-        given->markers = NULL;
-    if (check_parts(given) < 0)
+/* Method(recording, original, kind, op, read, form, layout), form as in Form, layout = (options_type, value_at, reduce_at,
+ * root_at, timeout_at); the last three of a COLLECTIVE only. */
+static int Method_init(Method *self, PyObject *args, PyObject *kwargs) {
+    int kind;
+    Form *form = &self->form;
+    Layout *layout = &self->layout;
+    if (self->args || !PyArg_ParseTuple(args, "O!OiL|O(iiiiiiii)(O!iiii)", recording_type, &self->shared, &self->original,
+                                        &kind, &self->op, &self->read, &form->count, &form->out, &form->in,
+                                        &form->out_splits, &form->in_splits, &form->options, &form->peer, &form->tag,
+                                        &PyType_Type, &layout->type, &layout->value_at, &layout->reduce_at,
+                                        &layout->root_at, &layout->timeout_at))
         return -1;
-    given->enabled = given->direct = 1;
-    memcpy(&self->original, &given->original, sizeof(Method) - offsetof(Method, original));
-    self->vectorcall = call;
-    PyObject *parts[] = {self->original, self->slow, self->failed, self->pending, self->waited, (PyObject *)self->ring,
-                         (PyObject *)self->markers, self->groups, self->shapes, self->learn, self->sweep, self->no_work,
-                         (PyObject *)self->stacks, (PyObject *)self->layout.type};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        Py_XINCREF(parts[i]);
+    if (kind < COLLECTIVE || kind > WAIT || (kind == COLLECTIVE && PyTuple_GET_SIZE(args) != 7)) {
+        PyErr_SetString(PyExc_ValueError, "no such kind of method");
+        return -1;
+    }
+    self->shapes = PyDict_New();
+    if (!self->shapes)
+        return -1;
+    self->vectorcall = kinds[kind];
+    self->args = Py_NewRef(args);
     return 0;
 }
 
-/* Collective(original, slow, failed, pending, ring, markers or None, groups, shapes, learn, sweep, no_work,
- *            stacks or None, op, form, layout), form as in Form, layout = (options_type, value_at, reduce_at, root_at,
- *            timeout_at) */
-static int Collective_init(Method *self, PyObject *args, PyObject *kwargs) {
-    Method given = {.op = 0};
-    Form *form = &given.form;
-    Layout *layout = &given.layout;
-    if (self->original)
-        return -1;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOL(iiiiiiii)(O!iiii)", &given.original, &given.slow, &given.failed,
-                          &given.pending, &given.ring, &given.markers, &given.groups, &given.shapes, &given.learn,
-                          &given.sweep, &given.no_work, &given.stacks, &given.op, &form->count, &form->out, &form->in,
-                          &form->out_splits, &form->in_splits, &form->options, &form->peer, &form->tag, &PyType_Type,
-                          &layout->type, &layout->value_at, &layout->reduce_at, &layout->root_at, &layout->timeout_at))
-        return -1;
-    return take_parts(self, &given, Collective_call);
-}
-
-/* Batch(original, slow, failed, pending, ring, markers or None, groups, sweep, no_work, stacks or None, op, whether this is
- *       its end) */
-static int Batch_init(Method *self, PyObject *args, PyObject *kwargs) {
-    Method given = {.op = 0};
-    int end;
-    if (self->original || !PyArg_ParseTuple(args, "OOOOOOOOOOLp", &given.original, &given.slow, &given.failed,
-                                            &given.pending, &given.ring, &given.markers, &given.groups, &given.sweep,
-                                            &given.no_work, &given.stacks, &given.op, &end))
-        return -1;
-    return take_parts(self, &given, end ? End_call : Start_call);
-}
-
-/* Wait(original, failed, waited, pending, ring, markers or None) */
-static int Wait_init(Method *self, PyObject *args, PyObject *kwargs) {
-    Method given = {.op = 0};
-    if (self->original || !PyArg_ParseTuple(args, "OOOOOO", &given.original, &given.failed, &given.waited,
-                                            &given.pending, &given.ring, &given.markers))
-        return -1;
-    return take_parts(self, &given, Wait_call);
-}
-
 static PyMemberDef Method_members[] = {
-    {"enabled", T_BOOL, offsetof(Method, enabled), 0, "False: calls go straight to torch."},
-    {"direct", T_BOOL, offsetof(Method, direct), 0, "False: every call takes the wrapper in Python."},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, vectorcall), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-#define METHOD_SLOTS(init, doc)                                                                                       \
-    {                                                                                                                 \
-        {Py_tp_init, init}, {Py_tp_dealloc, Method_dealloc}, {Py_tp_descr_get, Method_get},                           \
-            {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, Method_members}, {Py_tp_doc, doc}, {0, NULL},            \
-    }
-
-static PyType_Slot Collective_slots[] = METHOD_SLOTS(Collective_init, "A collective of ProcessGroup or Backend, recorded.");
-static PyType_Slot Batch_slots[] = METHOD_SLOTS(Batch_init, "The start or the end of a batch, recorded.");
-static PyType_Slot Wait_slots[] = METHOD_SLOTS(Wait_init, "Work.wait, recorded.");
-
-enum { METHOD_FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR };
-static PyType_Spec Collective_spec = {"allranks.recording._fast.Collective", sizeof(Method), 0, METHOD_FLAGS, Collective_slots};
-static PyType_Spec Batch_spec = {"allranks.recording._fast.Batch", sizeof(Method), 0, METHOD_FLAGS, Batch_slots};
-static PyType_Spec Wait_spec = {"allranks.recording._fast.Wait", sizeof(Method), 0, METHOD_FLAGS, Wait_slots};
-
-/* A method of a proxy (recording_group.py): calls the method of the same name of `self.original`. */
-typedef struct {
-    PyObject_HEAD
-    vectorcallfunc vectorcall;
-    PyObject *name;
-} ForwardMethod;
-
-static PyObject *Forward_call(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
-    Py_ssize_t count = PyVectorcall_NARGS(flags);
-    PyObject *passed[32];
-    if (count < 1 || count > 32 || names) {
-        PyErr_SetString(PyExc_TypeError, "C++ calls a proxy with at most 31 arguments");
-        return NULL;
-    }
-    passed[0] = PyObject_GetAttr(args[0], str_original);
-    if (!passed[0])
-        return NULL;
-    memcpy(passed + 1, args + 1, (size_t)(count - 1) * sizeof *args);
-    PyObject *result = PyObject_VectorcallMethod(((ForwardMethod *)callable)->name, passed, (size_t)count, NULL);
-    Py_DECREF(passed[0]);
-    return result;
-}
-
-/* Forward(name) */
-static int Forward_init(ForwardMethod *self, PyObject *args, PyObject *kwargs) {
-    PyObject *name;
-    if (self->name || !PyArg_ParseTuple(args, "U", &name))
-        return -1;
-    self->name = Py_NewRef(name);
-    self->vectorcall = Forward_call;
-    return 0;
-}
-
-static void Forward_dealloc(ForwardMethod *self) {
-    Py_XDECREF(self->name);
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
-}
-
-static PyMemberDef Forward_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(ForwardMethod, vectorcall), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot Forward_slots[] = {
-    {Py_tp_init, Forward_init},           {Py_tp_dealloc, Forward_dealloc},
-    {Py_tp_descr_get, Method_get},        {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_members, Forward_members},     {Py_tp_doc, "A method of a proxy."},
+static PyType_Slot Method_slots[] = {
+    {Py_tp_init, Method_init},         {Py_tp_dealloc, Method_dealloc}, {Py_tp_descr_get, Method_get},
+    {Py_tp_call, PyVectorcall_Call},   {Py_tp_members, Method_members}, {Py_tp_doc, "A method of ProcessGroup or Work, recorded."},
     {0, NULL},
 };
-static PyType_Spec Forward_spec = {"allranks.recording._fast.Forward", sizeof(ForwardMethod), 0, METHOD_FLAGS, Forward_slots};
+
+enum { METHOD_FLAGS = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR };
+static PyType_Spec Method_spec = {"allranks.recording._fast.Method", sizeof(Method), 0, METHOD_FLAGS, Method_slots};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", "The hot path of the recorder.", -1, NULL};
 
-static PyObject *add_type(PyObject *made, const char *name, PyType_Spec *spec) {
+static PyTypeObject *add_type(PyObject *made, const char *name, PyType_Spec *spec) {
     PyObject *type = made ? PyType_FromSpec(spec) : NULL;
     if (!type || PyModule_AddObject(made, name, Py_NewRef(type)) < 0)
         return NULL;
-    return type; /* kept for ever: the checks above compare with it */
+    return (PyTypeObject *)type; /* kept for ever: the checks above compare with it */
 }
 
 #ifndef BUILT_FOR
@@ -1619,19 +1500,22 @@ PyMODINIT_FUNC PyInit__fast(void) {
     if (!is_built_for_this())
         return PyErr_Format(PyExc_ImportError, "built for Python %s", BUILT_FOR);
     PyObject *made = PyModule_Create(&module);
-    ring_type = (PyTypeObject *)add_type(made, "Ring", &Ring_spec);
-    stacks_type = (PyTypeObject *)add_type(made, "Stacks", &Stacks_spec);
-    counters_type = (PyTypeObject *)add_type(made, "Counters", &Counters_spec);
-    markers_type = (PyTypeObject *)add_type(made, "Markers", &Markers_spec);
+    ring_type = add_type(made, "Ring", &Ring_spec);
+    stacks_type = add_type(made, "Stacks", &Stacks_spec);
+    counters_type = add_type(made, "Counters", &Counters_spec);
+    markers_type = add_type(made, "Markers", &Markers_spec);
+    recording_type = add_type(made, "Recording", &Recording_spec);
     str_shape = PyUnicode_InternFromString("shape");
     str_dtype = PyUnicode_InternFromString("dtype");
     str_is_cpu = PyUnicode_InternFromString("is_cpu");
-    str_original = PyUnicode_InternFromString("original");
+    str_is_completed = PyUnicode_InternFromString("is_completed");
     str_opts = PyUnicode_InternFromString("opts");
     no_parts = PyTuple_New(0);
-    if (!ring_type || !stacks_type || !counters_type || !markers_type || !str_shape || !str_dtype || !str_is_cpu ||
-        !str_original || !str_opts || !no_parts || PyModule_AddIntConstant(made, "VERSION", 6) < 0 || !add_type(made, "Collective", &Collective_spec) ||
-        !add_type(made, "Batch", &Batch_spec) || !add_type(made, "Wait", &Wait_spec) || !add_type(made, "Forward", &Forward_spec))
+    if (!ring_type || !stacks_type || !counters_type || !markers_type || !recording_type || !str_shape || !str_dtype ||
+        !str_is_cpu || !str_is_completed || !str_opts || !no_parts || !add_type(made, "Method", &Method_spec) ||
+        PyModule_AddIntConstant(made, "VERSION", 7) < 0 || PyModule_AddIntMacro(made, COLLECTIVE) < 0 ||
+        PyModule_AddIntMacro(made, BATCH_BEGIN) < 0 || PyModule_AddIntMacro(made, BATCH_CLOSE) < 0 ||
+        PyModule_AddIntMacro(made, WAIT) < 0)
         return NULL;
     return made;
 }

@@ -1,7 +1,8 @@
 """What each method of a process group moves: which arguments are its inputs, outputs, root, partner, operator.
 
-Runs in the rank. The table follows torch's pybind signatures, all overloads: `opts` objects, plain operators and
-roots, single tensors and lists. Ops have readable names of their own; model/torch_dump.py maps them to torch's.
+Runs in the rank. One table follows torch's pybind signatures, all overloads: `opts` objects, plain operators and roots, single
+tensors and lists. `_fast.c` reads the first form of a call by it, `read_call` every form. Ops have readable names of their own;
+model/torch_dump.py maps them to torch's.
 
 What of ours runs inside a call of the program goes through an `ErrorGuard`: an error of ours never reaches the program.
 """
@@ -12,9 +13,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from allranks.blackbox.layout import Item
+
 if TYPE_CHECKING:
     import torch
 
+    from allranks.blackbox.file_writer import Box
 
 #: torch's C++ names of dtypes, as its own recorder writes them.
 _NAMES_TEXT = (
@@ -49,8 +53,6 @@ class Call(NamedTuple):
 Args = tuple[object, ...]  # of a call, by position
 Kwargs = dict[str, object]
 Function = Callable[..., Any]  # of torch, or what we put in its place
-Reader = Callable[[Args, Kwargs], Call]
-ANY_SOURCE = -1
 _NO_TIME = timedelta(0)  # torch's options hold -1 ms when nobody set a timeout
 
 
@@ -66,14 +68,16 @@ def flat(tensors: object) -> list[torch.Tensor]:
     return found
 
 
-def _argument(args: Args, kwargs: Kwargs, index: int, *names: str) -> Any:
-    if len(args) > index:
-        return args[index]
-    return next((kwargs[name] for name in names if name in kwargs), None)
-
-
-def _options(args: Args, kwargs: Kwargs, index: int, *names: str) -> Any:
-    return _argument(args, kwargs, index, "opts", *names)
+def intern_shapes(
+    box: Box, inputs: Any, outputs: Any, input_splits: Any = (), output_splits: Any = ()
+) -> tuple[int, int, int]:
+    """(id in the box, elements in, elements out) of the sizes and dtypes of a call's tensors."""
+    sides = (inputs, outputs)
+    payload: list[object] = [[list(t.shape) for t in side] for side in sides]
+    payload += [[dtype_name(t.dtype) for t in side] for side in sides]
+    payload += [list(input_splits), list(output_splits)]
+    elements_in, elements_out = (sum(t.numel() for t in side) for side in sides)
+    return box.intern(Item.SHAPES, payload) if any(sides) else 0, elements_in, elements_out
 
 
 def reduce_number(options: Any) -> int:
@@ -103,118 +107,89 @@ def _root(options: object) -> int:
     return int(getattr(options, "rootRank", 0))
 
 
-def _reduced(args: Args, kwargs: Kwargs) -> Call:
-    tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
-    options = _options(args, kwargs, 1, "op")
-    return Call(tensors, tensors, reduce_number(options), timeout_ms=_timeout(options, args, kwargs))
+class Method(NamedTuple):
+    """A method of ProcessGroup and Backend."""
 
-
-def _broadcast(args: Args, kwargs: Kwargs) -> Call:
-    tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
-    options = _options(args, kwargs, 1, "root")
-    return Call(tensors, tensors, root=_root(options), timeout_ms=_timeout(options, args, kwargs))
-
-
-def _reduce(args: Args, kwargs: Kwargs) -> Call:
-    tensors = flat(_argument(args, kwargs, 0, "tensors", "tensor"))
-    options = _options(args, kwargs, 1, "root")
-    operator = _argument(args, kwargs, 2, "op") if isinstance(options, int) else options
-    return Call(
-        tensors, tensors, reduce_number(operator), _root(options), timeout_ms=_timeout(options, args, kwargs)
+    op: str  # our name of it
+    arguments: str  # what each of its arguments is, in order: keys of _NAMES
+    options: str = (
+        ""  # torch's class of the `opts` that torch.distributed passes; "": Python reads every call
     )
+    reduces: bool = False
+    rooted: bool = False
+    p2p: bool = False
 
 
-def _moved(args: Args, kwargs: Kwargs) -> Call:
-    outputs = _argument(
-        args, kwargs, 0, "output_tensors", "output_lists", "outputs", "output", "output_tensor"
-    )
-    inputs = _argument(args, kwargs, 1, "input_tensors", "input_list", "inputs", "input", "input_tensor")
-    options = _options(args, kwargs, 2)
-    return Call(flat(inputs), flat(outputs), timeout_ms=_timeout(options, args, kwargs))
-
-
-def _rooted(args: Args, kwargs: Kwargs) -> Call:
-    moved = _moved(args, kwargs)
-    return moved._replace(root=_root(_options(args, kwargs, 2, "root")))
-
-
-def _scattered(args: Args, kwargs: Kwargs) -> Call:
-    outputs = _argument(args, kwargs, 0, "output_tensors", "outputs", "output", "outputTensor")
-    inputs = _argument(args, kwargs, 1, "input_tensors", "inputs", "input", "inputTensor", "input_tensor")
-    options = _options(args, kwargs, 2, "op")
-    return Call(
-        flat(inputs), flat(outputs), reduce_number(options), timeout_ms=_timeout(options, args, kwargs)
-    )
-
-
-def _split(args: Args, kwargs: Kwargs) -> Call:
-    outputs = _argument(args, kwargs, 0, "output", "output_tensor")
-    inputs = _argument(args, kwargs, 1, "input", "input_tensor")
-    return Call(
-        flat(inputs),
-        flat(outputs),
-        output_splits=_argument(args, kwargs, 2, "output_split_sizes") or (),
-        input_splits=_argument(args, kwargs, 3, "input_split_sizes") or (),
-        timeout_ms=_timeout(_options(args, kwargs, 4), args, kwargs),
-    )
-
-
-def _tag(args: Args, kwargs: Kwargs, index: int, name: str = "tag") -> int:
-    """The tag of a send or recv, cut to the 31 bits that a row has."""
-    return int(_argument(args, kwargs, index, name) or 0) & 0x7FFFFFFF
-
-
-def _send(args: Args, kwargs: Kwargs) -> Call:
-    tensors = flat(_argument(args, kwargs, 0, "tensors"))
-    return Call(
-        tensors, (), peer=int(_argument(args, kwargs, 1, "dstRank")), p2p=True, tag=_tag(args, kwargs, 2)
-    )
-
-
-def _recv(args: Args, kwargs: Kwargs) -> Call:
-    tensors = flat(_argument(args, kwargs, 0, "tensors"))
-    return Call(
-        (), tensors, peer=int(_argument(args, kwargs, 1, "srcRank")), p2p=True, tag=_tag(args, kwargs, 2)
-    )
-
-
-def _recv_any(args: Args, kwargs: Kwargs) -> Call:
-    tensors = flat(_argument(args, kwargs, 0, "arg0"))
-    return Call((), tensors, peer=ANY_SOURCE, p2p=True, tag=_tag(args, kwargs, 1, "arg1"))
-
-
-def _barrier(args: Args, kwargs: Kwargs) -> Call:
-    return Call(timeout_ms=_timeout(_options(args, kwargs, 0), args, kwargs))
-
-
-#: method of ProcessGroup and Backend -> (our name of the op, reader of its arguments).
-CALLS: dict[str, tuple[str, Reader]] = {
-    "allreduce": ("all_reduce", _reduced),
-    "allreduce_coalesced": ("allreduce_coalesced", _reduced),
-    "broadcast": ("broadcast", _broadcast),
-    "reduce": ("reduce", _reduce),
-    "allgather": ("all_gather", _moved),
-    "_allgather_base": ("all_gather_into_tensor", _moved),
-    "all_gather_single": ("all_gather_into_tensor", _moved),
-    "allgather_coalesced": ("all_gather_coalesced", _moved),
-    "allgather_into_tensor_coalesced": ("all_gather_into_tensor_coalesced", _moved),
-    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", _moved),
-    "gather": ("gather", _rooted),
-    "scatter": ("scatter", _rooted),
-    "reduce_scatter": ("reduce_scatter", _scattered),
-    "_reduce_scatter_base": ("reduce_scatter_tensor", _scattered),
-    "reduce_scatter_single": ("reduce_scatter_tensor", _scattered),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", _scattered),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", _scattered),
-    "alltoall": ("all_to_all", _moved),
-    "alltoall_base": ("all_to_all_single", _split),
-    "all_to_all_single": ("all_to_all_single", _split),
-    "send": ("send", _send),
-    "recv": ("recv", _recv),
-    "recv_anysource": ("recv", _recv_any),
-    "barrier": ("barrier", _barrier),
-    "monitored_barrier": ("monitored_barrier", _barrier),
+_BOTH = ("tensors", "tensor", "arg0")  # of a collective in place; also what is sent or received
+#: What an argument is -> the names that it has, over all methods.
+_NAMES_OF = {
+    "both": _BOTH,
+    "out": ("output_tensors", "output_lists", "outputs", "output", "output_tensor", "outputTensor", *_BOTH),
+    "in": ("input_tensors", "input_list", "inputs", "input", "inputTensor", "input_tensor", *_BOTH),
+    "out_splits": ("output_split_sizes",),
+    "in_splits": ("input_split_sizes",),
+    "options": ("opts", "root", "op"),  # or a plain root or operator in their place
+    "operator": ("op",),  # behind a plain root
+    "peer": ("dstRank", "srcRank"),
+    "tag": ("tag", "arg1"),
 }
+_ALLGATHER = ("out in options", "AllgatherOptions")
+_SCATTERED = ("out in options", "ReduceScatterOptions", True)
+_SPLIT = ("out in out_splits in_splits options", "AllToAllOptions")
+CALLS: dict[str, Method] = {
+    "allreduce": Method("all_reduce", "both options", "AllreduceOptions", reduces=True),
+    "allreduce_coalesced": Method("allreduce_coalesced", "both options", reduces=True),
+    "broadcast": Method("broadcast", "both options", "BroadcastOptions", rooted=True),
+    "reduce": Method("reduce", "both options operator", "ReduceOptions", reduces=True, rooted=True),
+    "allgather": Method("all_gather", *_ALLGATHER),
+    "_allgather_base": Method("all_gather_into_tensor", *_ALLGATHER),
+    "all_gather_single": Method("all_gather_into_tensor", *_ALLGATHER),
+    "allgather_coalesced": Method("all_gather_coalesced", "out in options"),
+    "allgather_into_tensor_coalesced": Method("all_gather_into_tensor_coalesced", *_ALLGATHER),
+    "all_gather_single_coalesced": Method("all_gather_into_tensor_coalesced", *_ALLGATHER),
+    "gather": Method("gather", "out in options", "GatherOptions", rooted=True),
+    "scatter": Method("scatter", "out in options", "ScatterOptions", rooted=True),
+    "reduce_scatter": Method("reduce_scatter", *_SCATTERED),
+    "_reduce_scatter_base": Method("reduce_scatter_tensor", *_SCATTERED),
+    "reduce_scatter_single": Method("reduce_scatter_tensor", *_SCATTERED),
+    "reduce_scatter_tensor_coalesced": Method("reduce_scatter_tensor_coalesced", *_SCATTERED),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter_tensor_coalesced", *_SCATTERED),
+    "alltoall": Method("all_to_all", "out in options", "AllToAllOptions"),
+    "alltoall_base": Method("all_to_all_single", *_SPLIT),
+    "all_to_all_single": Method("all_to_all_single", *_SPLIT),
+    "send": Method("send", "in peer tag", p2p=True),
+    "recv": Method("recv", "out peer tag", p2p=True),
+    "recv_anysource": Method("recv", "out tag", p2p=True),
+    "barrier": Method("barrier", "options", "BarrierOptions"),
+    "monitored_barrier": Method("monitored_barrier", "options"),
+}
+
+
+def read_call(method: Method, args: Args, kwargs: Kwargs) -> Call:
+    """One call of a method, in any form."""
+    given: dict[str, Any] = {}
+    for index, what in enumerate(method.arguments.split()):
+        names = _NAMES_OF[what]
+        given[what] = (
+            args[index] if index < len(args) else next((kwargs[n] for n in names if n in kwargs), None)
+        )
+    options = given.get("options")
+    operator = given.get("operator", options) if isinstance(options, int) else options
+    inputs = outputs = flat(given.get("both"))
+    if "both" not in given:
+        inputs, outputs = flat(given.get("in")), flat(given.get("out"))
+    return Call(
+        inputs,
+        outputs,
+        reduce_number(operator) if method.reduces else 0,
+        _root(options) if method.rooted else -1,
+        int(given.get("peer", -1)),
+        method.p2p,
+        given.get("in_splits") or (),
+        given.get("out_splits") or (),
+        _timeout(options, args, kwargs),
+        int(given["tag"] or 0) & 0x7FFFFFFF if method.p2p else -1,  # the bits that a row has
+    )
 
 
 class ErrorGuard:

@@ -34,10 +34,9 @@ from allranks.errors import NotRecording
 from allranks.model.files import write_atomically
 from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 from allranks.model.trace import REDUCE_OPS, RankTrace
-from allranks.recording.calls import ErrorGuard, dtype_name
-from allranks.recording.groups import GroupState
+from allranks.recording.calls import ErrorGuard, intern_shapes
 from allranks.recording.options import from_environment, is_true
-from allranks.recording.writer import CallWriter, fill_header, warn_once
+from allranks.recording.writer import CallWriter, GroupState, fill_header, warn_once
 
 DEFAULT_ENTRIES = 2048
 DEFAULT_TIMEOUT_MS = 600_000  # torchcomms' own
@@ -281,12 +280,8 @@ def _tensors(args: object, side: str) -> list[Any]:
 
 
 def _shapes(box: Box, args: object) -> tuple[int, int, int]:
-    sides = _tensors(args, "input"), _tensors(args, "output")
-    payload: list[object] = [[list(t.shape) for t in side] for side in sides]
-    payload += [[dtype_name(t.dtype) for t in side] for side in sides]
-    payload += [list(getattr(args, f"{name}_split_sizes", None) or ()) for name in ("input", "output")]
-    elements_in, elements_out = (sum(t.numel() for t in side) for side in sides)
-    return box.intern(Item.SHAPES, payload) if any(sides) else 0, elements_in, elements_out
+    splits = [getattr(args, f"{side}_split_sizes", None) or () for side in ("input", "output")]
+    return intern_shapes(box, _tensors(args, "input"), _tensors(args, "output"), *splits)
 
 
 def _number(args: object, name: str) -> int:

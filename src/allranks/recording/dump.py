@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from allranks.blackbox.header import Header, find_header, is_alive, read_header
@@ -25,35 +25,14 @@ from allranks.recording.options import TORCH_ERRORS, RecorderOptions, from_envir
 FORMATS = ("pickle", "json", "box")
 
 
-@dataclass(frozen=True)
-class Content:
-    """What goes into a dump, as torch's own switches say it; a box is always copied whole."""
-
-    completed: bool = True  # also calls that are over
-    collectives: bool = True  # the calls at all, not only the groups and how far they are
-    stacks: bool = True
-
-
-def dump_json(box: Path, content: Content) -> str:
-    """The calls of a box as PyTorch 2.10 JSON."""
-    return to_torch_json(
-        read_trace(box), include_completed=content.completed, collectives=content.collectives
-    )
-
-
-def dump_bytes(box: Path, format: str, content: Content) -> bytes:
-    """The content of a dump file of this format."""
+def dump_bytes(box: Path, format: str, **content: bool) -> bytes:
+    """The content of a dump file of this format. `content`: as in `to_torch_dump`; a box is always copied whole."""
     if format == "box":
         return copy_box(box)
     if format == "json":
-        return dump_json(box, content).encode()
+        return to_torch_json(read_trace(box), **content).encode()
     if format == "pickle":
-        return to_torch_pickle(
-            read_trace(box),
-            include_completed=content.completed,
-            stacks=content.stacks,
-            collectives=content.collectives,
-        )
+        return to_torch_pickle(read_trace(box), **content)
     raise InputError(f"no dump format {format!r}: use one of {', '.join(FORMATS)}")
 
 
@@ -61,12 +40,12 @@ def dump_file(
     box: Path,
     path: str | os.PathLike[str] | None,
     format: str,
-    content: Content,
     options: RecorderOptions,
     reason: str,
+    **content: bool,
 ) -> Path:
     """Writes a dump of `box` and returns where: at `path`, where the environment says, or under a name of its own."""
-    data = dump_bytes(box, format, content)
+    data = dump_bytes(box, format, **content)
     if path is not None:
         target = Path(path)
     elif (
@@ -102,7 +81,7 @@ def dump_ended_ranks(boxes: Iterable[Path], env: Mapping[str, str]) -> list[Path
             continue
         if target.exists() and target.stat().st_mtime_ns >= header.start_ns:
             continue
-        write_atomically(target, dump_bytes(header.path, "pickle", Content()))
+        write_atomically(target, dump_bytes(header.path, "pickle"))
         written.append(target)
     return written
 

@@ -7,7 +7,8 @@ Where it hooks, and what each hook sees:
 - `recording_group.py`: calls that C++ makes by itself (DDP's reducer, functional collectives);
 - `Work.wait`: the moment at which the program knows that a call is over.
 
-Recording is decided by one cell, so that `uninstall` is cheap and a forked child is silent at once.
+The methods themselves are in C (`_fast.Method`). They ask Python about a group, a stack or sizes that are new, and to read calls
+in an unusual form. One flag that they share decides whether they record, so that a forked child is silent at once.
 """
 
 from __future__ import annotations
@@ -25,23 +26,32 @@ import torch.distributed as dist
 
 from allranks.blackbox.layout import Item, packed_ranks
 from allranks.model.trace import Rendezvous
+from allranks.recording import setup_calls
 from allranks.recording import torch_internals as internals
-from allranks.recording.calls import CALLS, Args, Call, ErrorGuard, Function, Kwargs, Reader, dtype_name
-from allranks.recording.groups import GroupState, describe_group, timeout_ms
+from allranks.recording.calls import (
+    CALLS,
+    Args,
+    Call,
+    ErrorGuard,
+    Function,
+    Kwargs,
+    Method,
+    intern_shapes,
+    read_call,
+)
 from allranks.recording.options import TORCH_ERRORS, fast
-from allranks.recording.setup_calls import SetupCalls, Stores
-from allranks.recording.torch_internals import NO_OPTIONS, layout_of
-from allranks.recording.writer import CallWriter, Shapes, warn_once
+from allranks.recording.setup_calls import Stores
+from allranks.recording.torch_internals import describe_group, timeout_ms
+from allranks.recording.writer import CallWriter, GroupState, Shapes, warn_once
 
 if TYPE_CHECKING:
     from allranks.recording.recording_group import RecordingProxies
 
 #: Modules whose code runs under a collective.
-_NAMES = "hook setup_calls recording_group writer stack calls groups torch_internals"
+_NAMES = "hook setup_calls recording_group writer stack calls torch_internals"
 OURS = (*(f"{__package__}.{name}" for name in _NAMES.split()), "allranks.blackbox.file_writer")
-P2P_OPS = frozenset({"send", "recv"})
+MAX_SHAPES = 100_000  # distinct sizes remembered, as in _fast.c; further ones are worked out on every call
 BATCH = "coalesced"  # what the row of a whole batch is called
-MAX_SHAPES = 100_000  # distinct sizes remembered; further ones are worked out on every call
 
 
 class Hook:
@@ -61,14 +71,14 @@ class Hook:
         self.on_rank = on_rank  # told when init_process_group is entered
         self._groups: dict[int, GroupState] = {}  # by id of the group object, which is alive while it is here
         self._counters: dict[int, Any] = {}  # the same groups' counters, for the part in C
-        self._shapes: dict[Args, Shapes] = {}
         # Ranks of groups that were split off and have made no call yet.
         self._members: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = (
             weakref.WeakKeyDictionary()
         )
+        self._known_shapes: dict[Args, Shapes] = {}
+        self._recording: Any = None  # what the methods in C share
         self._replaced = internals.Replaced()
         self._proxies: RecordingProxies | None = None
-        self._setup: SetupCalls | None = None
         self._stores = Stores(self.guard)
         self._lost: set[str] = set()
 
@@ -76,43 +86,56 @@ class Hook:
 
     def install(self) -> None:
         """Wraps the methods. Those that this version of torch does not have are passed over."""
-        writer = self._installed
+        writer = self.installed
         lost = internals.missing()
         if lost:
             warn_once(f"with torch {torch.__version__} these are not recorded: {'; '.join(lost)}")
         writer.original_wait = dist.Work.wait
         self._part("events on the device", self._use_markers)
+        self._recording = fast().Recording(
+            writer.ring,
+            writer.pending,
+            self._counters,
+            writer.stacks.engine if writer.stacks is not None else None,
+            writer.markers,
+            self.guard.hold(lambda group: self.group(group).counters),
+            self.guard.hold(lambda: writer.stack(sys._getframe())),
+            self.guard.hold(writer.failed),
+            self.guard.hold(writer.wait_failed),
+            self.guard.hold(writer.sweep),
+        )
         for owner in (dist.ProcessGroup, internals.Backend):
             for method in (*CALLS, internals.START_BATCH, internals.END_BATCH, "split_group", "reconfigure"):
                 if method in vars(owner):
                     self._part(f"{owner.__name__}.{method}", self._wrap_method, owner, method)
         for kind in internals.work_classes():
-            self._part(
-                f"{kind.__name__}.wait", lambda k=kind: self._replace(k, "wait", self._fast_wait(k.wait))
-            )
+            self._part(f"{kind.__name__}.wait", self._wrap_wait, kind)
         self._part("capture of CUDA graphs", self._watch_cuda)
         self._part("stores of groups", self._stores.install, self._replaced)
         self._part(internals.CPP_CALLS, self._install_proxies)
-        self._setup = SetupCalls(self)
-        self._part("init_process_group, new_group, destroy_process_group", self._setup.install)
+        setups = "init_process_group, new_group, destroy_process_group"
+        self._part(setups, setup_calls.install, self, self._replaced)
 
     def _part(self, what: str, step: Function, *args: object) -> Any:
         """A step that another version of torch may not let us do: then the rest is recorded; None."""
         return ErrorGuard(partial(self.lost, what))(step, *args)
 
-    def _use_markers(self) -> None:
-        self._installed.markers = self._make_markers()
-
     def _wrap_method(self, owner: Any, method: str) -> None:
         original = getattr(owner, method)
         if method in CALLS:
-            wrapper = self._fast_collective(original, self._wrap(original, *CALLS[method]), method)
+            wrapper = self._collective(original, method)
         elif method in ("split_group", "reconfigure"):
             wrapper = (self._wrap_split if method == "split_group" else self._wrap_reconfigure)(original)
         else:
-            wrap = self._wrap_start if method == internals.START_BATCH else self._wrap_end
-            wrapper = self._fast_batch(original, wrap(original), method)
+            c = fast()
+            kind = c.BATCH_BEGIN if method == internals.START_BATCH else c.BATCH_CLOSE
+            op = self.installed.box.intern(Item.NAME, BATCH)
+            wrapper = c.Method(self._recording, original, kind, op)
         self._replace(owner, method, wrapper)
+
+    def _wrap_wait(self, kind: Any) -> None:
+        c = fast()
+        self._replace(kind, "wait", c.Method(self._recording, kind.wait, c.WAIT, 0))
 
     def _install_proxies(self) -> None:
         if internals.version() < internals.FIRST_WITH_PROXIES:
@@ -120,11 +143,11 @@ class Hook:
         from allranks.recording.recording_group import RecordingProxies
 
         self._proxies = RecordingProxies(self)
-        self._proxies.install()
+        self._proxies.install(self._replaced)
         internals.hide_from_compiler(*(sys.modules[name] for name in OURS if name in sys.modules))
 
     @property
-    def _installed(self) -> CallWriter:
+    def installed(self) -> CallWriter:
         """The writer, where there must be one."""
         assert self.writer is not None
         return self.writer
@@ -139,20 +162,17 @@ class Hook:
         """Puts every method back, unless somebody else has wrapped it since."""
         self.silence()
         if self._proxies is not None:
-            self._proxies.uninstall()
+            self._proxies.take_back()
             self._proxies = None
-        if self._setup is not None:
-            self._setup.uninstall()
-            self._setup = None
         self._replaced.restore()
+        self._recording = None
 
     def silence(self) -> None:
         """Records nothing from now on. Touches nothing of C++: in a forked child its locks may be held for ever."""
         self.writer = None
         self.guard.active = False
-        for _, _, wrapper, _ in self._replaced:
-            if hasattr(wrapper, "enabled"):
-                wrapper.enabled = False
+        if self._recording is not None:
+            self._recording.enabled = False
 
     def _replace(self, owner: object, name: str, wrapper: Function) -> None:
         original = vars(owner)[name]  # the descriptor itself: getattr would strip pybind's binding of self
@@ -170,7 +190,7 @@ class Hook:
         return state if state is not None else self._meet(group)
 
     def _meet(self, group: dist.ProcessGroup) -> GroupState:
-        writer = self._installed
+        writer = self.installed
         members = self._members.pop(group, ())
         name, desc, ranks, backend = describe_group(group, writer.box.get("world_size"), members)
         met = self._met(group, name)
@@ -216,148 +236,40 @@ class Hook:
         for number in sorted({state.counters.number for state in states}):
             writer.box.append(Item.DESTROYED, [number, now])
 
-    def shapes(self, call: Call) -> Shapes:
+    def _shapes(self, call: Call) -> Shapes:
         """Sizes and dtypes of a call, interned."""
-        inputs, outputs = call.inputs, call.outputs
-        same = outputs is inputs
-        key = (
-            tuple([(t.shape, t.dtype) for t in inputs]),
-            None if same else tuple([(t.shape, t.dtype) for t in outputs]),
-            tuple(call.input_splits),
-            tuple(call.output_splits),
-        )
-        found = self._shapes.get(key)
+        sides = [tuple([(t.shape, t.dtype) for t in tensors]) for tensors in (call.inputs, call.outputs)]
+        key = (*sides, tuple(call.input_splits), tuple(call.output_splits))
+        found = self._known_shapes.get(key)
         if found is None:
-            found = self._new_shapes(key, call)
-        return found
-
-    def _new_shapes(self, key: Args, call: Call) -> Shapes:
-        writer = self._installed
-        sides = (call.inputs, call.outputs)
-        payload: list[object] = [[list(t.shape) for t in side] for side in sides]
-        payload += [[dtype_name(t.dtype) for t in side] for side in sides]
-        payload += [list(call.input_splits), list(call.output_splits)]
-        elements = [sum(t.numel() for t in side) for side in sides]
-        number = writer.box.intern(Item.SHAPES, payload) if call.inputs or call.outputs else 0
-        found = (number, elements[0], elements[1])
-        if len(self._shapes) < MAX_SHAPES:
-            self._shapes[key] = found
+            found = intern_shapes(self.installed.box, *call[:2], call.input_splits, call.output_splits)
+            if len(self._known_shapes) < MAX_SHAPES:
+                self._known_shapes[key] = found
         return found
 
     # -- wrappers -----------------------------------------------------------------------------------------------
 
-    def _wrap(self, original: Function, op: str, reader: Reader) -> Function:
+    def _collective(self, original: Function, method: str) -> Any:
         """A collective, for every op and overload."""
-        writer = self._installed
-        number_of_op = writer.box.intern(Item.NAME, op)
+        kind = CALLS[method]
 
-        def before(args: Args, kwargs: Kwargs) -> tuple[int, GroupState, bool]:
-            group = self.group(args[0])
-            call, shapes = self._read(op, reader, args[1:], kwargs)
-            number = writer.begin(
-                group,
-                number_of_op,
-                shapes,
-                call.reduce_op,
-                call.root if call.root < 0 else group.global_rank(call.root),
-                call.peer if call.peer < 0 else group.global_rank(call.peer),
-                call.p2p,
-                call.timeout_ms,
-                sys._getframe(),
-                call.tag,
-            )
-            return number, group, group.mixed and _on_cpu(call, op)
+        def read(args: Args, kwargs: Kwargs) -> Args:
+            call, shapes = self._read(kind, args, kwargs)
+            numbers = (call.reduce_op, call.root, call.peer, call.p2p, call.timeout_ms, call.tag)
+            return shapes, *numbers, _on_cpu(call, kind)
 
-        def after(known: tuple[int, GroupState, bool], work: dist.Work) -> None:
-            writer.returned(work, known[0], known[1], on_cpu=known[2])
+        c, op = fast(), self.installed.box.intern(Item.NAME, kind.op)
+        form = (op, self.guard.hold(read), *internals.form_of(kind))
+        return c.Method(self._recording, original, c.COLLECTIVE, *form)
 
-        return self.guard.around(original, before, after, lambda known, error: writer.failed(known[0], error))
-
-    def _read(self, op: str, reader: Reader, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
+    def _read(self, kind: Method, args: Args, kwargs: Kwargs) -> tuple[Call, Shapes]:
         """A call and its sizes. One that is not made as torch makes it keeps its place in the sequence, without sizes."""
 
         def read() -> tuple[Call, Shapes]:
-            call = reader(args, kwargs)
-            return call, self.shapes(call)
+            call = read_call(kind, args, kwargs)
+            return call, self._shapes(call)
 
-        return self._part(f"sizes of some calls of {op}", read) or (Call(p2p=op in P2P_OPS), (0, 0, 0))
-
-    def _fast_collective(self, original: Function, slow: Function, method: str) -> Any:
-        """The same in C, for calls in the form that torch.distributed makes them; the rest takes `slow`."""
-        writer = self._installed
-        options, form = internals.FAST.get(method, (None, None))
-        layout = NO_OPTIONS if options is None else layout_of(options)
-        if form is None or layout is None:
-            return slow
-        op, reader = CALLS[method]
-        stacks = writer.stacks.engine if writer.stacks is not None else None
-
-        def learn(known: dict[Args, Shapes], key: Args, args: Args) -> Shapes:
-            found = self.shapes(reader(args, {}))
-            if len(known) < MAX_SHAPES:
-                known[key] = found
-            return found
-
-        return fast().Collective(
-            *self._shared_parts(original, slow),
-            {},
-            learn,
-            self.guard.hold(writer.sweep),
-            self.guard.hold(writer.no_work),
-            stacks,
-            writer.box.intern(Item.NAME, op),
-            form,
-            layout,
-        )
-
-    def _shared_parts(self, original: Function, slow: Function) -> Args:
-        """What the parts in C for collectives and batches begin with."""
-        writer = self._installed
-        return (
-            original,
-            slow,
-            self.guard.hold(writer.failed),
-            writer.pending,
-            writer.ring,
-            writer.markers,
-            self._counters,
-        )
-
-    def _fast_batch(self, original: Function, slow: Function, method: str) -> Any:
-        """The start and the end of a batch, in C; what is unusual takes `slow`."""
-        writer = self._installed
-        return fast().Batch(
-            *self._shared_parts(original, slow),
-            self.guard.hold(writer.sweep),
-            self.guard.hold(writer.no_work),
-            writer.stacks.engine if writer.stacks is not None else None,
-            writer.box.intern(Item.NAME, BATCH),
-            method == internals.END_BATCH,
-        )
-
-    def _fast_wait(self, original: Function) -> Any:
-        """Work.wait, in C."""
-        writer = self._installed
-        failed, waited = self.guard.hold(writer.wait_failed), self.guard.hold(writer.waited)
-        return fast().Wait(original, failed, waited, writer.pending, writer.ring, writer.markers)
-
-    def _wrap_start(self, original: Function) -> Function:
-        return self.guard.around(original, lambda args, kwargs: self.group(args[0]).counters.open_batch())
-
-    def _wrap_end(self, original: Function) -> Function:
-        writer = self._installed
-        op = writer.box.intern(Item.NAME, BATCH)
-
-        def before(args: Args, kwargs: Kwargs) -> tuple[GroupState, int, tuple[int, ...]]:
-            group = self.group(args[0])
-            return group, *writer.begin_end(group, op, sys._getframe())
-
-        return self.guard.around(
-            original,
-            before,
-            lambda known, work: writer.returned(work, known[1], known[0], known[2]),
-            lambda known, error: writer.failed(known[1], error, known[2]),
-        )
+        return self._part(f"sizes of some calls of {kind.op}", read) or (Call(p2p=kind.p2p), (0, 0, 0))
 
     def _wrap_split(self, original: Function) -> Function:
         def before(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
@@ -379,7 +291,7 @@ class Hook:
 
         def after(known: tuple[Any, GroupState, Any], work: object) -> None:
             group, old, options = known
-            box = self._installed.box
+            box = self.installed.box
             ranks = internals.members_by_handles(options.handles, old.first_ranks)
             name = f"{old.name.partition('@')[0]}@{options.uuid}"
             box.append(Item.DESTROYED, [old.counters.number, time.time_ns()])
@@ -390,23 +302,11 @@ class Hook:
 
         return self.guard.around(original, before, after)
 
-    def capturing(self, change: int) -> None:
-        """One more or one less CUDA graph is being captured."""
-        writer = self.writer
-        if writer is None:
-            return
-        if change > 0:
-            writer.begin_capture()
-        else:
-            writer.end_capture()
-        for _, _, wrapper, _ in self._replaced:
-            if hasattr(wrapper, "direct"):
-                wrapper.direct = not writer.capturing
-
-    def _make_markers(self) -> Any:
-        """Events of CUDA's driver in C; None where there is no CUDA."""
+    def _use_markers(self) -> None:
+        """Events of CUDA's driver in C, where there is CUDA."""
         functions = internals.event_functions()
-        return fast().Markers(self._installed.ring, *functions) if functions else None
+        if functions:
+            self.installed.markers = fast().Markers(self.installed.ring, *functions)
 
     def _watch_cuda(self) -> None:
         """Asks no event while any thread captures a CUDA graph."""
@@ -414,25 +314,16 @@ class Hook:
         if graph is None:
             return
 
-        def counted(original: Function, change: int) -> Function:
-            def method(self: object, *args: object, **kwargs: object) -> object:
-                if change > 0:
-                    hook.guard(hook.capturing, +1)
-                try:
-                    return original(self, *args, **kwargs)
-                finally:
-                    if change < 0:
-                        hook.guard(hook.capturing, -1)
+        writer, around = self.installed, self.guard.around
 
-            return method
+        def end(*_: object) -> None:
+            writer.end_capture()
 
-        hook = self
-
-        self._replace(graph, "capture_begin", counted(graph.capture_begin, +1))
-        self._replace(graph, "capture_end", counted(graph.capture_end, -1))
+        self._replace(graph, "capture_begin", around(graph.capture_begin, lambda *_: writer.begin_capture()))
+        self._replace(graph, "capture_end", around(graph.capture_end, lambda *_: True, end, end))
 
 
-def _on_cpu(call: Call, op: str) -> bool:
-    """Whether a call of a group with several backends goes to the one for CPU tensors."""
+def _on_cpu(call: Call, kind: Method) -> bool:
+    """Whether a call goes to the backend for CPU tensors, in a group that has several."""
     tensor = next(iter(call.inputs or call.outputs), None)
-    return op == "monitored_barrier" if tensor is None else bool(tensor.is_cpu)
+    return kind.op == "monitored_barrier" if tensor is None else bool(tensor.is_cpu)

@@ -17,7 +17,7 @@ from allranks.errors import ConfigurationError, NotRecording
 
 #: What asking torch may end with where a version, a backend or an unfinished group does not know the answer.
 TORCH_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
-EXPECTED = 6  # VERSION in _fast.c: raised with every change of what the two sides say to each other
+EXPECTED = 7  # VERSION in _fast.c: raised with every change of what the two sides say to each other
 BUILD = "install a wheel of allranks, or a C compiler and Python's headers and then allranks again"
 DEFAULT_STACK_DEPTH = 8
 MIN_CAPACITY = 16
@@ -40,10 +40,7 @@ class RecorderOptions:
     dump_prefix: str = ""  # "" = next to the black box; else PREFIX + rank, as torch names its dumps
     dump_whole_name: bool = False  # the prefix is the whole file name (…DYNAMIC_FILE_NAME=1)
     dump_on: frozenset[str] = frozenset({"timeout", "exception"})  # of timeout, exception, exit
-
     poll_s: float = 0.1  # how often the side thread looks for completed calls
-
-    harvest: bool = True  # dumps also take torch's own recorder when it is on
 
     def __post_init__(self) -> None:
         if self.capacity < MIN_CAPACITY:

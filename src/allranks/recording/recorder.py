@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import operator
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import allranks
 from allranks.blackbox import phases
@@ -26,10 +27,22 @@ from allranks.errors import NotRecording, require
 from allranks.model.parsing import without_secrets
 from allranks.model.trace import Rendezvous
 from allranks.recording.calls import ErrorGuard
-from allranks.recording.groups import GroupState
 from allranks.recording.options import TORCH_ERRORS, RecorderOptions
 from allranks.recording.side_thread import SideThread, describe_exit, wake_agent
-from allranks.recording.writer import CallWriter, fill_header, warn_once
+from allranks.recording.writer import CallWriter, GroupState, fill_header, warn_once
+
+P = ParamSpec("P")
+
+
+def _guarded(method: Callable[Concatenate[Recorder, P], None]) -> Callable[Concatenate[Recorder, P], None]:
+    """Of what the program calls: nothing happens where nothing is recorded, and an error of ours is said once and passed over."""
+
+    @functools.wraps(method)
+    def call(self: Recorder, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.active:
+            self._told(functools.partial(method, self, *args, **kwargs))
+
+    return call
 
 
 class Recorder:
@@ -102,13 +115,11 @@ class Recorder:
         if self.box is not None and self.active_process:
             self._told(self.box.mark_closed, how, time.time_ns())
 
+    @_guarded
     def note_exit(self, error: SystemExit | KeyboardInterrupt) -> None:
         """The program ends by sys.exit: notes a code that is not 0, the line, and what it was about to handle. Or by Ctrl-C."""
-        self._told(self._note_exit, error)
-
-    def _note_exit(self, error: SystemExit | KeyboardInterrupt) -> None:
-        if self.box is not None and self.active and (text := describe_exit(error)):
-            self.box.mark_closed(text, time.time_ns())
+        if text := describe_exit(error):
+            self._installed.box.mark_closed(text, time.time_ns())
             wake_agent()
 
     def _last_sweep(self, writer: CallWriter) -> None:
@@ -132,6 +143,12 @@ class Recorder:
         return self.writer is not None and self.active_process
 
     @property
+    def _installed(self) -> CallWriter:
+        """The writer, where there must be one."""
+        assert self.writer is not None
+        return self.writer
+
+    @property
     def active_process(self) -> bool:
         """False in a forked child: the box belongs to the parent."""
         return os.getpid() == self.pid
@@ -148,6 +165,7 @@ class Recorder:
 
     # -- what the user says -------------------------------------------------------------------------------------
 
+    @_guarded
     def step(
         self,
         number: int,
@@ -157,12 +175,7 @@ class Recorder:
         flops: float | None = None,
     ) -> None:
         """Marks the progress of the training: step `number` begins now. `label` is kept with the next calls."""
-        if self.writer is not None:
-            self._told(self._step, self.writer, number, label, loss)
-            if tokens is not None or flops is not None:
-                self._told(self._count, self.writer.box, number, tokens, flops)
-
-    def _step(self, writer: CallWriter, number: int, label: str | None, loss: float | None = None) -> None:
+        writer = self._installed
         number = operator.index(number)
         if label is not None:
             writer.label = writer.box.intern(Item.NAME, label) if label else 0
@@ -176,6 +189,8 @@ class Recorder:
                 self._first = phases.begin(phases.FIRST)
             else:
                 phases.end(self._first)
+        if tokens is not None or flops is not None:
+            self._count(writer.box, number, tokens, flops)
 
     def _count(self, box: Box, number: int, tokens: float | None, flops: float | None) -> None:
         """The box has the sums of the last whole step; until there is one, those of the first mark."""
@@ -190,50 +205,45 @@ class Recorder:
     @contextlib.contextmanager
     def expect(self, phase: str, up_to_s: float) -> Iterator[None]:
         """Declares that nothing may be heard of this rank for up to `up_to_s` seconds, and why."""
-        before = self._told(self._expect, phase, up_to_s)
+        before = self._told(self._declare, phase, up_to_s)
         number = self._told(phases.begin, phase)
         try:
             yield
         finally:
             self._told(phases.end, number or 0)
             if self.active and before is not None:
-                self._told(self._unexpect, *before)
+                until_ns, named = before
+                box = self._installed.box
+                self._told(lambda: box.set(expect_until_ns=until_ns, phase=named, step_ns=time.time_ns()))
 
-    def _expect(self, phase: str, up_to_s: float) -> tuple[int, int] | None:
-        if self.writer is None:
+    def _declare(self, phase: str, up_to_s: float) -> tuple[int, int] | None:
+        """Returns what was declared before."""
+        if not self.active:
             return None
-        box = self.writer.box
+        box = self._installed.box
         before = box.get("expect_until_ns"), box.get("phase")
-        self.announce(phase, up_to_s)
+        until_ns = time.time_ns() + int(up_to_s * 1e9)
+        box.set(phase=box.intern(Item.NAME, phase), expect_until_ns=until_ns)
         return before
 
-    def _unexpect(self, until_ns: int, phase: int) -> None:
-        assert self.box is not None
-        self.box.set(expect_until_ns=until_ns, phase=phase, step_ns=time.time_ns())
-
+    @_guarded
     def announce(self, phase: str, up_to_s: float) -> None:
         """As `expect`, without an end: for the last thing that a program does."""
-        self._told(self._announce, phase, up_to_s)
+        self._declare(phase, up_to_s)
+        phases.begin(phase)
 
-    def _announce(self, phase: str, up_to_s: float) -> None:
-        if self.writer is not None:
-            until_ns = time.time_ns() + int(up_to_s * 1e9)
-            self.writer.box.set(phase=self._name(phase), expect_until_ns=until_ns)
-
+    @_guarded
     def phase(self, name: str) -> None:
         """Names what the program does from now on ("train", "eval"); "" for nothing."""
-        self._told(self._phase, name)
+        box = self._installed.box
+        box.set(phase=box.intern(Item.NAME, name) if name else 0)
+        phases.end(self._named)
+        self._named = phases.begin(name) if name not in ("", "train", "training") else 0
 
-    def _phase(self, name: str) -> None:
-        if self.writer is not None:
-            self.writer.box.set(phase=self._name(name) if name else 0)
-            phases.end(self._named)
-            self._named = phases.begin(name) if name not in ("", "train", "training") else 0
-
+    @_guarded
     def given_up(self, works: Iterable[object], error: Exception) -> None:
         """See CallWriter.given_up."""
-        if self.writer is not None and self.active_process:
-            self._told(self.writer.given_up, works, error)
+        self._installed.given_up(works, error)
 
     def _tell(self, error: BaseException) -> None:
         """The program gave us something that we cannot use: said once for each kind, and passed over."""
@@ -242,16 +252,14 @@ class Recorder:
             self._complaints.add(text)
             warn_once(f"a call of the recorder failed and is ignored: {text}; training continues")
 
-    def _name(self, text: str) -> int:
-        return self.writer.box.intern(Item.NAME, text) if self.writer is not None else 0
-
     # -- dumps --------------------------------------------------------------------------------------------------
 
     def dump_json(self, include_completed: bool = True, include_collectives: bool = True) -> str:
         """The recorded calls as PyTorch 2.10 JSON text."""
-        from allranks.recording.dump import Content, dump_json
+        from allranks.recording.dump import dump_bytes
 
-        return dump_json(self._box_path(), Content(include_completed, include_collectives))
+        content = {"include_completed": include_completed, "include_collectives": include_collectives}
+        return dump_bytes(self._box_path(), "json", **content).decode()
 
     def dump_file(
         self,
@@ -263,10 +271,18 @@ class Recorder:
         include_stack_traces: bool = True,
     ) -> Path:
         """Writes the recorded calls to a file and returns its path: "pickle", "json" (PyTorch 2.10) or "box"."""
-        from allranks.recording.dump import Content, dump_file
+        from allranks.recording.dump import dump_file
 
-        content = Content(include_completed, include_collectives, include_stack_traces)
-        return dump_file(self._box_path(), path, format, content, self.options, reason)
+        return dump_file(
+            self._box_path(),
+            path,
+            format,
+            self.options,
+            reason,
+            include_completed=include_completed,
+            include_collectives=include_collectives,
+            include_stack_traces=include_stack_traces,
+        )
 
     def _box_path(self) -> Path:
         if self.box is None:

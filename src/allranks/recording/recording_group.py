@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from allranks.recording import torch_internals as internals
 from allranks.recording.calls import Args, Function, Kwargs
-from allranks.recording.options import TORCH_ERRORS, fast
+from allranks.recording.options import TORCH_ERRORS
 
 if TYPE_CHECKING:
     from allranks.recording.hook import Hook
@@ -51,7 +51,7 @@ def _forward(method: str) -> Function:
         return WaitedWork(work) if silent and work is not None and self.waits_block() else work
 
     call.__name__ = method
-    return call if silent else fast().Forward(method)
+    return call
 
 
 for _method in internals.TRAMPOLINE:
@@ -61,7 +61,7 @@ for _method in internals.TRAMPOLINE:
 
 
 class RecordingProxies:
-    """Makes proxies and hands them to C++. `install` and `uninstall` own the wrapped functions."""
+    """Makes proxies and hands them to C++."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
@@ -69,11 +69,12 @@ class RecordingProxies:
         self._reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, RecordingProxyGroup] = (
             weakref.WeakKeyDictionary()
         )
-        self._replaced = internals.Replaced()
+        self._replaced = internals.Replaced()  # of the hook, once installed
         self._refused = False  # C++ did not take a proxy: it gets no other
 
-    def install(self) -> None:
+    def install(self, replaced: internals.Replaced) -> None:
         """Wraps the places where C++ is handed a group, and re-registers the groups that exist already."""
+        self._replaced = replaced
         for function in internals.DDP_FUNCTIONS:
             self._wrap_function(function, self._with_proxy)
         self._wrap_reducer()
@@ -88,13 +89,8 @@ class RecordingProxies:
             with contextlib.suppress(*TORCH_ERRORS):  # a group that is half gone
                 self._swap(name, group)
 
-    def uninstall(self) -> None:
-        """Puts everything back; C++ keeps the proxies it holds, which work on unrecorded."""
-        self._take_back()
-        self._replaced.restore()
-
-    def _take_back(self) -> None:
-        """The registry holds the groups themselves again."""
+    def take_back(self) -> None:
+        """The registry holds the groups themselves again; C++ keeps the proxies that it holds, which work on unrecorded."""
         for name, proxy in list(self._registered.items()):
             with contextlib.suppress(*TORCH_ERRORS):  # gone meanwhile
                 self._original(internals.UNREGISTER)(name)
@@ -176,7 +172,7 @@ class RecordingProxies:
             result = original(*args, **kwargs)  # raises the same where it was not about the proxy
             self._hook.lost(internals.CPP_CALLS, error)
             self._refused = True
-            self._hook.guard(self._take_back)
+            self._hook.guard(self.take_back)
             return result, None
 
     def _wrap_reducer(self) -> None:

@@ -90,72 +90,57 @@ def address_of(store: Any) -> str:
     return f"{host}:{port}" if host and port else ""
 
 
-class SetupCalls:
-    """The wrapped functions. `install` and `uninstall` own them."""
+def install(hook: Hook, replaced: Replaced) -> None:
+    """Wraps the functions wherever a module has taken them by name, the user's own included."""
+    for name in SETUP_CALLS:
+        original = getattr(dist, name)
+        wrapper = _wrap(hook, original, name)
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType) and vars(module).get(name) is original:
+                replaced.put(module, name, wrapper, original)
 
-    def __init__(self, hook: Hook) -> None:
-        self._hook = hook
-        self._replaced = Replaced()
 
-    def install(self) -> None:
-        """Wraps the functions wherever a module has taken them by name, the user's own included."""
-        for name in SETUP_CALLS:
-            original = getattr(dist, name)
-            wrapper = self._wrap(original, name)
-            for module in list(sys.modules.values()):
-                if isinstance(module, ModuleType) and vars(module).get(name) is original:
-                    self._replaced.put(module, name, wrapper, original)
+def _wrap(hook: Hook, original: Callable[..., object], name: str) -> Callable[..., object]:
+    box = hook.installed.box
+    number = box.intern(Item.NAME, name)
 
-    def uninstall(self) -> None:
-        self._replaced.restore()
+    def before(args: Args, kwargs: Kwargs) -> tuple[int]:
+        outer = box.get("inside")
+        _enter(hook, name, args, kwargs)
+        box.set(inside_ns=time.time_ns(), inside=number)
+        return (outer,)
 
-    def _wrap(self, original: Callable[..., object], name: str) -> Callable[..., object]:
-        hook = self._hook
-        assert hook.writer is not None
-        number = hook.writer.box.intern(Item.NAME, name)
+    wrapper = hook.guard.around(
+        original,
+        before,
+        lambda known, result: _leave(hook, known[0], name, failed=False),
+        lambda known, error: _leave(hook, known[0], name, failed=True),
+    )
+    leave_graph(functools.wraps(original)(wrapper))
+    return wrapper
 
-        def before(args: Args, kwargs: Kwargs) -> tuple[int]:
-            assert hook.writer is not None
-            outer = hook.writer.box.get("inside")
-            self._enter(number, name, args, kwargs)
-            return (outer,)
 
-        wrapper = hook.guard.around(
-            original,
-            before,
-            lambda known, result: self._leave(known[0], name, failed=False),
-            lambda known, error: self._leave(known[0], name, failed=True),
-        )
-        leave_graph(functools.wraps(original)(wrapper))
-        return wrapper
+def _enter(hook: Hook, name: str, args: Args, kwargs: Kwargs) -> None:
+    if name == "init_process_group":
+        words = ("backend", "init_method", "timeout", "world_size", "rank")
+        given = {**dict(zip(words, args, strict=False)), **kwargs}
+        hook.on_rank(_number(given, "rank"), _meeting(given))
+    elif name == "destroy_process_group":
+        group = args[0] if args else kwargs.get("group")
+        # a rank outside the group passes a number
+        if group is None or isinstance(group, dist.ProcessGroup):
+            hook.destroyed(None if group is dist.group.WORLD else group)
 
-    def _enter(self, number: int, name: str, args: Args, kwargs: Kwargs) -> None:
-        hook = self._hook
-        assert hook.writer is not None
-        if name == "init_process_group":
-            given = {
-                **dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args, strict=False)),
-                **kwargs,
-            }
-            hook.on_rank(_number(given, "rank"), _meeting(given))
-        elif name == "destroy_process_group":
-            group = args[0] if args else kwargs.get("group")
-            # a rank outside the group passes a number
-            if group is None or isinstance(group, dist.ProcessGroup):
-                hook.destroyed(None if group is dist.group.WORLD else group)
-        hook.writer.box.set(inside_ns=time.time_ns(), inside=number)
 
-    def _leave(self, outer: int, name: str, failed: bool) -> None:
-        """Notes that the call has ended. One of init_process_group that failed is not finished: the rank has not joined."""
-        hook = self._hook
-        assert hook.writer is not None
-        box = hook.writer.box
-        if failed and name == "init_process_group":
-            box.set(inside=outer)  # since when it waited is worth more than when it failed
-            return
-        box.set(inside=outer, setups=box.get("setups") + 1, inside_ns=time.time_ns())
-        if name == "init_process_group" and dist.is_initialized():
-            hook.group(dist.group.WORLD)
+def _leave(hook: Hook, outer: int, name: str, failed: bool) -> None:
+    """Notes that the call has ended. One of init_process_group that failed is not finished: the rank has not joined."""
+    box = hook.installed.box
+    if failed and name == "init_process_group":
+        box.set(inside=outer)  # since when it waited is worth more than when it failed
+        return
+    box.set(inside=outer, setups=box.get("setups") + 1, inside_ns=time.time_ns())
+    if name == "init_process_group" and dist.is_initialized():
+        hook.group(dist.group.WORLD)
 
 
 def _number(given: dict[str, object], name: str) -> int:

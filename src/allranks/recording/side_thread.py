@@ -2,7 +2,6 @@
 
 The thread looks for completed calls a few times a second.
 """
-# - _fork_handler _register_fork_handler
 
 from __future__ import annotations
 
@@ -137,9 +136,7 @@ class SideThread:
         """A dump that must never do harm: its own errors are only told (a full disk, a half-finished interpreter)."""
 
         def dump() -> None:
-            path = self._recorder.dump_file(reason=reason)
-            if self._recorder.options.harvest:
-                write_native(path, self._recorder.rank)
+            write_native(self._recorder.dump_file(reason=reason), self._recorder.rank)
 
         ErrorGuard(lambda error: print(f"allranks: no dump on {reason}: {error}", file=sys.stderr))(dump)
 

@@ -1,7 +1,7 @@
 """Python stacks as small numbers: walk the frames, look the walk up, describe it only when it is new.
 
 Runs in the rank on the hot path. `_fast.c` walks the frames; the key of a stack is made of its code objects and
-instructions, so a stack seen before costs a lookup; names and lines are worked out here, once per distinct stack. User frames come first: plumbing of
+instructions, so a stack seen before costs a lookup; what is recorded of a stack is made here, once per distinct one. User frames come first: plumbing of
 torch.distributed and of allranks is left out, and of other library code only the innermost few frames are kept, so
 that eight frames reach the user's line even from inside FSDP. A call that C++ makes on a thread of its own, or a hook
 that autograd runs there, has no user frame: the frames of the main thread, which waits in backward(), follow.
@@ -14,15 +14,12 @@ import os
 import sys
 import sysconfig
 import threading
-from types import CodeType, FrameType
+from types import FrameType
 
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.layout import Item
 from allranks.recording.options import fast
 
-PLUMBING, LIBRARY, USER, THREAD_START = 0, 1, 2, 3  # the last: where a thread of Python's own begins
-LIBRARY_FRAMES = 3  # innermost library frames kept: they say which feature made the call (as in _fast.c)
-MAX_WALK = 256  # as in _fast.c
 MAX_STACKS = 20_000  # distinct stacks remembered; further ones are recorded without a stack
 
 _PLUMBING_STARTS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen")
@@ -41,11 +38,9 @@ class Stacks:
 
     def __init__(self, box: Box, depth: int) -> None:
         self._box = box
-        self._depth = depth
-        self._main = threading.main_thread().ident or 0
         self._count = 0
         known = (_PLUMBING_STARTS, _PLUMBING_ENDS, library_roots(), _LIBRARY_PARTS)
-        self.engine = fast().Stacks(depth, self._main, *known)  # -1: a new stack
+        self.engine = fast().Stacks(depth, threading.main_thread().ident or 0, *known)  # -1: a new stack
 
     def at(self, frame: FrameType | None) -> int:
         """The id of the stack that starts at `frame`; 0 when there is none or the table is full."""
@@ -54,33 +49,12 @@ class Stacks:
             return max(found, 0)
         self._count += 1
         frames = [
-            [getattr(code := kept.f_code, "co_qualname", code.co_name), code.co_filename, kept.f_lineno or 0]
-            for kept in kept_frames(frame, self._depth, self._main)
+            [getattr(code, "co_qualname", code.co_name), code.co_filename, line]
+            for code, line in self.engine.frames(frame)
         ]
         number = self._box.intern(Item.STACK, frames) if frames else 0
         self.engine.remember(frame, number)
         return number
-
-
-def kept_frames(start: FrameType, depth: int, main: int) -> list[FrameType]:
-    """The frames of a stack that are recorded, innermost first; see the top of this file."""
-    kept: list[FrameType] = []
-    library, users, from_python = LIBRARY_FRAMES, 0, False
-    for own in (True, False):
-        if not own and (users or from_python or threading.get_ident() == main):
-            break
-        frame: FrameType | None = start if own else sys._current_frames().get(main)
-        for _ in range(MAX_WALK):
-            if frame is None or len(kept) == depth:
-                break
-            found = kind_of(frame.f_code)
-            if found == USER or (found == LIBRARY and library):
-                library -= found == LIBRARY
-                users += found == USER
-                kept.append(frame)
-            from_python |= found == THREAD_START
-            frame = frame.f_back
-    return kept
 
 
 @functools.cache
@@ -91,13 +65,3 @@ def library_roots() -> tuple[str, ...]:
     paths += [os.path.dirname(getattr(torch, "__file__", None) or "")]
     known = {path for path in paths if path}
     return tuple(sorted(path + os.sep for path in known | {os.path.realpath(path) for path in known}))
-
-
-def kind_of(code: CodeType) -> int:
-    """Whether a code object is the user's, a library's, or plumbing that says nothing."""
-    file = code.co_filename
-    if file.startswith(_PLUMBING_STARTS) or file.endswith(_PLUMBING_ENDS):
-        return PLUMBING
-    if file.startswith(library_roots()) or any(part in file for part in _LIBRARY_PARTS):
-        return THREAD_START if code.co_name == "_bootstrap" else LIBRARY
-    return USER

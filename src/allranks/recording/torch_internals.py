@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp, distributed_c10d
 
+from allranks.recording.calls import Method
 from allranks.recording.options import TORCH_ERRORS
 from allranks.torch_private import C10D, PRIVATE, RECORDED
 
@@ -39,51 +40,7 @@ _TRAMPOLINE_TEXT = (
     "_allgather_base _reduce_scatter_base all_gather_single reduce_scatter_single"
 )
 TRAMPOLINE = tuple(_TRAMPOLINE_TEXT.split())
-
-
-class ArgumentForm(NamedTuple):
-    """Which argument of a method is what, as `_fast.c` takes it: `self` is argument 0, and 0 says that there is none."""
-
-    arguments: int  # how many, self included
-    out: int = 0
-    into: int = 0  # the input
-    out_splits: int = 0
-    in_splits: int = 0
-    options: int = 0
-    peer: int = 0
-    tag: int = 0
-
-
-_IN_PLACE, _MOVED = ArgumentForm(3, out=1, options=2), ArgumentForm(4, out=1, into=2, options=3)
-_SPLIT = ArgumentForm(6, out=1, into=2, out_splits=3, in_splits=4, options=5)
-#: Methods that `_fast.c` can read in the form in which torch.distributed calls them: class of their options, arguments.
-FAST: dict[str, tuple[Torch, ArgumentForm]] = {
-    "allreduce": (c10d.AllreduceOptions, _IN_PLACE),
-    "broadcast": (c10d.BroadcastOptions, _IN_PLACE),
-    "reduce": (c10d.ReduceOptions, _IN_PLACE),
-    "allgather": (c10d.AllgatherOptions, _MOVED),
-    "_allgather_base": (c10d.AllgatherOptions, _MOVED),
-    "all_gather_single": (c10d.AllgatherOptions, _MOVED),
-    "allgather_into_tensor_coalesced": (c10d.AllgatherOptions, _MOVED),
-    "all_gather_single_coalesced": (c10d.AllgatherOptions, _MOVED),
-    "gather": (c10d.GatherOptions, _MOVED),
-    "scatter": (c10d.ScatterOptions, _MOVED),
-    "reduce_scatter": (c10d.ReduceScatterOptions, _MOVED),
-    "_reduce_scatter_base": (c10d.ReduceScatterOptions, _MOVED),
-    "reduce_scatter_single": (c10d.ReduceScatterOptions, _MOVED),
-    "reduce_scatter_tensor_coalesced": (c10d.ReduceScatterOptions, _MOVED),
-    "reduce_scatter_single_coalesced": (c10d.ReduceScatterOptions, _MOVED),
-    "alltoall": (c10d.AllToAllOptions, _MOVED),
-    "alltoall_base": (c10d.AllToAllOptions, _SPLIT),
-    "all_to_all_single": (c10d.AllToAllOptions, _SPLIT),
-    "barrier": (c10d.BarrierOptions, ArgumentForm(2, options=1)),
-    "send": (None, ArgumentForm(4, into=1, peer=2, tag=3)),
-    "recv": (None, ArgumentForm(4, out=1, peer=2, tag=3)),
-}
-
 CPP_CALLS = "calls made by C++ (DDP, functional collectives)"
-
-
 #: Before 2.7 C++ lets go of the Python half of a Work that a proxy gives it, and then waits for ever.
 FIRST_WITH_PROXIES = (2, 7)
 
@@ -123,18 +80,51 @@ class Replaced(list[tuple[object, str, object, Torch]]):
 # -- process groups ---------------------------------------------------------------------------------------------
 
 
-def group_ranks(group: c10d.ProcessGroup) -> tuple[int, ...]:
-    """Global ranks of a group, in its own order, as far as torch knows them."""
+def describe_group(
+    group: c10d.ProcessGroup, world_size: int, members: tuple[int, ...] = ()
+) -> tuple[str, str, tuple[int, ...], str]:
+    """(name, description, global ranks, backend) of a ProcessGroup or a bare Backend, as far as it tells.
+
+    `members` are its ranks as far as we know them ourselves: torch does not tell those of a group that was split off.
+    """
+    name = _text(group, "group_name") or _text(options_of(group), "group_name")
+    return name, _text(group, "group_desc"), members or _ranks(group, world_size), _backend_name(group)
+
+
+def _text(group: Torch, attribute: str) -> str:
+    try:
+        return str(getattr(group, attribute, "") or "")
+    except TORCH_ERRORS:  # a property of an unfinished C++ group may raise anything
+        return ""
+
+
+def _ranks(group: c10d.ProcessGroup, world_size: int) -> tuple[int, ...]:
+    """Global ranks of a group, in its own order; () unknown."""
     if mapping := _of_world("pg_group_ranks").get(group):
         return tuple(sorted(mapping, key=mapping.__getitem__))
-    listed = getattr(getattr(group, "options", None), "global_ranks_in_group", None)
-    return tuple(int(rank) for rank in listed or ())
+    if listed := getattr(options_of(group), "global_ranks_in_group", None):
+        return tuple(int(rank) for rank in listed)
+    try:
+        size = int(group.size())
+    except TORCH_ERRORS:  # as above
+        return ()
+    if world_size < 0 and distributed_c10d.is_initialized():
+        world_size = distributed_c10d.get_world_size()
+    return tuple(range(size)) if size == world_size or world_size < 0 else ()
 
 
-def group_backend(group: c10d.ProcessGroup) -> str:
-    """The backend that a group was made with, "" when torch does not know."""
-    config = _of_world("pg_map").get(group)
-    return str(config[0]) if config and config[0] != "undefined" else ""
+def _backend_name(group: c10d.ProcessGroup) -> str:
+    """ "nccl", "gloo", …; "cpu:gloo,cuda:nccl" for a group that has several."""
+    try:
+        config = _of_world("pg_map").get(group)  # what it was made with
+        if config and config[0] not in ("", "undefined"):
+            return str(config[0])
+        names = {str(device.type): str(backend.name()) for device, backend in backends(group)}
+        if len(set(names.values())) > 1:
+            return ",".join(f"{device}:{name}" for device, name in sorted(names.items()))
+        return next(iter(names.values()), "") or str(group.name())
+    except TORCH_ERRORS:  # as above
+        return ""
 
 
 def group_store(group: c10d.ProcessGroup) -> Torch:
@@ -159,13 +149,22 @@ def backends(group: c10d.ProcessGroup) -> list[tuple[Torch, Torch]]:
     return [(device, group._get_backend(device)) for device in getattr(group, "_device_types", [])]
 
 
-def group_timeout(group: c10d.ProcessGroup) -> timedelta | None:
-    """The timeout of a group or of one of its backends."""
+def options_of(group: Torch) -> Torch:
+    """Of a group or a backend; None where it has none. A backend that is written in Python and has none asks itself without an
+    end (torch 2.15), and with Python 3.12 that ends the process."""
+    inherited = getattr(Backend, "options", None)
+    if inherited is not None and getattr(type(group), "options", None) is inherited:
+        return None
+    return getattr(group, "options", None)
+
+
+def timeout_ms(group: c10d.ProcessGroup) -> int:
+    """The timeout of a group or of one of its backends in milliseconds; 0 unknown."""
     candidates = [group]
     with contextlib.suppress(*TORCH_ERRORS):  # a property of an unfinished C++ group may raise anything
         candidates += [backend for _, backend in backends(group)]
-    found = (getattr(getattr(candidate, "options", None), "_timeout", None) for candidate in candidates)
-    return next((value for value in found if isinstance(value, timedelta)), None)
+    found = (getattr(options_of(candidate), "_timeout", None) for candidate in candidates)
+    return next((int(t.total_seconds() * 1000) for t in found if isinstance(t, timedelta)), 0)
 
 
 def make_like(group: c10d.ProcessGroup, proxy: c10d.ProcessGroup) -> None:
@@ -365,9 +364,24 @@ VALUE_AT = 16  # in a pybind object: behind the reference count and the type
 BYTES = 64  # of the C++ value that are looked at; our fields are at its front
 NOWHERE = -1  # as in _fast.c
 
-#: (type, address of the value, then reduce operator, root, timeout in ms in the value); as Collective takes it.
+#: Which argument of a method is what, as `_fast.c` takes it: how many, `self` included; then the places of outputs, inputs, their
+#: splits, options, peer and tag, 0 for none.
+Form = tuple[int, ...]
+#: (type, address of the value, then reduce operator, root, timeout in ms in the value).
 Layout = tuple[Torch, int, int, int, int]
-NO_OPTIONS: Layout = (type(None), 0, NOWHERE, NOWHERE, NOWHERE)  # of a method that takes none
+_PLACES = (("out", "both"), ("in",), ("out_splits",), ("in_splits",), ("options",), ("peer",), ("tag",))
+_NO_OPTIONS: Layout = (type(None), 0, NOWHERE, NOWHERE, NOWHERE)  # of a method that takes none
+READ_IN_PYTHON: tuple[Form, Layout] = ((0,) * 8, _NO_OPTIONS)
+
+
+def form_of(method: Method) -> tuple[Form, Layout]:
+    """How `_fast.c` reads a call in the form in which torch.distributed makes it; READ_IN_PYTHON where it cannot."""
+    words = [word for word in method.arguments.split() if word != "operator"]
+    layout = layout_of(getattr(c10d, method.options)) if method.options else _NO_OPTIONS
+    if layout is None or not (method.options or "peer" in words):
+        return READ_IN_PYTHON
+    places = [next((words.index(name) + 1 for name in names if name in words), 0) for names in _PLACES]
+    return (len(words) + 1, *places), layout
 
 
 @functools.cache
@@ -379,11 +393,8 @@ def layout_of(options: Torch) -> Layout | None:
         return None
     try:
         return _layout(options, memory)
-    except (
-        *TORCH_ERRORS,
-        OSError,
-        struct.error,
-    ):  # another torch or pybind, a kernel that hides our memory from us
+    # another torch or pybind, a kernel that hides our memory from us
+    except (*TORCH_ERRORS, OSError, struct.error):
         return None
     finally:
         os.close(memory)

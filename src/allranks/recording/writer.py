@@ -1,7 +1,7 @@
 """Follows every call of a rank from its beginning to its end. Runs in the rank, in all of its threads.
 
-`begin` writes a row before the library is entered, `track` keeps the Work that it returned, and the end is noted
-when it is known: by the program's own wait(), by a later call, or by the side thread. Nothing here blocks.
+`_fast.c` writes a row before the library is entered, and keeps the Work that it returned. The end is noted when it is known: by
+the program's own wait(), in C, or here: by a later call or by the side thread. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -24,12 +25,13 @@ from allranks.blackbox.file_writer import FIELD, Box
 from allranks.blackbox.header import start_ticks
 from allranks.blackbox.layout import Item
 from allranks.model.parsing import role_of_command, without_secrets
-from allranks.model.trace import Flag, State
-from allranks.recording.groups import GroupState
+from allranks.model.trace import State
 from allranks.recording.options import TORCH_ERRORS, RecorderOptions, fast
 from allranks.recording.stack import Stacks
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from allranks.recording._fast import Counters, Ring
 
 Shapes = tuple[int, int, int]  # (id, elements in, elements out)
@@ -45,13 +47,34 @@ class PendingWork(Protocol):
 #: (what tells, number of the call, counters of its group, numbers of the calls that end with it)
 Entry: TypeAlias = "tuple[PendingWork, int, Counters, tuple[int, ...]]"
 
-P2P, PART = int(Flag.P2P), int(Flag.COALESCED_PART)
-END, CAPTURED = int(Flag.COALESCED_END), int(Flag.CAPTURED)
-#: Calls under way are looked at on a later call, not more often than this (as in _fast.c) and so many at once.
-SWEEP_NS, SWEEP_CALLS = 1_000_000, 4
+SWEEP_CALLS = 4  # under way that are looked at on a later call
 MAX_ERROR = 300  # characters kept of what the first failed call raised
 MAX_THREADS = 1000  # named; a program that makes threads for ever must not fill the heap
 COMPLETED, FAILED, TIMED_OUT = int(State.COMPLETED), int(State.FAILED), int(State.TIMED_OUT)
+
+WAITS_BLOCK = frozenset({"gloo", "mpi", "fake"})  # backends whose wait() returns when the call is over
+
+
+class GroupState:
+    """What is known of a process group: its name, its members, its counters. It is looked up by its Python object, once per call."""
+
+    __slots__ = ("backend", "counters", "first_ranks", "name", "ranks", "ref")
+
+    def __init__(self, number: int, name: str, ranks: tuple[int, ...], backend: str, timeout_ms: int) -> None:
+        self.name = name
+        self.ranks = ranks  # global ranks in group order; () = unknown
+        self.first_ranks = ranks  # those before it was reconfigured
+        self.backend = backend
+        # the numbers of its calls; two threads (the main one and autograd's) never draw the same
+        make: type[Counters] = fast().Counters
+        self.counters = make(number, timeout_ms, backend in WAITS_BLOCK, ranks)
+        if "," in backend:  # "cpu:gloo,cuda:nccl": what wait() means depends on the tensor
+            self.counters.cpu_side = make(number, timeout_ms, True, ranks)
+        self.ref: weakref.ref[dist.ProcessGroup] | None = None
+
+    def global_rank(self, group_rank: int) -> int:
+        """A group-local rank as a global one; itself when the members are unknown."""
+        return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
 
 
 def make_ring(box: Box) -> Ring:
@@ -73,10 +96,8 @@ class CallWriter:
         self.pending: dict[int, Entry] = {}  # by id(work), oldest first
 
         self.label = 0
-        self.capturing = 0  # CUDA graph captures in progress: no event may be queried
         # held while works and events are queried; never waited for without a limit
         self.asking = threading.RLock()
-        self._swept_ns = 0
         self._error = 0  # number of the first call that failed
         self.on_timeout: Callable[[bool], None] | None = None  # told whether the timeout is news
         # Work.wait as it was before it was wrapped
@@ -97,123 +118,23 @@ class CallWriter:
         tag: int = -1,
     ) -> int:
         """Writes the row of a call that is about to be made; returns its number."""
-        counters = group.counters
-        seq, p2p_seq, op_id, flags = counters.draw(p2p)
-        part = flags & PART
-        if self.capturing and not counters.blocking:
-            flags |= CAPTURED
-        stack = self.stacks.at(frame) if self.stacks is not None else 0
-        number: int = self.ring.begin(
-            counters.number,
-            op,
-            shapes,
-            stack,
-            seq,
-            p2p_seq,
-            op_id,
-            timeout_ms or counters.timeout_ms,
-            reduce_op,
-            root,
-            peer,
-            flags,
-            tag,
-        )
-        if part:
-            counters.add_part(number)
+        sizes_and_place = (shapes, self.stack(frame), p2p, timeout_ms)
+        number: int = self.ring.begin(group.counters, op, *sizes_and_place, reduce_op, root, peer, tag)
         return number
 
-    def begin_end(self, group: GroupState, op: int, frame: FrameType | None) -> tuple[int, tuple[int, ...]]:
-        """Writes the row that stands for a whole coalesced group; returns its number and those of its parts."""
-        counters = group.counters
-        seq, p2p_seq, op_id, parts = counters.close_batch()
-        stack = self.stacks.at(frame) if self.stacks is not None else 0
-        number: int = self.ring.begin(
-            counters.number,
-            op,
-            (0, 0, 0),
-            stack,
-            seq,
-            p2p_seq,
-            op_id,
-            counters.timeout_ms,
-            0,
-            -1,
-            -1,
-            END | P2P if p2p_seq else END,
-            -1,
-        )
-        return number, parts
+    def stack(self, frame: FrameType | None) -> int:
+        """The id of the stack that starts here; 0 without stacks."""
+        return self.stacks.at(frame) if self.stacks is not None else 0
 
-    def track(
-        self,
-        work: PendingWork,
-        number: int,
-        group: GroupState,
-        parts: tuple[int, ...] = (),
-        on_cpu: bool = False,
-    ) -> None:
+    def track(self, work: PendingWork, number: int, group: GroupState) -> None:
         """The library took the call and will finish it later; follows `work` until then."""
-        counters = group.counters
-        if counters.in_batch or (self.capturing and not counters.blocking):
-            return  # the end of the coalesced group tells for all of it; a captured call has no end of its own
-        owner = group.side(on_cpu)
-        if owner.blocking:
+        if group.counters.blocking:
             self.ring.started(number)
-        self._keep(work, number, owner, parts)
-
-    def _keep(self, work: PendingWork, number: int, counters: Counters, parts: tuple[int, ...]) -> None:
-        """Adds a call to those under way, and looks at the oldest of them when that is due."""
-        self.pending[id(work)] = (work, number, counters, parts)
-        if len(self.pending) > 1:
-            now = time.monotonic_ns()
-            if now - self._swept_ns > SWEEP_NS:
-                self._swept_ns = now
-                self.sweep()
-
-    def no_work(self, number: int, counters: Counters, parts: tuple[int, ...] = ()) -> None:
-        """The library returned no Work: the call is over, or it is queued on the device and a marker follows it."""
-        if counters.in_batch or (self.capturing and not counters.blocking):
-            return
-        if counters.blocking or self.markers is None or not self.markers.mark(number, parts):
-            self.finish(number, parts)
-
-    def waited(self, work: PendingWork, entry: Entry) -> None:
-        """The program's wait() has returned: the call is over, or the device has yet to come past this point.
-
-        In the latter case a marker takes the place of the Work, which would keep its tensors in the device's memory.
-        """
-        _, number, counters, parts = entry
-        if self.capturing and not counters.blocking:
-            return
-        if self.pending.pop(id(work), None) is None:
-            return
-        if counters.blocking:
-            self.finish(number, parts)
-        elif self.markers is None or not self.markers.mark(number, parts):
-            if work.is_completed():
-                self.finish(number, parts)
-            else:
-                self.pending[id(work)] = entry
+        self.pending[id(work)] = (work, number, group.counters, ())
 
     def finish(self, number: int, parts: tuple[int, ...] = (), state: int = COMPLETED) -> None:
         """Notes the end of a call and of those that end with it."""
-        self.ring.finish(number, state)
-        for part in parts:
-            self.ring.finish_part(part, state)
-
-    def returned(
-        self,
-        work: PendingWork | None,
-        number: int,
-        group: GroupState,
-        parts: tuple[int, ...] = (),
-        on_cpu: bool = False,
-    ) -> None:
-        """What the library returned: a Work to follow, or None."""
-        if work is not None:
-            self.track(work, number, group, parts, on_cpu)
-        else:
-            self.no_work(number, group.side(on_cpu), parts)
+        self.ring.finish(number, state, parts)
 
     def wait_failed(self, work: PendingWork, error: BaseException, limited: bool) -> None:
         """The program's wait() for this Work raised. `limited`: with a limit of its own, after which the call may still
@@ -257,7 +178,7 @@ class CallWriter:
         try:
             oldest = self.box.get("next_id") - self.box.capacity
             for key in list(pending) if everything else list(itertools.islice(pending, SWEEP_CALLS)):
-                if self.capturing:
+                if self.ring.capturing:
                     return
                 if not self._settle(key, oldest) and not everything:
                     return
@@ -297,7 +218,7 @@ class CallWriter:
         taken = self.asking.acquire(timeout=0.1)
         try:
             for work in works:
-                if not self.capturing and self._settle(id(work), oldest=0):
+                if not self.ring.capturing and self._settle(id(work), oldest=0):
                     continue
                 entry = self.pending.pop(id(work), None)
                 if entry is not None:
@@ -308,9 +229,8 @@ class CallWriter:
 
     def begin_capture(self) -> None:
         """A CUDA graph is about to be captured: from the return of this on no event is queried."""
-        self.capturing += 1
+        self.ring.capturing += 1
         if self.markers is not None:
-            self.markers.paused = True
             deadline = time.monotonic() + 1.0
             while self.markers.busy and time.monotonic() < deadline:
                 time.sleep(0.0005)
@@ -318,9 +238,7 @@ class CallWriter:
             self.asking.release()
 
     def end_capture(self) -> None:
-        self.capturing = max(0, self.capturing - 1)
-        if self.markers is not None:
-            self.markers.paused = self.capturing > 0
+        self.ring.capturing = max(0, self.ring.capturing - 1)
 
     def _outcome(self, entry: Entry) -> BaseException | None:
         """How a completed Work ended, without blocking: None is success."""

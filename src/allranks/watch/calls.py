@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from allranks.blackbox.reader import Arena, OpenFile, opened_box, read_box
-from allranks.blackbox.tables import HeapCache, Tables
+from allranks.blackbox.reader import opened_box, read_box
+from allranks.blackbox.tables import Tables
 from allranks.diagnosis.divergence import find_divergence
 from allranks.errors import InputError
 from allranks.model.diagnosis import Finding
@@ -165,13 +165,13 @@ def _of_one_run(samples: Sequence[RankSample]) -> list[RankSample]:
 
 def read_calls(paths: Sequence[str]) -> list[RankTrace]:
     """The newest calls in these black boxes, on shared tables; files that cannot be read are left out."""
-    cache, raws = HeapCache(Tables()), []
+    tables, raws = Tables(), []
     newest = min(NEWEST, ALL_CALLS // max(1, len(paths)))
     for path in paths:
         try:
             with opened_box(path) as file:
-                raws.append((read_box(OpenFile(file.fileno(), Arena()), cache, newest=newest), path))
+                raws.append((read_box(file, tables, newest=newest), path))
         except InputError:
             continue
-    tables = cache.tables.freeze()
-    return [raw.as_trace(*tables, path) for raw, path in raws]
+    shared = tables.freeze()
+    return [raw.as_trace(*shared, path) for raw, path in raws]
