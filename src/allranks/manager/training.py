@@ -10,8 +10,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from allranks.blackbox.phases import during
 from allranks.errors import HealingFailed
@@ -435,13 +436,13 @@ class TrainingState:
                 self.changed.wait()
             return False
 
-    def claim(self, address: str, port: int, broken: bool) -> Claim:
+    def claim(self, **more: Any) -> Claim:
         """What we say of our state; from here on a vote in doubt is decided by the quorum."""
         with self.changed:
             self.wanted, self.news = "", ""
             self.times.mark("quorum requested")
-            self.held, said = self.held.claim()
-            return replace(said, address=address, port=port, broken=broken)
+            self.held, said = self.held.claim(**more)
+            return said
 
     def form(self, number: int) -> str:
         """From here on a loss in quorum `number` interrupts its making; returns a loss that came before."""
