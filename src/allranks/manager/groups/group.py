@@ -30,6 +30,13 @@ from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.teardown import destroy_later, ended, finish
 
 
+#: Operation of a group -> of its backend, since torch 2.15.
+_RENAMED = {
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+}
+
+
 class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     """The parts that all backends share: one current backend, replaced under a lock, delegated to by name."""
 
@@ -204,11 +211,12 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         try:
             with gate:
                 if self._backend is backend:
-                    return self._track(getattr(backend, operation)(*arguments))
+                    act = getattr(backend, operation, None) or getattr(backend, _RENAMED[operation])
+                    return self._track(act(*arguments))
             raise GroupAborted(str(self._error or "the members changed"))  # while we waited for the gate
         finally:
             # a traceback would keep it, and the thread that drops it last would have to destroy it
-            backend = None
+            backend = act = None
 
     def _make(self, meeting: GroupSpec) -> object:
         """On a thread that may be abandoned: changes nothing that the next group would use."""
