@@ -403,7 +403,7 @@ class Manager:
             state=self.sums.finish() if self.sums.is_due(self.training.step) else 0,
         )
         try:
-            tally = generation.vote(vote)
+            tally = generation.box.cast(vote)
             self.training.times.mark("votes in")
             reason = self._state_differs(generation, tally)
         except (RuntimeError, GroupAborted) as error:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 
@@ -295,7 +296,10 @@ class Regrouper:
             self.healing.begin(self.healing.prepare_fetch(plan), generation)
         with contextlib.ExitStack() as undo:
             undo.callback(self.healing.pause)
-            with self.healing.reach.watching(quorum, index, self._stopper(quorum.number)), silenced():
+            with (
+                self.healing.reach.watching(quorum, index, partial(self._stop_forming, quorum.number)),
+                silenced(),
+            ):
                 self._connect(quorum, plan, said, index)
             undo.pop_all()
         self.training.publish(generation)
@@ -331,9 +335,6 @@ class Regrouper:
             self.client.collect(text)
         except LighthouseError as error:
             log.warning("the lighthouse was not notified: %s", error)
-
-    def _stopper(self, number: int) -> Callable[[str], None]:
-        return lambda reason: self._stop_forming(number, reason)
 
     def _read_claims(self, quorum: Quorum) -> list[ReplicaClaim]:
         """What the members say of their states; one that cannot be read is reported, and left out of the next quorum."""

@@ -164,13 +164,7 @@ class TrainingState:
             attempt.works.clear()
             self.phase = Phase.COMPUTING
             self.changed.notify_all()
-            generation = self._wait_for_group(limit_s)
-            if not generation.loaded and generation.participates:
-                attempt.spoiled = "this replica is behind and must heal"
-                return None
-            attempt.generation = generation
-            self.phase = Phase.REDUCING
-            return generation
+            return self.bind(attempt, limit_s)
 
     def bound(self, limit_s: float) -> Generation | None:
         """The group of this step, waiting for it to be made; None before the first step."""

@@ -29,7 +29,6 @@ from allranks.manager.groups.group_spec import (
 from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.teardown import destroy_later, ended, finish
 
-
 #: Operation of a group -> of its backend, since torch 2.15.
 _RENAMED = {
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
