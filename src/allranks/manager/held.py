@@ -17,10 +17,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from allranks.manager.plan import FRESH, NOWHERE, Claim, Lineage, Position, QuorumPlan, State, extend
+from allranks.manager.plan import FRESH, NOWHERE, Claim, Lineage, Position, QuorumPlan, StateFacts, extend
 
 
-class HeldState(State, frozen=True):
+class HeldState(StateFacts, frozen=True):
     """See the module."""
 
     claimed: bool = False  # the result is decided by the next quorum
@@ -33,7 +33,7 @@ class HeldState(State, frozen=True):
 
     def claim(self, **more: Any) -> tuple[HeldState, Claim]:
         """What we say of it to the lighthouse: from here on a vote in doubt is decided by the quorum."""
-        said = Claim(**{one: getattr(self, one) for one in State.__struct_fields__}, **more)
+        said = Claim(**{one: getattr(self, one) for one in StateFacts.__struct_fields__}, **more)
         return replace(self, claimed=self.claimed or self.pending > 0), said
 
     def restore(self, term: int, step: int) -> HeldState:

@@ -31,7 +31,7 @@ MAX_LINEAGE = 12
 MAX_SOURCES = 4  # members that one replica takes its state from at once
 
 
-class State(msgspec.Struct, frozen=True):
+class StateFacts(msgspec.Struct, frozen=True):
     """What one rank knows of the state that it holds."""
 
     term: int = 0  # of the group that committed the state; 0: none of this job has
@@ -49,7 +49,7 @@ class State(msgspec.Struct, frozen=True):
         return NOWHERE if self.torn else (self.term, self.step)
 
 
-class Claim(State, frozen=True):
+class Claim(StateFacts, frozen=True):
     """What one rank says of its state, and of itself, when it asks for a quorum."""
 
     address: str = ""  # host:port of its healing server

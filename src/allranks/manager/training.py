@@ -278,13 +278,13 @@ class TrainingState:
         def ready() -> bool:
             return self.failure is not None or self.settled() is not None
 
-        if not ready() and not self.due:
+        if not ready():
             self.due = True
             self.changed.notify_all()
-        with during("regrouping") if not ready() else contextlib.nullcontext():
-            formed = self.changed.wait_for(ready, limit_s)
-        if not formed:
-            raise TimeoutError(f"no process group after {limit_s:.1f} s; last: {self.wanted or 'regrouping'}")
+            with during("regrouping"):
+                if not self.changed.wait_for(ready, limit_s):
+                    why = self.wanted or "regrouping"
+                    raise TimeoutError(f"no process group after {limit_s:.1f} s; last: {why}")
         if self.failure is not None:
             raise self.failure
         assert self.generation is not None
