@@ -262,6 +262,22 @@ Each was started as `allranks watch -- LAUNCHER`.
 |---|---|---|---|---|---|
 {launchers}
 
+## Where allranks stands between a program and torch
+Each test makes the place fail. Those of the recorder's hooks and of its ends compare every bit of the results with a run without allranks.
+
+| place | if it fails | tests |
+|---|---|---|
+| methods of process groups and works; calls that make and destroy groups; DDP's functions | the method stays torch's, or recording ends with one warning | `tests/record/test_failing_hooks.py` |
+| the groups that C++ gets | C++ gets torch's own group | `tests/record/test_failing_hooks.py` |
+| private names of torch that are missing, take other arguments or raise | the log names what is lost | `tests/record/test_failing_hooks.py`, `tests/record/test_versions.py` |
+| a backend or group class of another library | it is left alone, and recorded as far as that is possible | `tests/record/test_any_backend.py` |
+| the black box: its folder, its space, its descriptors | recording is off, with one warning | `tests/record/test_never_breaks.py`, `tests/record/test_odd_machines.py` |
+| progress marks and phases; the hook of exceptions; handlers of exits, forks and garbage collections | the program continues, with its own exit code and its own traceback | `tests/record/test_failing_ends.py` |
+| the import hook of `ALLRANKS_RECORD=auto` | the program starts without it | `tests/record/test_auto.py` |
+| the hook for torchcomms | it is off, with one warning | `tests/record/test_comm_hook.py` |
+| the methods of torchrun's agent that `allranks run` replaces | the job runs as under torchrun, with one warning | `tests/launch/test_torchrun_patches.py` |
+| the process group and the DDP of a `Manager` | the step fails and is made again | `tests/manager/test_failures.py` |
+
 ## Test results by version
 {versions}
 

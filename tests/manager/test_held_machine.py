@@ -140,7 +140,7 @@ class HeldMachine(RuleBasedStateMachine):
         found = set()
         for index in plan.sources:
             rank = self.ranks[members[index]]
-            found |= {rank.history if rank.held.holds(plan.top) else rank.arrived}
+            found |= {rank.history if rank.held.position == plan.top else rank.arrived}
         assert len(found) == 1 and None not in found, f"the sources hold different states: {found}"
         top = found.pop()
         assert top is not None and len(top) == plan.top[1], "the source does not hold what its position says"
@@ -180,7 +180,7 @@ class HeldMachine(RuleBasedStateMachine):
             return []
         found = [self.ranks.get(group.members[index]) for index in group.plan.sources]
         top = group.plan.top
-        return [one for one in found if one and not one.frozen and one.held.holds(top)]
+        return [one for one in found if one and not one.frozen and one.held.position == top]
 
     def load(self, name: str) -> None:
         """The training thread brings in what has arrived, in the group that wants it."""
@@ -216,10 +216,10 @@ class HeldMachine(RuleBasedStateMachine):
         group, rank = self.group, self.ranks.get(name)
         if group is None or rank is None or rank.frozen or group.voted != set(group.members):
             return
-        if rank.held.voted == group.plan.term and rank.history is not None and self.token is not None:
+        if rank.held.pending == group.plan.term and rank.history is not None and self.token is not None:
             rank.held = rank.held.commit(group.plan.term)
             rank.history += (self.token,)
-            if not any(self.ranks[one].held.voted for one in group.members if one in self.ranks):
+            if not any(self.ranks[one].held.pending for one in group.members if one in self.ranks):
                 group.voted.clear()
 
     @rule(steps=some.integers(1, 5))
@@ -300,3 +300,13 @@ def test_the_machine_finds_an_order_by_term(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(plan_module, "by_age", lambda position: position)
     with pytest.raises(AssertionError, match="most steps"):
         run(HeldMachine, 20_000, shrink=False)
+
+
+def test_a_step_that_is_committed_changes_the_state_twice() -> None:
+    """Vote and commit. Opening and ending it costs nothing: new copies in every step took 6 % of a small one."""
+    held = HeldState(term=3, step=8, seen=3)
+    assert held.open_step() is held
+    voted = held.vote(3)
+    committed = voted.commit(3)
+    assert committed.fail() is committed and committed.open_step() is committed
+    assert voted.fail().pending == 0 and voted.open_step().pending == 0

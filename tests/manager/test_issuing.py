@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from allranks import recording as record
 from allranks.blackbox.file_writer import Box
 from allranks.blackbox.reader import read_trace
 from allranks.errors import GroupAborted
 from allranks.manager.groups import nccl
+from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.nccl import ProcessGroupNCCL
@@ -282,3 +284,18 @@ def test_a_group_that_was_left_in_good_order_is_ended_some_steps_later() -> None
     group.drop_retired()
     assert over.wait(60)
     group.shutdown()
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_functional_collectives_reach_the_backend_under_its_own_name(name: str) -> None:
+    """torch 2.15 calls the group by the names of 2.13, and its backends have others."""
+    group = ProcessGroupGloo(30.0)
+    group.meet(GroupSpec(dist.HashStore(), 0, 1, 1))
+    group.register(f"functional_{name}")
+    call = getattr(functional, f"{name}_single", None) or getattr(functional, f"{name}_tensor")
+    more = ("sum",) if name == "reduce_scatter" else ()
+    try:
+        assert (call(torch.arange(4.0), *more, 0, group) + 0.0).tolist() == [0.0, 1.0, 2.0, 3.0]
+    finally:
+        group.unregister()
+        group.shutdown()

@@ -226,10 +226,10 @@ def test_a_step_that_was_refused_is_in_doubt_only_for_who_asked_before(asked_bef
     assert training.bind(attempt, 1.0) is generation
     assert training.begin_vote(attempt) is generation
     if asked_before:
-        assert training.claim("", 0, broken=True).pending
+        assert training.claim(broken=True).pending
     training.refuse(generation, "r1 must take the state of the others")
     assert not generation.usable
-    assert bool(training.claim("", 0, broken=True).pending) is asked_before
+    assert bool(training.claim(broken=True).pending) is asked_before
     if asked_before:
         after = made(ReplicaClaim(ranks=(Claim(),)))
         after.plan = replace(after.plan, healing=(), rolls_forward=frozenset({(1, 0)}))

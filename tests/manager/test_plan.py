@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from msgspec.structs import replace
 
 from allranks.manager.plan import (
     FRESH,
     NOWHERE,
     Claim,
     Conflict,
+    Lineage,
     ReplicaClaim,
     by_age,
     decide,
@@ -88,18 +88,20 @@ def test_members_beyond_a_fixed_number_are_spares() -> None:
 
 def test_the_newest_state_is_the_one_with_most_steps() -> None:
     """Its holder was silent while others started over: it wins until they have committed as much; then they do."""
-    held = replica(Claim(term=5, step=12, seen=5, lineage="0:0 5:12"))
-    plan = decide([held, replica(Claim(term=6, step=10, seen=6, lineage="0:0 6:10"))])
+    held = replica(Claim(term=5, step=12, seen=5, lineage=((0, 0), (5, 12))))
+    plan = decide([held, replica(Claim(term=6, step=10, seen=6, lineage=((0, 0), (6, 10))))])
     assert (plan.top, plan.sources, plan.healing, plan.lineage) == ((5, 12), (0,), (1,), ((0, 0), (5, 12)))
-    plan = decide([held, replica(Claim(term=6, step=12, seen=6, lineage="0:0 6:12"))])
+    plan = decide([held, replica(Claim(term=6, step=12, seen=6, lineage=((0, 0), (6, 12))))])
     assert (plan.top, plan.sources, plan.healing, plan.lineage) == ((6, 12), (1,), (0,), ((0, 0), (6, 12)))
 
 
-@pytest.mark.parametrize("lineage", ["6:4 7:30", "0:0 2:4 6:20 7:30", "0:0 5:4 7:30"])
-def test_states_that_trained_separately_are_in_conflict_and_both_numbers_are_named(lineage: str) -> None:
+@pytest.mark.parametrize(
+    "lineage", [((6, 4), (7, 30)), ((0, 0), (2, 4), (6, 20), (7, 30)), ((0, 0), (5, 4), (7, 30))]
+)
+def test_states_that_trained_separately_are_in_conflict_and_both_numbers_are_named(lineage: Lineage) -> None:
     """One holds steps that the other does not: since a checkpoint, since an earlier group, since a step of its own group."""
     members = [
-        replica(Claim(term=5, step=12, seen=5, lineage="0:0 2:4 5:12")),
+        replica(Claim(term=5, step=12, seen=5, lineage=((0, 0), (2, 4), (5, 12)))),
         replica(Claim(term=7, step=30, seen=7, lineage=lineage)),
     ]
     plan = decide(members)
@@ -112,22 +114,22 @@ def test_states_that_trained_separately_are_in_conflict_and_both_numbers_are_nam
 @pytest.mark.parametrize(
     "behind",
     [
-        Claim(term=4, step=12, seen=5, lineage="0:0 4:12"),  # it slept while the others continued
+        Claim(term=4, step=12, seen=5, lineage=((0, 0), (4, 12))),  # it slept while the others continued
         Claim(term=4, step=12, seen=4),  # restored from a checkpoint, in no group yet
-        Claim(term=4, step=12, seen=5, lineage="0:0 3:12", torn=True),
+        Claim(term=4, step=12, seen=5, lineage=((0, 0), (3, 12)), torn=True),
         Claim(),
     ],
 )
 def test_a_state_that_others_continued_or_that_is_stored_is_not_in_conflict(behind: Claim) -> None:
     """Healing drops no step of it, or none that is not in a checkpoint."""
-    members = [replica(Claim(term=5, step=40, seen=5, lineage="0:0 4:20 5:40")), replica(behind)]
+    members = [replica(Claim(term=5, step=40, seen=5, lineage=((0, 0), (4, 20), (5, 40)))), replica(behind)]
     assert find_conflicts(members, decide(members)) == []
 
 
 def test_a_fetched_state_that_is_not_loaded_yet_counts_if_all_ranks_of_the_replica_have_it() -> None:
     """Its source died a moment later: there is no other copy."""
-    own = Claim(term=3, step=8, seen=4, lineage="0:0 3:8")
-    has = replace(own, arrived_term=4, arrived_step=20, arrived_lineage="0:0 4:20")
+    own = Claim(term=3, step=8, seen=4, lineage=((0, 0), (3, 8)))
+    has = replace(own, arrived=(4, 20), arrived_lineage=((0, 0), (4, 20)))
     assert decide([replica(has, replace(has, torn=True))]).top == (4, 20)
     assert decide([replica(has, own)]).top == (3, 8)
     assert decide([replica(replace(has, torn=True), own)]).top == NOWHERE
@@ -175,7 +177,9 @@ def test_a_replica_whose_ranks_disagree_heals_as_a_whole() -> None:
 
 def test_claims_survive_their_way_through_the_lighthouse() -> None:
     """Encoded and decoded they are the same; fields of a newer version are dropped."""
-    claim = Claim(1, 2, 3, 4, True, 5, 6, "0:0 1:2", address="h:1", port=7, broken=True, global_rank=8)
+    claim = Claim(
+        1, 2, 3, 4, True, (5, 6), ((0, 0), (1, 2)), address="h:1", port=7, broken=True, global_rank=8
+    )
     said = replica(claim, min_replicas=2, fixed=True, beside=True)
     assert ReplicaClaim.decode(said.encode()) == said
     assert ReplicaClaim.decode(said.encode().replace('"fixed"', '"novelty":1,"fixed"')) == said

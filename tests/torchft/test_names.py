@@ -149,13 +149,16 @@ def test_an_error_of_a_step_is_told_in_torchfts_words() -> None:
 
 def test_a_manager_uses_the_store_that_is_there() -> None:
     """Rank 0 of a replica of two connects to the script's own store instead of binding its port again."""
+    from allranks.manager.drift import StateSums
     from allranks.manager.options import ManagerOptions
+    from allranks.manager.registered_state import RegisteredState
     from allranks.manager.resources import ManagerResources
     from allranks.manager.training import TrainingState
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = ManagerOptions("127.0.0.1:1", "r", world_size=2, store_host="127.0.0.1", store_port=store.port)
-    inside = ManagerResources(options, TrainingState(), ProcessGroupGloo())._inside_store()
+    parts = TrainingState(), ProcessGroupGloo(), RegisteredState(), StateSums()
+    inside = ManagerResources(options, *parts)._inside_store()
     assert inside is not None
     inside.set("hello", "you")
     assert store.get("allranks/r/hello") == b"you"

@@ -2,8 +2,8 @@
 
 Runs in a rank. Every `every` steps each rank sums the bits of every parameter and of every tensor of the optimizer's
 state, beside the step: on a GPU on a stream of its own, on a CPU in a thread. The vote that ends the step carries a
-digest of the sums; when digests differ the sums follow, so that every member can name the replica that differs and the
-first tensor in which it does. Learning rates, loss scales and the position of samplers are part of every vote.
+digest of the sum; when digests differ the sums of each tensor follow, so that every member can name the replica that
+differs and the first tensor in which it does. Learning rates, loss scales and the position of samplers are part of every vote.
 Buffers (batch-norm statistics) and random generators may differ between replicas and are left out.
 """
 
@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import operator
-import struct
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -116,10 +113,8 @@ class StateSums:
     small: dict[str, HasState] = field(default_factory=dict)
     # what LocalSGD and DiLoCo keep of the last exchange
     kept: list[Callable[[], Mapping[str, torch.Tensor]]] = field(default_factory=list)
-    sums: list[int] = field(default_factory=list)
     corruption: CorruptionHistory = field(default_factory=CorruptionHistory)
     _running: _Summing | None = None
-    _layout: _Layout = field(default_factory=lambda: _Layout([]))
 
     def is_due(self, step: int) -> bool:
         """Whether the vote of this step carries a checksum."""
@@ -127,22 +122,23 @@ class StateSums:
 
     def begin(self) -> None:
         """Starts to sum the state as it is now; it must not change before `finish`."""
-        tensors = [local_of(t) for _, _, t in self._tensors()]
-        if not self._layout.is_of(tensors):
-            self._layout = _Layout(tensors)
-        self._running = _Summing(self._layout)
+        self._running = _Summing([local_of(tensor) for _, _, tensor in self._tensors()])
 
     def forget(self) -> None:
         """The state was replaced meanwhile."""
         self._running = None
 
     def finish(self) -> int:
-        """The digest of the sums, never 0; begins now if that was not done."""
+        """The digest of the sum, never 0; begins now if that was not done."""
         if self._running is None:
             self.begin()
         assert self._running is not None
-        self.sums, self._running = self._running.result(), None
-        return _digest(struct.pack(f"{len(self.sums)}q", *self.sums)) if self.sums else 0
+        total, self._running = self._running.result(), None
+        return _digest(str(total).encode())
+
+    def of_each(self) -> list[int]:
+        """The sum of each tensor, as `names` names them."""
+        return [int(sum_bits([local_of(tensor)])) for _, _, tensor in self._tensors()]
 
     def compare(self, generation: Generation, tally: Tally, step: int) -> StateFinding | None:
         """Compares the digests of a vote and logs what differs; raises GroupAborted."""
@@ -169,7 +165,7 @@ class StateSums:
         else:
             sentence, end = f"step {step}: the states of {who} differ", "; nobody can tell which is right"
         try:
-            theirs, others = generation.exchange_sums(self.sums, (odd, other))
+            theirs, others = generation.exchange_sums(self.of_each(), (odd, other))
         except GroupAborted:  # a member has gone after its vote: perhaps this was its last step
             log.error("%s%s", sentence, end)
             raise
@@ -236,147 +232,69 @@ def _replicas(generation: Generation, places: Sequence[int]) -> tuple[str, ...]:
 
 
 class _Summing:
-    """Sums of the bits of tensors, computed beside the training.
+    """The sum of the bits of tensors, computed beside the training.
 
     Device kernels are launched here, on the training thread before the step's first collective: loading a kernel while
     a collective waits for other members could stop both.
     """
 
-    def __init__(self, layout: _Layout) -> None:
-        self._layout = layout
-        self._on_device = [(batches, *_launch(device, batches)) for device, batches in layout.on_device]
-        self._on_host = torch.zeros(0, dtype=torch.int64)
-        self._thread: threading.Thread | None = None
-        if layout.on_host.bytes > _SUMMED_AT_ONCE_BYTES:
-            self._thread = start_thread("allranks-checksum", self._sum_on_host)
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        devices = dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu)
+        self._on_device = [_launch(device, [t for t in tensors if t.device == device]) for device in devices]
+        self._on_host = 0
+        host = [tensor for tensor in tensors if tensor.is_cpu]
+        self._thread = start_thread("allranks-checksum", self._sum_on_host, host)
 
-    def _sum_on_host(self) -> None:
-        self._on_host = self._layout.on_host.row_sums()
+    def _sum_on_host(self, tensors: list[torch.Tensor]) -> None:
+        self._on_host = int(sum_bits(tensors, copied_bytes=_COPIED_ON_HOST_BYTES))
 
-    def result(self) -> list[int]:
-        if self._thread is not None:
-            self._thread.join()
-        else:
-            self._sum_on_host()
-        found = dict(self._layout.on_host.of_tensors(self._on_host))
-        for batches, copied, rows in self._on_device:
+    def result(self) -> int:
+        self._thread.join()
+        found = self._on_host
+        for copied, total in self._on_device:
             if copied is not None:
                 copied.synchronize()
-            found.update(batches.of_tensors(rows))
-        return [found[place] for place in range(len(found))]
+            found += int(total)
+        return found
 
 
-def _launch(device: torch.device, batches: BitSums) -> tuple[torch.cuda.Event | None, torch.Tensor]:
-    """(when they have arrived, the sums of the rows in this machine's memory)"""
+def _launch(
+    device: torch.device, tensors: list[torch.Tensor]
+) -> tuple[torch.cuda.Event | None, torch.Tensor]:
+    """(when it has arrived, the sum in this machine's memory)"""
     if device.type != "cuda":
-        return None, batches.row_sums().cpu()
+        return None, sum_bits(tensors).cpu()
     stream = _streams.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        rows = batches.row_sums().to("cpu", non_blocking=True)
-        return stream.record_event(), rows
+        total = sum_bits(tensors).to("cpu", non_blocking=True)
+        return stream.record_event(), total
 
 
-_COPIED_BYTES = 64 << 20
-_LARGE_BYTES, _ROW_BYTES, _SMALL_ROW_BYTES = 64 << 10, 64 << 10, 1 << 10
+_COPIED_BYTES, _COPIED_ON_HOST_BYTES = 64 << 20, 64 << 10
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_SUMMED_AT_ONCE_BYTES = 1 << 20  # less is not worth a thread
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class _Layout:
-    """Where the tensors of the state lie, and how they are summed. Kept from sum to sum as long as they stay there."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self._pointers = [tensor.data_ptr() for tensor in tensors]
-        self._in_place = all(tensor.is_contiguous() for tensor in tensors)  # else views are of copies
-        self.on_host = BitSums([(n, t) for n, t in enumerate(tensors) if t.is_cpu], copied_bytes=_LARGE_BYTES)
-        devices = dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_cpu)
-        self.on_device = [
-            (device, BitSums([(n, t) for n, t in enumerate(tensors) if t.device == device]))
-            for device in devices
-        ]
-
-    def is_of(self, tensors: list[torch.Tensor]) -> bool:
-        return (
-            self._in_place
-            and len(tensors) == len(self.tensors)
-            and all(map(operator.is_, tensors, self.tensors))
-            and [tensor.data_ptr() for tensor in tensors] == self._pointers
-        )
-
-
-class BitSums:
-    """Tensors of one device whose bits are summed as words, with as few kernels as possible: launching is what costs.
-
-    Many are copied into one block, each filled up with zeros to whole rows, and one kernel sums the rows. What is larger
-    than half of `copied_bytes` is summed where it lies.
-    """
-
-    def __init__(
-        self, tensors: Iterable[tuple[int, torch.Tensor]], copied_bytes: int = _COPIED_BYTES
-    ) -> None:
-        self.bytes = 0
-        self._blocks: list[tuple[int, list[torch.Tensor]]] = []  # words of a row, what is copied
-        self._places: list[int] = []
-        ends: list[int] = []  # rows up to the end of each tensor
-        for row_bytes, block in _blocks(tensors, copied_bytes):
-            parts: list[torch.Tensor] = []
-            for place, flat in block:
-                size = flat.numel() * flat.element_size()
-                rows = -(-size // row_bytes) if size else 0
-                missing = (rows * row_bytes - size) // flat.element_size()
-                parts += [part for part in (flat, flat.new_zeros(missing)) if part.numel()]
-                self._places.append(place)
-                ends.append(rows + (ends[-1] if ends else 0))
-                self.bytes += size
-            if parts:
-                self._blocks.append((row_bytes // parts[0].element_size(), parts))
-        self._ends = torch.tensor(ends, dtype=torch.int64)
-        self._one_row_each = ends == list(range(1, len(ends) + 1))
-
-    def row_sums(self) -> torch.Tensor:
-        """Of all rows, where the tensors lie."""
-        found = []
-        for words, parts in self._blocks:
-            block = parts[0] if len(parts) == 1 else torch.cat(parts)
-            found.append(block.view(-1, words).sum(1))
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
-
-    def of_tensors(self, rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """(place, sum) of each tensor."""
-        if not self._one_row_each:
-            total = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
-            rows = total[self._ends].diff(prepend=rows.new_zeros(1))
-        return zip(self._places, rows.tolist(), strict=True)
-
-
-def _blocks(
-    tensors: Iterable[tuple[int, torch.Tensor]], copied_bytes: int
-) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
-    """(bytes of a row, places and flat views that are summed together)"""
-    open_blocks: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
-    lengths: Counter[tuple[int, torch.dtype]] = Counter()
-    for place, tensor in tensors:
+def sum_bits(tensors: Iterable[torch.Tensor], copied_bytes: int = _COPIED_BYTES) -> torch.Tensor:
+    """Changes with every single bit of the tensors, which are of one device. Their words are summed with as few kernels as
+    possible: launching is what costs. Many are copied into one block; one that is larger than half of `copied_bytes` is
+    summed where it lies."""
+    found: list[torch.Tensor] = []
+    blocks: dict[torch.dtype, list[torch.Tensor]] = {}
+    room: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
         flat = _flat(tensor)
         if 2 * tensor.nbytes > copied_bytes:
-            yield tensor.nbytes, [(place, flat)]
+            found.append(flat.sum())
             continue
-        key = (_row_bytes(tensor.nbytes), flat.dtype)
-        length = -(-tensor.nbytes // key[0]) * key[0]
-        if lengths[key] and lengths[key] + length > copied_bytes:
-            yield key[0], open_blocks.pop(key)
-            lengths[key] = 0
-        open_blocks.setdefault(key, []).append((place, flat))
-        lengths[key] += length
-    yield from ((key[0], block) for key, block in open_blocks.items())
-
-
-def _row_bytes(size: int) -> int:
-    if size <= 8:  # AdamW counts the steps of each parameter in a tensor
-        return max(size, 1)
-    return _ROW_BYTES if size >= _LARGE_BYTES else _SMALL_ROW_BYTES
+        if tensor.nbytes > room[flat.dtype]:
+            found += [torch.cat(block).sum() for block in (blocks.pop(flat.dtype, []),) if block]
+            room[flat.dtype] = copied_bytes
+        blocks.setdefault(flat.dtype, []).append(flat)
+        room[flat.dtype] -= tensor.nbytes
+    found += [torch.cat(block).sum() for block in blocks.values()]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -384,12 +302,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     at = flat.numel() | flat.storage_offset()
     return flat.view(next(dtype for dtype in _WORDS if at % dtype.itemsize == 0))
-
-
-def bit_sum(tensor: torch.Tensor) -> int:
-    """Changes with every single bit of the tensor."""
-    one = BitSums([(0, tensor)])
-    return dict(one.of_tensors(one.row_sums().cpu()))[0]
 
 
 def _digest(data: bytes) -> int:

@@ -13,72 +13,50 @@ checks over random freezes, deaths and returns that no state is lost while a com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import Any
 
-from allranks.manager.plan import FRESH, NOWHERE, Claim, Lineage, Position, QuorumPlan, extend, write_lineage
+from msgspec.structs import replace
+
+from allranks.manager.plan import FRESH, NOWHERE, Claim, Lineage, Position, QuorumPlan, StateFacts, extend
 
 
-@dataclass(frozen=True)
-class HeldState:
+class HeldState(StateFacts, frozen=True):
     """See the module."""
 
-    term: int = 0  # of the group that committed it
-    step: int = 0
-    seen: int = 0  # highest term this rank was ever in
-    lineage: Lineage = ()  # see plan.py; (): in no group yet
-    torn: bool = False
-    arrived: Position = NOWHERE  # of a fetched state that is complete and not loaded yet
-    arrived_lineage: Lineage = ()
-    voted: int = 0  # term of the group in which a vote was given and no result came; 0: none
     claimed: bool = False  # the result is decided by the next quorum
     verdict: bool | None = None  # what it decided
 
     @property
-    def position(self) -> Position:
-        return self.term, self.step
-
-    def holds(self, position: Position) -> bool:
-        """Whether it is the whole state of that position."""
-        return not self.torn and self.position == position
-
-    @property
     def precious(self) -> bool:
         """Whether it is worth more than a fresh start: it is not overwritten before all of another state is here."""
-        return not self.torn and self.position != FRESH
+        return self.position not in (FRESH, NOWHERE)
 
-    def claim(self) -> tuple[HeldState, Claim]:
+    def claim(self, **more: Any) -> tuple[HeldState, Claim]:
         """What we say of it to the lighthouse: from here on a vote in doubt is decided by the quorum."""
-        said = Claim(
-            term=self.term,
-            step=self.step,
-            seen=self.seen,
-            pending=self.voted,
-            torn=self.torn,
-            arrived_term=self.arrived[0],
-            arrived_step=self.arrived[1],
-            lineage=write_lineage(self.lineage),
-            arrived_lineage=write_lineage(self.arrived_lineage),
-        )
-        return replace(self, claimed=self.claimed or self.voted > 0), said
+        said = Claim(**{one: getattr(self, one) for one in StateFacts.__struct_fields__}, **more)
+        return replace(self, claimed=self.claimed or self.pending > 0), said
 
     def restore(self, term: int, step: int) -> HeldState:
         """From a checkpoint."""
         return replace(self, term=term, step=step, seen=max(self.seen, term))
 
     def open_step(self) -> HeldState:
-        return replace(self, voted=0, claimed=False, verdict=None)
+        """Before each step, so it costs nothing where no vote was in doubt."""
+        if not self.pending and not self.claimed and self.verdict is None:
+            return self
+        return replace(self, pending=0, claimed=False, verdict=None)
 
     def vote(self, term: int) -> HeldState:
         """Our gradients are reduced and our vote is given."""
-        return replace(self, voted=term)
+        return replace(self, pending=term)
 
     def commit(self, term: int) -> HeldState:
         lineage = extend(self.lineage, (term, self.step + 1))
-        return replace(self, term=term, step=self.step + 1, lineage=lineage, voted=0)
+        return replace(self, term=term, step=self.step + 1, lineage=lineage, pending=0)
 
     def fail(self) -> HeldState:
-        """The step is not committed."""
-        return replace(self, voted=0)
+        """The step is not committed, or was applied."""
+        return replace(self, pending=0) if self.pending else self
 
     def decide(self) -> HeldState:
         """The verdict on a doubtful step was acted upon."""
@@ -91,7 +69,7 @@ class HeldState:
         if self.claimed:
             held = replace(held, verdict=rolls)
             held = held.commit(plan.top[0]) if rolls else held
-        ready = replica not in plan.healing and (rolls or held.holds(plan.top))
+        ready = replica not in plan.healing and (rolls or held.position == plan.top)
         return replace(held, lineage=plan.lineage) if ready else held, ready
 
     def change(self) -> HeldState:

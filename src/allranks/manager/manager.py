@@ -27,7 +27,6 @@ from allranks.manager.groups.generation import Generation, StepAttempt
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.group_spec import Seconds, seconds
 from allranks.manager.groups.teardown import end_compile_workers
-from allranks.manager.heal.healing import StateLoader
 from allranks.manager.heal.state import LiveState, local_of
 from allranks.manager.options import ManagerOptions, WorldSizeMode, from_environment
 from allranks.manager.registered_state import LoadFunction, RegisteredState, SaveFunction
@@ -89,7 +88,6 @@ class Manager:
         self.training.eager = self.options.world_size == 1
         self.sums = StateSums(self.options.check_every)
         self.sums.small |= self.registered.add(state)
-        self._loader = StateLoader(self.training, self.registered, self.sums, self.options.timeout_s)
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
 
@@ -338,7 +336,7 @@ class Manager:
             if self._opened is None:
                 if self.training.closing:
                     raise ManagerError("this manager was shut down")
-                opened = ManagerResources(self.options, self.training, self.group)
+                opened = ManagerResources(self.options, self.training, self.group, self.registered, self.sums)
                 live = LiveState(self._read_state, self._moving_places, lambda: self._volatile)
                 self._opened = opened.start(live, lambda: bool(self._wrapped))
                 atexit.register(self._leave)
@@ -405,7 +403,7 @@ class Manager:
             state=self.sums.finish() if self.sums.is_due(self.training.step) else 0,
         )
         try:
-            tally = generation.vote(vote)
+            tally = generation.box.cast(vote)
             self.training.times.mark("votes in")
             reason = self._state_differs(generation, tally)
         except (RuntimeError, GroupAborted) as error:
@@ -491,8 +489,7 @@ class Manager:
             self._load_healed(generation)
 
     def _load_healed(self, generation: Generation) -> bool:
-        opened = self._opened
-        if opened is None:
+        if self._opened is None:
             return False
         with during("healing"):
-            return self._loader.load(opened.regrouper.healing, opened.regrouper.inside, generation)
+            return self._opened.regrouper.healing.load(generation)

@@ -14,9 +14,10 @@ Invariants that the rest relies on:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from allranks.model.parsing import from_json, to_json
 
@@ -30,34 +31,31 @@ MAX_LINEAGE = 12
 MAX_SOURCES = 4  # members that one replica takes its state from at once
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What one rank says of its state when it asks for a quorum."""
+class StateFacts(msgspec.Struct, frozen=True):
+    """What one rank knows of the state that it holds."""
 
     term: int = 0  # of the group that committed the state; 0: none of this job has
     step: int = 0
     seen: int = 0  # highest term this rank was ever in
     pending: int = 0  # term of the group in which a vote was given and no result came; 0: none
     torn: bool = False  # some of its bytes were replaced, and not all: unusable until healed
-    # with arrived_step: of the complete state that was fetched and is not loaded yet; -1: none
-    arrived_term: int = -1
-    arrived_step: int = -1
-    lineage: str = ""  # of the state, see write_lineage; "": in no group yet, fresh or from a checkpoint
-    arrived_lineage: str = ""
-    address: str = ""  # host:port of its healing server
-    port: int = 0  # of its gloo listener for gradients
-    broken: bool = False  # its group does not work: a new one is needed even if nobody came or went
-    global_rank: int = -1  # in the whole job, as its black box says; -1: not known
+    arrived: Position = NOWHERE  # of a fetched state that is complete and not loaded yet
+    lineage: Lineage = ()  # (): in no group yet, fresh or from a checkpoint
+    arrived_lineage: Lineage = ()
 
     @property
     def position(self) -> Position:
         """Where the state stands; NOWHERE when it is unusable."""
         return NOWHERE if self.torn else (self.term, self.step)
 
-    @property
-    def arrived(self) -> Position:
-        """Of a fetched state that is complete and not loaded yet; NOWHERE: there is none."""
-        return self.arrived_term, self.arrived_step
+
+class Claim(StateFacts, frozen=True):
+    """What one rank says of its state, and of itself, when it asks for a quorum."""
+
+    address: str = ""  # host:port of its healing server
+    port: int = 0  # of its gloo listener for gradients
+    broken: bool = False  # its group does not work: a new one is needed even if nobody came or went
+    global_rank: int = -1  # in the whole job, as its black box says; -1: not known
 
 
 @dataclass(frozen=True)
@@ -158,9 +156,9 @@ def find_conflicts(members: Sequence[ReplicaClaim], plan: QuorumPlan) -> list[Co
     found = []
     for index in plan.healing:
         claim = members[index].ranks[0]
-        if any(one.torn for one in members[index].ranks) or not read_lineage(claim.lineage):
+        if any(one.torn for one in members[index].ranks) or not claim.lineage:
             continue
-        since = count_common(read_lineage(claim.lineage), plan.lineage)
+        since = count_common(claim.lineage, plan.lineage)
         if claim.step > since:
             found.append(Conflict(index, claim.step, since))
     return found
@@ -180,16 +178,6 @@ def extend(lineage: Lineage, position: Position) -> Lineage:
     """The lineage after this step."""
     before = lineage[:-1] if lineage and lineage[-1][0] == position[0] else lineage
     return (*before, position)[-MAX_LINEAGE:]
-
-
-def write_lineage(lineage: Lineage) -> str:
-    """As text for a claim: "TERM:STEP TERM:STEP"."""
-    return " ".join(f"{term}:{step}" for term, step in lineage)
-
-
-def read_lineage(text: str) -> Lineage:
-    """The other way round."""
-    return tuple((int(term), int(step)) for term, step in re.findall(r"(\d+):(\d+)", text))
 
 
 def describe_conflict(conflict: Conflict, plan: QuorumPlan, names: Sequence[str]) -> str:
@@ -270,8 +258,7 @@ def _lineage(
     """Of the state that counts; a new one where no source was in a group yet."""
     for index in sources:
         claim = members[index].ranks[0]
-        text = claim.arrived_lineage if claim.arrived == top else claim.lineage
-        if lineage := read_lineage(text):
+        if lineage := claim.arrived_lineage if claim.arrived == top else claim.lineage:
             return extend(lineage, top) if (index, 0) in rolls else lineage
     return (top,)
 

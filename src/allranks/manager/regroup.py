@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 
@@ -32,8 +33,8 @@ from allranks.errors import (
 from allranks.lighthouse.client.actions import PendingAnswer
 from allranks.lighthouse.client.client import Client
 from allranks.manager.groups.generation import Generation
-from allranks.manager.groups.gloo import abort_connecting
-from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.groups.gloo import cut_connected
+from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall, silenced
 from allranks.manager.groups.teardown import start_thread
@@ -144,7 +145,7 @@ class Regrouper:
                 self.group.abort(reason)
                 if self._reaching is not None:
                     self._reaching.abandon(GroupAborted(reason))
-                abort_connecting((), (self._meeting_port,))
+                cut_connected((), (self._meeting_port,))
             time.sleep(0.005)
 
     # ---- the quorum ----
@@ -215,8 +216,12 @@ class Regrouper:
 
     def _ask(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())
-        claim = self.training.claim(self.server.address, _port(self.group), broken)
-        claim = replace(claim, global_rank=self.options.global_rank)
+        claim = self.training.claim(
+            address=self.server.address,
+            port=self.group.port,
+            broken=broken,
+            global_rank=self.options.global_rank,
+        )
         claims = self.inside.gather(claim, left)
         member = self._member(claims) if self.inside.speaks else None
         return self._join(self.inside.share(member, left), left)
@@ -286,12 +291,15 @@ class Regrouper:
         rolls = (index, self.options.rank) in plan.rolls_forward
         generation.drops = self._report_conflicts(said, plan, quorum.names, index)
         if index in plan.sources and plan.healing:
-            self.healing.offer(generation, later=rolls or not self.training.held.holds(plan.top))
+            self.healing.offer(generation, later=rolls or self.training.held.position != plan.top)
         if generation.heals and plan.top != FRESH:  # a fresh state is worth keeping until the group is there
             self.healing.begin(self.healing.prepare_fetch(plan), generation)
         with contextlib.ExitStack() as undo:
             undo.callback(self.healing.pause)
-            with self.healing.reach.watching(quorum, index, self._stopper(quorum.number)), silenced():
+            with (
+                self.healing.reach.watching(quorum, index, partial(self._stop_forming, quorum.number)),
+                silenced(),
+            ):
                 self._connect(quorum, plan, said, index)
             undo.pop_all()
         self.training.publish(generation)
@@ -327,9 +335,6 @@ class Regrouper:
             self.client.collect(text)
         except LighthouseError as error:
             log.warning("the lighthouse was not notified: %s", error)
-
-    def _stopper(self, number: int) -> Callable[[str], None]:
-        return lambda reason: self._stop_forming(number, reason)
 
     def _read_claims(self, quorum: Quorum) -> list[ReplicaClaim]:
         """What the members say of their states; one that cannot be read is reported, and left out of the next quorum."""
@@ -373,7 +378,7 @@ class Regrouper:
             Voter(place, claim.address, credential) for place, claim in enumerate(voters) if place != first
         ]
         name = f"{quorum.epoch}.{quorum.number}"
-        self.box.meet(name, quorum.number, first, other_voters, limit_s, self.group.peer_gone)
+        self.box.meet(name, quorum.number, first, other_voters, limit_s)
         times.mark("voters connected")
 
     def _reach_store(self, address: str) -> dist.Store:
@@ -385,10 +390,6 @@ class Regrouper:
             return self._reaching.result()
         finally:
             self._reaching = None
-
-
-def _port(group: ReconfigurableGroup) -> int:
-    return group.mesh.port if isinstance(group, ProcessGroupGloo) else 0
 
 
 def _short(error: BaseException) -> str:

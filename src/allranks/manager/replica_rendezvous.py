@@ -78,7 +78,9 @@ class ReplicaRendezvous:
 
     def exchange(self, number: int, waiting: Callable[[], None]) -> set[int]:
         """The numbers of all ranks; every rank of the replica must call this equally often."""
-        return {number} if self.store is None else {number, *self.mesh.exchange(number, waiting)}
+        if self.store is None:
+            return {number}
+        return {other for (other,) in self.mesh.exchange((number,), waiting=waiting)}
 
     def others_ask(self) -> bool:
         """Whether another rank asks for a quorum and waits for this rank to do so too."""

@@ -20,6 +20,7 @@ from allranks.channel.frames import loopback
 from allranks.channel.keys import Keyring, find_token
 from allranks.errors import LighthouseError, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
+from allranks.manager.drift import StateSums
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
 from allranks.manager.groups.teardown import start_thread
 from allranks.manager.heal.healing import Healing
@@ -27,7 +28,7 @@ from allranks.manager.heal.serve import HealServer
 from allranks.manager.heal.state import LiveState
 from allranks.manager.options import ManagerOptions
 from allranks.manager.plan import Position
-from allranks.manager.reachability import Reachability
+from allranks.manager.registered_state import RegisteredState
 from allranks.manager.regroup import Regrouper
 from allranks.manager.replica_rendezvous import ReplicaRendezvous, mesh_name
 from allranks.manager.training import TrainingState
@@ -50,6 +51,8 @@ class ManagerResources:
     options: ManagerOptions
     training: TrainingState
     group: ReconfigurableGroup
+    registered: RegisteredState
+    sums: StateSums
     client: Client = field(init=False)
     server: HealServer = field(init=False)
     regrouper: Regrouper = field(init=False)
@@ -83,7 +86,7 @@ class ManagerResources:
             box=box,
             server=self.server,
             store_address=self._host_store() if inside.speaks else "",
-            healing=Healing(options, self.training, self.server, live, Reachability()),
+            healing=Healing(options, self.training, self.server, live, self.registered, self.sums, inside),
             may_come_late=may_come_late,
         )
         preparing.join()

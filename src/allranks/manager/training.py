@@ -10,8 +10,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from allranks.blackbox.phases import during
 from allranks.errors import HealingFailed
@@ -163,13 +164,7 @@ class TrainingState:
             attempt.works.clear()
             self.phase = Phase.COMPUTING
             self.changed.notify_all()
-            generation = self._wait_for_group(limit_s)
-            if not generation.loaded and generation.participates:
-                attempt.spoiled = "this replica is behind and must heal"
-                return None
-            attempt.generation = generation
-            self.phase = Phase.REDUCING
-            return generation
+            return self.bind(attempt, limit_s)
 
     def bound(self, limit_s: float) -> Generation | None:
         """The group of this step, waiting for it to be made; None before the first step."""
@@ -283,13 +278,13 @@ class TrainingState:
         def ready() -> bool:
             return self.failure is not None or self.settled() is not None
 
-        if not ready() and not self.due:
+        if not ready():
             self.due = True
             self.changed.notify_all()
-        with during("regrouping") if not ready() else contextlib.nullcontext():
-            formed = self.changed.wait_for(ready, limit_s)
-        if not formed:
-            raise TimeoutError(f"no process group after {limit_s:.1f} s; last: {self.wanted or 'regrouping'}")
+            with during("regrouping"):
+                if not self.changed.wait_for(ready, limit_s):
+                    why = self.wanted or "regrouping"
+                    raise TimeoutError(f"no process group after {limit_s:.1f} s; last: {why}")
         if self.failure is not None:
             raise self.failure
         assert self.generation is not None
@@ -435,13 +430,13 @@ class TrainingState:
                 self.changed.wait()
             return False
 
-    def claim(self, address: str, port: int, broken: bool) -> Claim:
+    def claim(self, **more: Any) -> Claim:
         """What we say of our state; from here on a vote in doubt is decided by the quorum."""
         with self.changed:
             self.wanted, self.news = "", ""
             self.times.mark("quorum requested")
-            self.held, said = self.held.claim()
-            return replace(said, address=address, port=port, broken=broken)
+            self.held, said = self.held.claim(**more)
+            return said
 
     def form(self, number: int) -> str:
         """From here on a loss in quorum `number` interrupts its making; returns a loss that came before."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from allranks.channel.frames import (
+    cut,
     is_silent,
     read_exactly,
     receive_json,
@@ -29,7 +30,7 @@ from allranks.channel.frames import (
 )
 from allranks.channel.keys import ChannelError, Credential, greet_as_client
 from allranks.errors import GroupAborted, ManagerError
-from allranks.manager.groups.gloo import SocketSet
+from allranks.manager.groups.gloo import close_in_children
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,10 @@ class Tally:
 
 
 MAX_VOTERS = 4096
-_FORM = struct.Struct("!q??qq")  # step, good, news, digests of the small and of the large state
-_NUMBER = struct.Struct("!q")
 _WAITING_S = 0.2
 # a connection whose other end answers nothing for this long is cut; a busy rank's kernel answers
 _CUT_S = 2.5
 _SILENT_S = 1.9  # without any answer for this long when it ends: it was cut, not closed
-_LOOK_S = 0.05  # how often we look whether who should call has gone elsewhere
 _GREETED = 100  # a server greets about so many callers at a time: in a larger quorum they call again
 _CALL_AGAIN_S = 0.05
 _REMEMBERED = 8  # early callers of that many meetings
@@ -96,8 +94,10 @@ class VoteMesh:
     on_connected: Callable[[list[int], int], None] | None = None  # (descriptors, quorum number)
     _early: dict[str, dict[int, socket.socket]] = field(default_factory=dict)  # meeting -> caller -> socket
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _sockets: SocketSet | None = None
-    _lines: list[socket.socket] = field(default_factory=list)
+    _open: list[socket.socket] = field(default_factory=list)  # of the meeting, also while it is being made
+    _lines: list[socket.socket] = field(
+        default_factory=list
+    )  # once all have come, in the order of the voters
     _places: list[int] = field(default_factory=list)  # of the voters at the other ends
     silent: frozenset[int] = frozenset()  # voters that were cut off from us when the meeting ended
     _place: int = 0  # ours among the voters
@@ -110,23 +110,22 @@ class VoteMesh:
         place: int,
         others: Sequence[Voter],
         limit_s: float,
-        gone: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Connects to every other voter: we call those before us, those after us call, unless one is `gone`."""
+        """Connects to every other voter: we call those before us, those after us call."""
         self.abort("the members changed")
         with self._changed:
             self._error, self.silent = "", frozenset()
-            self._sockets = SocketSet()
+        close_in_children(self)
         deadline = time.monotonic() + limit_s
         again = len(others) // _GREETED
         lines = [self._call(name, place, voter, deadline, again) for voter in others if voter.place < place]
-        lines += self._await(name, {voter.place for voter in others if voter.place > place}, deadline, gone)
+        lines += self._await(name, {voter.place for voter in others if voter.place > place}, deadline)
         with self._changed:
             if self._error:
                 raise GroupAborted(self._error)
             self._lines, self._place = lines, place
             self._places = [voter.place for voter in sorted(others, key=lambda voter: voter.place)]
-            descriptors = self._sockets.fds()
+            descriptors = [line.fileno() for line in lines]
         if self.on_connected is not None:
             self.on_connected(descriptors, number)
 
@@ -147,67 +146,59 @@ class VoteMesh:
 
     def cast(self, vote: Vote) -> Tally:
         """Votes and waits for the others; raises GroupAborted when one of them is gone."""
-        lines = self._lines
-        form = _FORM.pack(vote.step, vote.good, vote.news, vote.small, vote.state)
-        votes = []
+        votes = self.exchange((vote.step, vote.good, vote.news, vote.small, vote.state))
+        steps, good, news, small, state = zip(*votes, strict=True)
+        if set(steps) != {vote.step}:
+            raise ManagerError(f"members vote on steps {sorted(set(steps))}, we on step {vote.step}")
+        return Tally(len(votes), sum(good), sum(news), small, state)
+
+    def exchange_sums(self, sums: Sequence[int]) -> list[tuple[int, ...]]:
+        """After a vote whose digests differ: the sums of all voters, in their order."""
+        counts = [count for (count,) in self.exchange((len(sums),))]
+        return self.exchange(sums, counts)
+
+    def exchange(
+        self,
+        numbers: Sequence[int],
+        counts: Sequence[int] = (),
+        waiting: Callable[[], None] | None = None,
+    ) -> list[tuple[int, ...]]:
+        """Sends numbers to every other voter; returns those of all, in the order of the voters.
+
+        `counts`: how many numbers each sends, if not as many as we. `waiting` is called every 0.2 s, and then there is no
+        limit: another rank may be saving or evaluating. A voter that is gone ends it with GroupAborted.
+        """
+        lines, message = self._lines, struct.pack(f"!{len(numbers)}q", *numbers)
+        sizes = [8 * count for count in counts] or [len(message)] * (len(lines) + 1)
+        del sizes[self._place]
+        found = [message]
         try:
             for line in lines:
-                self._tell(line, form)
-            for line in lines:
-                step, *rest = _FORM.unpack(read_exactly(line, _FORM.size))
-                if step != vote.step:
-                    raise ManagerError(f"a member votes on step {step}, we on step {vote.step}")
-                votes.append(rest)
-        except OSError as error:
+                self._tell(line, message)
+            for line, size in zip(lines, sizes, strict=True):
+                while waiting is not None and not select.select([line], (), (), _WAITING_S)[0]:
+                    waiting()
+                found.append(read_exactly(line, size))
+        except (OSError, ValueError) as error:
             raise GroupAborted(self._error or f"a voter is gone: {error}") from None
         if self._error:
             raise GroupAborted(self._error)
-        votes.insert(self._place, [vote.good, vote.news, vote.small, vote.state])
-        good, news, small, state = zip(*votes, strict=True)
-        return Tally(len(votes), sum(good), sum(news), small, state)
-
-    def exchange_sums(self, sums: Sequence[int]) -> list[list[int]]:
-        """After a vote whose digests differ: the sums of all voters, in their order."""
-        lines, body = self._lines, {"sums": list(sums)}
-        try:
-            for line in lines:
-                send_json(line, body)
-            found = [[int(value) for value in receive_json(line)["sums"]] for line in lines]
-        except OSError as error:
-            raise GroupAborted(self._error or f"a voter is gone: {error}") from None
-        found.insert(self._place, list(sums))
-        return found
-
-    def exchange(self, number: int, waiting: Callable[[], None]) -> list[int]:
-        """Sends a number to every other member and returns theirs. `waiting` is called every 0.2 s meanwhile.
-
-        No limit: another rank may be saving or evaluating. One that is gone ends it with GroupAborted.
-        """
-        lines, found = self._lines, []
-        try:
-            for line in lines:
-                line.sendall(_NUMBER.pack(number))
-            for line in lines:
-                while not select.select([line], (), (), _WAITING_S)[0]:
-                    waiting()
-                found.append(int(_NUMBER.unpack(read_exactly(line, _NUMBER.size))[0]))
-        except (OSError, ValueError, ChannelError) as error:
-            raise GroupAborted(self._error or f"another rank of this replica is gone: {error}") from None
-        return found
+        found.insert(self._place, found.pop(0))
+        return [struct.unpack(f"!{len(data) // 8}q", data) for data in found]
 
     def abort(self, reason: str = "aborted") -> None:
         """Ends the meeting, finished or in the making."""
         with self._changed:
             self._error = self._error or reason
-            sockets, self._sockets = self._sockets, None
             if self._lines:
                 pairs = zip(self._places, self._lines, strict=True)
                 self.silent = frozenset(place for place, line in pairs if is_silent(line, _SILENT_S))
-            self._lines = []
+            ended, self._open, self._lines = self._open, [], []
+            for line in ended:
+                cut(line)
             self._changed.notify_all()
-        if sockets is not None:
-            sockets.abort()
-            sockets.close()
+        for line in ended:
+            line.close()
 
     def shutdown(self) -> None:
         """For good."""
@@ -220,41 +211,43 @@ class VoteMesh:
 
     def peer_gone(self) -> bool:
         """Whether a voter has closed its line already."""
-        sockets = self._sockets
-        return sockets is not None and sockets.any_closed()
+        watch = select.poll()
+        with self._changed:
+            for line in self._lines:
+                watch.register(line.fileno(), select.POLLRDHUP)
+            return bool(self._lines) and bool(watch.poll(0))
+
+    def close_in_child(self) -> None:
+        for line in self._open:
+            line.close()
 
     def _tell(self, line: socket.socket, form: bytes) -> None:
         line.sendall(form)
 
     def _call(self, name: str, place: int, voter: Voter, deadline: float, again: int) -> socket.socket:
-        for left in range(again, -1, -1):
-            try:
-                return self._call_once(name, place, voter, deadline)
-            except ChannelError as error:
-                if self._error or not left:
-                    raise GroupAborted(self._error or f"voter {voter.place}: {error}") from None
-            time.sleep(_CALL_AGAIN_S)
-        raise AssertionError("unreachable")
-
-    def _call_once(self, name: str, place: int, voter: Voter, deadline: float) -> socket.socket:
         left_s = max(0.1, deadline - time.monotonic())
         line = socket.create_connection(split_address(voter.address), timeout=left_s)
         self._own(line)
-        greet_as_client(line, voter.credential, voter.address)
-        send_json(line, {"want": "ballot", "name": name, "place": place})
-        receive_json(line)
+        try:
+            greet_as_client(line, voter.credential, voter.address)
+            send_json(line, {"want": "ballot", "name": name, "place": place})
+            receive_json(line)
+        except ChannelError as error:
+            if self._error or not again:
+                raise GroupAborted(self._error or f"voter {voter.place}: {error}") from None
+            time.sleep(_CALL_AGAIN_S)
+            return self._call(name, place, voter, deadline, again - 1)
         return line
 
-    def _await(
-        self, name: str, places: set[int], deadline: float, gone: Callable[[], bool]
-    ) -> list[socket.socket]:
+    def _await(self, name: str, places: set[int], deadline: float) -> list[socket.socket]:
         found: dict[int, socket.socket] = {}
+
+        def came() -> bool:
+            found.update(self._early.pop(name, {}))
+            return bool(self._error) or places <= set(found)
+
         with self._changed:
-            while not self._error:
-                found |= self._early.pop(name, {})
-                if places <= set(found) or time.monotonic() > deadline or gone():
-                    break
-                self._changed.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+            self._changed.wait_for(came, max(0.0, deadline - time.monotonic()))
         for line in found.values():
             self._own(line)
         if self._error:
@@ -267,7 +260,7 @@ class VoteMesh:
         tune_for_bulk(line, self.timeout_s)
         watch_connection(line, _CUT_S)
         with self._changed:
-            if self._sockets is None:
+            if self._error:
                 line.close()
                 raise GroupAborted(self._error)
-            self._sockets.add(line)
+            self._open.append(line)

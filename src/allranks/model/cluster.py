@@ -386,6 +386,7 @@ DIALECT = "manager"  # of members whose text is a claim
 MAX_RANKS = 4096  # of one replica
 MAX_CHARS = 1 << 20
 _MAX_TEXT = 512  # of one field
+_MAX_LINEAGE = 64
 _MAX_NUMBER = 1 << 53  # exact in every JSON reader
 
 
@@ -408,6 +409,14 @@ def _is_address(value: object) -> bool:
     return value == "" or (bool(host) and port.isdigit() and int(port) <= 65535)
 
 
+def _is_position(value: object) -> bool:
+    return type(value) is list and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_lineage(value: object) -> bool:
+    return type(value) is list and len(value) <= _MAX_LINEAGE and all(map(_is_position, value))
+
+
 _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(
         ("term", "step", "seen", "pending", "port", "global_rank", "min_replicas"),
@@ -415,6 +424,8 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     ),
     **dict.fromkeys(("torn", "broken", "init_sync", "fixed", "beside", "prepares"), (_is_flag, "a flag")),
     **dict.fromkeys(("prepared", "backend"), (_is_text, "a short text")),
+    **dict.fromkeys(("lineage", "arrived_lineage"), (_is_lineage, "a list of [TERM, STEP]")),
+    "arrived": (_is_position, "[TERM, STEP]"),
     "address": (_is_address, "HOST:PORT"),
 }
 

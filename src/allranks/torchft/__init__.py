@@ -17,7 +17,6 @@ from allranks.manager.optimizer import Optimizer, OptimizerWrapper
 from allranks.torchft import checkpointing, coordination, manager, process_group
 from allranks.torchft.manager import Manager, WorldSizeMode
 from allranks.torchft.process_group import (
-    ManagedDeviceMesh,
     ManagedProcessGroup,
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
@@ -25,8 +24,6 @@ from allranks.torchft.process_group import (
     ProcessGroupGloo,
     ProcessGroupNCCL,
     ProcessGroupXCCL,
-    ft_init_device_mesh,
-    managed_device_mesh,
 )
 from allranks.torchft.small_modules import DistributedSampler, make_modules
 
@@ -37,7 +34,6 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "LocalSGD",
-    "ManagedDeviceMesh",
     "ManagedProcessGroup",
     "Manager",
     "Optimizer",
@@ -51,8 +47,6 @@ __all__ = [
     "WorldSizeMode",
     "checkpointing",
     "coordination",
-    "ft_init_device_mesh",
-    "managed_device_mesh",
     "manager",
     "process_group",
     "replicate",

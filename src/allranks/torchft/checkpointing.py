@@ -6,7 +6,6 @@ one was wanted. It cannot be used without a manager.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Generic, NoReturn, TypeVar
@@ -21,30 +20,11 @@ __all__ = ["CheckpointTransport", "HTTPTransport", "PGTransport"]
 T = TypeVar("T")
 
 
-class CheckpointTransport(ABC, Generic[T]):
-    """torchft's interface, for type annotations and for subclasses that scripts bring along."""
+class CheckpointTransport(Generic[T]):
+    """torchft's interface, for type annotations and for subclasses that scripts bring along.
 
-    @abstractmethod
-    def metadata(self) -> str:
-        """What the receiver needs to find the sender."""
-
-    @abstractmethod
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Hands the state to replicas that are behind."""
-
-    @abstractmethod
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """Gets the state from a replica that is ahead."""
-
-    def disallow_checkpoint(self) -> None:
-        """The state may change from now on."""
-
-    def shutdown(self, wait: bool = True) -> None:
-        """Closes what is open."""
-
-
-class AcceptedTransport(CheckpointTransport[T]):
-    """Stores nothing and opens nothing: `Manager(checkpoint_transport=...)` takes it and heals in its own way."""
+    Stores nothing and opens nothing: `Manager(checkpoint_transport=...)` takes it and heals in its own way.
+    """
 
     def metadata(self) -> str:
         return ""
@@ -55,6 +35,12 @@ class AcceptedTransport(CheckpointTransport[T]):
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         self._refuse()
 
+    def disallow_checkpoint(self) -> None:
+        """The state may change from now on."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Closes what is open."""
+
     def _refuse(self) -> NoReturn:
         raise ConfigurationError(
             f"{type(self).__name__} moves no state by itself: healing is part of the Manager; "
@@ -62,14 +48,14 @@ class AcceptedTransport(CheckpointTransport[T]):
         )
 
 
-class HTTPTransport(AcceptedTransport[T]):
+class HTTPTransport(CheckpointTransport[T]):
     """Accepted; no port is opened."""
 
     def __init__(self, timeout: timedelta, num_chunks: int = 0) -> None:
         self.timeout, self.num_chunks = timeout, num_chunks
 
 
-class PGTransport(AcceptedTransport[T]):
+class PGTransport(CheckpointTransport[T]):
     """Accepted; tensors that have their place in `state_dict` are received in place anyhow."""
 
     def __init__(

@@ -2,17 +2,13 @@
 
 The Baby groups exist in torchft because a stuck backend could not be aborted inside a process. Ours can: they are
 the ordinary groups, without a child process. `ManagedProcessGroup` can be given to
-`torch.distributed.all_reduce(group=...)`; `ManagedDeviceMesh` has one dimension over replicas (managed) beside ordinary
-ones inside the replica.
+`torch.distributed.all_reduce(group=...)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from allranks.errors import ConfigurationError
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
@@ -54,83 +50,10 @@ class ManagedProcessGroup(RegisteredGroup, dist.ProcessGroup):
         return self._registered or f"allranks-managed/{self._manager.replica_id()}"
 
 
-class ManagedDeviceMesh:
-    """A mesh with one managed dimension. Index it by the other dimensions' names to get a real DeviceMesh."""
-
-    def __init__(self, manager: Manager, inside: DeviceMesh, names: Sequence[str], managed: str) -> None:
-        self.manager = manager
-        self.inside = inside
-        self.mesh_dim_names = tuple(names)
-        self.managed = managed
-        self._group = ManagedProcessGroup(manager)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.mesh_dim_names)
-
-    @property
-    def device_type(self) -> str:
-        return str(self.inside.device_type)
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """The part inside the replica."""
-        wanted = (names,) if isinstance(names, str) else names
-        if self.managed in wanted:
-            raise ConfigurationError(
-                f"dimension {self.managed!r} is managed: its members change, use get_group({self.managed!r})"
-            )
-        return self.inside[wanted if len(wanted) > 1 else wanted[0]]
-
-    def get_group(self, name: str) -> dist.ProcessGroup:
-        """The managed group for the managed dimension, the real one for the others."""
-        return self._group if name == self.managed else self.inside.get_group(name)
-
-    def size(self, name: str | None = None) -> int:
-        """Ranks in one dimension, or in all."""
-        if name == self.managed:
-            return self._group.size()
-        inner: int = self.inside.size() if name is None else self.inside[name].size()
-        return inner * self._group.size() if name is None else inner
-
-    def get_local_rank(self, name: str) -> int:
-        """Our coordinate in one dimension."""
-        if name == self.managed:
-            return self._group.rank()
-        rank: int = self.inside.get_local_rank(name)
-        return rank
-
-
-def managed_device_mesh(
-    manager: Manager,
-    device_type: str,
-    mesh_shape: tuple[int, ...],
-    mesh_dim_names: tuple[str, ...],
-    replicate_dim: int = 0,
-) -> ManagedDeviceMesh:
-    """`mesh_shape` counts the managed dimension too; its size there is only what you start with."""
-    managed = mesh_dim_names[replicate_dim]
-    shape = tuple(size for place, size in enumerate(mesh_shape) if place != replicate_dim)
-    names = tuple(name for place, name in enumerate(mesh_dim_names) if place != replicate_dim)
-    inside = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return ManagedDeviceMesh(manager, inside, mesh_dim_names, managed)
-
-
-def ft_init_device_mesh(
-    *,
-    device_type: str,
-    mesh_shape: tuple[int, ...],
-    mesh_dim_names: tuple[str, ...],
-    replicate_dim: int,
-    manager: Manager,
-) -> ManagedDeviceMesh:
-    """torchft's spelling of managed_device_mesh."""
-    return managed_device_mesh(manager, device_type, mesh_shape, mesh_dim_names, replicate_dim)
-
-
 __all__ = [
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
-    "ManagedDeviceMesh",  # up to torchft 0.1
+    "ManagedDeviceMesh",
     "ManagedProcessGroup",
     "ProcessGroup",
     "ProcessGroupBabyGloo",
@@ -142,35 +65,18 @@ __all__ = [
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
     "create_store_client",
-    "ft_init_device_mesh",  # up to torchft 0.1
+    "ft_init_device_mesh",
 ]
 
 ProcessGroup = ReconfigurableGroup
 _OWN = "use ProcessGroupGloo (CPU) or ProcessGroupNCCL (CUDA), or a subclass of one of them"
-ErrorSwallowingProcessGroupWrapper, FakeProcessGroupWrapper, ProcessGroupDummy, ProcessGroupWrapper = (
-    not_offered(name, _OWN)
-    for name in (
-        *("ErrorSwallowingProcessGroupWrapper", "FakeProcessGroupWrapper"),
-        *("ProcessGroupDummy", "ProcessGroupWrapper"),
-    )
-)
-ProcessGroupXCCL, ProcessGroupBabyXCCL = (
-    not_offered(name, f"there is no XCCL here, {_OWN}")
-    for name in ("ProcessGroupXCCL", "ProcessGroupBabyXCCL")
-)
-
-
-class ProcessGroupBabyGloo(ProcessGroupGloo):
-    """ProcessGroupGloo: no child process is needed to abort it."""
-
-    def num_active_work(self) -> int:
-        """How many operations may still be running."""
-        return len(self._works)
-
-
-class ProcessGroupBabyNCCL(ProcessGroupNCCL):
-    """ProcessGroupNCCL: no child process is needed to abort it."""
-
-    def num_active_work(self) -> int:
-        """How many operations may still be running."""
-        return len(self._works)
+ErrorSwallowingProcessGroupWrapper = not_offered("ErrorSwallowingProcessGroupWrapper", _OWN)
+FakeProcessGroupWrapper = not_offered("FakeProcessGroupWrapper", _OWN)
+ProcessGroupDummy = not_offered("ProcessGroupDummy", _OWN)
+ProcessGroupWrapper = not_offered("ProcessGroupWrapper", _OWN)
+ProcessGroupXCCL = not_offered("ProcessGroupXCCL", f"there is no XCCL here, {_OWN}")
+ProcessGroupBabyXCCL = not_offered("ProcessGroupBabyXCCL", f"there is no XCCL here, {_OWN}")
+_MESH = "use ManagedProcessGroup beside a mesh of the ranks inside the replica"
+ManagedDeviceMesh = not_offered("ManagedDeviceMesh", _MESH)  # this and the next: of torchft 0.1
+ft_init_device_mesh = not_offered("ft_init_device_mesh", _MESH)
+ProcessGroupBabyGloo, ProcessGroupBabyNCCL = ProcessGroupGloo, ProcessGroupNCCL

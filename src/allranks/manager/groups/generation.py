@@ -10,7 +10,7 @@ from functools import cached_property
 
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.plan import QuorumPlan
-from allranks.manager.vote_mesh import Tally, Vote, VoteMesh
+from allranks.manager.vote_mesh import VoteMesh
 from allranks.manager.work import ManagedWork
 from allranks.model.cluster import Quorum
 
@@ -99,14 +99,10 @@ class Generation:
         return not self.broken and not self.over
 
     def peer_gone(self) -> bool:
-        """Whether a member has left the group, or was cut off from us: its connection for votes tells it."""
-        return self.group.peer_gone() or self.box.peer_gone()
+        """Whether a member has left the group, or was cut off from us: its connection for votes is closed."""
+        return self.box.peer_gone()
 
-    def vote(self, vote: Vote) -> Tally:
-        """One vote of all ranks; raises GroupAborted when one is gone."""
-        return self.box.cast(vote)
-
-    def exchange_sums(self, sums: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
+    def exchange_sums(self, sums: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, ...]]:
         """After a vote whose digests differ, by all voters: the sums of the wanted ones."""
         everybody = self.box.exchange_sums(sums)
         return [everybody[place] for place in wanted]

@@ -29,6 +29,12 @@ from allranks.manager.groups.group_spec import (
 from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.teardown import destroy_later, ended, finish
 
+#: Operation of a group -> of its backend, since torch 2.15.
+_RENAMED = {
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+}
+
 
 class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     """The parts that all backends share: one current backend, replaced under a lock, delegated to by name."""
@@ -131,12 +137,17 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
     def choose_device(self) -> None:
         """On the training thread, before the first group: its current device is the group's. Not for CPU tensors."""
 
+    @property
+    def port(self) -> int:
+        """Where other members connect; 0: the backend needs none that is known before."""
+        return 0
+
     def settle(self) -> None:
         """Waits until the device has done what was given to it. Nothing to do for CPU tensors."""
 
-    def peer_gone(self) -> bool:
-        """Whether a peer is known to have left the group; False when the backend cannot tell."""
-        return False
+    def num_active_work(self) -> int:
+        """How many operations may still be running."""
+        return len(self._works)
 
     def set_timeout(self, timeout: Seconds) -> None:
         """The limit of operations of groups that are made from now on."""
@@ -173,61 +184,10 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         """In the group of that quorum and no other: by the time of the call another may have been made."""
         return self._issue("allreduce", tensors, options, number=number)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: object) -> object:
-        return self._issue("allreduce_coalesced", tensors, opts)
-
-    def allgather(
-        self, output_tensors: list[list[torch.Tensor]], input_tensor: list[torch.Tensor], opts: object = None
-    ) -> object:
-        return self._issue("allgather", output_tensors, input_tensor, opts or dist.AllgatherOptions())
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
-    ) -> object:
-        return self._issue(
-            "allgather_into_tensor_coalesced", outputs, inputs, opts or dist.AllgatherOptions()
-        )
-
-    def broadcast(self, tensor_list: list[torch.Tensor], opts: object = None) -> object:
-        return self._issue("broadcast", tensor_list, opts or dist.BroadcastOptions())
-
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> object:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self.broadcast([tensor], options)
-
-    def reduce_scatter(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: object = None
-    ) -> object:
-        return self._issue(
-            "reduce_scatter", output_tensors, input_tensors, opts or dist.ReduceScatterOptions()
-        )
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
-    ) -> object:
-        options = opts or dist.ReduceScatterOptions()
-        return self._issue("reduce_scatter_tensor_coalesced", outputs, inputs, options)
-
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split: list[int],
-        input_split: list[int],
-        opts: object = None,
-    ) -> object:
-        options = opts or dist.AllToAllOptions()
-        return self._issue("alltoall_base", output, input, output_split, input_split, options)
-
-    def barrier(self, opts: object = None) -> object:
-        return self._issue("barrier", opts or dist.BarrierOptions())
-
-    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> object:
-        return self._issue("send", tensors, dst_rank, tag)
-
-    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> object:
-        return self._issue("recv", tensors, src_rank, tag)
+        return self._issue("broadcast", [tensor], options)
 
     # ---- for the backends ----
 
@@ -250,11 +210,12 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         try:
             with gate:
                 if self._backend is backend:
-                    return self._track(getattr(backend, operation)(*arguments))
+                    act = getattr(backend, operation, None) or getattr(backend, _RENAMED[operation])
+                    return self._track(act(*arguments))
             raise GroupAborted(str(self._error or "the members changed"))  # while we waited for the gate
         finally:
             # a traceback would keep it, and the thread that drops it last would have to destroy it
-            backend = None
+            backend = act = None
 
     def _make(self, meeting: GroupSpec) -> object:
         """On a thread that may be abandoned: changes nothing that the next group would use."""
@@ -279,6 +240,20 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         raise NotImplementedError
 
 
+def _forward(operation: str) -> Callable[..., object]:
+    def forward(self: ReconfigurableGroup, *operands: object, opts: object = None) -> object:
+        return self._issue(operation, *operands, *(() if opts is None else (opts,)))
+
+    return forward
+
+
+for _operation in (
+    *("allreduce_coalesced", "allgather", "allgather_into_tensor_coalesced", "broadcast", "reduce_scatter"),
+    *("reduce_scatter_tensor_coalesced", "alltoall_base", "barrier", "send", "recv"),
+):
+    setattr(ReconfigurableGroup, _operation, _forward(_operation))
+
+
 class ProcessGroupGloo(ReconfigurableGroup):
     """gloo over TCP for CPU tensors. Aborting shuts its sockets down: gloo's own abort wakes nobody."""
 
@@ -290,16 +265,17 @@ class ProcessGroupGloo(ReconfigurableGroup):
         #: Called with (descriptors, quorum number) once a group is connected, so that a helper can hold them.
         self.on_connected: Callable[[list[int], int], None] | None = None
 
+    @property
+    def port(self) -> int:
+        return self.mesh.port
+
     def _make(self, meeting: GroupSpec) -> object:
         return self.mesh.connect(meeting, self.timeout_s)
 
     def _connected(self, meeting: GroupSpec) -> None:
         if self.on_connected is not None:
-            self.on_connected(self.mesh.descriptors(), meeting.number)
+            self.mesh.hand_over(self.on_connected, meeting.number)
 
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         self.mesh.abort()
         return None
-
-    def peer_gone(self) -> bool:
-        return self.mesh.any_closed()

@@ -42,7 +42,10 @@ class Healing:
     training: TrainingState
     server: HealServer
     live: LiveState
-    reach: Reachability
+    registered: RegisteredState
+    sums: StateSums
+    inside: ReplicaRendezvous
+    reach: Reachability = field(default_factory=Reachability)
     fetch: Fetch | None = None
     _offer_due: Generation | None = None
     _failures: int = 0  # since we were healed last
@@ -168,7 +171,7 @@ class Healing:
         except HealingFailed as error:
             self.training.break_group(generation, str(error))
             return
-        if generation.usable and self.training.held.holds(top):
+        if generation.usable and self.training.held.position == top:
             self.server.offer(offer, generation.quorum.order)
             self.training.times.mark("state offered")
 
@@ -177,21 +180,13 @@ class Healing:
         self._failures = 0
         self.reach.served()
 
+    # ---- into the user's objects, on the training thread ----
 
-@dataclass(eq=False)
-class StateLoader:
-    """See the module."""
-
-    training: TrainingState
-    registered: RegisteredState
-    sums: StateSums
-    timeout_s: float
-
-    def load(self, healing: Healing, inside: ReplicaRendezvous, generation: Generation) -> bool:
+    def load(self, generation: Generation) -> bool:
         """Waits for the fetched state and loads it; False when the group broke first."""
         self.training.times.mark_first("state due")
         with self.training.parking():
-            fetch = self._wait_for(healing, inside, generation)
+            fetch = self._wait_for_state(generation)
         if fetch is None:
             return False
         self.training.times.mark("state loading")
@@ -202,36 +197,37 @@ class StateLoader:
         self.training.tear()
         self.registered.load(state["user"])
         with self.training.changed:
-            if healing.fetch is not fetch:
+            if self.fetch is not fetch:
                 return False  # the next group wants another state, which is landing already
             self.training.batches = int(state["manager"]["batches_committed"])
             self.training.healed(generation, fetch.position)
-            healing.fetch = None
-        healing.make_offer_if_due()
+            self.fetch = None
+        self.make_offer_if_due()
         record.step(self.training.step)
         return True
 
-    def _wait_for(self, healing: Healing, inside: ReplicaRendezvous, generation: Generation) -> Fetch | None:
+    def _wait_for_state(self, generation: Generation) -> Fetch | None:
         """The state that this group wants, once all ranks of this replica have theirs; None when it must not be loaded."""
-        deadline = time.monotonic() + self.timeout_s
+        limit_s = self.options.timeout_s
+        deadline = time.monotonic() + limit_s
         with self.training.changed:
             self.training.changed.wait_for(
-                lambda: not generation.usable or healing.fetched_for(generation) is not None, self.timeout_s
+                lambda: not generation.usable or self.fetched_for(generation) is not None, limit_s
             )
-            arrived = healing.fetched_for(generation) is not None
+            arrived = self.fetched_for(generation) is not None
 
         def waiting() -> bool:
-            if inside.others_ask():
+            if self.inside.others_ask():
                 self.training.want("another rank of this replica requests a quorum")
             return self._may_load(generation) and time.monotonic() < deadline
 
         if arrived and generation.heals:  # else all ranks hold it already, or have received it before
-            arrived = inside.wait_until_all_arrived(generation.quorum.order, waiting)
+            arrived = self.inside.wait_until_all_arrived(generation.quorum.order, waiting)
         with self.training.changed:
             if arrived and self._may_load(generation):
-                return healing.fetched_for(generation)
+                return self.fetched_for(generation)
         if not arrived and generation.usable and time.monotonic() >= deadline:
-            raise HealingFailed(f"healing did not finish in {self.timeout_s:.1f} s")
+            raise HealingFailed(f"healing did not finish in {limit_s:.1f} s")
         return None
 
     def _may_load(self, generation: Generation) -> bool:
