@@ -57,7 +57,8 @@ def test_a_newcomer_that_the_members_cannot_reach_stops_nobody(three: Networks) 
     lighthouse, cluster = start(three)
     with lighthouse, cluster:
         cluster.start("a", "b")
-        wait_for_state(lighthouse, "b", "member")
+        for one in ("a", "b"):
+            wait_for_state(lighthouse, one, "member")
         cluster.wait_for_progress("b", 10)
         number = status(lighthouse)["number"]
         for other in ("a", "b"):

@@ -52,7 +52,7 @@ FAULTS = {
     "recorder.Recorder.abandon_in_child": "0",
     "recorder.Recorder.close": "3",
     "phases._mark": "0",
-    "recorder.Recorder._step": "0",
+    "recorder.phases.begin": "0",
 }
 
 
