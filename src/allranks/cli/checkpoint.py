@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks.checkpoint.manifest import IS_NEWER
 from allranks.checkpoint.stores import Store, StoreSpec, open_store, reason_of, split_address
 from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
@@ -123,6 +122,8 @@ def _ls(args: _OfStore) -> int:
 
 
 def _table(address: str, found: list[Listed]) -> Iterator[str]:
+    from allranks.checkpoint.manifest import IS_NEWER
+
     yield (
         f"{'STEP':>10} {'SIZE':>9} {'RANKS':>5} {'SAVED':<19} NAME"
         if found
