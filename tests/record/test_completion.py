@@ -19,6 +19,7 @@ from allranks.blackbox.reader import read_trace
 from allranks.drill.ranks import Ranks
 from allranks.drill.ranks import signal as reached
 from allranks.model.trace import Flag, State
+from allranks.recording import torch_internals as internals
 from allranks.recording.writer import GroupState, is_timeout
 
 from .boxes import LateWork, Methods, make_writer, ops, states, traces
@@ -190,6 +191,51 @@ def test_nothing_is_asked_of_cuda_while_a_graph_is_captured(tmp_path: Path) -> N
     trace = read_trace(writer.box.path)
     assert [bool(int(row["flags"]) & Flag.CAPTURED) for row in trace.calls] == [False, True, True]
     assert set(states(trace)) == {State.SCHEDULED}
+
+
+class _Graph:
+    """What torch calls of CUDA to capture a graph. At its end torch 2.15 calls the last two, older ones `capture_end`."""
+
+    def capture_begin(self, spoiled: bool = False) -> None:
+        if spoiled:
+            raise RuntimeError("on the default stream")
+
+    def capture_end(self) -> None: ...
+    def capture_end_pre(self) -> None: ...
+    def capture_end_post(self) -> None: ...
+
+
+@pytest.mark.parametrize("last", ["capture_end", "capture_end_pre", "capture_begin"])
+def test_after_a_capture_the_ends_of_calls_are_noticed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """However it ends: as torch ends it, as torch ended it before, or before it has begun."""
+    monkeypatch.setattr(torch._C, "_CUDAGraph", _Graph, raising=False)
+    recorder, graph = allranks.record(), _Graph()
+    try:
+        assert recorder.writer is not None
+        ring = recorder.writer.ring
+        if last == "capture_begin":
+            with pytest.raises(RuntimeError):
+                graph.capture_begin(True)
+        else:
+            graph.capture_begin()
+            assert ring.capturing == 1
+            getattr(graph, last)()
+        assert ring.capturing == 0
+    finally:
+        recorder.close()
+
+
+def test_every_way_to_end_a_capture_is_known() -> None:
+    graph = internals.cuda_graph()
+    if graph is None:
+        pytest.skip("this torch has no CUDA")
+    assert {name for name in vars(graph) if name.startswith("capture_")} <= {
+        "capture_begin",
+        *internals.CAPTURE_ENDS,
+        "capture_end_post",  # after capture_end_pre
+    }
 
 
 class _Asked(LateWork):

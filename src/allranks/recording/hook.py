@@ -316,11 +316,17 @@ class Hook:
 
         writer, around = self.installed, self.guard.around
 
+        def begin(*_: object) -> bool:
+            writer.begin_capture()
+            return True
+
         def end(*_: object) -> None:
             writer.end_capture()
 
-        self._replace(graph, "capture_begin", around(graph.capture_begin, lambda *_: writer.begin_capture()))
-        self._replace(graph, "capture_end", around(graph.capture_end, lambda *_: True, end, end))
+        self._replace(graph, "capture_begin", around(graph.capture_begin, begin, None, end))
+        for name in internals.CAPTURE_ENDS:
+            if name in vars(graph):
+                self._replace(graph, name, around(getattr(graph, name), lambda *_: True, end, end))
 
 
 def _on_cpu(call: Call, kind: Method) -> bool:

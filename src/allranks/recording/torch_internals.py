@@ -270,6 +270,10 @@ def members_by_handles(handles: Torch, first: tuple[int, ...]) -> tuple[int, ...
 # -- CUDA -------------------------------------------------------------------------------------------------------
 
 
+#: Methods that end the capture of a graph: torch 2.15 ends it in the second, and does other things before it is whole.
+CAPTURE_ENDS = ("capture_end", "capture_end_pre")
+
+
 def cuda_graph() -> Torch:
     """The class whose methods begin and end the capture of a CUDA graph; None without CUDA."""
     graph = getattr(torch._C, "_CUDAGraph", None)
