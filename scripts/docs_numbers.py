@@ -207,6 +207,10 @@ def _gpu(before: str) -> Iterator[str]:
     later = _read("gpu_torch215")
     kills = later["kills"]
     yield f"| torch 2.15 (nccl2), {kills['kills']} kills of one of four replicas: longest gap between commits | {kills['median_s']:.2f} s (worst {kills['worst_s']:.2f}) | equal bits at the end | {later['date']} |"
+    storm = later["storm"]
+    yield f"| torch 2.15 (nccl2), {storm['kills']} kills of five replicas at random moments in {storm['seconds'] / 60:.0f} minutes: longest gap | {max(storm['median_gaps_s']):.2f} s (worst {storm['longest_gaps_s'][0]:.2f}) | equal bits, no survivor ended | {later['date']} |"
+    hangs = later["hangs"]["boxes"]
+    yield f"| torch 2.15 (nccl2), {hangs['jobs']} hangs with calls queued on the GPU, by black boxes | rank {hangs['rank']}, cause {hangs['cause']}, line {hangs['line']} right | – | {later['date']} |"
     yield f"| recording one NCCL all_reduce: CPU added to the call | {added} µs | the call itself {call} µs | {date} |"
     yield f"| `torch.compile`d replicas: kill -9 until the next commit | {compiled['kill_to_commit_s']:.2f} s | equal bits after {compiled['steps']} steps | {date} |"
     yield f"| saving {saved['state_gb']} GB to disk every interval: time added to a step | {float(saved['nvme_lost_percent']):.1f} % | steps of {saved['nvme_step_ms']} ms | {found['checkpoint']['machine']['date']} |"
