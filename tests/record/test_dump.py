@@ -329,6 +329,8 @@ def test_the_command_takes_boxes_from_a_job_that_hangs(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By folder, pid, job and format; refuses to overwrite; a job that is not there is an error that says so."""
+    job = f"hangs-{os.getpid()}"  # of this test alone: living processes are asked for their boxes
+    monkeypatch.setenv("ALLRANKS_JOB_ID", job)
     with Ranks(_hang_for_ever, 2) as ranks:
         ranks.wait_for("hanging")
         assert command(["dump", "--list", "--json"]) == 0
@@ -343,9 +345,9 @@ def test_the_command_takes_boxes_from_a_job_that_hangs(
         assert [Path(entry["path"]).name for entry in files] == ["rank_0", "rank_1"]
         assert command(["dump", str(folder), "--format", "pickle", "-o", str(out)]) == 2
         assert "exists" in capsys.readouterr().err
-        assert command(["dump", "--job", "test", "-o", str(tmp_path / "job")]) == 0
+        assert command(["dump", "--job", job, "-o", str(tmp_path / "job")]) == 0
         monkeypatch.delenv("ALLRANKS_DIR")  # a living process tells by itself where its box is
-        assert command(["dump", "--job", "test", "-o", str(tmp_path / "again")]) == 0
+        assert command(["dump", "--job", job, "-o", str(tmp_path / "again")]) == 0
         assert len(find_boxes(tmp_path / "job")) == len(find_boxes(tmp_path / "again")) == 2
         capsys.readouterr()
         assert command(["dump", "--pid", str(ranks.pids[1]), "-o", str(tmp_path / "one")]) == 0

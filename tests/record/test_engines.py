@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import allranks
+from allranks.cli import main as command
 from allranks.drill.ranks import Ranks
 from allranks.model.trace import RankTrace
 from allranks.recording import torch_internals as internals
@@ -81,9 +83,9 @@ def test_calls_in_an_unusual_form_are_recorded_as_those_in_the_usual_one(
 
 
 def test_without_the_part_in_c_nothing_is_recorded_and_the_program_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One warning says what to install."""
+    """One warning says what to install; `dump --list` does not call it running."""
     monkeypatch.setitem(sys.modules, "allranks.recording._fast", None)
     monkeypatch.delattr("allranks.recording._fast", raising=False)
     with pytest.warns(RuntimeWarning, match="recording disabled: its part in C .*C compiler") as told:
@@ -91,6 +93,8 @@ def test_without_the_part_in_c_nothing_is_recorded_and_the_program_runs(
     assert "NotRecording" not in str(told[0].message)
     assert not recorder.active
     allranks.step(1)
+    assert command(["dump", str(folder), "--list", "--json"]) == 0
+    assert [box["state"] for box in json.loads(capsys.readouterr().out)["boxes"]] == ["could not start"]
 
 
 def test_only_one_rank_of_a_node_says_that_the_part_in_c_is_missing(

@@ -282,9 +282,9 @@ def _newest(headers: list[Header]) -> list[Header]:
 def _state(header: Header) -> str:
     from allranks.blackbox.header import is_alive
 
-    if is_alive(header.pid, header.start_ticks):
-        return "running"
-    return header.closed or "exited without shutting down"
+    if header.closed:  # the process may run on without a recorder
+        return header.closed
+    return "running" if is_alive(header.pid, header.start_ticks) else "exited without shutting down"
 
 
 def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, object]]:

@@ -167,16 +167,15 @@ CALLS: dict[str, Method] = {
 
 def read_call(method: Method, args: Args, kwargs: Kwargs) -> Call:
     """One call of a method, in any form."""
-    given: dict[str, Any] = {}
-    for index, what in enumerate(method.arguments.split()):
-        names = _NAMES_OF[what]
-        given[what] = (
-            args[index] if index < len(args) else next((kwargs[n] for n in names if n in kwargs), None)
-        )
+    arguments = method.arguments.split()
+    given: dict[str, Any] = dict(zip(arguments, args, strict=False))
+    for what in arguments[len(args) :]:
+        given[what] = next((kwargs[name] for name in _NAMES_OF[what] if name in kwargs), None)
     options = given.get("options")
     operator = given.get("operator", options) if isinstance(options, int) else options
-    inputs = outputs = flat(given.get("both"))
-    if "both" not in given:
+    if "both" in given:
+        inputs = outputs = flat(given["both"])
+    else:
         inputs, outputs = flat(given.get("in")), flat(given.get("out"))
     return Call(
         inputs,
