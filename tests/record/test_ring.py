@@ -41,6 +41,15 @@ def _begin(ring: Ring, group: Counters, number: int) -> int:
     return ring.begin(group, 1, (1, number, number), 0, False, number, 1, -1, -1, -1)
 
 
+def test_a_ring_that_is_closed_while_a_call_begins_gets_no_row(tmp_path: Path) -> None:
+    """The first call of a thread asks Python for its name, and other threads run meanwhile."""
+    ring = make_ring(_box(tmp_path / "x.box"))
+    ring.on_thread = lambda number: ring.release()
+    with pytest.raises(ValueError, match="closed"):
+        _begin(ring, _group(), 5)
+    assert not len(read_trace(tmp_path / "x.box").calls)
+
+
 def test_a_row_holds_what_it_was_given(tmp_path: Path) -> None:
     """Numbers, times, how it ended."""
     box = _box(tmp_path / "x.box")

@@ -146,10 +146,12 @@ static int open_batch(Counters *self) {
 
 /* Draws the numbers of the open batch and ends it; returns a tuple of its calls' numbers, NULL with an exception. */
 static PyObject *close_batch(Counters *self, Call *call) {
-    PyObject *parts = self->parts ? PyList_AsTuple(self->parts) : Py_NewRef(no_parts);
+    PyObject *list = self->parts; /* a new tuple may run finalizers, and other threads with them */
+    self->parts = NULL;
+    PyObject *parts = list ? PyList_AsTuple(list) : Py_NewRef(no_parts);
+    Py_XDECREF(list);
     if (!parts)
         return NULL;
-    Py_CLEAR(self->parts);
     call->seq = self->batch_seq ? self->batch_seq : self->seq;
     call->p2p_seq = self->batch_p2p;
     call->op_id = ++self->op_id;
@@ -265,8 +267,11 @@ static void set_field(Ring *self, int index, int64_t value) {
     atomic_store_explicit((_Atomic int64_t *)self->view.buf + index, value, memory_order_relaxed);
 }
 
+/* The number of the call; 0 when the ring was closed meanwhile. */
 static uint64_t write_row(Ring *self, const Call *call) {
     uint32_t thread = native_thread(self);
+    if (!self->view.obj)
+        return 0;
     uint64_t begin = ++self->next;
     volatile Row *row = row_of(self, begin);
     int64_t now = now_ns();
@@ -314,7 +319,7 @@ static uint64_t begin_call(Ring *self, Counters *group, int p2p, Call *call) {
     if (self->capturing && !group->blocking)
         call->flags |= CAPTURED;
     uint64_t begin = write_row(self, call);
-    if (call->flags & PART)
+    if (begin && call->flags & PART)
         add_part(group, begin);
     return begin;
 }
@@ -328,11 +333,10 @@ static PyObject *Ring_begin(Ring *self, PyObject *args) {
                           &call.out_numel, &call.stack, &p2p, &call.timeout_ms, &call.reduce_op, &call.root, &call.peer,
                           &call.tag))
         return NULL;
-    if (!self->view.obj) {
-        PyErr_SetString(PyExc_ValueError, "the ring is closed");
-        return NULL;
-    }
-    return PyLong_FromUnsignedLongLong(begin_call(self, group, p2p, &call));
+    uint64_t begin = begin_call(self, group, p2p, &call);
+    if (!begin)
+        return PyErr_Format(PyExc_ValueError, "the ring is closed");
+    return PyLong_FromUnsignedLongLong(begin);
 }
 
 static void mark_started(Ring *self, uint64_t begin, int64_t now) {
@@ -1280,8 +1284,10 @@ static void follow(Recording *shared, Counters *side, PyObject *work, uint64_t b
     } else {
         if (side->blocking)
             mark_started(ring, begin, now_ns());
-        hand_over(ring, shared->pending);
+        Entry before = ring->last;
         ring->last = (Entry){Py_NewRef(work), Py_NewRef((PyObject *)side), Py_NewRef(parts), begin};
+        if (before.work)
+            keep(shared->pending, before); /* may let another thread follow a call of its own */
     }
     look_around(shared);
 }
