@@ -67,7 +67,7 @@ def test_a_child_that_was_killed_is_named_by_the_rank_that_waits_for_its_queue()
     producer = ProcessCapture(0, 0, child, snapshots=(Snapshot(2, None, (), facts),))
     state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots), producer))).ranks[0]
     assert state.cause == "queue_wait"
-    assert f"child 0 (pid {child}): was killed by SIGKILL" in state.evidence
+    assert f"child 0 (pid {child}) was killed by SIGKILL" in state.evidence
 
 
 @pytest.mark.parametrize(("title", "cause"), [("sh -c sync", "subprocess_wait"), (PROXY, "queue_wait")])
@@ -296,7 +296,7 @@ def test_the_program_that_a_rank_waits_for_is_named_and_not_the_shell_around_it(
     curl = process(1, "/usr/bin/curl -H token:abc", "clock_nanosleep", "hrtimer_nanosleep")
     report = classify(Capture((rank, shell, curl)))
     assert [child.where for child in report.ranks[0].children] == ["program sh", "program curl"]
-    assert report.ranks[0].evidence.endswith("; child 1 (pid 4): sleep at program curl")
+    assert report.ranks[0].evidence.endswith("; child 1 (pid 4) sleeps at program curl")
     assert "abc" not in " ".join(render_text(report, []))
 
 

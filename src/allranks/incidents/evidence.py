@@ -75,7 +75,7 @@ class Observed:
     left: tuple[int, ...] = ()  # ranks whose program ended by itself
     diverged: Finding | None = None  # calls that differed while the job still ran
     outcome: str = ""  # a stall that is not, or not yet, a hang: what it is or was
-    ended: bool = False  # the stall is over
+    ended: bool = False  # the stall is over, and the ranks move again
 
     def write(self, folder: Path) -> None:
         """Keeps it with the evidence."""

@@ -297,7 +297,7 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     idle = [
         state
         for state in states
-        if (state.cause not in _FOR_A_RANK and state.cause != "unknown")
+        if (state.cause not in _FOR_A_RANK and state.cause != "unknown" and not _of_waiting(state, last))
         or (state.rank in named and 0.0 < state.confidence < TRUSTED)  # its wait is only a guess
     ]
     if found is not None and found.cause in CERTAIN_MISMATCH:  # who of them is wrong may not be
@@ -317,6 +317,12 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     if not (last.behind or alone or waited):  # the boxes tell it too: on a GPU a wait may look like work
         return ""  # nobody waits for another rank
     return next(filter(None, (_never_wakes(state, looks, limits) for state in find_guilty(last))), "")
+
+
+def _of_waiting(state: RankState, look: Look) -> bool:
+    """Whether it waits for a lock on a file that a rank holds which itself waits for another rank."""
+    holder = look.report.ranks.get(state.held_by) if look.report and state.held_by is not None else None
+    return holder is not None and holder.rank != state.rank and holder.cause in _FOR_A_RANK
 
 
 def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -> str:

@@ -177,6 +177,7 @@ class RankState:
     pid: int | None = None
     confidence: float = 0.0
     notes: tuple[str, ...] = ()
+    held_by: int | None = None  # the rank that holds the lock on a file for which it waits
 
     @property
     def command_works(self) -> bool:
