@@ -336,7 +336,7 @@ def test_an_exit_that_a_thread_blocks_names_the_line_of_that_thread() -> None:
     shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
     state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
     assert (state.cause, state.where, state.thread) == ("shutdown_join", "t.py:7 in upload", "uploader")
-    assert "thread uploader is at t.py:7" in state.evidence
+    assert state.evidence.endswith("; thread uploader sleeps in upload (t.py:7) (clock_nanosleep)")
 
 
 def test_ranks_that_wait_for_remote_calls_are_not_taken_for_exiting() -> None:
@@ -434,3 +434,36 @@ def test_a_remote_call_that_does_not_return_is_what_its_rank_does(kind: str, wai
     assert report.ranks[0].cause == "p2p_wait"
     assert (report.ranks[1].cause, report.ranks[1].where) == (cause, "t.py:7 in work")
     assert report.ranks[1].evidence.startswith("a call of another rank")
+
+
+def _at_lock(rank: int, line: int) -> ProcessCapture:
+    at = StackFrame("push", "/home/user/t.py", line, source="with lock:")
+    stacks = (ThreadStack(5, "", (at, StackFrame("main", "/home/user/t.py", 20))),)
+    facts = (ThreadFacts(5, state="S", syscall="futex", args=(1, 0x189)),)
+    return ProcessCapture(rank, None, 5, snapshots=tuple(Snapshot(n, None, stacks, facts) for n in (1, 2)))
+
+
+def test_ranks_that_do_the_same_are_one_part_of_the_sentence() -> None:
+    """Remote calls that wait for each other's locks: the sentence said the same three times."""
+    report = classify(Capture((_at_lock(0, 7), _at_lock(1, 7), _at_lock(2, 9))), quiet_s=30.0)
+    assert report.culprits == (0, 1, 2)
+    assert report.sentence == (
+        "ranks 0,1: each waits for a lock in push (t.py:7); rank 2 waits for a lock in push (t.py:9)"
+    )
+    assert ":  at" not in report.ranks[0].evidence  # a thread without a name
+
+
+def test_a_child_that_exits_with_items_in_its_queue_says_so() -> None:
+    """`join()` before `get()`: the child's exit waits for its queue's thread, which writes to a full pipe."""
+    lib = "/usr/lib/python3.11/multiprocessing/"
+    exits = (
+        StackFrame("Thread.join", "/usr/lib/python3.11/threading.py", 1119),
+        StackFrame("Queue._finalize_join", lib + "queues.py", 199),
+        StackFrame("_run_finalizers", lib + "util.py", 300),
+        StackFrame("BaseProcess._bootstrap", lib + "process.py", 317),
+    )
+    facts = (ThreadFacts(6, state="S", syscall="futex"),)
+    shots = tuple(Snapshot(n, None, (ThreadStack(6, "MainThread", exits),), facts) for n in (1, 2))
+    state = classify(Capture((_at_lock(0, 7), ProcessCapture(0, 0, 6, snapshots=shots)))).ranks[0]
+    (child,) = state.children
+    assert child.cause == "pipe_write_blocked" and "its parent must get before it joins" in child.evidence

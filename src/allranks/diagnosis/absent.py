@@ -139,11 +139,22 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
 def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
     facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.line}
+    exiting = now.evidence.startswith("the interpreter is exiting")  # threads of the program keep the process
     sure, cause = 0.0, ""
     # when the job was stopped: only the calls of the others tell how long it had been there
     if now.cause == "interrupted":
         sure, cause = 0.35 if _broke_soon(context, blocked) else 0.9, "missing_rank"
-    found = lacking(context, "stuck_elsewhere", blocked, ranks, sure, cause, doing=doing(now.cause), **facts)
+    found = lacking(
+        context,
+        "stuck_elsewhere",
+        blocked,
+        ranks,
+        sure,
+        cause,
+        doing=doing(now.cause),
+        exiting=exiting,
+        **facts,
+    )
     labels = (*("live" for _ in live), *found.stack_labels)
     return replace(found, where=now.where or found.where, stacks=(*live, *found.stacks), stack_labels=labels)
 

@@ -132,7 +132,9 @@ KINDS = {
         "compare RANK, WORLD_SIZE, MASTER_ADDR and the arguments of init_process_group on all ranks, and check the network between them"),
     "stuck_elsewhere": Kind("stuck_before_collective", 0.95,
         "{who} never {entered}; {waiting}[; it is at {now_at}]{doing}",
-        _ENTERED + "\n{now_evidence}", "", f"[look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
+        _ENTERED + "\n{now_evidence}", "",
+        "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
+        f"|look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
     "destroyed": Kind("missing_rank", 0.93,
         "{who} called destroy_process_group on group {label} and never entered {call}; {waiting}[left?; it has left the program]",
         _ENTERED, "", "make [{at}|this call] before any rank destroys the group, or on no rank"),

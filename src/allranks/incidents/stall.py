@@ -28,6 +28,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     is_user_file,
 )
+from allranks.stacktraces.classify import VERBS
 
 State = Literal["stalled", "hung", "ended"]
 TRUSTED = 0.6  # of a verdict: a less confident one does not make a hang certain
@@ -60,22 +61,13 @@ _BACKGROUND = ("/tqdm/", "/wandb/", "/tensorboard", "/allranks/", "/torch/utils/
 #: How the names of native threads of torch's libraries begin: they serve collectives, and wake no Python code that waits otherwise.
 _OF_TORCH = ("pt_", "gloo", "nccl", "cuda")
 _PRIVATE = 0x80  # flag of a futex that no other process can wake
-#: What a rank does that may still move.
+#: What a rank does that may still move: not stuck, not a loop.
 _VERBS = {
-    "sleep": "sleeps",
-    "stopped": "is stopped",
+    **VERBS,
     "busy_python": "runs Python code",
-    "native_call": "is in native code",
-    "lock_deadlock": "waits for a lock",
     "queue_wait": "waits for an event",
     "event_loop_idle": "waits in its event loop",
-    "pipe_write_blocked": "writes to a full pipe",
-    "network_io": "waits for the network",
     "checkpoint_io": "reads or writes a file",
-    "file_lock_wait": "waits for a file lock",
-    "dataloader_wait": "waits for its DataLoader",
-    "subprocess_wait": "waits for a command",
-    "child_process_wait": "waits for a child process",
 }
 _STILL_TICKS = 2  # clock ticks between two looks that are not work
 
@@ -384,7 +376,7 @@ def _describe(guilty: Sequence[RankState], look: Look) -> str:
         waits = look.report is not None and look.report.ranks
         return "every rank waits for another" if waits else "what the ranks do could not be read"
     return ", ".join(
-        f"rank {state.rank} {_VERBS.get(state.cause, f'is in {state.cause}')} at {state.where or 'an unknown line'}"
+        f"rank {state.rank} {_VERBS.get(state.cause, state.cause)} at {state.where or 'an unknown line'}"
         for state in guilty[:3]
     )
 

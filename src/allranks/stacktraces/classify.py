@@ -36,7 +36,8 @@ _TIERS = {
     **dict.fromkeys(("store_wait", "p2p_wait", "rendezvous_wait", "cuda_wait"), 2),
     "collective_wait": 3,
 }
-_VERBS = {
+#: What a rank does, for a sentence.
+VERBS = {
     "sleep": "sleeps",
     "collective_wait": "waits",
     "p2p_wait": "waits for its partner",
@@ -46,7 +47,7 @@ _VERBS = {
     "checkpoint_io": "is stuck in file I/O",
     "file_lock_wait": "waits for a file lock",
     "network_io": "waits for the network",
-    "lock_deadlock": "waits for a lock that is not released",
+    "lock_deadlock": "waits for a lock",
     "queue_wait": "waits on a queue",
     "gil_held_native": "holds the GIL in C code",
     "gil_contention": "waits for the GIL",
@@ -131,14 +132,20 @@ def write_summary(
     lead = "" if progress.hung else "cannot tell stuck from slow (" + progress.reason + "): "
     if not culprits:
         return lead + _describe_no_culprit(capture, ranks)
-    parts = [_describe_one(ranks[rank]) for rank in culprits[:3]]
-    if len(culprits) > 3:
-        parts = [f"ranks {compress(culprits)}: {_describe_one(ranks[culprits[0]], subject=False)}"]
+    alike: dict[str, list[int]] = {}
+    for rank in culprits:
+        alike.setdefault(_describe_one(ranks[rank], subject=False), []).append(rank)
+    parts = [
+        f"ranks {compress(same)}: each {text}" if len(same) > 1 else _describe_one(ranks[same[0]])
+        for text, same in alike.items()
+    ]
+    if len(parts) > 3:
+        parts = [f"ranks {compress(culprits)}: the first {next(iter(alike))}"]
     return lead + "; ".join(parts) + _describe_waiters(culprits, ranks)
 
 
 def _describe_one(state: RankState, subject: bool = True) -> str:
-    name = f"rank {state.rank} " if subject else "first of them "
+    name = f"rank {state.rank} " if subject else ""
     line = f" in {_swap(state.where)}" if state.where else ""
     active = [c for c in state.children if c.cause not in ("healthy", "queue_wait")]
     child = min(
@@ -146,7 +153,7 @@ def _describe_one(state: RankState, subject: bool = True) -> str:
     )
     tail = f" (its child process {child.child} {_at(child)})" if child else ""
     unreadable = f"cannot be read ({state.evidence})"
-    verb = unreadable if state.cause == "unknown" else _VERBS.get(state.cause, state.cause)
+    verb = unreadable if state.cause == "unknown" else VERBS.get(state.cause, state.cause)
     return f"{name}{verb}{line}{tail}"
 
 
@@ -370,7 +377,7 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
 def _at(child: ChildState) -> str:
     if child.cause == "gone":
         return child.evidence
-    does = _VERBS.get(child.cause, child.cause)
+    does = VERBS.get(child.cause, child.cause)
     return f"{does} at {child.where}" if child.where else does
 
 
