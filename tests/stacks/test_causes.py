@@ -467,3 +467,21 @@ def test_a_child_that_exits_with_items_in_its_queue_says_so() -> None:
     state = classify(Capture((_at_lock(0, 7), ProcessCapture(0, 0, 6, snapshots=shots)))).ranks[0]
     (child,) = state.children
     assert child.cause == "pipe_write_blocked" and "its parent must get before it joins" in child.evidence
+
+
+@pytest.mark.parametrize(("seconds", "hung"), [(5.0, None), (61.0, True)])
+def test_a_wait_for_a_group_that_polls_is_no_progress(seconds: float, hung: bool | None) -> None:
+    """A FileStore asks again and again: that was "finished what it waited for", and MOVING. Each rank had a file of its own."""
+    init = "/x/site-packages/torch/distributed/distributed_c10d.py"
+    frames = (StackFrame("init_process_group", init, 2721), StackFrame("main", "/home/user/t.py", 9))
+
+    def rank(number: int) -> ProcessCapture:
+        facts = [(ThreadFacts(5, state="S", syscall="clock_nanosleep", switches=s),) for s in (10, 60)]
+        stacks = (ThreadStack(5, "MainThread", frames),)
+        shots = tuple(Snapshot(n, n * seconds, stacks, fact) for n, fact in enumerate(facts))
+        return ProcessCapture(number, None, 5, snapshots=shots)
+
+    report = classify(Capture((rank(0), rank(1)), world_size=2))
+    assert (report.hung, report.culprits) == (hung, ())
+    assert "all 2 ranks are there and wait for each other to form a process group" in report.sentence
+    assert ("look longer" in report.sentence) == (hung is None)

@@ -183,6 +183,9 @@ def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> st
     if set(causes) == {"request_wait"}:
         return f"all {len(ranks)} ranks are idle and wait for requests"
     if set(causes) == {"rendezvous_wait"}:
+        if world == len(ranks):
+            same = "do they use one address (MASTER_ADDR, MASTER_PORT, init_method) and one world_size?"
+            return f"all {world} ranks are there and wait for each other to form a process group: {same}"
         return f"all {len(ranks)} ranks wait for ranks that have not come: was a process not started, or is WORLD_SIZE too large?"
     if not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
         parts = "; ".join(_describe_one(ranks[rank]) for rank in sorted(ranks)[:3])
