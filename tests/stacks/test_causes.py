@@ -485,3 +485,27 @@ def test_a_wait_for_a_group_that_polls_is_no_progress(seconds: float, hung: bool
     assert (report.hung, report.culprits) == (hung, ())
     assert "all 2 ranks are there and wait for each other to form a process group" in report.sentence
     assert ("look longer" in report.sentence) == (hung is None)
+
+
+def test_a_child_that_serves_is_not_what_its_rank_waits_for() -> None:
+    """The rank started a server and a DataLoader: the sentence named the idle server, and not the worker that is stuck."""
+
+    def process(child: int | None, call: str, *frames: tuple[str, str]) -> ProcessCapture:
+        pid = 2 if child is None else 3 + child
+        stacks = (ThreadStack(pid, "MainThread", tuple(StackFrame(*frame, 7) for frame in frames)),)
+        facts = (ThreadFacts(pid, state="S", syscall=call),)
+        shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
+        return ProcessCapture(0, child, pid, snapshots=shots)
+
+    loader = "/x/site-packages/torch/utils/data/dataloader.py"
+    rank = process(None, "poll", ("_try_get_data", loader), ("main", "/home/u/t.py"))
+    server = process(
+        0, "accept4", ("socket.accept", "/usr/lib/python3.11/socket.py"), ("serve", "/home/u/t.py")
+    )
+    worker = process(
+        1, "recvfrom", ("SocketIO.readinto", "/usr/lib/python3.11/socket.py"), ("get", "/home/u/t.py")
+    )
+    report = classify(Capture((rank, server, worker)), quiet_s=30.0)
+    assert "(its child process 1 waits for the network at t.py:7 in get)" in report.sentence
+    assert report.ranks[0].evidence.endswith("; child 1 (pid 4) waits for the network at t.py:7 in get")
+    assert report.ranks[0].children[0].evidence == "a server that waits for a connection"

@@ -195,7 +195,8 @@ KINDS = {
         "{waits} in {call}; {who} [many?are not seen there, but their dumps are|is not seen there, but its dump is] damaged, too old, "
         "or without the calls of this group", _INSIDE),
     "some_left": Kind("none_finished", 0.55,
-        "{call} finished on {passed} but not on {who}[, {later} later]: look at the network or device of the latter", _INSIDE),
+        "{call} finished on {passed} but not on {who}[, {later} later]: network or device of {ranks}, or C code there that keeps "
+        "the interpreter lock, so that the end is not recorded", _INSIDE, _STACKS),
     "maybe_older": Kind("none_finished", 0.35,
         "{call} finished on {passed} but not on {who}: it hangs there, or that dump is a moment older", _INSIDE, _SECOND),
     "other_root": Kind("root_mismatch", 0.5,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise, starmap
 
 from allranks.model.stacks import (
+    IDLE_CHILD,
     WAITS,
     Capture,
     ChildState,
@@ -147,7 +148,7 @@ def write_summary(
 def _describe_one(state: RankState, subject: bool = True) -> str:
     name = f"rank {state.rank} " if subject else ""
     line = f" in {_swap(state.where)}" if state.where else ""
-    active = [c for c in state.children if c.cause not in ("healthy", "queue_wait")]
+    active = [c for c in state.children if c.cause not in IDLE_CHILD]
     child = min(
         active, key=lambda c: (c.cause != "busy_python", c.cause == "child_process_wait"), default=None
     )
@@ -371,7 +372,7 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     waits = ("dataloader_wait", "child_process_wait", "subprocess_wait", "shutdown_join", "queue_wait")
     if cause.cause not in waits:
         return ""
-    busy = [child for child in children if child.cause not in ("queue_wait", "healthy", "unknown")]
+    busy = [child for child in children if child.cause not in (*IDLE_CHILD, "unknown")]
     commands = [child for child in busy if child.cause != "child_process_wait"]
     busy = commands or busy  # a shell waits for its command: that one is named
     return "".join(f"; child {c.child} (pid {c.pid}) {_at(c)}" for c in busy[:4])
@@ -401,6 +402,8 @@ def _asks_for_task(inner: StackFrame, outer: StackFrame) -> bool:
 def _child(process: ProcessCapture, cause: Cause) -> ChildState:
     if (ended := _how_ended(process)) is not None:
         return ChildState(process.child or 0, process.pid, "gone", "", ended)
+    if cause.cause == "network_io" and cause.stack and cause.stack[0].name.endswith("accept"):
+        cause = replace(cause, cause="request_wait", evidence="a server that waits for a connection")
     words = process.title.split(maxsplit=1)  # arguments may hold secrets
     program = f"program {words[0].rsplit('/', 1)[-1]}" if words and not cause.stack else ""
     known = (process.pid, cause.cause, cause.where or program, cause.evidence)

@@ -20,6 +20,7 @@ from allranks.blackbox.header import process_state
 from allranks.errors import ConfigurationError
 from allranks.model.formatting import count
 from allranks.model.stacks import (
+    IDLE_CHILD,
     Capture,
     ProcessCapture,
     RankMarks,
@@ -380,7 +381,6 @@ _SETTLED_TEXT = (
     "file_lock_wait pipe_write_blocked rendezvous_wait gone"
 )
 _SETTLED = frozenset(_SETTLED_TEXT.split())
-_IDLE_CHILD = frozenset({"queue_wait", "healthy"})
 
 
 def choose_suspects(report: StacksReport) -> set[tuple[int, int | None]]:
@@ -391,7 +391,7 @@ def choose_suspects(report: StacksReport) -> set[tuple[int, int | None]]:
         if state.cause not in _SETTLED:
             chosen.setdefault((rank, None))
         for child in state.children:
-            if child.cause not in _SETTLED and child.cause not in _IDLE_CHILD:
+            if child.cause not in _SETTLED and child.cause not in IDLE_CHILD:
                 chosen.setdefault((rank, child.child))
     seen: set[tuple[str, str]] = set()
     for rank, state in report.ranks.items():
