@@ -105,17 +105,21 @@ def test_an_event_loop_that_waits_is_at_the_line_of_the_programs_coroutine(tmp_p
 
 
 def test_who_holds_the_lock_on_a_file_is_told(tmp_path: Path) -> None:
-    """Another rank of the job, or a process that is none of it."""
+    """Another rank of the job, or a process that is none of it. The kernel lists the second that waits behind the first."""
     path = str(tmp_path / "cache.lock")
     with (
         v.victim(v.FILE_LOCK, tmp_path, path, "holds") as holder,
         v.victim(v.FILE_LOCK, tmp_path, path, "waits") as waiter,
+        v.victim(v.FILE_LOCK, tmp_path, path, "waits") as second,
     ):
         v.settled(waiter.pid)
-        ranks = classify(collect(targets_of({0: holder.pid, 1: waiter.pid}), QUICK)).ranks
+        v.settled(second.pid)
+        job = {0: holder.pid, 1: waiter.pid, 2: second.pid}
+        ranks = classify(collect(targets_of(job), QUICK)).ranks
         alone = look(waiter.pid)
-    assert (ranks[1].cause, ranks[1].held_by) == ("file_lock_wait", 0)
-    assert ranks[1].evidence.endswith(", held by rank 0"), ranks[1]
+    for rank in (1, 2):
+        assert (ranks[rank].cause, ranks[rank].held_by) == ("file_lock_wait", 0)
+        assert ranks[rank].evidence.endswith(", held by rank 0"), ranks[rank]
     assert alone.evidence.endswith(f", held by process {holder.pid}, which is not of this job")
 
 

@@ -95,7 +95,8 @@ def _descriptors(pid: int, name: str, args: tuple[int, ...], peek: Peek) -> tupl
     return ()
 
 
-_LOCK_LINE = re.compile(r"^(\d+): (->)?\s*\S+\s+\S+\s+(\S+)\s+(-?\d+) \w+:\w+:(\d+)")
+# a process that waits behind another one that waits stands further to the right
+_LOCK_LINE = re.compile(r"^(\d+):\s*(->)?\s*\S+\s+\S+\s+(\S+)\s+(-?\d+) \w+:\w+:(\d+)")
 
 
 @dataclass(frozen=True)
