@@ -123,6 +123,16 @@ def test_who_holds_the_lock_on_a_file_is_told(tmp_path: Path) -> None:
     assert alone.evidence.endswith(f", held by process {holder.pid}, which is not of this job")
 
 
+def test_a_task_that_waits_for_its_own_pool_is_told(tmp_path: Path) -> None:
+    """The only thread of the pool waits for a task which it would have to run: the main thread shows just half of that."""
+    with v.victim(v.POOL_OF_ONE, tmp_path) as victim:
+        v.settled(victim.pid)
+        state = look(victim.pid)
+    assert (state.cause, state.where.partition(" ")[2]) == ("queue_wait", "in load")
+    assert "; so does thread ThreadPoolExecutor-0_0 at " in state.evidence
+    assert state.evidence.endswith(" in batch"), state
+
+
 def test_a_task_that_a_pool_has_lost_with_its_worker_is_told(tmp_path: Path) -> None:
     """The pool has replaced the worker that was killed; its new one waits for a task, and the result never comes."""
     with v.victim(v.POOL, tmp_path) as victim:

@@ -140,6 +140,17 @@ async def train():
 asyncio.run(train())
 """
 
+POOL_OF_ONE = """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)
+def batch():
+    ready()
+    return pool.submit(time.sleep, 0).result()
+def load():
+    return pool.submit(batch).result()
+load()
+"""
+
 FILE_LOCK = """
 import fcntl
 def load(path):

@@ -158,7 +158,10 @@ class _Process:
         others = [(t, m) for t, m in self.others if m.pattern.cause not in silent]
         told = [(t, m) for t, m in others if m.pattern.cause in _STRONG or _has_own_code(t)]
         if not told:
-            return _cause(first, main, self.view, "queue_wait")
+            cause = _cause(first, main, self.view, "queue_wait")
+            alike = [t for t, m in self.others if m.pattern is first.pattern and user_frame(t.python)]
+            too = ", ".join(f"thread {thread.name} at {where(thread.python)}" for thread in alike[:3])
+            return replace(cause, evidence=f"{cause.evidence}; so does {too}") if too else cause
         thread, match = max(told, key=lambda pair: _weight(pair[1]))
         cause = _cause(match, thread, self.view)
         says = f"the main thread waits in {_top(main)} for thread {thread.name}, which {cause.evidence}"
