@@ -509,3 +509,18 @@ def test_a_child_that_serves_is_not_what_its_rank_waits_for() -> None:
     assert "(its child process 1 waits for the network at t.py:7 in get)" in report.sentence
     assert report.ranks[0].evidence.endswith("; child 1 (pid 4) waits for the network at t.py:7 in get")
     assert report.ranks[0].children[0].evidence == "a server that waits for a connection"
+
+
+def test_a_storage_writer_that_waits_on_a_queue_is_no_file_io() -> None:
+    """torch saves in a thread, which runs the user's writer: that said "is stuck in file I/O"."""
+    writer = (
+        StackFrame("Queue.get", "/usr/lib/python3.11/queue.py", 171),
+        StackFrame("write_data", "/home/user/t.py", 12),
+        StackFrame(
+            "_save_state_dict", "/x/site-packages/torch/distributed/checkpoint/state_dict_saver.py", 500
+        ),
+    )
+    facts = (ThreadFacts(5, state="S", syscall="futex"),)
+    shots = tuple(Snapshot(n, None, (ThreadStack(5, "MainThread", writer),), facts) for n in (1, 2))
+    state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
+    assert (state.cause, state.where) == ("queue_wait", "t.py:12 in write_data")
