@@ -139,6 +139,7 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
 def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
     facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.line}
+    facts["there"] = "it" if len(ranks) == 1 else f"rank {now.rank}"
     exiting = now.evidence.startswith("the interpreter is exiting")  # threads of the program keep the process
     sure, cause = 0.0, ""
     # when the job was stopped: only the calls of the others tell how long it had been there

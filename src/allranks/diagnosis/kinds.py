@@ -131,7 +131,7 @@ KINDS = {
         _ENTERED, "{where_now}",
         "compare RANK, WORLD_SIZE, MASTER_ADDR and the arguments of init_process_group on all ranks, and check the network between them"),
     "stuck_elsewhere": Kind("stuck_before_collective", 0.95,
-        "{who} never {entered}; {waiting}[; it is at {now_at}]{doing}",
+        "{who} never {entered}; {waiting}[; {there} is at {now_at}]{doing}",
         _ENTERED + "\n{now_evidence}", "",
         "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
         f"|look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
