@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allranks.diagnosis.alignment import CallDifference, CallPair, usual_next
-from allranks.diagnosis.context import one_line
+from allranks.model.formatting import one_line
 
 
 def pair(mine: str, theirs: str, my_steps: str = "", their_steps: str = "") -> CallPair:
@@ -91,6 +91,9 @@ def test_calls_behind_a_divergence_tell_what_it_was(
 def test_a_long_exception_is_one_line_of_a_sentence() -> None:
     """The first line, cut."""
     assert one_line("exception: X: a\nb") == "exception: X: a"
+    assert one_line("\n  Failed to run stage backward:\n    Output: None\n  Input: []") == (
+        "Failed to run stage backward: Output: None"
+    )
     assert len(one_line("x" * 500)) == 200
 
 

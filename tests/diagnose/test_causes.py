@@ -226,6 +226,29 @@ def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
     verdict = expect(diagnose(traces, stacks=[now]), "stuck_before_collective", 5)
     assert verdict.where == "data.py:88 in next_batch"
     assert "it is at data.py:88 in next_batch" in verdict.sentence
+    assert "rank 5: waits for worker 3" in verdict.evidence  # whose evidence it is
+    assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
+
+
+def test_of_several_ranks_that_have_not_come_the_one_that_was_seen_is_named() -> None:
+    """ "Ranks 1, 2 never entered …; it is at …" did not say whose line that was."""
+    traces = run(
+        {"world": (0, 1, 2, 3)},
+        {r: [Do("all_reduce", line=9)] * 20 + [Do("barrier", line=30) if r > 1 else STUCK] for r in range(4)},
+    ).traces()
+    now = RankNow(1, "file_lock_wait", "data.py:8 in lock", "waits for a lock on a file")
+    verdict = verdict_of(diagnose(traces, stacks=[now]))
+    assert verdict.ranks == (0, 1) and "; rank 1 is at data.py:8 in lock" in verdict.sentence
+
+
+def test_a_rank_whose_program_has_ended_is_not_looked_for_in_the_thread_that_keeps_it() -> None:
+    """sys.exit(0) on one rank, and a thread that is no daemon: the line of that thread is not why the others wait."""
+    traces = traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), "gloo")
+    exits = "the interpreter is exiting and joins what was left running (_shutdown); thread uploader sleeps"
+    now = RankNow(5, "shutdown_join", "upload.py:7 in run", exits)
+    verdict = expect(diagnose(traces, stacks=[now]), "stuck_before_collective", 5)
+    (advice,) = verdict.advice
+    assert advice == "find why the program of rank 5 ended early: it returned, or called sys.exit(0)"
 
 
 def test_a_rank_that_is_always_late_is_a_warning_beside_nothing_wrong() -> None:

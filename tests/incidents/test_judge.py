@@ -298,6 +298,25 @@ def test_diagnose_on_a_job_says_what_its_open_hang_says(
     assert said() is None
 
 
+def test_diagnose_on_a_job_in_a_stall_says_who_is_waited_for_and_that_it_may_be_no_hang(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The boxes alone accused the rank that waits; the agent has the stacks of those that have not come."""
+    job, incidents = tmp_path / "job", tmp_path / "incidents"
+    job.mkdir()
+    write_box(job, 0, 7)
+    (job / "job.json").write_text(json.dumps({"job": "j", "incidents": str(incidents)}))
+    opened = open_incident(incidents, kind="stall", job="j", reason="silent")
+    said = "stalled: rank 1 waits for a file lock at train.py:8 in load"
+    Observed(told=replace(DIED, cause="shutdown_join"), outcome=said, taken_ns=1 << 62).write(opened.path)
+    assert main(["diagnose", "--json", str(job)]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"]["cause"] == "shutdown_join"
+    assert [one["sentence"] for one in told["findings"] if one["cause"] == "pause"] == [
+        f"not known to be a hang; {said}"
+    ]
+
+
 def test_of_a_replica_left_behind_the_rank_that_waits_for_nobody_is_named() -> None:
     """Rank 2 waits for rank 3, which is stopped; when all wait, nobody is accused with confidence."""
     ranks = {2: RankState(2, "collective_wait", "", ""), 3: RankState(3, "stopped", "a.py:1 in f", "state T")}

@@ -12,7 +12,7 @@ import pytest
 
 from allranks.cli import main
 from allranks.incidents import pipeline
-from allranks.incidents.evidence import Evidence, Observed
+from allranks.incidents.evidence import Evidence, Observed, read_observed
 from allranks.incidents.folder import read_incidents
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
@@ -156,6 +156,8 @@ def test_what_is_read_from_ranks_that_are_asked_to_end_meanwhile_does_not_count(
     (story,) = read_incidents(tmp_path / "incidents")
     assert story["kind"] == "stall"
     assert "sleeps at train.py:8 in load; the job was stopped" in story["timeline"][-1]["text"]
+    observed = read_observed(next((tmp_path / "incidents").iterdir()))
+    assert observed is not None and not observed.ended  # the ranks never moved again: not "nothing wrong"
 
 
 def test_an_incident_without_stacks_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

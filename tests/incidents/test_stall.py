@@ -172,7 +172,7 @@ HANGS = {
     ),
     "C code that sleeps and keeps the GIL": (
         looks("gil_held_native", waits(YEAR)),
-        "waits, and nothing in it moves for another",
+        "holds the GIL in C code, and nothing in it moves for another",
     ),
     "a lock that it holds itself": (looks("lock_deadlock", Activity(5, (INSIDE,))), "without limit"),
     "two threads and two locks": (looks("lock_deadlock", Activity(5, (INSIDE, INSIDE))), "without limit"),
@@ -195,7 +195,7 @@ HANGS = {
     ),
     "a receive with torch's timeout, which no frame shows": (
         looks("native_call", waits(1780.0), finding=replace(LATE, cause="p2p_mismatch")),
-        "is in native code, and nothing in it moves for another",
+        "is inside native code, and nothing in it moves for another",
     ),
     "a mismatch": (looks("sleep", finding=replace(LATE, cause="size_mismatch")), "do not match"),
     "a mismatch of two ranks": (

@@ -20,6 +20,7 @@ from allranks.blackbox.reader import BytesFile, read_box
 from allranks.blackbox.tables import MAX_MEMBERS, Tables, read_heap
 from allranks.drill.ranks import Ranks, signal
 from allranks.errors import InputError
+from allranks.lighthouse.history import History
 from allranks.load import LoadOptions, load_paths
 from allranks.model.trace import CALL, Frame, Group, Progress, RankTrace, Shapes, State, TraceHeader
 
@@ -220,3 +221,13 @@ def test_a_full_heap_still_tells_sizes(tmp_path: Path) -> None:
     inputs = [shapes[number].inputs for number in result.traces[0].calls["shapes"][8:].tolist()]
     assert inputs == [((4, 4),)] * 2 + [((16,),)] * 9 + [((17,),)]
     assert "heap" in result.files[0].note
+
+
+def test_the_history_of_the_lighthouse_beside_boxes_is_no_damaged_box(tmp_path: Path) -> None:
+    """It lies in the folder of a running job; a damaged file would lower the confidence of the verdict."""
+    (tmp_path / "x.a0.r0.p77.box").write_bytes(box_bytes(make_trace()))
+    history = History(path=tmp_path / "history")
+    history.open()
+    history.close()
+    (note,) = [one for one in load_paths([str(tmp_path)], LoadOptions()).files if one.path == "history"]
+    assert note.status == "skipped", note

@@ -67,7 +67,7 @@ def test_a_child_that_was_killed_is_named_by_the_rank_that_waits_for_its_queue()
     producer = ProcessCapture(0, 0, child, snapshots=(Snapshot(2, None, (), facts),))
     state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots), producer))).ranks[0]
     assert state.cause == "queue_wait"
-    assert f"child 0 (pid {child}): was killed by SIGKILL" in state.evidence
+    assert f"child 0 (pid {child}) was killed by SIGKILL" in state.evidence
 
 
 @pytest.mark.parametrize(("title", "cause"), [("sh -c sync", "subprocess_wait"), (PROXY, "queue_wait")])
@@ -296,7 +296,7 @@ def test_the_program_that_a_rank_waits_for_is_named_and_not_the_shell_around_it(
     curl = process(1, "/usr/bin/curl -H token:abc", "clock_nanosleep", "hrtimer_nanosleep")
     report = classify(Capture((rank, shell, curl)))
     assert [child.where for child in report.ranks[0].children] == ["program sh", "program curl"]
-    assert report.ranks[0].evidence.endswith("; child 1 (pid 4): sleep at program curl")
+    assert report.ranks[0].evidence.endswith("; child 1 (pid 4) sleeps at program curl")
     assert "abc" not in " ".join(render_text(report, []))
 
 
@@ -336,7 +336,7 @@ def test_an_exit_that_a_thread_blocks_names_the_line_of_that_thread() -> None:
     shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
     state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
     assert (state.cause, state.where, state.thread) == ("shutdown_join", "t.py:7 in upload", "uploader")
-    assert "thread uploader is at t.py:7" in state.evidence
+    assert state.evidence.endswith("; thread uploader sleeps in upload (t.py:7) (clock_nanosleep)")
 
 
 def test_ranks_that_wait_for_remote_calls_are_not_taken_for_exiting() -> None:
@@ -434,3 +434,93 @@ def test_a_remote_call_that_does_not_return_is_what_its_rank_does(kind: str, wai
     assert report.ranks[0].cause == "p2p_wait"
     assert (report.ranks[1].cause, report.ranks[1].where) == (cause, "t.py:7 in work")
     assert report.ranks[1].evidence.startswith("a call of another rank")
+
+
+def _at_lock(rank: int, line: int) -> ProcessCapture:
+    at = StackFrame("push", "/home/user/t.py", line, source="with lock:")
+    stacks = (ThreadStack(5, "", (at, StackFrame("main", "/home/user/t.py", 20))),)
+    facts = (ThreadFacts(5, state="S", syscall="futex", args=(1, 0x189)),)
+    return ProcessCapture(rank, None, 5, snapshots=tuple(Snapshot(n, None, stacks, facts) for n in (1, 2)))
+
+
+def test_ranks_that_do_the_same_are_one_part_of_the_sentence() -> None:
+    """Remote calls that wait for each other's locks: the sentence said the same three times."""
+    report = classify(Capture((_at_lock(0, 7), _at_lock(1, 7), _at_lock(2, 9))), quiet_s=30.0)
+    assert report.culprits == (0, 1, 2)
+    assert report.sentence == (
+        "ranks 0,1: each waits for a lock in push (t.py:7); rank 2 waits for a lock in push (t.py:9)"
+    )
+    assert ":  at" not in report.ranks[0].evidence  # a thread without a name
+
+
+def test_a_child_that_exits_with_items_in_its_queue_says_so() -> None:
+    """`join()` before `get()`: the child's exit waits for its queue's thread, which writes to a full pipe."""
+    lib = "/usr/lib/python3.11/multiprocessing/"
+    exits = (
+        StackFrame("Thread.join", "/usr/lib/python3.11/threading.py", 1119),
+        StackFrame("Queue._finalize_join", lib + "queues.py", 199),
+        StackFrame("_run_finalizers", lib + "util.py", 300),
+        StackFrame("BaseProcess._bootstrap", lib + "process.py", 317),
+    )
+    facts = (ThreadFacts(6, state="S", syscall="futex"),)
+    shots = tuple(Snapshot(n, None, (ThreadStack(6, "MainThread", exits),), facts) for n in (1, 2))
+    state = classify(Capture((_at_lock(0, 7), ProcessCapture(0, 0, 6, snapshots=shots)))).ranks[0]
+    (child,) = state.children
+    assert child.cause == "pipe_write_blocked" and "its parent must get before it joins" in child.evidence
+
+
+@pytest.mark.parametrize(("seconds", "hung"), [(5.0, None), (61.0, True)])
+def test_a_wait_for_a_group_that_polls_is_no_progress(seconds: float, hung: bool | None) -> None:
+    """A FileStore asks again and again: that was "finished what it waited for", and MOVING. Each rank had a file of its own."""
+    init = "/x/site-packages/torch/distributed/distributed_c10d.py"
+    frames = (StackFrame("init_process_group", init, 2721), StackFrame("main", "/home/user/t.py", 9))
+
+    def rank(number: int) -> ProcessCapture:
+        facts = [(ThreadFacts(5, state="S", syscall="clock_nanosleep", switches=s),) for s in (10, 60)]
+        stacks = (ThreadStack(5, "MainThread", frames),)
+        shots = tuple(Snapshot(n, n * seconds, stacks, fact) for n, fact in enumerate(facts))
+        return ProcessCapture(number, None, 5, snapshots=shots)
+
+    report = classify(Capture((rank(0), rank(1)), world_size=2))
+    assert (report.hung, report.culprits) == (hung, ())
+    assert "all 2 ranks are there and wait for each other to form a process group" in report.sentence
+    assert ("look longer" in report.sentence) == (hung is None)
+
+
+def test_a_child_that_serves_is_not_what_its_rank_waits_for() -> None:
+    """The rank started a server and a DataLoader: the sentence named the idle server, and not the worker that is stuck."""
+
+    def process(child: int | None, call: str, *frames: tuple[str, str]) -> ProcessCapture:
+        pid = 2 if child is None else 3 + child
+        stacks = (ThreadStack(pid, "MainThread", tuple(StackFrame(*frame, 7) for frame in frames)),)
+        facts = (ThreadFacts(pid, state="S", syscall=call),)
+        shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
+        return ProcessCapture(0, child, pid, snapshots=shots)
+
+    loader = "/x/site-packages/torch/utils/data/dataloader.py"
+    rank = process(None, "poll", ("_try_get_data", loader), ("main", "/home/u/t.py"))
+    server = process(
+        0, "accept4", ("socket.accept", "/usr/lib/python3.11/socket.py"), ("serve", "/home/u/t.py")
+    )
+    worker = process(
+        1, "recvfrom", ("SocketIO.readinto", "/usr/lib/python3.11/socket.py"), ("get", "/home/u/t.py")
+    )
+    report = classify(Capture((rank, server, worker)), quiet_s=30.0)
+    assert "(its child process 1 waits for the network at t.py:7 in get)" in report.sentence
+    assert report.ranks[0].evidence.endswith("; child 1 (pid 4) waits for the network at t.py:7 in get")
+    assert report.ranks[0].children[0].evidence == "a server that waits for a connection"
+
+
+def test_a_storage_writer_that_waits_on_a_queue_is_no_file_io() -> None:
+    """torch saves in a thread, which runs the user's writer: that said "is stuck in file I/O"."""
+    writer = (
+        StackFrame("Queue.get", "/usr/lib/python3.11/queue.py", 171),
+        StackFrame("write_data", "/home/user/t.py", 12),
+        StackFrame(
+            "_save_state_dict", "/x/site-packages/torch/distributed/checkpoint/state_dict_saver.py", 500
+        ),
+    )
+    facts = (ThreadFacts(5, state="S", syscall="futex"),)
+    shots = tuple(Snapshot(n, None, (ThreadStack(5, "MainThread", writer),), facts) for n in (1, 2))
+    state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
+    assert (state.cause, state.where) == ("queue_wait", "t.py:12 in write_data")

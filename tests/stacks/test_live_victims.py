@@ -90,6 +90,58 @@ def test_the_cause_and_the_line_of_a_stuck_program_are_told(
         assert victim.process.poll() is None
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)), reason="its coroutines are not known"
+)
+def test_an_event_loop_that_waits_is_at_the_line_of_the_programs_coroutine(tmp_path: Path) -> None:
+    """The stack of the thread ends in the loop, at `asyncio.run`; another task, which only sleeps, is not the program."""
+    with v.victim(v.COROUTINE, tmp_path) as victim:
+        v.settled(victim.pid)
+        state = look(victim.pid)
+    assert (state.cause, state.where.partition(" ")[2]) == ("event_loop_idle", "in next_batch"), state
+    assert [frame.name for frame in state.stack if "victim" in frame.file] == [
+        *("next_batch", "train", "<module>")
+    ]
+
+
+def test_who_holds_the_lock_on_a_file_is_told(tmp_path: Path) -> None:
+    """Another rank of the job, or a process that is none of it. The kernel lists the second that waits behind the first."""
+    path = str(tmp_path / "cache.lock")
+    with (
+        v.victim(v.FILE_LOCK, tmp_path, path, "holds") as holder,
+        v.victim(v.FILE_LOCK, tmp_path, path, "waits") as waiter,
+        v.victim(v.FILE_LOCK, tmp_path, path, "waits") as second,
+    ):
+        v.settled(waiter.pid)
+        v.settled(second.pid)
+        job = {0: holder.pid, 1: waiter.pid, 2: second.pid}
+        ranks = classify(collect(targets_of(job), QUICK)).ranks
+        alone = look(waiter.pid)
+    for rank in (1, 2):
+        assert (ranks[rank].cause, ranks[rank].held_by) == ("file_lock_wait", 0)
+        assert ranks[rank].evidence.endswith(", held by rank 0"), ranks[rank]
+    assert alone.evidence.endswith(f", held by process {holder.pid}, which is not of this job")
+
+
+def test_a_task_that_waits_for_its_own_pool_is_told(tmp_path: Path) -> None:
+    """The only thread of the pool waits for a task which it would have to run: the main thread shows just half of that."""
+    with v.victim(v.POOL_OF_ONE, tmp_path) as victim:
+        v.settled(victim.pid)
+        state = look(victim.pid)
+    assert (state.cause, state.where.partition(" ")[2]) == ("queue_wait", "in load")
+    assert "; so does thread ThreadPoolExecutor-0_0 at " in state.evidence
+    assert state.evidence.endswith(" in batch"), state
+
+
+def test_a_task_that_a_pool_has_lost_with_its_worker_is_told(tmp_path: Path) -> None:
+    """The pool has replaced the worker that was killed; its new one waits for a task, and the result never comes."""
+    with v.victim(v.POOL, tmp_path) as victim:
+        v.settled(victim.pid)
+        v.wait_until(lambda: "every worker of its pool waits for a task" in look(victim.pid).evidence)
+        state = look(victim.pid)
+    assert (state.cause, state.where.partition(" ")[2]) == ("child_process_wait", "in augment_all")
+
+
 @thread_ids
 def test_threads_that_fight_for_the_gil_are_told(tmp_path: Path) -> None:
     """No thread keeps it for long, and the main one gets a seventh of the time: a look may also find it running."""

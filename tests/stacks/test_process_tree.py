@@ -109,6 +109,26 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
     assert json.loads(json.dumps(shape))["guilty"][0]["function"] == "refresh"
 
 
+def test_a_lock_file_that_was_left_is_a_wait_for_a_lock_that_nobody_holds(tmp_path: Path) -> None:
+    """The file itself is the lock, and asked for again and again: that was "in code that waits for nobody"."""
+    text = """
+        from filelock import SoftFileLock
+
+        def download(path):
+            open(path, "w").close()
+            print("ready")
+            with SoftFileLock(path):
+                pass
+
+        download(__file__ + ".lock")
+        """
+    with running(tmp_path, text) as job:
+        (process,) = look_at(job.pid).processes
+    waits = [one.wait for one in process.threads if one.main]
+    assert [(one.kind, one.pids) for one in waits] == [("file_lock", ())], waits
+    assert "that no process of this machine holds" in waits[0].says
+
+
 def test_a_launcher_whose_ranks_are_unclear_is_inspected_with_all_below_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

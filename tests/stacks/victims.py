@@ -125,6 +125,57 @@ ready()
 take()
 """
 
+COROUTINE = """
+import asyncio
+async def beat():
+    while True:
+        await asyncio.sleep(500)
+async def next_batch():
+    ready()
+    await asyncio.Event().wait()
+async def train():
+    task = asyncio.create_task(beat())
+    await asyncio.sleep(0)
+    await next_batch()
+asyncio.run(train())
+"""
+
+POOL_OF_ONE = """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)
+def batch():
+    ready()
+    return pool.submit(time.sleep, 0).result()
+def load():
+    return pool.submit(batch).result()
+load()
+"""
+
+FILE_LOCK = """
+import fcntl
+def load(path):
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) if sys.argv[3] == "holds" else None
+        ready()
+        time.sleep(1000) if sys.argv[3] == "holds" else fcntl.flock(file, fcntl.LOCK_EX)
+load(sys.argv[2])
+"""
+
+POOL = """
+import multiprocessing
+def augment(number):
+    os.kill(os.getpid(), signal.SIGKILL)
+def augment_all(pool):
+    result = pool.map_async(augment, [1])
+    while {worker.pid for worker in pool._pool} == first:
+        time.sleep(0.05)
+    ready()
+    result.get()
+pool = multiprocessing.get_context("fork").Pool(1)
+first = {worker.pid for worker in pool._pool}
+augment_all(pool)
+"""
+
 
 @dataclass
 class Victim:

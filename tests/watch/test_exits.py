@@ -182,3 +182,9 @@ def test_a_rank_that_gave_up_after_another_had_gone_is_not_the_first(tmp_path: P
     first = find_first(deaths)
     assert first is not None
     assert first.sentence == "rank 1 exited with code 2 (sys.exit) at train.py:7: no data"
+
+
+def test_a_message_of_several_lines_is_one_line_of_the_sentence() -> None:
+    """torch's pipelining begins its message with a line break, and announces the cause by a colon."""
+    death = Death(2, 7, 1.0, "raised RuntimeError", "train.py:26", "Failed to run stage:\n    Output: None\n")
+    assert death.sentence == "rank 2 raised RuntimeError at train.py:26: Failed to run stage: Output: None"

@@ -22,7 +22,6 @@ from allranks.diagnosis.context import (
     is_secondary,
     latest_stack,
     line_in,
-    one_line,
     place,
 )
 from allranks.diagnosis.job import Family, GroupView, Lane, Now, is_p2p
@@ -32,7 +31,7 @@ from allranks.diagnosis.mismatches import left_program
 from allranks.diagnosis.p2p import P2PWait
 from allranks.diagnosis.waits import Blocked
 from allranks.model.diagnosis import FileNote, Finding, RankNow
-from allranks.model.formatting import ranks_text
+from allranks.model.formatting import one_line, ranks_text
 from allranks.model.trace import State
 
 ENDING_S = 5.0  # what a rank may take to end when it is interrupted
@@ -139,12 +138,24 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
 
 def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
-    facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.evidence}
+    facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.line}
+    facts["there"] = "it" if len(ranks) == 1 else f"rank {now.rank}"
+    exiting = now.evidence.startswith("the interpreter is exiting")  # threads of the program keep the process
     sure, cause = 0.0, ""
     # when the job was stopped: only the calls of the others tell how long it had been there
     if now.cause == "interrupted":
         sure, cause = 0.35 if _broke_soon(context, blocked) else 0.9, "missing_rank"
-    found = lacking(context, "stuck_elsewhere", blocked, ranks, sure, cause, doing=doing(now.cause), **facts)
+    found = lacking(
+        context,
+        "stuck_elsewhere",
+        blocked,
+        ranks,
+        sure,
+        cause,
+        doing=doing(now.cause),
+        exiting=exiting,
+        **facts,
+    )
     labels = (*("live" for _ in live), *found.stack_labels)
     return replace(found, where=now.where or found.where, stacks=(*live, *found.stacks), stack_labels=labels)
 
@@ -187,7 +198,7 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     facts = {"how": how, "line": line_in(how)}
     if now is None or now.cause in UNTELLING or not now.where:  # else it hangs in its end
         return lacking(context, "died", blocked, ranks, sure, **facts)
-    facts |= {"now_at": now.where, "doing": doing(now.cause), "now_evidence": now.evidence}
+    facts |= {"now_at": now.where, "doing": doing(now.cause), "now_evidence": now.line}
     return lacking(context, "died", blocked, ranks, sure, **facts)
 
 

@@ -94,12 +94,6 @@ def call_text(job: Job, rank: int, row: int, seq: int, label: str) -> str:
     return f"{job.op(rank, row) or 'collective'} #{seq} of group {label}"
 
 
-def one_line(text: str, limit: int = 200) -> str:
-    """The first line of a text, cut where it is too long for a sentence."""
-    first = text.strip().partition("\n")[0].strip()
-    return first if len(first) <= limit else f"{first[: limit - 1].rstrip()}…"
-
-
 def line_in(text: str) -> str:
     """The line of code that a recorded error names: "train.py:9" of "exception: ValueError (train.py:9): …"; else ""."""
     found = re.search(r"\((?:sys\.exit at )?([\w.\-]+\.py:\d+)\)", text)

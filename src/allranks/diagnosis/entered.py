@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from allranks.diagnosis.context import Context, call_text, is_secondary, one_line, place, ranks_wait, who
+from allranks.diagnosis.context import Context, call_text, is_secondary, place, ranks_wait, who
 from allranks.diagnosis.cycles import find_short_round
 from allranks.diagnosis.job import ROOTED, Family, Now
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.match import known_inside
 from allranks.diagnosis.waits import Blocked
 from allranks.model.diagnosis import Finding
-from allranks.model.formatting import ranks_text
+from allranks.model.formatting import one_line, ranks_text
 from allranks.model.trace import Flag, State
 
 

@@ -131,8 +131,10 @@ KINDS = {
         _ENTERED, "{where_now}",
         "compare RANK, WORLD_SIZE, MASTER_ADDR and the arguments of init_process_group on all ranks, and check the network between them"),
     "stuck_elsewhere": Kind("stuck_before_collective", 0.95,
-        "{who} never {entered}; {waiting}[; it is at {now_at}]{doing}",
-        _ENTERED + "\n{now_evidence}", "", f"[look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
+        "{who} never {entered}; {waiting}[; {there} is at {now_at}]{doing}",
+        _ENTERED + "\n{now_evidence}", "",
+        "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
+        f"|look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
     "destroyed": Kind("missing_rank", 0.93,
         "{who} called destroy_process_group on group {label} and never entered {call}; {waiting}[left?; it has left the program]",
         _ENTERED, "", "make [{at}|this call] before any rank destroys the group, or on no rank"),
@@ -193,7 +195,8 @@ KINDS = {
         "{waits} in {call}; {who} [many?are not seen there, but their dumps are|is not seen there, but its dump is] damaged, too old, "
         "or without the calls of this group", _INSIDE),
     "some_left": Kind("none_finished", 0.55,
-        "{call} finished on {passed} but not on {who}[, {later} later]: look at the network or device of the latter", _INSIDE),
+        "{call} finished on {passed} but not on {who}[, {later} later]: network or device of {ranks}, or C code there that keeps "
+        "the interpreter lock, so that the end is not recorded", _INSIDE, _STACKS),
     "maybe_older": Kind("none_finished", 0.35,
         "{call} finished on {passed} but not on {who}: it hangs there, or that dump is a moment older", _INSIDE, _SECOND),
     "other_root": Kind("root_mismatch", 0.5,

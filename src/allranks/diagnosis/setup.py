@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from allranks.diagnosis.context import Context, doing, is_secondary, line_in, one_line, place
+from allranks.diagnosis.context import Context, doing, is_secondary, line_in, place
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.waits import BELIEVABLE_S
 from allranks.model.diagnosis import Finding, RankNow
-from allranks.model.formatting import count, duration, ranks_text
+from allranks.model.formatting import count, duration, one_line, ranks_text
 from allranks.model.trace import Progress, Rendezvous
 
 #: Causes of `allranks stacks` that say: the rank waits for others to set up a group.
@@ -339,7 +339,7 @@ def _finding(
     stacks = tuple(((now.rank,), now.stack) for now in shown if now.stack)
     located = next((now for now in seen if now.where), None)
     facts |= {"function": function, "waiters": ranks_text(waiting)}
-    facts["now_evidence"] = "\n".join(now.evidence for now in seen if now.evidence)
+    facts["now_evidence"] = "\n".join(now.line for now in seen)
     if located is not None:
         facts |= {"now_rank": str(located.rank), "now_at": located.where, "doing": doing(located.cause)}
     gone = bool(seen) and all(now.cause == "gone" for now in seen)

@@ -14,13 +14,13 @@ import numpy as np
 from allranks.diagnosis.absent import UNREAD, explain_ranks, lacking
 from allranks.diagnosis.align import Doubt
 from allranks.diagnosis.alignment import find_shift
-from allranks.diagnosis.context import Context, in_words, is_secondary, line_in, one_line, place
+from allranks.diagnosis.context import Context, in_words, is_secondary, line_in, place
 from allranks.diagnosis.job import GroupView, Job, Lane, Now, is_synchronising
 from allranks.diagnosis.mismatches import left_program
 from allranks.diagnosis.p2p import newest_ns
 from allranks.diagnosis.waits import Blocked, is_hung, is_paused, wait_graph
 from allranks.model.diagnosis import Finding
-from allranks.model.formatting import duration, ranks_text
+from allranks.model.formatting import duration, one_line, ranks_text
 
 #: Errors of torch that name the rank they are about.
 _ACCUSED = re.compile(r"[Rr]ank (\d+) (?:has inconsistent|failed to pass)")

@@ -28,7 +28,7 @@ from allranks.load.sources import archive_of, unpack
 from allranks.model.diagnosis import FileNote, Finding, RankNow
 from allranks.model.files import write_atomically
 from allranks.model.parsing import from_json, without_secrets
-from allranks.model.stacks import RankState, StacksReport, is_user_file
+from allranks.model.stacks import IDLE_CHILD, RankState, StacksReport, is_user_file
 from allranks.model.trace import Frame, RankTrace
 
 if TYPE_CHECKING:  # only when there are captures: start-up counts
@@ -75,7 +75,7 @@ class Observed:
     left: tuple[int, ...] = ()  # ranks whose program ended by itself
     diverged: Finding | None = None  # calls that differed while the job still ran
     outcome: str = ""  # a stall that is not, or not yet, a hang: what it is or was
-    ended: bool = False  # the stall is over
+    ended: bool = False  # the stall is over, and the ranks move again
 
     def write(self, folder: Path) -> None:
         """Keeps it with the evidence."""
@@ -168,7 +168,7 @@ def nearest_line(state: RankState) -> str:
     if state.cause == "dataloader_wait":
         for child in state.children:
             file = child.where.split(":")[0]
-            if child.cause not in ("queue_wait", "healthy", "unknown") and is_user_file(file):
+            if child.cause not in (*IDLE_CHILD, "unknown") and is_user_file(file):
                 return f"{child.where} (DataLoader worker {child.child})"
     return state.where
 

@@ -115,7 +115,7 @@ class HangInvestigator:
         """The job is over: what was not settled is reported as that."""
         for case in (self.standstill, self.behind):
             if case is not None and case.outcome.state != "hung" and not case.lead:
-                self._close(case, "the job ended")
+                self._close(case, "the job ended", moves=False)
 
     # nobody moves
 
@@ -281,7 +281,7 @@ class HangInvestigator:
         if wait_s := left_s(suspicion.quiet_s, limits, case.outcome.hung_at_s):
             time.sleep(wait_s)
             suspicion = replace(suspicion, quiet_s=suspicion.quiet_s + wait_s)
-        after = read_samples(self.options.folder)
+        after, moves = read_samples(self.options.folder), False
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
         elif alive and all(map(self.pipeline.asked_to_end.covers, alive)):
@@ -290,9 +290,9 @@ class HangInvestigator:
         else:
             del case.looks[:-MAX_LOOKS]
             case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
-            case.outcome = judge_stall(case.looks, limits)
+            case.outcome, moves = judge_stall(case.looks, limits), True
         if case.outcome.state == "ended":
-            self._close(case, case.outcome.reason)
+            self._close(case, case.outcome.reason, moves)
             return
         stalled = case.outcome.state == "stalled"
         self.pipeline.settle(case.opened, f"stalled: {describe_pause(case.looks)}" if stalled else "")
@@ -392,11 +392,11 @@ class HangInvestigator:
             self.policy = self.policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
         self.pipeline.act(opened, action)
 
-    def _close(self, case: HangCase, reason: str) -> None:
-        """Ends the record of a stall with what it turned out to be."""
+    def _close(self, case: HangCase, reason: str, moves: bool = True) -> None:
+        """Ends the record of a stall with what it turned out to be: nothing wrong only if the ranks move again."""
         opened, now = case.opened, time.time()
         if opened.current.kind == "stall":
-            self.pipeline.settle(opened, ended := f"{case.stalled}; {reason}", ended=True)
+            self.pipeline.settle(opened, ended := f"{case.stalled}; {reason}", ended=moves)
             durations = {**opened.current.durations_s, "lasted": now - opened.current.opened}
             opened.update(Moment("ended", now, ended), closed=now, durations_s=durations)
             log.warning("%s: %s", opened.current.id, ended)

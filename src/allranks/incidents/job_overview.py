@@ -234,13 +234,13 @@ def find_absent(
 
 
 def find_open_hang(folder: Path) -> Path | None:
-    """The folder of the newest hang of a job that nobody has ended; None when there is none."""
+    """The folder of the newest hang or stall of a job that nobody has ended; None when there is none."""
     facts = read_job(folder)
     told = read_incidents(Path(str(facts.get("incidents") or folder / "incidents"))) if facts else []
     open_ = [
         i
         for i in told
-        if i.get("kind") == "hang" and not i.get("closed") and i.get("job") == facts.get("job")
+        if i.get("kind") in ("hang", "stall") and not i.get("closed") and i.get("job") == facts.get("job")
     ]
     return Path(str(open_[-1].get("folder"))) if open_ else None
 

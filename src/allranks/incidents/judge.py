@@ -8,6 +8,7 @@ that.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -282,6 +283,11 @@ def _frames(state: RankState) -> tuple[Frame, ...]:
     return tuple(Frame(frame.name, frame.file, frame.line) for frame in state.stack)
 
 
+def _later_calls(traces: Sequence[RankTrace], observed: Observed) -> bool:
+    """Whether the ranks went on after the agent looked: a stall whose agent was killed is never closed."""
+    return any(len(t.calls) and int(t.calls["created_ns"].max()) > observed.taken_ns for t in traces)
+
+
 def judge_dumps(
     loaded: LoadResult,
     traces: list[RankTrace],
@@ -292,17 +298,25 @@ def judge_dumps(
 ) -> Diagnosis:
     """The diagnosis of loaded dumps together with everything that lies beside them.
 
-    The folder of an incident, and a job of which a hang is open, are judged as the agent judged it, unless a part of the
-    dumps was `chosen`.
+    The folder of an incident, and a job of which a hang or a stall is open, are judged by what the agent saw, unless a
+    part of the dumps was `chosen`.
     """
     hang = None if chosen or len(roots) != 1 else find_open_hang(Path(roots[0]))
-    if not chosen and (hang is not None or is_incident(roots)):
-        evidence = read_incident(hang or Path(roots[0]))
-    else:
-        evidence = find_evidence(loaded, traces, roots)
+    kept = read_incident(hang or Path(roots[0])) if hang is not None or is_incident(roots) else Evidence()
+    stall = kept.observed.outcome if hang is not None and kept.observed is not None else ""
+    if chosen or kept.observed is None or (stall and _later_calls(traces, kept.observed)):
+        evidence, stall = find_evidence(loaded, traces, roots), ""
+    else:  # in a stall: who is waited for now, hang or not
+        evidence = replace(
+            kept, observed=replace(kept.observed, outcome="" if stall else kept.observed.outcome)
+        )
     for line in evidence.missing:
         print(f"left out: {line}", file=sys.stderr)
     result = judge(evidence, how)
+    if stall:
+        told = Finding("pause", (), f"not known to be a hang; {stall}", confidence=1.0)
+        status: Status = result.status if result.verdict is not None else "unclear"
+        result = replace(result, status=status, findings=(*result.findings, told))
     names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
     if traces and (absent := how.pg_filters - names):
         known = sorted({group.desc or group.name for trace in traces for group in trace.groups})

@@ -28,6 +28,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     is_user_file,
 )
+from allranks.stacktraces.classify import VERBS
 
 State = Literal["stalled", "hung", "ended"]
 TRUSTED = 0.6  # of a verdict: a less confident one does not make a hang certain
@@ -60,22 +61,13 @@ _BACKGROUND = ("/tqdm/", "/wandb/", "/tensorboard", "/allranks/", "/torch/utils/
 #: How the names of native threads of torch's libraries begin: they serve collectives, and wake no Python code that waits otherwise.
 _OF_TORCH = ("pt_", "gloo", "nccl", "cuda")
 _PRIVATE = 0x80  # flag of a futex that no other process can wake
-#: What a rank does that may still move.
+#: What a rank does that may still move: not stuck, not a loop.
 _VERBS = {
-    "sleep": "sleeps",
-    "stopped": "is stopped",
+    **VERBS,
     "busy_python": "runs Python code",
-    "native_call": "is in native code",
-    "lock_deadlock": "waits for a lock",
     "queue_wait": "waits for an event",
     "event_loop_idle": "waits in its event loop",
-    "pipe_write_blocked": "writes to a full pipe",
-    "network_io": "waits for the network",
     "checkpoint_io": "reads or writes a file",
-    "file_lock_wait": "waits for a file lock",
-    "dataloader_wait": "waits for its DataLoader",
-    "subprocess_wait": "waits for a command",
-    "child_process_wait": "waits for a child process",
 }
 _STILL_TICKS = 2  # clock ticks between two looks that are not work
 
@@ -297,7 +289,7 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     idle = [
         state
         for state in states
-        if (state.cause not in _FOR_A_RANK and state.cause != "unknown")
+        if (state.cause not in _FOR_A_RANK and state.cause != "unknown" and not _of_waiting(state, last))
         or (state.rank in named and 0.0 < state.confidence < TRUSTED)  # its wait is only a guess
     ]
     if found is not None and found.cause in CERTAIN_MISMATCH:  # who of them is wrong may not be
@@ -317,6 +309,12 @@ def _certain(looks: Sequence[Look], limits: StallLimits) -> str:
     if not (last.behind or alone or waited):  # the boxes tell it too: on a GPU a wait may look like work
         return ""  # nobody waits for another rank
     return next(filter(None, (_never_wakes(state, looks, limits) for state in find_guilty(last))), "")
+
+
+def _of_waiting(state: RankState, look: Look) -> bool:
+    """Whether it waits for a lock on a file that a rank holds which itself waits for another rank."""
+    holder = look.report.ranks.get(state.held_by) if look.report and state.held_by is not None else None
+    return holder is not None and holder.rank != state.rank and holder.cause in _FOR_A_RANK
 
 
 def _never_wakes(state: RankState, looks: Sequence[Look], limits: StallLimits) -> str:
@@ -378,7 +376,7 @@ def _describe(guilty: Sequence[RankState], look: Look) -> str:
         waits = look.report is not None and look.report.ranks
         return "every rank waits for another" if waits else "what the ranks do could not be read"
     return ", ".join(
-        f"rank {state.rank} {_VERBS.get(state.cause, f'is in {state.cause}')} at {state.where or 'an unknown line'}"
+        f"rank {state.rank} {_VERBS.get(state.cause, state.cause)} at {state.where or 'an unknown line'}"
         for state in guilty[:3]
     )
 

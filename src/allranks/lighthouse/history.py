@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 
-MAGIC = b"ALLRANKS-HISTORY-2\n"
+MAGIC = b"HISTORY-ALLRANKS-3\n"  # no black box, which the files beside it are
 HEAD_BYTES = 4096
 TIERS = ((1.0, 1800), (10.0, 1440), (60.0, 1440))  # (seconds, rows)
 FILE_NAME = "history"

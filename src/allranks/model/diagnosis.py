@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from allranks.model.formatting import one_line
 from allranks.model.trace import Frame, World
 
 INCIDENT_SCHEMA = 1
@@ -86,6 +87,11 @@ class RankNow:
     where: str = ""
     evidence: str = ""
     stack: tuple[Frame, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """Its evidence, as a line of a list."""
+        return f"rank {self.rank}: {self.evidence}" if self.evidence else ""
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ class Failure:
     @property
     def sentence(self) -> str:
         at = f" at {self.where}" if self.where else ""
-        return f"rank {self.rank} {self.reason}{at}" + (f": {self.text}" if self.text else "")
+        return f"rank {self.rank} {self.reason}{at}" + (f": {one_line(self.text, 500)}" if self.text else "")
 
     @property
     def place(self) -> str:

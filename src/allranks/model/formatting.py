@@ -107,3 +107,10 @@ def byte_size(count: int | float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """The first line of a text, with the next where it ends with a colon; cut where it is too long for a sentence."""
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return first if len(first) <= limit else f"{first[: limit - 1].rstrip()}…"

@@ -27,6 +27,9 @@ CAUSES = (
 #: Those of them that are waits for other ranks, or for the device.
 WAITS = frozenset({"collective_wait", "p2p_wait", "store_wait", "rendezvous_wait", "cuda_wait"})
 
+#: Of child processes that only wait for work: not what their rank waits for.
+IDLE_CHILD = frozenset({"queue_wait", "healthy", "request_wait"})
+
 
 @dataclass(frozen=True)
 class StackFrame:
@@ -177,6 +180,7 @@ class RankState:
     pid: int | None = None
     confidence: float = 0.0
     notes: tuple[str, ...] = ()
+    held_by: int | None = None  # the rank that holds the lock on a file for which it waits
 
     @property
     def command_works(self) -> bool:

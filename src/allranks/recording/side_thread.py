@@ -114,7 +114,7 @@ class SideThread:
     ) -> None:
         recorder = self._recorder
         if recorder.active and recorder.box is not None:
-            text = without_secrets(_SOURCE_LINE.sub("", str(error)[:MAX_ERROR]))  # room is short
+            text = without_secrets(_SOURCE_LINE.sub("", str(error).strip()[:MAX_ERROR]))  # room is short
             line, text = _of_worker(text) or (user_line(trace), text)
             place = f" ({line})" if line else ""
             recorder.box.mark_closed(f"exception: {kind.__name__}{place}: {text}", time.time_ns())

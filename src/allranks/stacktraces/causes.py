@@ -110,8 +110,13 @@ class _Process:
         told = {t.tid: m for t, m in self.others if m.pattern.cause not in _SHAPES}
         thread = max(left, key=lambda t: t.tid in told)
         match = told.get(thread.tid)
-        doing = f", which {_evidence_text(match, thread)}" if match is not None else ""
-        says = f"{found.evidence}; thread {thread.name} is at {where(thread.python)}{doing}"
+        doing = f"is at {where(thread.python)}"
+        if match is not None:  # most of them name the innermost line
+            own = user_frame(thread.python[:1])
+            doing = (
+                _evidence_text(match, thread) if own else f"{doing}, which {_evidence_text(match, thread)}"
+            )
+        says = f"{found.evidence}; thread {thread.name} {doing}"
         return replace(
             found, where=where(thread.python), evidence=says, thread=thread.name, stack=thread.python
         )
@@ -153,7 +158,10 @@ class _Process:
         others = [(t, m) for t, m in self.others if m.pattern.cause not in silent]
         told = [(t, m) for t, m in others if m.pattern.cause in _STRONG or _has_own_code(t)]
         if not told:
-            return _cause(first, main, self.view, "queue_wait")
+            cause = _cause(first, main, self.view, "queue_wait")
+            alike = [t for t, m in self.others if m.pattern is first.pattern and user_frame(t.python)]
+            too = ", ".join(f"thread {thread.name} at {where(thread.python)}" for thread in alike[:3])
+            return replace(cause, evidence=f"{cause.evidence}; so does {too}") if too else cause
         thread, match = max(told, key=lambda pair: _weight(pair[1]))
         cause = _cause(match, thread, self.view)
         says = f"the main thread waits in {_top(main)} for thread {thread.name}, which {cause.evidence}"
@@ -196,7 +204,7 @@ def _weight(match: PatternMatch) -> float:
 
 def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView | None) -> Cause:
     """A lock that cannot come free. Owners are not recorded by the interpreter: threads and lines are."""
-    lines = [f"{thread.name} at {where(thread.python)}{_source(thread)}" for thread in locked]
+    lines = [f"{thread.name or 'a thread'} at {where(thread.python)}{_source(thread)}" for thread in locked]
     waiting = {thread.tid for thread in locked} | ({joiner.tid} if joiner is not None else set())
     others = [thread for thread in view.threads if thread.python and thread.tid not in waiting]
     if len(locked) > 1:

@@ -6,8 +6,18 @@ import signal
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise, starmap
 
-from allranks.model.stacks import WAITS, Capture, ChildState, ProcessCapture, RankState, StacksReport
+from allranks.model.stacks import (
+    IDLE_CHILD,
+    WAITS,
+    Capture,
+    ChildState,
+    ProcessCapture,
+    RankState,
+    StackFrame,
+    StacksReport,
+)
 from allranks.stacktraces import ras
 from allranks.stacktraces.causes import Cause, find_cause
 from allranks.stacktraces.patterns import StackPattern, load_patterns
@@ -27,7 +37,8 @@ _TIERS = {
     **dict.fromkeys(("store_wait", "p2p_wait", "rendezvous_wait", "cuda_wait"), 2),
     "collective_wait": 3,
 }
-_VERBS = {
+#: What a rank does, for a sentence.
+VERBS = {
     "sleep": "sleeps",
     "collective_wait": "waits",
     "p2p_wait": "waits for its partner",
@@ -37,7 +48,7 @@ _VERBS = {
     "checkpoint_io": "is stuck in file I/O",
     "file_lock_wait": "waits for a file lock",
     "network_io": "waits for the network",
-    "lock_deadlock": "waits for a lock that is not released",
+    "lock_deadlock": "waits for a lock",
     "queue_wait": "waits on a queue",
     "gil_held_native": "holds the GIL in C code",
     "gil_contention": "waits for the GIL",
@@ -122,22 +133,28 @@ def write_summary(
     lead = "" if progress.hung else "cannot tell stuck from slow (" + progress.reason + "): "
     if not culprits:
         return lead + _describe_no_culprit(capture, ranks)
-    parts = [_describe_one(ranks[rank]) for rank in culprits[:3]]
-    if len(culprits) > 3:
-        parts = [f"ranks {compress(culprits)}: {_describe_one(ranks[culprits[0]], subject=False)}"]
+    alike: dict[str, list[int]] = {}
+    for rank in culprits:
+        alike.setdefault(_describe_one(ranks[rank], subject=False), []).append(rank)
+    parts = [
+        f"ranks {compress(same)}: each {text}" if len(same) > 1 else _describe_one(ranks[same[0]])
+        for text, same in alike.items()
+    ]
+    if len(parts) > 3:
+        parts = [f"ranks {compress(culprits)}: the first {next(iter(alike))}"]
     return lead + "; ".join(parts) + _describe_waiters(culprits, ranks)
 
 
 def _describe_one(state: RankState, subject: bool = True) -> str:
-    name = f"rank {state.rank} " if subject else "first of them "
+    name = f"rank {state.rank} " if subject else ""
     line = f" in {_swap(state.where)}" if state.where else ""
-    active = [c for c in state.children if c.cause not in ("healthy", "queue_wait")]
+    active = [c for c in state.children if c.cause not in IDLE_CHILD]
     child = min(
         active, key=lambda c: (c.cause != "busy_python", c.cause == "child_process_wait"), default=None
     )
-    tail = f" (child process {child.child}: {_at(child)})" if child else ""
+    tail = f" (its child process {child.child} {_at(child)})" if child else ""
     unreadable = f"cannot be read ({state.evidence})"
-    verb = unreadable if state.cause == "unknown" else _VERBS.get(state.cause, state.cause)
+    verb = unreadable if state.cause == "unknown" else VERBS.get(state.cause, state.cause)
     return f"{name}{verb}{line}{tail}"
 
 
@@ -167,6 +184,9 @@ def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> st
     if set(causes) == {"request_wait"}:
         return f"all {len(ranks)} ranks are idle and wait for requests"
     if set(causes) == {"rendezvous_wait"}:
+        if world == len(ranks):
+            same = "do they use one address (MASTER_ADDR, MASTER_PORT, init_method) and one world_size?"
+            return f"all {world} ranks are there and wait for each other to form a process group: {same}"
         return f"all {len(ranks)} ranks wait for ranks that have not come: was a process not started, or is WORLD_SIZE too large?"
     if not any(_TIERS.get(state.cause, 0) >= 2 for state in ranks.values()):
         parts = "; ".join(_describe_one(ranks[rank]) for rank in sorted(ranks)[:3])
@@ -267,13 +287,31 @@ def _classify_ranks(
     causes: dict[int, Cause] = {}
     views: dict[int, ProcessView] = {}
     states: dict[int, RankState] = {}
+    names = {one.pid: _name(one) for one in capture.processes}
     for process in (one for one in capture.processes if one.child is None):
         children = families.get(process.rank, [])
         read = any(shot.stacks for child in children for shot in child.snapshots)
         cause, view = find_cause(process, table, Children(bool(children), read))
         causes[process.rank], views[process.rank] = cause, view
-        states[process.rank] = _state(process, cause, _children(children, table))
+        states[process.rank] = _with_holder(_state(process, cause, children, table), view, names)
     return causes, views, states
+
+
+def _name(process: ProcessCapture) -> tuple[str, int]:
+    child = "" if process.child is None else f"child {process.child} of "
+    return f"{child}rank {process.rank}", process.rank
+
+
+def _with_holder(
+    state: RankState, view: ProcessView, names: Mapping[int | None, tuple[str, int]]
+) -> RankState:
+    """The rank with the process that holds the lock on a file for which it waits, where the kernel tells."""
+    files = (thread.now.file for thread in view.threads if thread.now is not None)
+    pid = next((file.removeprefix("lock ") for file in files if file.startswith("lock ")), "")
+    if state.cause != "file_lock_wait" or not pid:
+        return state
+    name, rank = names.get(int(pid), (f"process {pid}, which is not of this job", None))
+    return replace(state, evidence=f"{state.evidence}, held by {name}", held_by=rank)
 
 
 def _behind(capture: Capture) -> tuple[int, ...]:
@@ -317,9 +355,14 @@ def _waited(capture: Capture, table: Sequence[StackPattern]) -> dict[int, float]
     return shares
 
 
-def _state(process: ProcessCapture, cause: Cause, children: tuple[ChildState, ...]) -> RankState:
+def _state(
+    process: ProcessCapture, cause: Cause, captures: Sequence[ProcessCapture], table: Sequence[StackPattern]
+) -> RankState:
+    found = [(child, find_cause(child, table)[0]) for child in captures]
+    children = tuple(_child(*one) for one in found)
     kernels = f"; on the device: {', '.join(process.kernels[:3])}" if process.kernels else ""
-    evidence = cause.evidence + _child_tail(cause, children) + kernels
+    lost = _LOST_TASK if _lost_task(cause, [one.stack for _, one in found]) else ""
+    evidence = cause.evidence + lost + _child_tail(cause, children) + kernels
     known = {"host": process.host, "pid": process.pid, "notes": process.notes, "children": children}
     return RankState(**{**vars(cause), "rank": process.rank, "evidence": evidence, **known})
 
@@ -329,30 +372,42 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     waits = ("dataloader_wait", "child_process_wait", "subprocess_wait", "shutdown_join", "queue_wait")
     if cause.cause not in waits:
         return ""
-    busy = [child for child in children if child.cause not in ("queue_wait", "healthy", "unknown")]
+    busy = [child for child in children if child.cause not in (*IDLE_CHILD, "unknown")]
     commands = [child for child in busy if child.cause != "child_process_wait"]
     busy = commands or busy  # a shell waits for its command: that one is named
-    return "".join(f"; child {c.child} (pid {c.pid}): {_at(c)}" for c in busy[:4])
+    return "".join(f"; child {c.child} (pid {c.pid}) {_at(c)}" for c in busy[:4])
 
 
 def _at(child: ChildState) -> str:
     if child.cause == "gone":
         return child.evidence
-    return f"{child.cause} at {child.where}" if child.where else child.cause
+    does = VERBS.get(child.cause, child.cause)
+    return f"{does} at {child.where}" if child.where else does
 
 
-def _children(children: Sequence[ProcessCapture], table: Sequence[StackPattern]) -> tuple[ChildState, ...]:
-    found = []
-    for process in children:
-        if (ended := _how_ended(process)) is not None:
-            found.append(ChildState(process.child or 0, process.pid, "gone", "", ended))
-            continue
-        cause, _ = find_cause(process, table)
-        words = process.title.split(maxsplit=1)  # arguments may hold secrets
-        program = f"program {words[0].rsplit('/', 1)[-1]}" if words and not cause.stack else ""
-        known = (process.pid, cause.cause, cause.where or program, cause.evidence)
-        found.append(ChildState(process.child or 0, *known))
-    return tuple(found)
+_LOST_TASK = "; every worker of its pool waits for a task: the result is lost, most likely with a worker that was killed"
+
+
+def _lost_task(cause: Cause, workers: Sequence[Sequence[StackFrame]]) -> bool:
+    """Whether a process waits for a result of its pool (multiprocessing), and no worker has a task: each asks for the next."""
+    waits = any(frame.file.endswith("multiprocessing/pool.py") for frame in cause.stack)
+    pool = [stack for stack in workers if any(f.file.endswith("multiprocessing/pool.py") for f in stack)]
+    return waits and bool(pool) and all(any(starmap(_asks_for_task, pairwise(stack))) for stack in pool)
+
+
+def _asks_for_task(inner: StackFrame, outer: StackFrame) -> bool:
+    return inner.file.endswith("multiprocessing/queues.py") and outer.file.endswith("multiprocessing/pool.py")
+
+
+def _child(process: ProcessCapture, cause: Cause) -> ChildState:
+    if (ended := _how_ended(process)) is not None:
+        return ChildState(process.child or 0, process.pid, "gone", "", ended)
+    if cause.cause == "network_io" and cause.stack and cause.stack[0].name.endswith("accept"):
+        cause = replace(cause, cause="request_wait", evidence="a server that waits for a connection")
+    words = process.title.split(maxsplit=1)  # arguments may hold secrets
+    program = f"program {words[0].rsplit('/', 1)[-1]}" if words and not cause.stack else ""
+    known = (process.pid, cause.cause, cause.where or program, cause.evidence)
+    return ChildState(process.child or 0, *known)
 
 
 def _how_ended(process: ProcessCapture) -> str | None:

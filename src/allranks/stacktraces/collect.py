@@ -20,6 +20,7 @@ from allranks.blackbox.header import process_state
 from allranks.errors import ConfigurationError
 from allranks.model.formatting import count
 from allranks.model.stacks import (
+    IDLE_CHILD,
     Capture,
     ProcessCapture,
     RankMarks,
@@ -36,8 +37,10 @@ from allranks.stacktraces import debuggers, ras
 from allranks.stacktraces.boxes import read_marks
 from allranks.stacktraces.classify import classify
 from allranks.stacktraces.debuggers import ask_faulthandler, debug_with_gdb, dump_gpu_core
+from allranks.stacktraces.extras import with_lock_holders
 from allranks.stacktraces.find import MAX_CHILDREN, Target, make_target
 from allranks.stacktraces.procfs import descendants, facts_of, read_entry, read_facts, renumber
+from allranks.stacktraces.tasks import chain_of_program, read_tasks
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ class _Collection:
 
     def inspect(self, pool: ThreadPoolExecutor) -> None:
         """What stops a process for a moment, or longer: only suspects, only when asked."""
+        for case in self.cases:
+            self._add_tasks(case)
         self._keep_stacks()
         if self.options.native != "never" and self.pyspy:
             chosen = self._suspects()
@@ -207,7 +212,7 @@ class _Collection:
         if hidden and facts.threads[0].state not in "ZX":
             obstacle = debuggers.ptrace_obstacle(target.pid)
             case.note(f"system calls of process {target.pid} are not readable ({obstacle})")
-        return facts.at_s, facts.threads
+        return facts.at_s, with_lock_holders(target.pid, facts.threads)
 
     def _read_stacks(self, case: ProcessSamples, number: int) -> tuple[ThreadStack, ...]:
         target = case.target
@@ -219,6 +224,20 @@ class _Collection:
             return ()
         stacks = _parse(case, run.output)
         return renumber(self.sources.attach(stacks, target.pid), case.inner)
+
+    def _add_tasks(self, case: ProcessSamples) -> None:
+        """Puts the suspended coroutine of the program on top of its idle event loop, where the stack of the thread ends."""
+        last = case.snapshots.get(max(case.snapshots, default=0))
+        state = classify(Capture((replace(case.freeze(self.host), rank=0, child=None),))).ranks[0]
+        if last is None or not last.stacks or state.cause != "event_loop_idle" or state.thread:
+            return
+        chain = chain_of_program([frames for frames, _ in read_tasks(case.target.pid)], state.stack)
+        for number, shot in case.snapshots.items():
+            ended = [one for one in shot.stacks if one.frames == state.stack]
+            tasks = [replace(one, frames=(*chain, *one.frames)) for one in ended]
+            others = [one for one in shot.stacks if one not in ended]
+            stacks = self.sources.attach((*tasks, *others), case.target.pid)
+            case.snapshots[number] = replace(shot, stacks=stacks)
 
     def _suspects(self) -> list[ProcessSamples]:
         able = [c for c in self.cases if c.target.python and any(s.stacks for s in c.snapshots.values())]
@@ -362,7 +381,6 @@ _SETTLED_TEXT = (
     "file_lock_wait pipe_write_blocked rendezvous_wait gone"
 )
 _SETTLED = frozenset(_SETTLED_TEXT.split())
-_IDLE_CHILD = frozenset({"queue_wait", "healthy"})
 
 
 def choose_suspects(report: StacksReport) -> set[tuple[int, int | None]]:
@@ -373,7 +391,7 @@ def choose_suspects(report: StacksReport) -> set[tuple[int, int | None]]:
         if state.cause not in _SETTLED:
             chosen.setdefault((rank, None))
         for child in state.children:
-            if child.cause not in _SETTLED and child.cause not in _IDLE_CHILD:
+            if child.cause not in _SETTLED and child.cause not in IDLE_CHILD:
                 chosen.setdefault((rank, child.child))
     seen: set[tuple[str, str]] = set()
     for rank, state in report.ranks.items():

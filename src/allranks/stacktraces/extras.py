@@ -8,7 +8,7 @@ import re
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from allranks.model.stacks import ThreadFacts
 from allranks.stacktraces.debuggers import Variables
@@ -95,7 +95,8 @@ def _descriptors(pid: int, name: str, args: tuple[int, ...], peek: Peek) -> tupl
     return ()
 
 
-_LOCK_LINE = re.compile(r"^(\d+): (->)?\s*\S+\s+\S+\s+(\S+)\s+(-?\d+) \w+:\w+:(\d+)")
+# a process that waits behind another one that waits stands further to the right
+_LOCK_LINE = re.compile(r"^(\d+):\s*(->)?\s*\S+\s+\S+\s+(\S+)\s+(-?\d+) \w+:\w+:(\d+)")
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,17 @@ class FileLocks:
             return ()
         found = [holder for inode in open_inodes(pid) for holder in self.held.get(inode, ())]
         return tuple(dict.fromkeys(one for one in found if one != pid))
+
+
+def with_lock_holders(pid: int, facts: tuple[ThreadFacts, ...]) -> tuple[ThreadFacts, ...]:
+    """A thread that waits for a lock on a file, with the process that holds it: `lock 4711`."""
+    if not any(fact.syscall in ("flock", "fcntl") for fact in facts):
+        return facts
+    holders = file_locks().waiting.get(pid, ())[:1]
+    return tuple(
+        replace(fact, file=f"lock {holders[0]}") if holders and fact.syscall in ("flock", "fcntl") else fact
+        for fact in facts
+    )
 
 
 def file_locks() -> FileLocks:

@@ -69,7 +69,8 @@ def decide_by_movement(
     woken = [
         rank for rank, main in mains.items() if causes[rank].cause in WAITS and not main.busy and _woke(main)
     ]
-    if woken:
+    asks = [rank for rank in woken if causes[rank].cause in _POLLS]
+    if woken := sorted(set(woken) - set(asks)):
         return HangDecision(False, f"rank {min(woken)} finished what it waited for between the looks")
     others = {rank: main for rank, main in mains.items() if causes[rank].cause not in WAITS}
     ends = {
@@ -86,13 +87,18 @@ def decide_by_movement(
         return HangDecision(
             None, f"rank {works[0]} works on the same line for {seconds:.0f} s: look longer, --for 60"
         )
-    return HangDecision(
-        True, f"no rank moved for {seconds:.0f} s: same lines, no CPU time, no context switches"
-    )
+    if asks and seconds < SOON_S:
+        return HangDecision(
+            None,
+            f"rank {asks[0]} asks again and again on the same line for {seconds:.0f} s: look longer, --for 60",
+        )
+    still = "and waits that only ask again" if asks else "no CPU time, no context switches"
+    return HangDecision(True, f"no rank moved for {seconds:.0f} s: same lines, {still}")
 
 
 SHORT_S = 2.0  # a shorter look tells nothing
 SOON_S = 60.0
+_POLLS = ("rendezvous_wait", "store_wait")  # that such a wait ran is no progress
 WAKES = 3  # context switches that a thread which only waits may make, by being looked at
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from allranks.model.stacks import StackFrame
+from allranks.model.stacks import StackFrame, is_user_file
 from allranks.stacktraces.procfs import Peek, memory_of, read_proc
 
 MAX_BYTES = 1 << 30  # of memory that is searched
@@ -70,6 +70,19 @@ def read_tasks(pid: int) -> list[tuple[tuple[StackFrame, ...], float | None]]:
             chain.append(found[chain[-1].awaits])
         chains.append((tuple(one.frame for one in reversed(chain)), chain[-1].delay_s))
     return chains[:MAX_TASKS]
+
+
+def chain_of_program(
+    chains: Sequence[tuple[StackFrame, ...]], loop: Sequence[StackFrame]
+) -> tuple[StackFrame, ...]:
+    """Of suspended chains the one that the program waits for: the only one with a line of its own, or the one whose first
+    function the line names that runs the loop, as `asyncio.run(main())` does; () where neither tells."""
+    starts = next((frame.source for frame in loop if is_user_file(frame.file)), "")
+    own = {c: [f.name for f in c if is_user_file(f.file)][-1:] for c in chains}
+    found = [chain for chain, names in own.items() if names]
+    if len(found) > 1:
+        found = [chain for chain in found if re.search(rf"\b{re.escape(own[chain][0])}\(", starts)]
+    return found[0] if len(found) == 1 else ()
 
 
 def _coroutines(pid: int, peek: Peek) -> Iterator[tuple[int, Coroutine]]:

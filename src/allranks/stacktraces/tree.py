@@ -381,7 +381,9 @@ class _Look:
             children=children,
             first=frozenset(f.tid for f in shots[0].facts) | {one.tid for one in shots[0].stacks if one.tid},
             extras=extras,
-            lockers=tuple(one for pids in locks.held.values() for one in pids if one != entry.pid),
+            lockers=tuple(
+                {one for pids in locks.held.values() for one in pids} & self.cases.keys() - {entry.pid}
+            ),
             seconds=time.time() - (shots[0].at_s or time.time()),
         )
         frames = (frame for one in shots[-1].stacks for frame in one.frames)

@@ -313,6 +313,11 @@ def _by_child(a: _Asked) -> WaitFor | None:
         polled = a.extra.polled or a.around.lockers
     if a.extra.holders or polled:
         return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders or polled)
+    if a.cause == "file_lock_wait":
+        says = (
+            "waits for a lock on a file that no process of this machine holds: perhaps a file that was left"
+        )
+        return WaitFor("file_lock", says)
     return None
 
 
