@@ -380,3 +380,11 @@ def test_several_waiters_need_and_one_needs() -> None:
     assert "client 3,4 wait , need role2 (pid 2)" in found.sentence.replace("wait, ", "wait , "), (
         found.sentence
     )
+
+
+def test_who_waits_for_an_event_is_named_and_not_an_idle_setter() -> None:
+    """The task that would fulfil the future waits for data; nothing shows whose data is missing."""
+    setter = thread(2, "idle", 21, task=True)
+    handler = thread(3, "event", 37, handles=True, wait_lock="future", wait_setters=("work",))
+    router = process(2, IDLE, setter, handler, links=(SERVER,))
+    assert answer(process(1, ASKS, links=(CLIENT,)), router) == ("stuck", {(2, 37)})

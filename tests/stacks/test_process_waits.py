@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.stacks.test_process_tree import look_at, running
 
+from allranks.cli import main
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.model.stacks import Process, StackFrame, ThreadLook, WaitFor
 from allranks.stacktraces.procfs import ProcessEntry
@@ -146,3 +148,69 @@ def test_what_processes_wait_for_is_named(tmp_path: Path) -> None:
     assert says["generator"] == "waits for a barrier (barrier) between processes"
     assert says["learner"] == "waits for a condition (condition) between processes"
     assert says["judge"] == "waits for an event (done) between processes"
+
+
+KEEPS_ALIVE = """
+    import multiprocessing, time
+
+    def worker(queue):
+        for job in iter(queue.get, None):
+            print(job)
+
+    if __name__ == "__main__":
+        queue = multiprocessing.get_context("fork").Queue()
+        multiprocessing.get_context("fork").Process(target=worker, args=(queue,), daemon=True).start()
+        time.sleep(0.5)
+        print("ready")
+        while True:
+            time.sleep(1200)
+    """
+
+
+@pytest.mark.parametrize("words", [[], ["--tree"]])
+def test_a_driver_that_keeps_idle_workers_alive_is_not_stuck(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With and without --tree: the driver is not a rank."""
+    with running(tmp_path, KEEPS_ALIVE) as job:
+        code = main(["stacks", "--pid", str(job.pid), "--for", "2.5", "--json", *words])
+    answer = json.loads(capsys.readouterr().out)
+    assert (code, answer["state"], answer.get("hung", False)) == (0, "moving", False), answer
+
+
+ZMQ = """
+    import asyncio, os, sys, tempfile, threading
+    import zmq, zmq.asyncio
+
+    def reward(address):
+        end = zmq.Context().socket(zmq.REP)
+        end.bind(address)
+        end.recv()
+        print("ready")
+        threading.Event().wait()
+
+    async def orchestrator(address):
+        end = zmq.asyncio.Context().socket(zmq.REQ)
+        end.connect(address)
+        await end.send(b"sample")
+        await end.recv()
+
+    if len(sys.argv) > 1:
+        reward(sys.argv[1])
+    else:
+        address = "ipc://" + os.path.join(os.path.dirname(__file__), "socket")
+        import subprocess
+        subprocess.Popen([sys.executable, "-u", __file__, address])
+        asyncio.run(orchestrator(address))
+    """
+
+
+def test_a_task_that_awaits_a_message_of_zmq_is_followed(tmp_path: Path) -> None:
+    """The orchestrator's task → ZMQ → the process that does not answer."""
+    pytest.importorskip("zmq")
+    if sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)):
+        pytest.skip("the layout of this interpreter's coroutines is not known")
+    with running(tmp_path, ZMQ) as job:
+        found = explain_processes(look_at(job.pid))
+    assert [(one.role, one.function) for one in found.guilty] == [("reward", "reward")], found
+    assert [link.role for link in found.chain] == ["driver"], found.chain

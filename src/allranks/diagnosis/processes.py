@@ -137,8 +137,9 @@ class _Finder:
         if not wait.setters:
             return [] if wait.lock else self._beside(number, unit)
         inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
-        inside = [n for n in inside if self.units[n].active] or inside
-        return inside or ([] if wait.lost else self._clients(unit))
+        if inside:  # one that itself waits for its next work tells less than this wait
+            return [n for n in inside if self.units[n].active]
+        return [] if wait.lost else self._clients(unit)
 
     def _queue(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait

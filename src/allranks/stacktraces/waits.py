@@ -164,6 +164,7 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     stack = ThreadStack(tid, "task", frames, False, False)
     asked = _Asked(ThreadView(tid, "task", False, (stack,), None, ()), ThreadExtra(), around, "thread_wait")
     awaits = any(link.side == "client" and link.turn == "awaits" for link in around.links.values())
+    zmq = any(link.owner.startswith("zmq") for link in around.links.values())
     if any(f.file.endswith("ray/util/queue.py") for f in frames[:4]):
         full = any(f.name.endswith("put") for f in frames[:2])
         says = "waits for room in the queue" if full else "waits for an item of the queue"
@@ -180,6 +181,9 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         wait = WaitFor("answer", "waits for data on a connection")
     elif _any(frames[:3], "stream"):
         wait = WaitFor("idle", "waits for its next request")
+    elif zmq and re.search(r"\.recv\w*\(", _line(asked)):
+        takes = asked.ask(source.takes_work, False)
+        wait = WaitFor("answer", "waits for data", operation="zmq", strong=not takes)
     else:
         wait = _by_thread(asked) or WaitFor("work")
     holds = _held(frames, around.text)
@@ -190,9 +194,13 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
 
 def _awaits_child(a: _Asked) -> bool:
     """Whether a task awaits the end or the output of a process: asyncio calls that `stdout` or `stderr` of the process."""
-    line = a.ask(lambda text, number: "".join(text.splitlines()[number - 1 : number]), "")
-    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", line)
+    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", _line(a))
     return bool(reads) or _any(a.frames[:4], "async_child")
+
+
+def _line(a: _Asked) -> str:
+    """The text of the user's line."""
+    return a.ask(lambda text, number: "".join(text.splitlines()[number - 1 : number]), "")
 
 
 def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
@@ -308,7 +316,8 @@ def _by_child(a: _Asked) -> WaitFor | None:
         return WaitFor("child", says, pids=(child,) if 0 < child < 1 << 22 else children)
     commands = a.cause in ("subprocess_wait", "child_process_wait")
     if commands and children and not _any(a.frames, "shared"):
-        says = "reads the output of a process that it started" if a.ends else says
+        reads = a.ends and not _calls(a.frames[:8], "*@multiprocessing/")
+        says = "reads the output of a process that it started" if reads else says
         says = "waits for a result of its process pool" if _any(a.frames[:6], "future") else says
         return WaitFor("child", says, ends=a.ends, pids=() if a.ends else children)
     polled = a.extra.polled if a.cause == "native_call" else ()
