@@ -260,3 +260,131 @@ def test_a_process_that_was_started_again_is_named_not_the_one_that_died() -> No
     restarted = replace(died, role=again.role)
     assert answer(trainer, again, store, restarted) == ("stuck", {(2, 196)})
     assert (3, 0) in answer(trainer, again, store, died)[1]
+
+
+def shared(number: int) -> ProcessLink:
+    return ProcessLink(-1, "shared", f"s{number}", f"s{number}", owner="semaphore")
+
+
+def pipe(fd: int, number: int, side: str) -> ProcessLink:
+    other = "write" if side == "read" else "read"
+    return ProcessLink(fd, "pipe", f"pipe {number} {side}", f"pipe {number} {other}", side)
+
+
+def test_who_joins_its_processes_does_not_release_what_they_wait_for() -> None:
+    """A condition and a barrier between two processes; the driver has both mapped, and joins them."""
+    both = (shared(1), shared(2))
+    driver = process(1, thread(1, "child", 3, wait_pids=(2, 3)), links=both)
+    generator = process(2, thread(1, "event", 12, wait_ends=("s1",)), links=both, ppid=1)
+    learner = process(3, thread(1, "event", 19, wait_ends=("s2",)), links=both, ppid=1)
+    assert answer(driver, generator, learner) == ("stuck", {(2, 12), (3, 19)})
+
+
+def test_an_idle_child_does_not_end_a_circle_of_the_others() -> None:
+    """The resource tracker of multiprocessing is a child, too."""
+    driver = process(1, thread(1, "child", 3, wait_pids=(2, 3)), links=(shared(1),))
+    worker = process(2, thread(1, "event", 12, wait_ends=("s1",)), links=(shared(1),), ppid=1)
+    tracker = process(3, IDLE, ppid=1, system=True)
+    assert answer(driver, worker, tracker) == ("stuck", {(1, 3), (2, 12)})
+
+
+def test_an_idle_child_stands_for_those_that_it_started() -> None:
+    """A driver joins a process that a fork server has started, and this process waits for the driver."""
+    links = tcp(3, 50, 80, "client"), tcp(4, 80, 50, "server")
+    driver = process(1, thread(1, "child", 3, wait_pids=(2,)), links=links[:1])
+    server = process(2, IDLE, ppid=1, system=True)
+    worker = process(3, thread(1, "socket", 12, wait_ends=("tcp h:80>h:50",)), links=links[1:], ppid=2)
+    assert answer(driver, server, worker) == ("stuck", {(1, 3), (3, 12)})
+
+
+def test_who_made_a_pair_of_sockets_is_not_its_other_end() -> None:
+    """The driver has kept both ends of a pair, and joins those that use them."""
+    a, b = ProcessLink(3, "unix", "u1", "u2"), ProcessLink(4, "unix", "u2", "u1")
+    driver = process(1, thread(1, "child", 3, wait_pids=(9,)), links=(a, b))
+    actor = process(2, thread(1, "socket", 12, wait_ends=("u1",), holds=("lock",)), links=(a, shared(1)))
+    learner = process(3, thread(1, "lock", 19, wait_ends=("s1",), wait_lock="lock"), links=(b, shared(1)))
+    tracker = process(9, IDLE, ppid=1, system=True)
+    assert answer(driver, actor, learner, tracker) == ("stuck", {(2, 12), (3, 19)})
+
+
+@pytest.mark.parametrize(("ppid", "state"), [(1, "moving"), (77, "stuck")])
+def test_the_output_of_an_ended_process_that_another_one_keeps_open(ppid: int, state: str) -> None:
+    """A script has started a server that has its output, and has ended. Reading from a server that runs is no hang."""
+    driver = process(1, thread(1, "child", 3, wait_ends=("pipe 5 read",)), links=(pipe(3, 5, "read"),))
+    script = Process(2, node="a", role="script", ppid=1, alive=False)
+    server = process(3, IDLE, links=(pipe(1, 5, "write"),), ppid=ppid)
+    found = explain_processes(JobLook((driver, script, server), 5.0))
+    assert found.state == state
+    if state == "stuck":
+        assert found.sentence.startswith("role1 (pid 1) waits for role3 (pid 3) to close the output"), found
+        assert "ended: script (pid 2)" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("left_s", "strong", "state"), [(44, False, "unclear"), (44, True, "stuck"), (9, True, "unclear")]
+)
+def test_a_wait_with_a_time_limit_is_no_hang_before_it_is_over(
+    left_s: float, strong: bool, state: str
+) -> None:
+    """A scheduler holds requests for work for a minute. Who asks for work needs nobody; who waits for an answer does."""
+    asks = thread(1, "socket", 5, wait_ends=("tcp h:50>h:80",), wait_strong=strong)
+    handler = thread(2, "queue", 41, handles=True, wait_lock="jobs", wait_left_s=left_s)
+    found = explain_processes(
+        JobLook((process(1, asks, links=(CLIENT,)), process(2, IDLE, handler, links=(SERVER,))), 5.0)
+    )
+    assert found.state == state, found
+    assert (f"look again in {left_s} s" in found.reason) == (state == "unclear")
+
+
+def test_who_polls_comes_behind_a_circle_and_is_mentioned() -> None:
+    """The trainer asks a server for its health; the server's threads wait for each other. The driver joins the trainer."""
+    driver = process(1, thread(1, "child", 3, wait_pids=(2,)))
+    trainer = process(2, thread(1, "poll", 5), ppid=1)
+    one = thread(1, "lock", 61, wait_lock="b", holds=("a",))
+    server = process(3, one, thread(2, "lock", 67, wait_lock="a", holds=("b",)), ppid=1)
+    assert answer(driver, trainer, server) == ("stuck", {(3, 61), (3, 67)})
+    assert (
+        "role2 (pid 2) (poll) at job.py:5"
+        in explain_processes(JobLook((driver, trainer, server), 5.0)).reason
+    )
+
+
+def test_a_line_that_several_roles_are_at_is_named_with_its_caller() -> None:
+    """All roles wait in the same small function."""
+
+    def asks(line: int) -> ThreadLook:
+        call = StackFrame("ask", "/job/job.py", 9)
+        frames = (call, StackFrame("work", "/job/job.py", line))
+        return replace(thread(1, "work"), frames=frames, user=call)
+
+    found = explain_processes(JobLook((process(1, asks(20)), process(2, asks(30))), 5.0))
+    assert "job.py:9 in ask, called at job.py:20" in found.sentence
+    alone = explain_processes(JobLook((process(1, asks(20)),), 5.0))
+    assert "called at" not in alone.sentence
+
+
+def test_several_waiters_need_and_one_needs() -> None:
+    handler = thread(2, "event", 41, handles=True, wait_lock="done")
+    second = tcp(3, 51, 80, "client", turn="awaits")
+    asks = replace(
+        thread(1, "socket", 5, wait_ends=("tcp h:51>h:80",)),
+        wait=WaitFor("socket", "waits", ends=("tcp h:51>h:80",)),
+    )
+    first = replace(asks, wait=WaitFor("socket", "waits", ends=("tcp h:50>h:80",)))
+    server = process(2, IDLE, handler, links=(SERVER, tcp(5, 80, 51, "server", turn="owes")))
+    clients = [
+        replace(process(n, t, links=(link,)), role="client", number=n)
+        for n, t, link in ((3, first, CLIENT), (4, asks, second))
+    ]
+    found = explain_processes(JobLook((server, *clients), 5.0))
+    assert "client 3,4 wait , need role2 (pid 2)" in found.sentence.replace("wait, ", "wait , "), (
+        found.sentence
+    )
+
+
+def test_who_waits_for_an_event_is_named_and_not_an_idle_setter() -> None:
+    """The task that would fulfil the future waits for data; nothing shows whose data is missing."""
+    setter = thread(2, "idle", 21, task=True)
+    handler = thread(3, "event", 37, handles=True, wait_lock="future", wait_setters=("work",))
+    router = process(2, IDLE, setter, handler, links=(SERVER,))
+    assert answer(process(1, ASKS, links=(CLIENT,)), router) == ("stuck", {(2, 37)})

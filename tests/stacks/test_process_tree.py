@@ -158,7 +158,7 @@ def test_suspended_tasks_are_read_from_memory(tmp_path: Path) -> None:
         async def main():
             task = asyncio.create_task(handler())
             await asyncio.sleep(0.05)
-            print("ready")
+            asyncio.get_running_loop().call_soon(print, "ready")  # when this one is suspended, too
             await asyncio.sleep(3000)
 
         asyncio.run(main())
@@ -362,6 +362,24 @@ def take(path):
             return
         except FileExistsError:
             sleep(1)
+def consume(queue):
+    for job in iter(queue.get, None):
+        queue.put(job)
+    for job in queue:
+        queue.put(job)
+    while job := queue.get():
+        queue.put(job)
+    while queue.get() != "ready":
+        queue.put(1)
+def stay():
+    while True:
+        sleep(1200)
+def batch(condition, left):
+    condition.wait(5)
+    while (left := end - time.monotonic()) > 0:
+        condition.wait(left)
+    while True:
+        condition.wait(5)
 """
 
 
@@ -370,10 +388,23 @@ def test_a_loop_that_works_and_sleeps_does_not_poll(line: int, polls: bool) -> N
     assert source.is_poll(LOOPS, line) == polls
 
 
-@pytest.mark.parametrize(("line", "takes"), [(19, True), (22, False), (23, False), (26, False)])
+@pytest.mark.parametrize(
+    ("line", "takes"),
+    [(19, True), (22, False), (23, False), (26, False), (35, True), (37, False), (39, True), (41, False)],
+)
 def test_the_first_wait_of_an_endless_loop_is_for_work(line: int, takes: bool) -> None:
     """Who waits there needs nobody: an engine without requests is idle."""
     assert source.takes_work(LOOPS, line) == takes
+
+
+@pytest.mark.parametrize(("line", "only"), [(5, False), (11, False), (15, False), (45, True)])
+def test_a_loop_that_only_sleeps_keeps_its_process_alive(line: int, only: bool) -> None:
+    assert source.only_sleeps(LOOPS, line) == only
+
+
+@pytest.mark.parametrize(("line", "again"), [(47, False), (49, False), (51, True)])
+def test_a_wait_with_a_limit_that_begins_anew_does_not_end(line: int, again: bool) -> None:
+    assert source.tries_again(LOOPS, line) == again
 
 
 def test_a_process_without_a_name_is_called_by_its_parent() -> None:

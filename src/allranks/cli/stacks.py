@@ -128,17 +128,20 @@ def main(args: argparse.Namespace) -> int:
         captures = {"": _sample_all_nodes(options, args)} if options.all_nodes else _sample(options, args)
     stillness = Stillness() if options.still is None else Stillness(still_s=options.still)
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
-    if (look := _stuck_tree(options, reports.values())) is not None:
+    if (look := _tree_instead(options, reports.values())) is not None:
+        from allranks.diagnosis.process_verdict import explain_processes
         from allranks.stacktraces.text import grow_tree, report_json
 
         ranks = report_json(reports[""], grow_tree(captures[""]))
-        return show_tree(look, options.html, options.json, more={**ranks, "hung": True})
+        hung = {"stuck": True, "moving": False}.get(explain_processes(look).state)
+        return show_tree(look, options.html, options.json, more={**ranks, "hung": hung})
     _show(options, captures, reports)
     return 0 if all(report.hung is False for report in reports.values()) else 1
 
 
-def _stuck_tree(options: StacksFlags, reports: Collection[StacksReport]) -> JobLook | None:
-    """Where --pid names a process that is not a rank, or the state of its ranks is unclear: all processes below it, if they are stuck."""
+def _tree_instead(options: StacksFlags, reports: Collection[StacksReport]) -> JobLook | None:
+    """Where --pid names a process that is not a rank, all processes below it; where the state of its ranks is unclear, too, if
+    these processes are stuck."""
     from allranks.diagnosis.process_verdict import explain_processes
     from allranks.stacktraces import Selection, find_targets, tree
     from allranks.stacktraces.find import is_rank_title
@@ -156,7 +159,7 @@ def _stuck_tree(options: StacksFlags, reports: Collection[StacksReport]) -> JobL
         return None
     _say("inspecting all processes below, as with --tree")
     look = tree.look_at_processes(entries, tree.LookOptions(options.for_s))
-    return look if explain_processes(look).state == "stuck" else None
+    return look if not known or explain_processes(look).state == "stuck" else None
 
 
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from allranks.diagnosis.processes import SOON_S, Unit, Waits, find_waits
+from allranks.diagnosis.processes import LIFE, SOON_S, Unit, Waits, find_waits
 from allranks.model.stacks import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
 
-#: Waits for the end of a process or thread: that others run is normal.
-_LIFE = frozenset({"child", "thread", "stdin"})
 MAX_NAMED = 6
 
 
@@ -63,7 +61,7 @@ class Root:
         """Whether some unit needs it to act, rather than to end."""
         direct = {n for m in self.nodes for n in self.waits.graph.waits_for_me.get(m, ())} & self.behind
         units = [self.waits.units[n] for n in direct]
-        return any(u.active and u.thread.wait.kind not in _LIFE for u in units)
+        return any(u.active and u.thread.wait.kind not in LIFE for u in units)
 
     @property
     def still(self) -> bool:
@@ -77,9 +75,18 @@ class Root:
         return left[0] if sleeps and left and left[0] <= SOON_S else None
 
     @property
+    def timed_s(self) -> float | None:
+        """When a wait that it needs ends by itself, if that is soon, or if only those wait for it that take work from it."""
+        left = [u.thread.wait.left_s for u in self.units if u.thread.wait.kind in ("event", "queue")]
+        known = min((one for one in left if one is not None), default=None)
+        needed = any(self.waits.units[n].active for n in self.behind)
+        return known if known is not None and (known <= SOON_S or not needed) else None
+
+    @property
     def accused(self) -> bool:
         """Whether it is a hang: it does not move, and somebody needs it."""
-        if not self.still or self.soon_s is not None or all(u.process.system for u in self.units):
+        timed = self.soon_s is not None or self.timed_s is not None
+        if not self.still or timed or all(u.process.system for u in self.units):
             return False
         unit = self.units[0]
         if unit.active or self.circle:
@@ -103,11 +110,11 @@ class Root:
         return self.still and unit.thread.main and unit.thread.wait.kind == "poll" and not unit.process.system
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def rank(self) -> tuple[int, int, int, int]:
         """The best one first."""
         stopped = any(u.thread.wait.kind == "stopped" for u in self.units)
         busy = self.units[0].active or self.circle
-        return (not stopped, not busy, -len(self.waiting))
+        return (not stopped, not busy, self.polls, -len(self.waiting))
 
 
 def _is_helper(thread: ThreadLook) -> bool:
@@ -130,7 +137,7 @@ def explain_processes(look: JobLook) -> ProcessFinding:
     if dead and missed and not _joins_again(dead, missed[0]):
         return _dead(look, dead, missed[0])
     if stuck:
-        return _stuck(look, [root for root in stuck if root.rank[:2] == stuck[0].rank[:2]])
+        return _stuck(look, [root for root in stuck if root.rank[:3] == stuck[0].rank[:3]])
     return _retries(look, waits) or _lost_task(look, waits) or _not_stuck(look, waits, roots)
 
 
@@ -155,7 +162,7 @@ def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:
     None where anything else works, or waits for something."""
     mine = [u for u in waits.units if not u.process.system]
     asking = [u for u in mine if u.thread.wait.operation == "retry" and u.thread.main]
-    others = [u for u in mine if u not in asking and u.thread.wait.kind not in _LIFE]
+    others = [u for u in mine if u not in asking and u.thread.wait.kind not in LIFE]
     asked = {u.process.where for u in asking}
     servers = [p for p in look.processes if p.where not in asked and any(x.kind == "listen" for x in p.links)]
     works = [u for u in others if (u.active or u.thread.busy) and not (u.thread.moved and u.thread.handles)]
@@ -236,8 +243,17 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
         tuple(guilty.values())[: 2 * MAX_NAMED],
         _chain(best),
         best.edges,
-        f"nothing of this moved for {look.seconds:.0f} s",
+        "; ".join([f"nothing of this moved for {look.seconds:.0f} s", *_clues(look, best)]),
     )
+
+
+def _clues(look: JobLook, root: Root) -> list[str]:
+    """What no wait leads to: processes that those of a root started and that have ended without an error; who polls."""
+    mine = {u.process.where for u in root.units}
+    ended = [f"{p.name} (pid {p.pid})" for p in look.processes if (p.node, p.ppid) in mine and not p.alive]
+    polls = [u for u in root.waits.units if u.thread.main and u.still and u.thread.wait.kind == "poll"]
+    said = [f"ended: {', '.join(ended[:3])}{' …' if len(ended) > 3 else ''}"] if ended else []
+    return said + [_says(unit) for unit in polls if unit.process.where not in mine][:3]
 
 
 def _beside(root: Root) -> list[Unit]:
@@ -276,7 +292,8 @@ _P2P = frozenset(
 
 def _starters(root: Root, unit: Unit) -> list[Guilty]:
     direct = [root.waits.units[n] for n in root.waits.graph.waits_for_me.get(root.nodes[0], ())]
-    return [_guilty(one) for one in direct if one.process.pid == unit.process.ppid][:1]
+    reads = [u for u in direct if u.thread.wait.kind == "output" or u.process.pid == unit.process.ppid]
+    return [_guilty(one) for one in reads][:1]
 
 
 def _guilty(unit: Unit) -> Guilty:
@@ -295,7 +312,7 @@ def _guilty(unit: Unit) -> Guilty:
 def _says(unit: Unit) -> str:
     thread = "" if unit.thread.main or unit.thread.task else f", thread {unit.thread.name}"
     left = unit.thread.wait.left_s
-    rest = f" for {left:.0f} s more" if unit.thread.wait.kind == "sleep" and left is not None else ""
+    rest = f" for {left:.0f} s more" if unit.thread.wait.kind != "poll" and left is not None else ""
     at = f" at {unit.thread.at}" if unit.thread.at else ""
     return f"{unit.process.name} (pid {unit.process.pid}{thread}) {unit.thread.wait.says}{rest}{at}"
 
@@ -353,8 +370,11 @@ def _link(pairs: Sequence[tuple[Unit, Unit]]) -> ChainLink:
     processes = [one.process for one, _ in pairs]
     numbers = [p.number for p in processes if p.number is not None]
     name = processes[0].name if len(processes) == 1 else f"{processes[0].role} {_runs(numbers)}".strip()
-    says = unit.thread.wait.says if len(processes) == 1 else unit.thread.wait.says.replace("waits", "wait", 1)
-    to = f", needs {target.process.name} (pid {target.process.pid})"
+    says, needs = unit.thread.wait.says, "needs"
+    if len(processes) > 1:
+        first, _, rest = says.partition(" ")
+        says, needs = f"{first.removesuffix('s')} {rest}", "need"
+    to = f", {needs} {target.process.name} (pid {target.process.pid})"
     return ChainLink(name, tuple(p.pid for p in processes), f"{says}{to}", unit.thread.at)
 
 
@@ -409,12 +429,14 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
         )
     if not any(p.read for p in look.processes):
         return ProcessFinding("unclear", "no stack of this job could be read", reason="see the notes")
-    if all(not u.active or u.thread.wait.kind in _LIFE for u in waits.units if not u.process.system):
+    if all(not u.active or u.thread.wait.kind in LIFE for u in waits.units if not u.process.system):
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]
-    text = _sentence(still[0]) if still else "no process could be judged"
-    return ProcessFinding(
-        "unclear",
-        text,
-        reason="nobody waits for it; look again in a minute: a line that is still the same then is stuck",
-    )
+    timed = [root for root in still if root.timed_s is not None]
+    blocked = [u for u in waits.units if u.active and u.still and u.thread.wait.kind not in LIFE]
+    text = _says(blocked[0]) if blocked else "no process could be judged"
+    text = _sentence((timed or still)[0]) if still else text
+    advice = "nobody waits for it; look again in a minute: a line that is still the same then is stuck"
+    if timed:
+        advice = f"this wait has a time limit: look again in {timed[0].timed_s:.0f} s"
+    return ProcessFinding("unclear", text, reason=advice)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from allranks.diagnosis.waits import Graph
-from allranks.model.stacks import JobLook, Process, ProcessLink, ThreadLook, Where
+from allranks.model.stacks import JobLook, Process, ProcessLink, StackFrame, ThreadLook, Where, is_user_file
 
 #: Waits that end by themselves sooner than this are no hang.
 SOON_S = 30.0
+#: Waits for the end of a process or thread: that others run is normal.
+LIFE = frozenset({"child", "thread", "stdin"})
 #: A thread whose process has nobody to serve: it needs a request to go on.
 _SOFT = frozenset({"idle"})
 
@@ -68,11 +70,37 @@ class _Finder:
         for process in alive:
             for link in process.links:
                 self.ends.setdefault(link.end, []).append(process)
+        self.sites: dict[StackFrame | None, set[str]] = {}  # a line -> the roles that are at it
+        for unit in self.units:
+            self.sites.setdefault(unit.thread.user, set()).add(unit.process.role)
+        self.bereft = {
+            (p.node, p.ppid) for p in look.processes if not p.alive
+        }  # a process of theirs has ended
+        self.units = tuple(self._reread(unit) for unit in self.units)
         self.moved: set[int] = set()
 
     def find(self) -> Waits:
         edges = {number: tuple(dict.fromkeys(self._targets(number))) for number in range(len(self.units))}
         return Waits(self.look, self.units, edges, frozenset(self.moved))
+
+    def _reread(self, unit: Unit) -> Unit:
+        """What the threads of other processes say of a unit: that several roles are at its line, which tells little without
+        its caller; that the process whose output it reads has ended, and who keeps the pipe open."""
+        thread, own, wait = unit.thread, unit.process, unit.thread.wait
+        frames = [f for f in thread.frames if is_user_file(f.file)]
+        outer = next((f for f in frames[1:] if f.name != frames[0].name), None)
+        if outer is not None and len(self.sites.get(thread.user, ())) > 1:
+            thread = replace(thread, caller=f"{outer.file.rsplit('/', 1)[-1]}:{outer.line}")
+        whole = thread.main or any(f.file.endswith("subprocess.py") for f in thread.frames)
+        if wait.kind == "child" and wait.ends and whole and own.where in self.bereft:
+            links = [one for one in own.links if one.end in wait.ends and one.side == "read" and one.fd]
+            writers = self._peers(unit, links)
+            names = " and ".join(f"{p.name} (pid {p.pid})" for p in writers[:3])
+            says = f"waits for {names} to close the output of an ended process"
+            says = says if names else "waits for more output of an ended process"
+            if links and not any(p.ppid == own.pid for p in writers):
+                thread = replace(thread, wait=replace(wait, kind="output", says=says))
+        return replace(unit, thread=thread)
 
     def _targets(self, number: int) -> Iterable[int]:
         unit = self.units[number]
@@ -109,8 +137,9 @@ class _Finder:
         if not wait.setters:
             return [] if wait.lock else self._beside(number, unit)
         inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
-        inside = [n for n in inside if self.units[n].active] or inside
-        return inside or ([] if wait.lost else self._clients(unit))
+        if inside:  # one that itself waits for its next work tells less than this wait
+            return [n for n in inside if self.units[n].active]
+        return [] if wait.lost else self._clients(unit)
 
     def _queue(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait
@@ -146,7 +175,9 @@ class _Finder:
         wait = unit.thread.wait
         found = [n for p in self._sharers(unit, wait.ends) for n in self.of.get(p.where, ())]
         found = [n for n in found if not set(self.units[n].thread.wait.ends) & set(wait.ends)]
-        return [n for n in found if self.units[n].active] or [n for n in found if self.units[n].thread.main]
+        active = [n for n in found if self.units[n].active]
+        acts = [n for n in active if self.units[n].thread.wait.kind not in LIFE]
+        return acts or active or [n for n in found if self.units[n].thread.main]
 
     def _poll(self, number: int, unit: Unit) -> list[int]:
         """Something that another process changes, in memory that they share."""
@@ -181,6 +212,8 @@ class _Finder:
         found: list[int] = []
         for link in mine:
             others = self._peers(unit, [link]) or self.ends.get(link.peer, [])
+            # who made a pair of sockets may have kept both
+            others = [p for p in others if all(one.end != link.end for one in p.links)] or others
             if link.kind == "pipe":
                 others = [p for p in others if not self._on_same_side(p, link, unit)]
             for process in _unique(others):
@@ -238,12 +271,22 @@ class _Finder:
         return [n for n in others if name in self.units[n].thread.later]
 
     def _child(self, number: int, unit: Unit) -> list[int]:
+        """Those of its processes that do something, where there are any: a resource tracker beside them is idle. An idle one
+        stands for those that it started: the server of multiprocessing that forks."""
+        found = self._file_lock(number, unit)
+        idle = {self.units[n].process.where for n in found if not self.units[n].active}
+        below = [p for p in self.look.processes if (p.node, p.ppid) in idle]
+        found += [n for p in below for n in self._whole(p.where)]
+        return [n for n in found if self.units[n].active] or found
+
+    def _output(self, number: int, unit: Unit) -> list[int]:
+        return [n for n in self._over(number, unit, unit.thread.wait.ends) if self.units[n].active]
+
+    def _file_lock(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait
         over = self._over(number, unit, wait.ends)
         pids = [p for p in wait.pids if (unit.process.node, p) in self.processes]
         return over + [n for pid in pids for n in self._whole((unit.process.node, pid))]
-
-    _file_lock = _child
 
     def _whole(self, where: Where) -> list[int]:
         here = self.of.get(where, [])

@@ -271,7 +271,8 @@ class WaitFor:
     """What one thread waits for, as far as the thread itself tells."""
 
     # idle (waits for its next work), work (is in code that waits for no other process), sleep, stopped, device, stdin, signal,
-    # lock, thread, event, queue, child, socket, answer, pipe, collective, rendezvous, store, ray, file_lock, poll, open, connect
+    # lock, thread, event, queue, child, socket, answer, pipe, output (of a process that has ended), collective, rendezvous,
+    # store, ray, file_lock, poll, open, connect
     kind: str
     says: str = ""  # "waits for a lock": for people
     key: str = ""  # identity inside the process: address of the lock, queue, condition or thread
@@ -304,13 +305,16 @@ class ThreadLook:
     handles: bool = False  # it serves a request
     thread_key: str = ""  # address of the Thread object that it runs
     user: StackFrame | None = None  # the innermost line of the user's own code
+    caller: str = ""  # "reward.py:62", where other roles are at its line, too
     later: tuple[str, ...] = ()  # FIFOs and joins that others wait for, and that its code still has ahead
 
     @property
     def at(self) -> str:
         """ "reward.py:41 in judge"; "" without a line of the user's own."""
         user = self.user
-        return f"{user.file.rsplit('/', 1)[-1]}:{user.line} in {user.name.rsplit('.', 1)[-1]}" if user else ""
+        called = f", called at {self.caller}" if self.caller else ""
+        where = f"{user.file.rsplit('/', 1)[-1]}:{user.line}" if user else ""
+        return f"{where} in {user.name.rsplit('.', 1)[-1]}{called}" if user else ""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,8 @@ def _with_role(
     ray = _RAY_TITLE.match(process.title)
     seen["ray"] = ray[1] if ray else ""
     for rule in rules:
-        if rule.fits(seen):
+        # a forked process has its parent's title, and a function of its own
+        if rule.fits(seen) and not (rule.system and seen["function"]):
             return replace(process, role=rule.role, system=rule.system, ours=rule.ours)
     if ray:
         return replace(process, role=ray[1])
@@ -162,5 +163,5 @@ def _first_function(process: Process) -> str:
     frames = [f for f in reversed(main.frames) if is_user_file(f.file)] if main is not None else []
     names = [short_name(frame.name).rsplit(".", 1)[-1] for frame in frames]
     return next(
-        (name for name in names if name not in ("<module>", "main", "run", "<lambda>", "start", "launch")), ""
+        (n for n in names if not n.startswith("<") and n not in ("main", "run", "start", "launch")), ""
     )

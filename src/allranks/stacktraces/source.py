@@ -138,9 +138,29 @@ def is_poll(text: str, line: int) -> bool:
     return not own or _called(nodes) <= _OWN_CALLS | {"sleep", "print", "info", "debug"}
 
 
+def only_sleeps(text: str, line: int) -> bool:
+    """Whether a line is in a loop without end that does nothing else: it keeps its process alive."""
+    loop = _loop(text, line)
+    nodes = [] if loop is None or not isinstance(loop.test, ast.Constant) else [*_own_nodes(loop)]
+    leaves = any(isinstance(n, ast.Break | ast.Return) for n in nodes)
+    return not leaves and _called(nodes) == {"sleep"}
+
+
+def tries_again(text: str, line: int) -> bool:
+    """Whether a line is in a `while` loop that does not look at the clock: a wait there that is over begins anew."""
+    loop = _loop(text, line)
+    return loop is not None and not _called(ast.walk(loop.test)) & {"monotonic", "time", "perf_counter"}
+
+
 def takes_work(text: str, line: int) -> bool:
     """Whether a line begins a round of a loop without end: what it waits for there is its next work."""
-    loop = _loop(text, line)
+    loops = _loops(text, line)
+    last = loops[-1] if loops else None
+    if isinstance(last, ast.For) and isinstance(last.iter, ast.Call) and _covers(last.iter, line):
+        return _last_word(last.iter.func) == "iter" and len(last.iter.args) == 2
+    loop = last if isinstance(last, ast.While) else None
+    if loop is not None and _covers(loop.test, line) and isinstance(loop.test, ast.NamedExpr):
+        return True
     if loop is None or any(isinstance(n, ast.Compare) for n in ast.walk(loop.test)):
         return False
     first: ast.stmt = loop.body[0]

@@ -6,6 +6,7 @@ once for every Python process, and again only for those that ran meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -92,15 +93,41 @@ def find_tree(pids: Sequence[int], known: Mapping[int, ProcessEntry] | None = No
     if not users:
         raise InputError(f"process {', '.join(map(str, pids))} does not exist on {socket.gethostname()}")
     found: dict[int, ProcessEntry] = {}
-    todo = list(pids)
-    while todo:
-        pid = todo.pop(0)
-        if pid in found or pid == os.getpid() or _owner(pid) not in users:
-            continue
-        if (entry := same.get(pid) or read_entry(pid)) is not None:
-            found[pid] = entry
-            todo += parents.get(pid, [])
+    for later in (False, True):
+        todo = _detached(found, parents) if later else list(pids)
+        while todo:
+            pid = todo.pop(0)
+            if pid in found or pid == os.getpid() or _owner(pid) not in users:
+                continue
+            if (entry := same.get(pid) or read_entry(pid)) is not None:
+                found[pid] = entry
+                todo += parents.get(pid, [])
     return list(found.values())
+
+
+def _detached(found: Mapping[int, ProcessEntry], parents: Mapping[int, Sequence[int]]) -> list[int]:
+    """Processes that have left the tree and still write into a pipe that it reads: their parent now is one above it."""
+    above, pid = {1}, next(iter(found), 0)
+    while pid > 1:
+        fields = process_stat(pid)
+        pid = int(fields[1]) if len(fields) > 1 else 0
+        above.add(pid)
+    others = {one for pid in above for one in parents.get(pid, ()) if one not in found and one not in above}
+    written = {one: pipes for one in others if (pipes := _pipes(one, "1", "2"))}
+    read = set().union(*(_pipes(one) for one in found)) if written else set()
+    return [one for one, pipes in written.items() if pipes & read]
+
+
+def _pipes(pid: int, *outputs: str) -> set[str]:
+    """The pipes of these descriptors; without any, those that a process reads, but for its input."""
+    found, folder = set(), f"{PROC}/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for name in outputs or os.listdir(folder):
+            with contextlib.suppress(OSError):
+                target, mode = os.readlink(f"{folder}/{name}"), os.lstat(f"{folder}/{name}").st_mode
+                wanted = name in outputs or (mode & 0o400 and name != "0")
+                found |= {target} if wanted and target.startswith("pipe:") else set()
+    return found
 
 
 def only_roles() -> bool:

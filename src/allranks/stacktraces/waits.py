@@ -35,6 +35,7 @@ from allranks.stacktraces.views import (
     user_frame,
 )
 
+_SENDS = ("write", "writev", "sendto", "sendmsg")
 SHORT_S = 30.0  # a sleep that ends sooner is not a hang by itself
 T = TypeVar("T")
 
@@ -163,6 +164,7 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     stack = ThreadStack(tid, "task", frames, False, False)
     asked = _Asked(ThreadView(tid, "task", False, (stack,), None, ()), ThreadExtra(), around, "thread_wait")
     awaits = any(link.side == "client" and link.turn == "awaits" for link in around.links.values())
+    zmq = any(link.owner.startswith("zmq") for link in around.links.values())
     if any(f.file.endswith("ray/util/queue.py") for f in frames[:4]):
         full = any(f.name.endswith("put") for f in frames[:2])
         says = "waits for room in the queue" if full else "waits for an item of the queue"
@@ -179,6 +181,9 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         wait = WaitFor("answer", "waits for data on a connection")
     elif _any(frames[:3], "stream"):
         wait = WaitFor("idle", "waits for its next request")
+    elif zmq and re.search(r"\.recv\w*\(", _line(asked)):
+        takes = asked.ask(source.takes_work, False)
+        wait = WaitFor("answer", "waits for data", operation="zmq", strong=not takes)
     else:
         wait = _by_thread(asked) or WaitFor("work")
     holds = _held(frames, around.text)
@@ -189,9 +194,13 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
 
 def _awaits_child(a: _Asked) -> bool:
     """Whether a task awaits the end or the output of a process: asyncio calls that `stdout` or `stderr` of the process."""
-    line = a.ask(lambda text, number: "".join(text.splitlines()[number - 1 : number]), "")
-    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", line)
+    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", _line(a))
     return bool(reads) or _any(a.frames[:4], "async_child")
+
+
+def _line(a: _Asked) -> str:
+    """The text of the user's line."""
+    return a.ask(lambda text, number: "".join(text.splitlines()[number - 1 : number]), "")
 
 
 def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
@@ -264,7 +273,7 @@ def _is_idle(a: _Asked, serving: int | None, handles: bool) -> bool:
     if not frames:
         waits = call.startswith(("epoll", "accept", "poll", "ppoll", "select", "pselect"))
         return not a.thread.main or not call or waits
-    if call in ("write", "writev", "sendto", "sendmsg", "connect"):
+    if call in (*_SENDS, "connect"):
         return False
     if serving is not None and not handles and not a.thread.busy:
         return not (a.thread.main and _calls(frames[: serving + 1], "handle_one_request@http/server.py"))
@@ -307,7 +316,10 @@ def _by_child(a: _Asked) -> WaitFor | None:
         return WaitFor("child", says, pids=(child,) if 0 < child < 1 << 22 else children)
     commands = a.cause in ("subprocess_wait", "child_process_wait")
     if commands and children and not _any(a.frames, "shared"):
-        return WaitFor("child", says, ends=a.ends, pids=children)
+        reads = a.ends and not _calls(a.frames[:8], "*@multiprocessing/")
+        says = "reads the output of a process that it started" if reads else says
+        says = "waits for a result of its process pool" if _any(a.frames[:6], "future") else says
+        return WaitFor("child", says, ends=a.ends, pids=() if a.ends else children)
     polled = a.extra.polled if a.cause == "native_call" else ()
     if _any(a.frames[:3], "polls_lock"):
         polled = a.extra.polled or a.around.lockers
@@ -336,7 +348,13 @@ def _by_shared(a: _Asked) -> WaitFor | None:
         return WaitFor("queue", "puts into a full queue between processes", lock=a.lock, ends=ends)
     if a.lock:
         return WaitFor("lock", f"waits for {a.lock} between processes", lock=a.lock, ends=ends)
-    return WaitFor("event", "waits for other processes", ends=ends)
+    made = (word for word in _SHARED if any(f.name.startswith(f"{word}.") for f in a.frames[:6]))
+    name = f" ({a.waited[0]})" if a.waited[0] else ""
+    return WaitFor("event", f"waits for {_SHARED[next(made, '')]}{name} between processes", ends=ends)
+
+
+#: The outermost object that a thread waits on, of those that are made of each other.
+_SHARED = {"Barrier": "a barrier", "Event": "an event", "Condition": "a condition", "": "something"}
 
 
 def _by_lock(a: _Asked) -> WaitFor | None:
@@ -351,6 +369,10 @@ def _by_lock(a: _Asked) -> WaitFor | None:
 def _by_thread(a: _Asked) -> WaitFor | None:
     """Other threads of the process: join, events, conditions, futures, queues."""
     near = a.frames[:5]
+    if _any(near, "rpc"):
+        return None
+    if _any(near, "requests"):
+        return WaitFor("event", "waits for the next message of its client", setters=("clients",))
     if _any(near, "join"):
         return WaitFor("thread", "waits for a thread to end", key=_self_of(a, 5, "join"))
     if _any(near, "future"):
@@ -383,9 +405,16 @@ def _wait_for_object(a: _Asked, kind: str) -> WaitFor:
         setters=setters,
         lost=next((one for one in setters if source.is_started(text, one)), ""),
         strong=kind != "queue" or full or not a.consumes,
-        left_s=a.now.left_s,
+        left_s=_left_s(a),
         operation=method,
     )
+
+
+def _left_s(a: _Asked) -> float | None:
+    """Until its wait ends by itself; None also where that is only one try of many."""
+    last, first = a.now.left_s, a.thread.facts[0].left_s if a.thread.facts else None
+    again = last is not None and first is not None and last > first - a.around.seconds / 2
+    return None if again or a.ask(source.tries_again, False) else last
 
 
 def _by_links(a: _Asked) -> WaitFor | None:
@@ -400,10 +429,14 @@ def _by_links(a: _Asked) -> WaitFor | None:
     if links and all(one.kind == "listen" for one in links):
         return WaitFor("idle", "waits for a connection")
     if pipes := tuple(one.end for one in links if one.kind == "pipe"):
-        return WaitFor("pipe", "waits for a pipe", ends=pipes)
+        reads = any(one.side == "read" for one in links)
+        return WaitFor("pipe", "reads from a pipe" if reads else "writes to a full pipe", ends=pipes)
     if links:
         ends = tuple(one.end for one in links if one.kind != "listen")
-        return WaitFor("socket", f"waits for {what} on a connection", ends=ends)
+        says = (
+            "sends on a full connection" if a.now.syscall in _SENDS else f"waits for {what} on a connection"
+        )
+        return WaitFor("socket", says, ends=ends)
     if client or a.cause == "request_wait" or _any(a.frames[:6], "zmq"):
         return WaitFor("answer", f"waits for {what}", operation="" if client else "zmq")
     return None
@@ -416,6 +449,8 @@ def _by_sleep(a: _Asked) -> WaitFor | None:
             memory = a.ask(source.polls_memory, False)
             says = "looks again and again for something that does not come"
             return WaitFor("poll", says, left_s=left_s, operation="memory" if memory else "")
+        if a.ask(source.only_sleeps, False):
+            return WaitFor("idle", "sleeps until the program is ended")
         return WaitFor("sleep", "sleeps", left_s=left_s)
     if a.cause == "stdin_wait":
         return WaitFor("stdin", "waits for input")

@@ -1,0 +1,216 @@
+"""What live processes wait for, and whom it leads to: pipes that outlive their process, streams, objects between processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from tests.stacks.test_process_tree import look_at, running
+
+from allranks.cli import main
+from allranks.diagnosis.process_verdict import explain_processes
+from allranks.model.stacks import Process, StackFrame, ThreadLook, WaitFor
+from allranks.stacktraces.procfs import ProcessEntry
+from allranks.stacktraces.roles import give_roles, load_roles
+
+
+def _forked(pid: int, title: str, *names: str) -> Process:
+    """A process whose main thread is in these functions, outermost first, below multiprocessing's `run`."""
+    run = StackFrame("BaseProcess.run", "/lib/multiprocessing/process.py", 1)
+    frames = tuple(StackFrame(name, "/job/job.py", 7) for name in reversed(names))
+    main = ThreadLook(1, "MainThread", WaitFor("work"), (*frames, run), main=True)
+    return Process(pid, ppid=0, node="a", title=title, threads=(main,))
+
+
+def test_a_process_of_the_fork_server_is_not_the_fork_server() -> None:
+    """It has the server's title, and a function of its own; a comprehension gives no name."""
+    title = "python -c from multiprocessing.forkserver import main; main(5, 6)"
+    (actor,) = give_roles([_forked(4, title, "actor", "send")], {}, load_roles())
+    assert (actor.role, actor.system) == ("actor", False)
+    frames = (StackFrame("<listcomp>", "/job/job.py", 9), StackFrame("<module>", "/job/job.py", 9))
+    main = ThreadLook(1, "MainThread", WaitFor("work"), frames, main=True)
+    plain = [Process(pid, ppid=pid - 3, node="a", title="python job.py", threads=(main,)) for pid in (3, 6)]
+    entries = {one.pid: ProcessEntry(one.pid, one.ppid, "S", 0, "python", one.title) for one in plain}
+    assert give_roles(plain, entries, load_roles())[0].role == "driver"
+
+
+DETACHED = """
+    import subprocess, sys
+
+    START = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], start_new_session=True).pid)"
+    SLEEPS = [sys.executable, "-c", "import signal; signal.pause()"]
+
+    def launch():
+        starter = subprocess.Popen([sys.executable, "-c", START, *SLEEPS], stdout=subprocess.PIPE)
+        print(starter.stdout.readline().decode(), end="")
+        print("ready")
+        starter.communicate()
+
+    launch()
+    """
+
+
+def test_a_process_that_left_the_tree_with_its_output_is_found(tmp_path: Path) -> None:
+    """The driver reads to the end; what it started has ended; a server in a session of its own keeps the pipe open."""
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(DETACHED))
+    job = subprocess.Popen([sys.executable, "-u", str(script)], stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    server = int(job.stdout.readline())
+    try:
+        assert job.stdout.readline() == "ready\n"
+        look = look_at(job.pid)
+        found = explain_processes(look)
+        assert server in {one.pid for one in look.processes}
+        assert found.state == "stuck" and found.guilty[0].pid == job.pid, found
+        assert f"(pid {server}) to close the output of an ended process at job.py:" in found.sentence
+    finally:
+        os.kill(server, 9)
+        job.kill()
+        job.communicate()
+
+
+STREAM = """
+    import queue, subprocess, sys, time
+    from concurrent import futures
+    import grpc
+
+    def parameters():
+        def sync(requests, context):
+            for request in requests:
+                pass
+        method = grpc.stream_stream_rpc_method_handler(sync)
+        handler = grpc.method_handlers_generic_handler("P", {"Sync": method})
+        server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[handler])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        subprocess.Popen([sys.executable, "-u", __file__, str(port)])
+        server.wait_for_termination()
+
+    def learner(port):
+        todo = queue.Queue()
+        todo.put(b"x")
+        answers = grpc.insecure_channel(f"127.0.0.1:{port}").stream_stream("/P/Sync")(iter(todo.get, None))
+        time.sleep(0.5)
+        print("ready")
+        next(answers)
+
+    learner(sys.argv[1]) if len(sys.argv) > 1 else parameters()
+    """
+
+
+def test_both_ends_of_a_stream_wait_for_each_other(tmp_path: Path) -> None:
+    """A handler waits for the next message, its client for the next answer; the server's main thread is idle."""
+    pytest.importorskip("grpc")
+    with running(tmp_path, STREAM) as job:
+        found = explain_processes(look_at(job.pid))
+    assert {(one.role, one.function) for one in found.guilty} == {
+        ("parameters", "sync"),
+        ("learner", "learner"),
+    }, found
+
+
+SHARED = """
+    import multiprocessing, threading, time
+
+    def generator(condition, barrier, done):
+        barrier.wait()
+
+    def learner(condition, barrier, done):
+        with condition:
+            condition.wait()
+
+    def judge(condition, barrier, done):
+        done.wait()
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("fork")
+        things = context.Condition(), context.Barrier(2), context.Event()
+        processes = [context.Process(target=role, args=things) for role in (generator, learner, judge)]
+        [one.start() for one in processes]
+        time.sleep(0.5)
+        print("ready")
+        [one.join() for one in processes]
+    """
+
+
+def test_what_processes_wait_for_is_named(tmp_path: Path) -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("this interpreter's code has no qualified names")
+    with running(tmp_path, SHARED) as job:
+        look = look_at(job.pid)
+    says = {p.role: t.wait.says for p in look.processes for t in p.threads if t.main}
+    assert says["generator"] == "waits for a barrier (barrier) between processes"
+    assert says["learner"] == "waits for a condition (condition) between processes"
+    assert says["judge"] == "waits for an event (done) between processes"
+
+
+KEEPS_ALIVE = """
+    import multiprocessing, time
+
+    def worker(queue):
+        for job in iter(queue.get, None):
+            print(job)
+
+    if __name__ == "__main__":
+        queue = multiprocessing.get_context("fork").Queue()
+        multiprocessing.get_context("fork").Process(target=worker, args=(queue,), daemon=True).start()
+        time.sleep(0.5)
+        print("ready")
+        while True:
+            time.sleep(1200)
+    """
+
+
+@pytest.mark.parametrize("words", [[], ["--tree"]])
+def test_a_driver_that_keeps_idle_workers_alive_is_not_stuck(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With and without --tree: the driver is not a rank."""
+    with running(tmp_path, KEEPS_ALIVE) as job:
+        code = main(["stacks", "--pid", str(job.pid), "--for", "2.5", "--json", *words])
+    answer = json.loads(capsys.readouterr().out)
+    assert (code, answer["state"], answer.get("hung", False)) == (0, "moving", False), answer
+
+
+ZMQ = """
+    import asyncio, os, sys, tempfile, threading
+    import zmq, zmq.asyncio
+
+    def reward(address):
+        end = zmq.Context().socket(zmq.REP)
+        end.bind(address)
+        end.recv()
+        print("ready")
+        threading.Event().wait()
+
+    async def orchestrator(address):
+        end = zmq.asyncio.Context().socket(zmq.REQ)
+        end.connect(address)
+        await end.send(b"sample")
+        await end.recv()
+
+    if len(sys.argv) > 1:
+        reward(sys.argv[1])
+    else:
+        address = "ipc://" + os.path.join(os.path.dirname(__file__), "socket")
+        import subprocess
+        subprocess.Popen([sys.executable, "-u", __file__, address])
+        asyncio.run(orchestrator(address))
+    """
+
+
+def test_a_task_that_awaits_a_message_of_zmq_is_followed(tmp_path: Path) -> None:
+    """The orchestrator's task → ZMQ → the process that does not answer."""
+    pytest.importorskip("zmq")
+    if sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)):
+        pytest.skip("the layout of this interpreter's coroutines is not known")
+    with running(tmp_path, ZMQ) as job:
+        found = explain_processes(look_at(job.pid))
+    assert [(one.role, one.function) for one in found.guilty] == [("reward", "reward")], found
+    assert [link.role for link in found.chain] == ["driver"], found.chain
