@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     for one in accounts:
         prefix = f"{one.job}: " if len(accounts) > 1 else ""
         if not found[one.job]:
-            print(f"{prefix}{one.goodput:.1%} useful; no change is worth more than 0.2 % of the time.")
+            print(f"{prefix}{one.goodput:.1%} useful; no change is worth more than 0.2% of the time.")
         for line in found[one.job]:
             print(f"{prefix}+{line.gain:.1%}: {line.what}.\n    {line.why}.")
     return 1 if any(found.values()) else 0

@@ -75,6 +75,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.all_nodes:
         return _dump(args)
     with tempfile.TemporaryDirectory(prefix="allranks-dump-") as folder:
+        args.job = args.job or args.path
         args.path = _fetch(args, folder)
         args.output = args.output or f"allranks-dump-{args.job or 'all-nodes'}"
         return _dump(args)
