@@ -166,7 +166,7 @@ def test_the_page_of_a_job_is_found_by_its_name(tmp_path: Path, capsys: pytest.C
         (tmp_path / "job.json").write_text(json.dumps({"lighthouse": address}))
         assert main(["page", str(tmp_path), "--no-browser"]) == 0
     assert main(["page", "host:80", "--json"]) == 0
-    assert capsys.readouterr().out == f'http://{address}/\n{{"url": "http://host:80/"}}\n'
+    assert capsys.readouterr().out == f'http://{address}/\n{{"schema": 1, "url": "http://host:80/"}}\n'
     for words in (["page", "--no-browser"], ["lighthouse", "status"]):
         assert main([*words, str(tmp_path)]) == 2
         assert "the job has probably ended" in capsys.readouterr().err

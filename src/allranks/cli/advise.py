@@ -23,6 +23,7 @@ def main(args: argparse.Namespace) -> int:
     if flags.json:
         body = [
             {
+                "schema": 1,
                 "job": one.job,
                 "goodput": one.goodput,
                 "advice": [asdict(line) for line in found[one.job]],

@@ -269,7 +269,7 @@ def _import(args: _ImportFlags) -> int:
 
 
 def _answer(args: _Flags, facts: Mapping[str, object], lines: str | Iterable[str]) -> int:
-    answer(args.json, {"schema": 1, **facts}, lines)
+    answer(args.json, facts, lines)
     return 0
 
 

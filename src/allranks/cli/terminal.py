@@ -31,7 +31,7 @@ _OURS = re.compile(r"(\x1b\[(?:[0-2]|3[1-6])m|[\n\t])")
 def answer(as_json: bool, facts: Mapping[str, object], lines: str | Iterable[str]) -> None:
     """Prints what was found: one JSON object for programs, or lines for people."""
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps({"schema": 1, **facts}))
         return
     for line in [lines] if isinstance(lines, str) else lines:
         print(harmless(line))
