@@ -177,16 +177,15 @@ def test_all_nodes_of_the_named_job_are_asked_and_not_of_the_newest(
     assert "--all-nodes needs a job under `allranks run`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["record", "watch"])
-def test_a_folder_that_cannot_be_made_starts_no_command(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_cannot_be_made_starts_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`record` recorded nothing and said nothing; `watch` lost what it had collected."""
+    """It recorded nothing and said nothing."""
     monkeypatch.setattr("allranks.cli.record._site_folders", lambda: [str(tmp_path)])
     (tmp_path / "allranks_record.pth").touch()
     started = tmp_path / "started"
     assert (
-        main([command, "-o", str(tmp_path / "allranks_record.pth" / "x"), "--", "touch", str(started)]) == 2
+        main(["record", "-o", str(tmp_path / "allranks_record.pth" / "x"), "--", "touch", str(started)]) == 2
     )
     assert "allranks_record.pth is not a folder" in capsys.readouterr().err and not started.exists()
 

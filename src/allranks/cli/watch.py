@@ -86,10 +86,8 @@ def main(args: argparse.Namespace) -> int:
     folder = options.folder()
     try:
         check_folder(str(folder))
-    except InputError as error:
-        if args.output_dir:
-            raise
-        _say(f"{error}: stacks cannot be kept. -o DIR names another folder")
+    except InputError as error:  # the job runs nevertheless
+        _say(f"{error}: no stacks can be kept there. -o DIR names another folder")
     sidecar = (
         RoleSidecar(options, folder, _say, show_roles) if args.tree else Sidecar(options, folder, _say, show)
     )
