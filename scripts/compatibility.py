@@ -286,7 +286,6 @@ refuses dumps of gloo there.
 
 ## Known limits
 - One node with several GPUs and several nodes with GPUs are not part of the tests. NCCL is tested with several ranks on one GPU.
-- With torch 2.5 and 2.6 calls that C++ makes (DDP's reducer) are not recorded. `allranks doctor` reports it.
 - torchtitan 0.3.0 needs torch 2.15 for its own trainer on CPU.
 
 Make the page again: `pytest tests/integrations --soak --junitxml=results.xml`, then `python scripts/compatibility.py results.xml`; `make test-all` adds

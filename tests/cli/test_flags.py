@@ -18,7 +18,7 @@ class Example:
     """One option of every kind."""
 
     size: int = option(3, "of it", at_least=1, environment="EXAMPLE_SIZE")
-    wait_s: float = option(0.5, "before it", unit="s", ms=True)
+    wait_s: float = option(0.5, "before it", unit="s", ms=True, at_least=0)
     names: tuple[str, ...] = option((), "of all", metavar="NAME")
     ranks: tuple[int, ...] = option((), "of some", nargs="+")
     folder: Path | None = option(None, "for it", flags="-f --folder")
@@ -75,9 +75,15 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch:
 
 
 def test_a_value_out_of_bounds_is_refused_with_the_value() -> None:
-    """By the class, whatever it was made from."""
-    with pytest.raises(ConfigurationError, match=r"size \(0\) must be at least 1"):
-        parse("--size", "0")
+    """Under the name that was written: it was "wait_s (-0.25)". From elsewhere, by the class."""
+    for words, text in (
+        (("--size", "0"), r"--size \(0\) must be at least 1"),
+        (("--wait-ms", "-250"), r"--wait-ms \(-250\) must not be negative"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^{text}"):
+            parse(*words)
+    with pytest.raises(ConfigurationError, match=r"^size \(0\) must be at least 1"):
+        Example(0)
 
 
 def test_the_help_shows_the_defaults_of_the_object_that_it_is_given() -> None:

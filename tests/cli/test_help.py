@@ -94,6 +94,12 @@ def test_help_imports_no_library_and_nothing_slow(command: str) -> None:
     assert len(ours) <= 24, ours
 
 
+def test_every_example_is_shown() -> None:
+    """Those that begin with another program were in no help."""
+    shown = "".join(parser.format_help() for parser in parsers())
+    assert [line for lines in EXAMPLES.values() for line in lines if f"  {line}\n" not in shown] == []
+
+
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
 def test_every_example_can_be_parsed(line: str) -> None:
     """Flags and arguments exist."""
@@ -114,6 +120,7 @@ def test_every_example_can_be_parsed(line: str) -> None:
         (["lighthouse", "readmitt", "job", "replica-1"], "did you mean readmit"),
         (["nonsense"], "`allranks --help` lists the commands."),
         (["diagnose"], "For example: allranks diagnose dumps/\n"),
+        (["slurm"], "arguments are required: action\n"),
     ],
 )
 def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(
@@ -159,9 +166,10 @@ def test_the_page_of_a_job_is_found_by_its_name(tmp_path: Path, capsys: pytest.C
         (tmp_path / "job.json").write_text(json.dumps({"lighthouse": address}))
         assert main(["page", str(tmp_path), "--no-browser"]) == 0
     assert main(["page", "host:80", "--json"]) == 0
-    assert capsys.readouterr().out == f'http://{address}/\n{{"url": "http://host:80/"}}\n'
-    assert main(["page", str(tmp_path), "--no-browser"]) == 2
-    assert "the job has probably ended" in capsys.readouterr().err
+    assert capsys.readouterr().out == f'http://{address}/\n{{"schema": 1, "url": "http://host:80/"}}\n'
+    for words in (["page", "--no-browser"], ["lighthouse", "status"]):
+        assert main([*words, str(tmp_path)]) == 2
+        assert "the job has probably ended" in capsys.readouterr().err
 
 
 def test_bash_completes_commands_flags_and_files(tmp_path: Path) -> None:

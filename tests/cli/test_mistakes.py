@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -141,3 +142,60 @@ def test_dumps_of_another_user_are_told_from_damaged_ones(closed: str, tmp_path:
     tmp_path.chmod(0o700)
     assert done.returncode == 2 and "Errno" not in done.stderr and "`ls -l" in done.stderr, done.stderr
     assert "may be read by this user" in done.stderr or "Permission denied" in done.stderr
+
+
+def test_a_job_in_two_places_is_completed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a folder without a box is not offered: no command takes it."""
+    folders = [tmp_path / "shm" / "llama", tmp_path / "tmp" / "llama", tmp_path / "tmp" / "empty"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    for folder in folders[:2]:
+        (folder / "x.box").write_bytes(b"")
+    monkeypatch.setattr("allranks.incidents.job_overview.job_folders", lambda: folders)
+    assert main(["completion", "--jobs"]) == 0
+    assert capsys.readouterr().out == "llama\n"
+
+
+def test_all_nodes_of_the_named_job_are_asked_and_not_of_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`dump JOB --all-nodes` took the boxes of another job when that was newer."""
+    monkeypatch.setattr("allranks.blackbox.files.base_folder", lambda: tmp_path)
+    monkeypatch.delenv("ALLRANKS_LIGHTHOUSE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    for job, pid, when in (("ended", 2**22, 1), ("newest", os.getpid(), 2)):
+        folder = tmp_path / job
+        folder.mkdir()
+        (folder / "job.json").write_text(json.dumps({"lighthouse": address, "pid": pid}))
+        (folder / "token").write_text("secret")
+        (folder / "token").chmod(0o600)
+        os.utime(folder / "job.json", (when, when))
+    assert main(["dump", "ended", "--all-nodes", "-o", str(tmp_path / "out")]) == 2
+    assert "--all-nodes needs a job under `allranks run`" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_starts_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It recorded nothing and said nothing."""
+    monkeypatch.setattr("allranks.cli.record._site_folders", lambda: [str(tmp_path)])
+    (tmp_path / "allranks_record.pth").touch()
+    started = tmp_path / "started"
+    assert (
+        main(["record", "-o", str(tmp_path / "allranks_record.pth" / "x"), "--", "touch", str(started)]) == 2
+    )
+    assert "allranks_record.pth is not a folder" in capsys.readouterr().err and not started.exists()
+
+
+def test_a_folder_without_a_ledger_is_not_taken_for_the_name_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was "no job 'incidents' on this node"."""
+    monkeypatch.chdir(tmp_path)
+    Path("incidents").mkdir()
+    for name in ("incidents", "./incidents"):
+        assert main(["goodput", name]) == 2
+        assert "allranks goodput: there is no ledger in incidents\n" in capsys.readouterr().err

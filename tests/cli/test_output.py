@@ -203,7 +203,7 @@ def _write_box(job: str, header: TraceHeader, trace: RankTrace) -> None:
     path.write_bytes(box_bytes(replace(trace, header=header)))
 
 
-@pytest.mark.parametrize("words", [["diagnose", str(DUMPS)], ["stacks", "--pid", "1"]])
+@pytest.mark.parametrize("words", [["diagnose", str(DUMPS)], ["stacks", "--pid", "1"], ["goodput"]])
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +240,10 @@ def test_stacks_takes_the_name_of_a_job_as_the_other_commands_do(
         "allranks stacks: no job 'nosuch' on this node",
         "Jobs on this node: night-a.",
     ]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "captured").mkdir()
+    assert main(["stacks", "captured"]) == 2
+    assert "allranks stacks --from captured" in capsys.readouterr().err
     assert main(["stacks", "night"]) == 2
     assert "no rank of job 'night-a'" in capsys.readouterr().err
 

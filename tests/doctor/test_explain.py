@@ -299,3 +299,20 @@ def test_the_words_that_an_expression_needs(expression: str, words: tuple[str, .
 def test_every_pattern_needs_some_words() -> None:
     """One that does not would be applied to each line of each log."""
     assert [one.id for one in patterns() if not needed_words(one.pattern)] == []
+
+
+def test_a_folder_without_a_log_is_no_healthy_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was "no known failure in 0 lines", with exit code 0."""
+    assert main(["doctor", "explain", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"allranks doctor: there is no line of a log in {tmp_path}\n"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was passed over."""
+    tmp_path.chmod(0)
+    try:
+        assert main(["doctor", "explain", str(tmp_path)]) == 2
+    finally:
+        tmp_path.chmod(0o700)
+    assert f"cannot read {tmp_path}: Permission denied" in capsys.readouterr().err

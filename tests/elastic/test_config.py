@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from allranks.cli import main
-from allranks.cli.run_job import read_settings
+from allranks.cli.run_job import RunFlags, read_settings
 from allranks.elastic.config import JobConfig, load_config, validate_config, validate_elastic_config
+from allranks.elastic.config.schema import Recovery
 from allranks.errors import ConfigurationError, InputError
+from allranks.model.options import meanings
 
 BROKEN = """\
 training:
@@ -393,3 +395,10 @@ def test_a_file_of_hundreds_of_thousands_of_keys_is_not_read_to_its_end(tmp_path
     result = validate_config(_write(tmp_path, some))
     problems = [*result.errors, *result.warnings]
     assert len(problems) == 101 and "and 200 more" in problems[-1]
+
+
+def test_a_job_file_takes_every_way_to_recover_that_the_flag_takes() -> None:
+    """ "collect" was for the flag only."""
+    (flag,) = (meaning for one, meaning in meanings(RunFlags) if one.name == "recovery")
+    (key,) = (meaning for one, meaning in meanings(Recovery) if one.name == "mode")
+    assert {*key.choices} == {*flag.choices, "auto"}

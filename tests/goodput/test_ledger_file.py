@@ -218,9 +218,11 @@ def test_python_and_the_command_read_the_same(
     keep(tmp_path / "allranks-incidents", 60.0)
     assert main(["goodput", "job/1", "--json", "--html", "page.html"]) == 0
     shown = json.loads(capsys.readouterr().out)
+    assert shown["schema"] == 1  # as the reference promises for every command
     assert allranks.goodput("job/1").goodput == pytest.approx(shown["goodput"])
     assert "Where the time went" in (tmp_path / "page.html").read_text()
-    assert main(["advise"]) in (0, 1)
+    assert main(["advise", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["schema"] == 1
     assert main(["goodput", "no-such-job"]) == 2
 
 

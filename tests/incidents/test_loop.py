@@ -174,6 +174,16 @@ def test_an_incident_without_stacks_says_why(tmp_path: Path, monkeypatch: pytest
     assert "stacks of rank 0: nothing could be read" in opened.current.missing
 
 
+def test_requested_evidence_is_as_old_as_its_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacks take seconds, in which a job that trains goes on: the calls of its copied boxes looked stuck for so long."""
+    sampled_ns: list[int] = []
+    whole = pipeline.IncidentPipeline(WatchOptions(tmp_path, tmp_path / "incidents", "job"))
+    monkeypatch.setattr(whole, "_collect_stacks", lambda *_: sampled_ns.append(time.time_ns()))
+    write_box(tmp_path, 0, 3)
+    observed = read_observed(whole.collect_now("asked for").path)
+    assert observed is not None and 0 < observed.taken_ns <= sampled_ns[0]
+
+
 def test_a_rank_that_raised_and_does_not_end_is_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,16 @@ def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: P
     assert (tmp_path / "in" / "boxes" / "0.box").read_bytes() == b"box"
 
 
+def test_a_part_counts_after_its_sender_has_the_reply(tmp_path: Path) -> None:
+    """Whoever waits for the last part closes the connection: its sender logged that the part could not be sent."""
+    mailbox = alone()
+    mailbox.expect("i-1", tmp_path)
+    heard = mailbox._awaited["i-1"].heard
+    replies: list[tuple[bool, set[str]]] = []
+    mailbox.take("i-1", "agent-b", pack_part(tmp_path, []), lambda taken: replies.append((taken, {*heard})))
+    assert (replies, heard) == ([(True, set())], {"agent-b"})
+
+
 def test_a_part_that_is_unpacked_slowly_holds_up_nobody(tmp_path: Path) -> None:
     """The thread that talks to the lighthouse reports lost agents: while it waits, our own node counts as lost."""
     (tmp_path / "part" / "boxes").mkdir(parents=True)
@@ -110,7 +120,8 @@ def test_a_part_that_is_unpacked_slowly_holds_up_nobody(tmp_path: Path) -> None:
     mailbox = alone()
     mailbox.expect("i-1", tmp_path / "in")
     data = pack_part(tmp_path / "part", [])
-    taking = threading.Thread(target=mailbox.take, args=("i-1", "agent-b", data), daemon=True)
+    replies: list[bool] = []
+    taking = threading.Thread(target=mailbox.take, args=("i-1", "agent-b", data, replies.append), daemon=True)
     taking.start()
     wait_until(lambda: "agent-b" in mailbox._awaited["i-1"].taking)
     lost = threading.Thread(target=mailbox.give_up, args=("agent-c",), daemon=True)

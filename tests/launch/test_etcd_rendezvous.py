@@ -74,7 +74,7 @@ def test_start_status_stop_as_a_user_types_them(tmp_path: Path, capsys: pytest.C
     assert main(["etcd", "start", "--port", "0", *folder]) == 0
     assert json.loads(capsys.readouterr().out)["pid"] == started["pid"]
     assert main(["etcd", "stop", *folder]) == 0
-    assert json.loads(capsys.readouterr().out) == {"stopped": True}
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "stopped": True}
     assert main(["etcd", "status", *folder]) == 1
 
 

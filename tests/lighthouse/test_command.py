@@ -192,10 +192,21 @@ def test_status_says_with_its_exit_code_that_a_member_is_lost(
         (["lighthouse", "--bind", "nowhere:x:y:99999"], "--bind"),
         (
             ["lighthouse", "--min-replicas", "0", "--bind", "127.0.0.1:0"],
-            "min_replicas (0) must be at least 1",
+            "--min-replicas (0) must be at least 1",
         ),
         (["lighthouse", "--bind", "203.0.113.7:1"], "cannot listen on 203.0.113.7:1"),
-        (["lighthouse", "--token-file", "/nonexistent"], "cannot read the job token"),
+        (
+            ["lighthouse", "--token-file", "/nonexistent"],
+            "cannot read the job token in /nonexistent: No such file or directory\n",
+        ),
+        (
+            ["lighthouse", "--bind", "127.0.0.1:0", "--certificate", "/nonexistent"],
+            "cannot use /nonexistent for TLS: No such file or directory\n",
+        ),
+        (
+            ["lighthouse", "--bind", "127.0.0.1:0", "--certificate", __file__],
+            f"cannot use {__file__} for TLS: not a certificate and its key in PEM\n",
+        ),
     ],
 )
 def test_mistakes_are_said_in_one_line_with_exit_2(

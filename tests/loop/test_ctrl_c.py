@@ -76,7 +76,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing_behind(tmp_path: Path, mode: str
     assert not ours if mode == "replicas" else len(ours) <= 1, output  # the watched script may print its own
     if mode == "replicas":
         assert output.splitlines()[-1] == "[allranks] Stopped by Ctrl-C at step 11,500.", output
-        assert "rank_exited" not in output and "signal 2" not in output, output
+        assert "rank exited" not in output and "signal 2" not in output, output
     assert all(gone(pid) for pid in pids)
     assert not [path for path in tmp_path.glob("incidents/*") if path.is_dir()] and not list(
         tmp_path.glob("out/*")

@@ -174,6 +174,11 @@ def test_the_box_says_how_the_process_ended(folder: Path, tmp_path: Path) -> Non
     dump = folder / "dumps" / "exception.a0.1" / "rank_0"
     assert dump.stat().st_mode & 0o777 == 0o600
 
+    for error in ("KeyboardInterrupt", "ValueError"):  # without a text no colon is left behind it
+        _script(folder, tmp_path, f"raise {error}", held_port())
+        closed = {read_header(box).closed for box in find_boxes(folder)}
+        assert f"exception: {error} (train.py:6)" in closed, closed
+
 
 def test_whoever_reads_while_a_rank_says_how_it_ended_never_gets_the_short_text(tmp_path: Path) -> None:
     """The agent reads at once when a rank ends; a text cut short hides that another rank had ended first."""

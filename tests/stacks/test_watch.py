@@ -209,6 +209,7 @@ def test_a_look_that_fails_does_not_touch_the_job(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 7
     assert "failed" in done.stderr or "could not be written" in done.stderr
+    assert "no stacks can be kept there" in done.stderr.partition("\n")[0]  # before anything is lost
 
 
 @pytest.mark.parametrize("busy", [False, True])

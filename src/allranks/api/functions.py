@@ -447,13 +447,17 @@ def _ledgers_of(word: str) -> list[Path]:
     found = (find_ledgers(path) if path.is_dir() else []) or find_ledgers(Path(INCIDENTS), word)
     if found or word == INCIDENTS:
         return found
-    folder = find_job(word)
+    try:
+        folder = find_job(word)
+    except InputError:
+        if not path.is_dir():
+            raise
+        folder = path
     facts = read_job(folder)
     job, incidents = facts.get("job"), facts.get("incidents")
     if not isinstance(job, str) or not isinstance(incidents, str):
-        raise InputError(
-            f"{folder} does not say where the incidents of its job are", hint="Give that folder."
-        )
+        hint = "`allranks run` writes one next to the incidents of a job. Give that folder."
+        raise InputError(f"there is no ledger in {folder}", hint=hint)
     return find_ledgers(Path(incidents), job)
 
 

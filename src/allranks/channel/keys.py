@@ -101,7 +101,8 @@ def read_token(path: Path, own: bool = False) -> str:
                 or (path.parent / "..data").is_symlink()
             )
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read the job token: {error}") from error
+        why = getattr(error, "strerror", "") or error
+        raise ConfigurationError(f"cannot read the job token in {path}: {why}") from error
     if not token:
         raise ConfigurationError(f"the token file {path} is empty")
     if len(token) > MAX_TOKEN_CHARS or not token.isprintable():

@@ -23,6 +23,7 @@ def main(args: argparse.Namespace) -> int:
     if flags.json:
         body = [
             {
+                "schema": 1,
                 "job": one.job,
                 "goodput": one.goodput,
                 "advice": [asdict(line) for line in found[one.job]],
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     for one in accounts:
         prefix = f"{one.job}: " if len(accounts) > 1 else ""
         if not found[one.job]:
-            print(f"{prefix}{one.goodput:.1%} useful; no change is worth more than 0.2 % of the time.")
+            print(f"{prefix}{one.goodput:.1%} useful; no change is worth more than 0.2% of the time.")
         for line in found[one.job]:
             print(f"{prefix}+{line.gain:.1%}: {line.what}.\n    {line.why}.")
     return 1 if any(found.values()) else 0

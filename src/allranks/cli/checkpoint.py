@@ -15,7 +15,7 @@ from allranks.checkpoint.stores import Store, StoreSpec, open_store, reason_of, 
 from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError, require
-from allranks.model.formatting import byte_size
+from allranks.model.formatting import byte_size, count
 from allranks.model.options import argument, check_options, option
 
 if TYPE_CHECKING:
@@ -151,7 +151,10 @@ def _show(args: _ShowFlags) -> int:
     facts = {"path": path, **{name: getattr(manifest, name) for name in names}}
     facts |= {"metrics": dict(manifest.metrics), "ranks": list(manifest.ranks), "bytes": total}
     facts |= {"checksum": algorithm, "tensor_count": len(tensors), "tensors": tensors}
-    lines = [path, f"step {manifest.step}, epoch {manifest.epoch}, saved by {manifest.world_size} ranks"]
+    lines = [
+        path,
+        f"step {manifest.step}, epoch {manifest.epoch}, saved by {count(manifest.world_size, 'rank')}",
+    ]
     lines += [f"{len(tensors)} tensors, {byte_size(total)}, checksums {algorithm}"]
     lines += [f"  {key} = {value}" for key, value in manifest.metrics.items()]
     for name, entry in tensors.items() if args.tensors else ():
@@ -249,7 +252,8 @@ def _export(args: _ExportFlags) -> int:
         )
     size = Path(args.file).stat().st_size
     facts = {"file": args.file, "tensors": len(names), "bytes": size}
-    return _answer(args, facts, f"Wrote {args.file} ({len(names)} tensors of the model, {byte_size(size)})")
+    what = "the whole state" if args.file.endswith(".pt") else f"{count(len(names), 'tensor')} of the model"
+    return _answer(args, facts, f"Wrote {args.file} ({what}, {byte_size(size)})")
 
 
 def _import(args: _ImportFlags) -> int:
@@ -265,7 +269,7 @@ def _import(args: _ImportFlags) -> int:
 
 
 def _answer(args: _Flags, facts: Mapping[str, object], lines: str | Iterable[str]) -> int:
-    answer(args.json, {"schema": 1, **facts}, lines)
+    answer(args.json, facts, lines)
     return 0
 
 

@@ -25,10 +25,10 @@ def main(args: argparse.Namespace) -> int:
     from allranks.errors import InputError
 
     if args.jobs:
-        from allranks.blackbox.files import job_folders
+        from allranks.incidents.job_overview import recorded_jobs
 
-        for folder in job_folders():
-            print(folder.name)
+        for name in dict.fromkeys(folder.name for folder in recorded_jobs()):
+            print(name)
         return 0
     if args.shell is None:
         raise InputError("which shell?", hint="allranks completion bash|zsh|fish")

@@ -139,8 +139,9 @@ def _explain(flags: DoctorFlags) -> int:
         unreadable: list[tuple[str, str]] = []
         found = explain(read_lines([Path(path) for path in paths], unreadable))
         found = replace(found, unreadable=tuple(unreadable))
-        if unreadable and not found.lines:
-            raise InputError("; ".join(f"cannot read {path}: {why}" for path, why in unreadable))
+        if not found.lines:
+            bad = "; ".join(f"cannot read {path}: {why}" for path, why in unreadable)
+            raise InputError(bad or f"there is no line of a log in {', '.join(paths)}")
     answer(flags.json, _as_json(found), map(printable, render_explanation(found)))
     return 1 if found.first and found.first.pattern.level != "warning" else 0
 

@@ -75,6 +75,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.all_nodes:
         return _dump(args)
     with tempfile.TemporaryDirectory(prefix="allranks-dump-") as folder:
+        args.job = args.job or args.path
         args.path = _fetch(args, folder)
         args.output = args.output or f"allranks-dump-{args.job or 'all-nodes'}"
         return _dump(args)
@@ -130,7 +131,7 @@ def _convert(args: argparse.Namespace) -> int:
     bad = [one for one in result.files if one.status != "ok"]
     for one in bad:
         note(f"{one.path}: {one.status}: {one.note}")
-    facts = {"schema": 1, "files": written, "left_out": [one.path for one in bad]}
+    facts = {"files": written, "left_out": [one.path for one in bad]}
     answer(args.json, facts, [f"Wrote {one['path']}" for one in written])
     return 1 if bad else 0
 
@@ -147,7 +148,7 @@ def _fetch_from_server(args: argparse.Namespace) -> int:
     for line in fetch(args.path, folder):
         note(f"allranks dump: {line}")
     paths = sorted(str(path) for path in folder.iterdir())
-    answer(args.json, {"schema": 1, "written": paths}, (f"Wrote {path}" for path in paths))
+    answer(args.json, {"written": paths}, (f"Wrote {path}" for path in paths))
     return 0
 
 
@@ -178,7 +179,7 @@ def _dump(args: argparse.Namespace) -> int:
     written = _write(args, headers)
     asked = [h.rank for h in headers if args.native and ask_through_pipe(args.native, h.rank)]
     lines = [f"Wrote {e['path']} (rank {e['rank']}, {e['calls']} calls, {e['state']})" for e in written]
-    answer(args.json, {"schema": 1, "files": written, "asked_native": asked}, lines)
+    answer(args.json, {"files": written, "asked_native": asked}, lines)
     for rank in asked if not args.json else ():
         note(f"asked rank {rank} for its NCCL dump")
     silent = [h.rank for h in headers if args.native and h.rank not in asked]
@@ -320,4 +321,4 @@ def _print_list(headers: list[Header], as_json: bool) -> None:
         f"step {'-' if row['step'] == -1 else row['step']}  calls {row['completed']}/{row['calls']}  {row['state']}"
         for row in rows
     ]
-    answer(as_json, {"schema": 1, "boxes": rows}, map(printable, lines))
+    answer(as_json, {"boxes": rows}, map(printable, lines))

@@ -8,9 +8,9 @@ import json
 import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from allranks.cli.parser import read_flags
+from allranks.cli.terminal import check_target, write_whole
 from allranks.errors import InputError
 from allranks.model.options import argument, option
 
@@ -35,6 +35,7 @@ class GoodputFlags(LedgerFlags):
     window: str = option("", "also the share of each window of this length: 1h, 1d", metavar="TIME")
     gpu_hour: float | None = option(None, "price of a GPU hour in dollars, for the cost", metavar="PRICE")
     html: str = option("", "write a page with pictures", metavar="FILE")
+    force: bool = option(False, "overwrite FILE")
 
 
 FLAGS = (GoodputFlags,)
@@ -47,13 +48,12 @@ def main(args: argparse.Namespace) -> int:
 
     gc.disable()  # a month has a million small objects, none of which is garbage
     flags = read_flags(GoodputFlags, args)
+    check_target(flags.html, flags.force)
     price = Price(flags.gpu_hour or 0.0)
     window_s = seconds_of(flags.window) if flags.window else 0.0
     accounts = job_accounts(flags.jobs, moment_of(flags.since))
     if flags.html:
-        from allranks.model.files import write_atomically
-
-        write_atomically(Path(flags.html), render_page(accounts[-1], price, time.time()), mode=0o644)
+        write_whole(flags.html, [render_page(accounts[-1], price, time.time())])
     if flags.json:
         found = [to_object(one, price, window_s) for one in accounts]
         print(json.dumps(found[0] if len(found) == 1 else found))
@@ -62,8 +62,6 @@ def main(args: argparse.Namespace) -> int:
         if len(accounts) > 1:
             print(f"{chr(10) if number else ''}job {one.job}")
         print("\n".join(render_text(one, price, window_s)))
-    if flags.html:
-        print(f"Wrote {flags.html}")
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from allranks.cli.parser import Actions, run_action
 from allranks.cli.terminal import ProgressBar, answer
 from allranks.errors import InputError
+from allranks.model.formatting import count
 from allranks.model.options import argument, option
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _show(args: IndexFlags) -> int:
             **index.meta,
         }
     lines = [
-        f"{args.index}: {facts['total_tokens']:,} tokens, {facts['documents']:,} documents",
+        f"{args.index}: {facts['total_tokens']:,} tokens, {count(index.num_documents, 'document')}",
         f"tokenizer   {facts['tokenizer']['name']} ({facts['tokenizer']['digest']})",
         f"built       {facts['created']} by allranks {facts['allranks']}",
         f"fingerprint {facts['fingerprint']}",
@@ -92,7 +93,7 @@ def _build(args: BuildFlags) -> int:
     said = f"{result.path} is up to date: {done.tokens:,} tokens"
     if result.fresh:
         skipped = f", {done.skipped:,} records left out" if done.skipped else ""
-        said = f"Wrote {result.path}: {done.tokens:,} tokens of {done.documents:,} documents{skipped}"
+        said = f"Wrote {result.path}: {done.tokens:,} tokens of {count(done.documents, 'document')}{skipped}"
     answer(args.json, facts, said)
     return 0
 

@@ -14,6 +14,7 @@ from allranks.cli.parser import read_flags, with_heading
 from allranks.cli.terminal import answer
 from allranks.errors import InputError
 from allranks.lighthouse.options import Options, ServerOptions
+from allranks.model.formatting import count
 from allranks.model.options import argument, option
 from allranks.model.parsing import printable
 
@@ -118,9 +119,8 @@ def _act(
         here = {row["replica"] for row in status["replicas"] if row["state"] != "observer"}
         known = sorted(here if action == "evict" else here | {*status["lost"], *status["evicted"]})
         if unknown := [name for name in replicas if name not in known]:
-            raise InputError(
-                f"no replica {unknown[0]!r} is known", hint=f"Known: {', '.join(known) or 'none'}."
-            )
+            hint = f"Known: {', '.join(known)}." if known else "No replica has joined this lighthouse."
+            raise InputError(f"no replica {unknown[0]!r} is known", hint=hint)
         facts, text = _change(client, action, replicas, options.reason or "requested on the command line")
     finally:
         client.close()
@@ -155,13 +155,13 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
 
 def _status_lines(status: dict[str, Any]) -> Iterator[str]:
     yield printable(status["training"]["sentence"])
-    count = len((status["quorum"] or {"members": []})["members"])
-    quorum = f"quorum {status['number']} (epoch {status['epoch']}), {count} members"
+    members = count(len((status["quorum"] or {"members": []})["members"]), "member")
+    quorum = f"quorum {status['number']} (epoch {status['epoch']}), {members}"
     yield f"{quorum}: {printable(status['reason'])}"
     if status["waiting"]:
         yield f"waiting: {printable(status['waiting'])}"
     for row in status["replicas"]:
         if row["state"] != "observer":  # these are agents, and this very command
-            step = f"step {row['step']}" if row["step"] >= 0 else ""
+            step = f"step {row['step']:,}" if row["step"] >= 0 else ""
             who = f"{row['replica']:<24} {row['state']:<10} {row['node']:<20}"
             yield f"  {who} {step:<12} heard {row['heard_s']:.1f} s ago"

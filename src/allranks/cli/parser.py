@@ -21,8 +21,8 @@ from typing import Any, NoReturn, TypeVar
 
 import allranks
 from allranks.cli import COMMANDS, program_help
-from allranks.errors import InputError
-from allranks.model.options import Meaning, default_of, meanings
+from allranks.errors import ConfigurationError, InputError
+from allranks.model.options import Meaning, default_of, meanings, missed
 
 #: command -> lines to copy; the help of an action shows those of its own.
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -116,7 +116,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allranks checkpoint set-aside /nvme/run-7",
     ),
     "mcp": (
-        "claude mcp add allranks -- allranks mcp   # or any other client that starts a server on stdio",
+        "claude mcp add allranks -- allranks mcp  # or another MCP client",
         "allranks mcp --skill > .claude/skills/allranks/SKILL.md",
     ),
     "etcd": ("allranks etcd start", "allranks etcd status --json"),
@@ -213,7 +213,7 @@ def declare(parser: argparse.ArgumentParser, module: Any) -> None:
     for part in getattr(module, "FLAGS", ()):
         add_flags(parser, *(part if isinstance(part, tuple) else (part,)))
     if hasattr(module, "arrange_words"):
-        parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     if actions := getattr(module, "ACTIONS", None):
         inner = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
         for name, (text, flags, _) in actions.items():
@@ -244,7 +244,7 @@ def with_heading(options: type) -> tuple[type, tuple[str, ...]]:
 def _examples(prog: str) -> tuple[str, ...]:
     """Lines to copy, of a command or one of its actions."""
     lines = EXAMPLES.get(prog.split()[1], ()) if " " in prog else ()
-    return tuple(line for line in lines if line.startswith(prog))
+    return tuple(line for line in lines if prog in line)
 
 
 def _add_examples(parser: argparse.ArgumentParser, about: str) -> None:
@@ -311,10 +311,14 @@ def read_flags(
 ) -> Options:
     """The options: flags that were given, else `base`, else the environment, else the defaults. `more` wins."""
     found = {} if base is not None else from_variables(options, os.environ)
-    for one, _ in meanings(options):
+    for one, meaning in meanings(options):
         value = getattr(args, one.name, None)
         if value is not None:
             found[one.name] = tuple(value) if isinstance(value, list) else value
+            if isinstance(value, int | float) and (bound := missed(value, meaning)):
+                flag = next(flag for flag in flags_of(one.name, meaning) if flag.startswith("--"))
+                given = f"{value * 1000:g}" if meaning.ms else value
+                raise ConfigurationError(f"{flag} ({given}) must {bound}", hint=meaning.help)
     return replace(options() if base is None else base, **{**found, **more})  # type: ignore[type-var]
 
 

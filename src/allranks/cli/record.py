@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks.cli.parser import read_flags, words_after
+from allranks.cli.terminal import check_folder
 from allranks.errors import InputError
 from allranks.model.options import argument, option
 
@@ -49,6 +50,7 @@ def main(args: argparse.Namespace) -> int:
             f"{PTH} is not beside the installed package: processes cannot record by themselves",
             hint="Install allranks again with pip. allranks.record() in the script works without it.",
         )
+    check_folder(flags.output)
     wanted = variables(flags, dict(os.environ))
     if flags.env:
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in wanted.items()))

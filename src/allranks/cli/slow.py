@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     error = abs(found.replayed_s / max(found.step_s, 1e-9) - 1)
     lines = [f"  without {one.who}: {one.gain:.0%} faster steps" for one in found.what_ifs[1:5]]
     lines += [f"  {line}" for line in found.evidence]
-    last = f"From {found.steps} steps of {found.ranks} ranks; the replay itself is off by {error:.1%}."
+    last = f"From {found.steps:,} steps of {found.ranks} ranks; the replay itself is off by {error:.1%}."
     answer(flags.json, {"sentence": found.sentence, **asdict(found)}, [found.sentence, *lines, last])
     return 1 if found.what_ifs else 0
 

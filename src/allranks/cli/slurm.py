@@ -154,7 +154,7 @@ def _submit(flags: SlurmFlags, words: list[str], command: str) -> int:
     job = done.stdout.strip().split(";")[0]
     output = flags.output.replace("%j", job)
     text = f"Submitted job {job}; output in {output}; stacks: allranks slurm collect {job}"
-    answer(flags.json, {"schema": 1, "job": job, "output": output}, text)
+    answer(flags.json, {"job": job, "output": output}, text)
     return 0
 
 

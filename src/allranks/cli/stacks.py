@@ -232,6 +232,11 @@ def _known_name(given: str, must: bool) -> str:
     try:
         folder = find_job(given)
     except InputError:
+        if must and Path(given).is_dir():
+            hint = f"Of captures made earlier: allranks stacks --from {given}"
+            raise InputError(
+                f"{given} holds no bundle of --bundle, and no job has this name", hint=hint
+            ) from None
         if must:
             raise
         return given
@@ -293,12 +298,15 @@ def _sample_all_nodes(options: StacksFlags, args: argparse.Namespace) -> Capture
     lighthouse = find_lighthouse(options.job)
     if lighthouse is None:
         return _sample_through_slurm(options, args)
-    folder = _folder(options.output, options.force) or Path(tempfile.mkdtemp(prefix="stacks-", dir="."))
-    found = gather_everywhere(lighthouse, folder, stacks=True)
-    for text in found.missing:
-        _say(f"missing: {text}")
-    _say(f"{len(found.agents)} agents were asked; Wrote {folder}")
-    return read_capture(folder / "stacks")
+    with tempfile.TemporaryDirectory(prefix="allranks-stacks-") as unnamed:
+        folder = _folder(options.output, options.force) or Path(unnamed)
+        found = gather_everywhere(lighthouse, folder, stacks=True)
+        for text in found.missing:
+            _say(f"missing: {text}")
+        _say(f"asked {count(len(found.agents), 'agent')}")
+        if options.output:
+            _say(f"Wrote {folder}")
+        return read_capture(folder / "stacks")
 
 
 def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Capture:

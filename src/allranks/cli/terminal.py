@@ -31,7 +31,7 @@ _OURS = re.compile(r"(\x1b\[(?:[0-2]|3[1-6])m|[\n\t])")
 def answer(as_json: bool, facts: Mapping[str, object], lines: str | Iterable[str]) -> None:
     """Prints what was found: one JSON object for programs, or lines for people."""
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps({"schema": 1, **facts}))
         return
     for line in [lines] if isinstance(lines, str) else lines:
         print(harmless(line))
@@ -141,9 +141,7 @@ def check_target(name: str, force: bool) -> None:
     if not path.parent.is_dir():
         raise InputError(f"cannot write {name}: there is no folder {path.parent}", hint="Make it first.")
     if path.is_dir():
-        raise InputError(
-            f"cannot write {name}: it is a folder", hint=f"Name a file in it: {path / 'page.html'}"
-        )
+        raise InputError(f"cannot write {name}: it is a folder", hint="Name a file in it.")
     if not force and path.is_file() and path.stat().st_size:
         raise InputError(f"{name} exists", hint="Give another name, or --force to overwrite it.")
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from allranks.cli.parser import read_flags, words_after
-from allranks.cli.terminal import note
+from allranks.cli.terminal import check_folder, note
 from allranks.errors import InputError
 from allranks.model.debug_options import DebugOptions, read_debug_options
 from allranks.model.options import argument, option
@@ -84,6 +84,10 @@ def main(args: argparse.Namespace) -> int:
         _say(f"Wrote {done.folder}")
 
     folder = options.folder()
+    try:
+        check_folder(str(folder))
+    except InputError as error:  # the job runs nevertheless
+        _say(f"{error}: no stacks can be kept there. -o DIR names another folder")
     sidecar = (
         RoleSidecar(options, folder, _say, show_roles) if args.tree else Sidecar(options, folder, _say, show)
     )

@@ -311,7 +311,7 @@ class _Writer:
         if closed == "exit":
             return EndProcess("exit")
         if closed:
-            return EndProcess("raise", re.sub(r"^exception: \w+ \([^)]*\): ", "", closed)[:600])
+            return EndProcess("raise", re.sub(r"^exception: \w+ \([^)]*\)(?:: |$)", "", closed)[:600])
         if died and (gone or not rows):
             return EndProcess("kill")
         if inside in ("init_process_group", "new_group"):

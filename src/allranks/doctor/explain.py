@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import os
 import re
 import sys
 import zlib
@@ -235,9 +236,14 @@ def read_lines(paths: Iterable[Path], unreadable: list[tuple[str, str]] | None =
 
     What cannot be read, or not to the end, is added to `unreadable` with the reason; the others are read.
     """
+
+    def note(error: OSError) -> None:
+        if unreadable is not None:
+            unreadable.append((str(error.filename), str(error.strerror)))
+
     for path in paths:
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        for file in files:
+        inside = (Path(folder, name) for folder, _, names in os.walk(path, onerror=note) for name in names)
+        for file in sorted(p for p in inside if p.is_file()) if path.is_dir() else [path]:
             try:
                 yield from _file_lines(file)
             except (OSError, EOFError, zlib.error, _TooLong) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from allranks.watch.samples import SILENT_S, RankSample, letter_of, read_sample,
 
 JOB_FILE, TOKEN_FILE = "job.json", "token"
 MAX_JOB_BYTES = 1 << 20
+ANSWER_S = 5.0  # a lighthouse that takes longer to accept a connection is taken for gone
 
 
 def write_job(folder: Path, facts: Mapping[str, object]) -> None:
@@ -79,7 +81,7 @@ def find_job(name: str | None) -> Path:
 
 
 def lighthouse_of(given: str | None) -> tuple[str, Path | None]:
-    """(address, folder of the job) by HOST:PORT, or by a job on this node as `find_job` finds it."""
+    """(address, folder of the job) by HOST:PORT, or by a job on this node as `find_job` finds it; that one must answer."""
     host, _, port = (given or "").rpartition(":")
     if given and host and port.isdigit():
         return given, None
@@ -88,6 +90,15 @@ def lighthouse_of(given: str | None) -> tuple[str, Path | None]:
     if not address:
         hint = "`allranks run` starts one unless --no-lighthouse is given. Of one elsewhere give HOST:PORT."
         raise InputError(f"job {folder.name} has no lighthouse", hint=hint)
+    host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", "") or error
+        raise InputError(
+            f"the lighthouse of job {folder.name} at {address} does not answer ({why}); the job has probably ended",
+            hint=f"`allranks status {folder.name}` shows what its black boxes hold.",
+        ) from error
     return address, folder
 
 

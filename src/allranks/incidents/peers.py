@@ -159,23 +159,28 @@ class PeerAgents:
             self.gone.add(agent)
             self._changed.notify_all()
 
-    def take(self, incident: str, sender: str, data: bytes) -> bool:
-        """A part has come; False when nobody waits for it (any more). A fast one waits until it is expected."""
+    def take(self, incident: str, sender: str, data: bytes, reply: Callable[[bool], None]) -> None:
+        """A part has come; `reply` gets False when nobody waits for it (any more). A fast one waits until it is expected.
+        The part counts after the reply: whoever waits for it may close the connection then."""
         with self._changed:
             self._changed.wait_for(lambda: incident in self._awaited, timeout=EARLY_S)
             awaited = self._awaited.get(incident)
-            if awaited is None or sender in awaited.heard | awaited.taking:
-                return False
-            awaited.taking.add(sender)
+            wanted = awaited is not None and sender not in awaited.heard | awaited.taking
+            if awaited is not None and wanted:
+                awaited.taking.add(sender)
+        if awaited is None or not wanted:
+            return reply(False)
         try:  # without the lock: a slow disk must not hold up the thread that calls `give_up`
             missing = unpack_part(data, awaited.folder)
         except AllranksError as error:
             missing = [str(error)]
-        with self._changed:
-            awaited.missing += [f"{sender}: {item}" for item in missing]
-            awaited.heard.add(sender)
-            self._changed.notify_all()
-        return True
+        try:
+            reply(True)
+        finally:
+            with self._changed:
+                awaited.missing += [f"{sender}: {item}" for item in missing]
+                awaited.heard.add(sender)
+                self._changed.notify_all()
 
     def _serve(self, connection: socket.socket, purpose: str) -> None:
         """One part: who sends what, the bytes, and the answer."""
@@ -189,8 +194,12 @@ class PeerAgents:
         frames.read_into(connection, [memoryview(data)], hasher)
         if not frames.is_intact(connection, hasher):
             raise ChannelError("a part came with the wrong checksum")
-        taken = self.take(str(told["incident"]), str(told["sender"]), bytes(data))
-        frames.send_json(connection, {"ok": taken, "why": "" if taken else "nobody waits for it any more"})
+
+        def reply(taken: bool) -> None:
+            why = "" if taken else "nobody waits for it any more"
+            frames.send_json(connection, {"ok": taken, "why": why})
+
+        self.take(str(told["incident"]), str(told["sender"]), bytes(data), reply)
 
     # an incident that another leads
 

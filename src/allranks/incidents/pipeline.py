@@ -360,11 +360,13 @@ class IncidentPipeline:
         stacks_of: Sequence[RankSample] = (),
         look: int = 1,
         gathering: Gathering | None = None,
+        taken_ns: int = 0,
     ) -> Examination:
         """Stacks of some ranks and the parts of other nodes, judged together with the boxes; the incident knows it then.
 
         `look`: the first one (0) settles nothing, and takes seconds on a busy node: stacks are read once, without native
         frames. Native frames stop the process for a moment: they are read in the second one only.
+        `taken_ns`: when the boxes were copied, of ranks that may have moved since; 0: they are still as they were.
         """
         missing: list[str] = []
         folder = opened.path / "stacks"
@@ -374,7 +376,7 @@ class IncidentPipeline:
             missing += peers.wait(gathering)
         replace(
             observed,
-            taken_ns=time.time_ns(),
+            taken_ns=taken_ns or time.time_ns(),
             gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
             left=tuple(s.rank for s in samples if s.closed == "exit"),
             marked=tuple(s.rank for s in samples if s.step >= 0),
@@ -478,7 +480,7 @@ class IncidentPipeline:
         """Evidence on request, without a suspicion."""
         samples = read_samples(self.options.folder)
         opened = self.open("request", reason, samples)
-        self.examine(opened, samples, Observed(), stacks_of=samples)
+        self.examine(opened, samples, Observed(), stacks_of=samples, taken_ns=time.time_ns())
         opened.update(Moment("evidence", time.time(), f"{len(samples)} black boxes"), closed=time.time())
         self.publisher.publish(opened)
         return opened

@@ -111,6 +111,7 @@ def to_object(found: JobAccount, price: Price, window_s: float = 0.0) -> dict[st
     """As `--json` prints it."""
     total = max(found.rank_seconds, 1e-9)
     return {
+        "schema": 1,
         "job": found.job,
         "goodput": found.goodput,
         "ranks": found.ranks,

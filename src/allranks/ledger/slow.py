@@ -89,7 +89,7 @@ class SlowReport:
     def sentence(self) -> str:
         """ "Without rank 5: 1.9 s instead of 2.4 s per step, 21 % of 512 ranks (one rank always)"."""
         if not self.what_ifs:
-            return f"No rank slows the others down: {duration(self.step_s)} per step, {self.steps} steps of {self.ranks} ranks."
+            return f"No rank slows the others down: {duration(self.step_s)} per step, {self.steps:,} steps of {self.ranks} ranks."
         best = self.what_ifs[0]
         gain = f"{best.gain:.0%} of {self.ranks} ranks"
         return f"Without {best.who}: {duration(best.step_s)} instead of {duration(self.step_s)} per step, {gain} ({self.cause})."
@@ -322,7 +322,9 @@ def _classify(
         return TURNS if kind == "pauses" else ALWAYS, ()
     shares = np.bincount(worst[slow], minlength=len(times.ranks)) / slow.sum()
     first = int(shares.argmax())
-    told = f"rank {times.ranks[first]} was the slowest in {shares[first]:.0%} of {int(slow.sum())} slow steps"
+    told = (
+        f"rank {times.ranks[first]} was the slowest in {shares[first]:.0%} of {int(slow.sum()):,} slow steps"
+    )
     if kind == "stage":
         return STAGE, (f"this stage computes longer than the others: {ranks_text(what_if.ranks)}",)
     if kind in ("node", "group"):
@@ -330,7 +332,7 @@ def _classify(
     if kind == "rank" and shares[first] >= OFTEN:
         return ALWAYS, (told,)
     spread = f"{int((shares > 0).sum())} ranks were the slowest at some time"
-    return TURNS, (spread, told, "data loading looks like this")
+    return TURNS, (spread, told, "slow data loading does this")
 
 
 def _saved_steps(times: OwnTimes, phases: Phases) -> set[int]:

@@ -17,6 +17,7 @@ from allranks.lighthouse.quorum_coordinator import Timers
 from allranks.lighthouse.ranks import RankTable
 from allranks.lighthouse.sessions import EventLog, Session, Sessions
 from allranks.model import cluster
+from allranks.model.formatting import count
 
 MAX_STORIES = 100
 MAX_STORIES_CHARS = 32 << 20  # of all together: pages of large jobs are long
@@ -158,7 +159,7 @@ class Agents:
         if new:
             if not wanted.replicas:  # a comparison of calls is not news
                 self.event_log.event(
-                    "collect", f"evidence wanted of {len(found.agents)} agents: {wanted.reason}"
+                    "collect", f"evidence wanted from {count(len(found.agents), 'agent')}: {wanted.reason}"
                 )
             self.event_log.notify(wanted, found.agents)
             self.event_log.flush()

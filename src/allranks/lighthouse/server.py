@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from allranks.channel.frames import cut, join_address
-from allranks.errors import LighthouseError
+from allranks.errors import ConfigurationError, LighthouseError
 from allranks.lighthouse import page
 from allranks.lighthouse.connection import HTTP, Connection, Listener, serve_at
 from allranks.lighthouse.election import Election, EtcdOptions
@@ -44,10 +44,16 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(options.certificate, options.key or None)
-    if options.client_ca:
-        context.load_verify_locations(options.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
+    files = " and ".join(filter(None, (options.certificate, options.key)))
+    try:
+        context.load_cert_chain(options.certificate, options.key or None)
+        if options.client_ca:
+            files = options.client_ca
+            context.load_verify_locations(options.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        bad = "not a certificate and its key in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigurationError(f"cannot use {files} for TLS: {bad}") from error
     return context
 
 

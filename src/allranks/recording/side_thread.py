@@ -117,7 +117,8 @@ class SideThread:
             text = without_secrets(_SOURCE_LINE.sub("", str(error).strip()[:MAX_ERROR]))  # room is short
             line, text = _of_worker(text) or (user_line(trace), text)
             place = f" ({line})" if line else ""
-            recorder.box.mark_closed(f"exception: {kind.__name__}{place}: {text}", time.time_ns())
+            closed = f"exception: {kind.__name__}{place}: {text}".removesuffix(": ")
+            recorder.box.mark_closed(closed, time.time_ns())
             wake_agent()
             if "exception" in recorder.options.dump_on and not issubclass(kind, KeyboardInterrupt):
                 self._dump("exception")
@@ -169,7 +170,7 @@ def describe_exit(error: SystemExit | KeyboardInterrupt) -> str:
     """ "exit code 3 (sys.exit at train.py:44): TEXT"; "" for 0. TEXT: of sys.exit, or of the exception that was being handled.
     An interrupt as any exception: where it came is where the program was."""
     if isinstance(error, KeyboardInterrupt):
-        return f"exception: KeyboardInterrupt ({user_line(error.__traceback__)}): "
+        return f"exception: KeyboardInterrupt ({user_line(error.__traceback__)})"
     code, handled = error.code, error.__context__
     if not code:
         return ""

@@ -434,7 +434,7 @@ class Supervisor:
     def _tell(self, event: Event) -> None:
         level = logging.DEBUG if self._signal else logging.INFO  # that all end is what the user asked for
         detail = f": {event.detail}" if event.detail else ""
-        log.log(level, "replica %d %s%s", event.replica, event.kind, detail)
+        log.log(level, "replica %d %s%s", event.replica, event.kind.replace("_", " "), detail)
         self.on_event(event)
 
 

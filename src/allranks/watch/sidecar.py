@@ -263,7 +263,7 @@ class Sidecar:
     def _say_once(self, ranks: Sequence[Target], plain: Sequence[Target]) -> None:
         """What can be seen of this job, and what cannot."""
         if not ranks:
-            text = "no rank is found yet among the watched processes"
+            text = "no rank is among the watched processes"
         elif plain and self.options.no_progress_s:
             seen = (_RAS_ANSWERS if self._ras else "") + (_GPUS_ANSWER if self._gpus else "")
             text = (

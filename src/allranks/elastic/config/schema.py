@@ -156,7 +156,7 @@ class Recovery(_RECOVERY):
     mode: str = option(
         "auto",
         "auto: dry-run for whole-job restarts, on for replicas",
-        choices=("auto", "off", "dry-run", "on"),
+        choices=("auto", "on", "dry-run", "collect", "off"),
         title="recovery mode",
     )
     notice_s: float | None = option(

@@ -381,7 +381,7 @@ class Client(Actions):
         return errors.LighthouseUnreachable(
             f"no lighthouse after {waited_s:.1f} s: {self._last_error or ', '.join(addresses)}",
             addresses,
-            hint="Is `allranks lighthouse` running there, and may this host connect to it?",
+            hint="Is `allranks lighthouse` running there, and may this host connect to it? With TLS it needs --ca or ALLRANKS_CA.",
         )
 
     def _fail_all(self, error: errors.LighthouseError) -> None:
