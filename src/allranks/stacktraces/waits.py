@@ -316,7 +316,7 @@ def _by_child(a: _Asked) -> WaitFor | None:
         return WaitFor("child", says, pids=(child,) if 0 < child < 1 << 22 else children)
     commands = a.cause in ("subprocess_wait", "child_process_wait")
     if commands and children and not _any(a.frames, "shared"):
-        reads = a.ends and not _calls(a.frames[:8], "*@multiprocessing/")
+        reads = a.ends and not _calls(a.frames[:3], "wait@multiprocessing/connection.py")
         says = "reads the output of a process that it started" if reads else says
         says = "waits for a result of its process pool" if _any(a.frames[:6], "future") else says
         return WaitFor("child", says, ends=a.ends, pids=() if a.ends else children)
