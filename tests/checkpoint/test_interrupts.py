@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, NVMeBackend
-from allranks.checkpoint.stores.file_store import FileSource, FileStore
+from allranks.checkpoint.stores.file_store import FileSource
 
 from .jobs import make_job, make_state, same
 
@@ -48,7 +48,8 @@ def test_a_save_that_is_being_copied_at_ctrl_c_is_finished(tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode in ENDED and done.stderr.rstrip().endswith("finishes that")
     deadline = time.monotonic() + 60
-    while not FileStore(tmp_path).names() and time.monotonic() < deadline:
+    manifest = tmp_path / "checkpoint_step_00000001" / "manifest.json"  # written last
+    while not manifest.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert NVMeBackend(tmp_path).load("checkpoint_step_00000001").step == 1
 
@@ -130,6 +131,7 @@ def test_ctrl_c_does_not_wait_for_a_store_that_is_silent(tmp_path: Path) -> None
     assert done.returncode in ENDED
     assert done.stderr.count("[S3] step 1 is still being saved: its helper process") == 1
     deadline = time.monotonic() + 60
-    while not FileStore(tmp_path).names() and time.monotonic() < deadline:
+    manifest = tmp_path / "checkpoint_step_00000001" / "manifest.json"  # written last
+    while not manifest.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert NVMeBackend(tmp_path).load("checkpoint_step_00000001").step == 1

@@ -29,10 +29,10 @@ from allranks.manager.groups.group_spec import (
 from allranks.manager.groups.native_calls import AbandonableCall
 from allranks.manager.groups.teardown import destroy_later, ended, finish
 
-#: Operation of a group -> of its backend, since torch 2.15.
+#: Operation of a group -> of its backend: since torch 2.15, and in 2.11, which takes one pair of tensors there.
 _RENAMED = {
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "allgather_into_tensor_coalesced": ("all_gather_single_coalesced", "_allgather_base"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", "_reduce_scatter_base"),
 }
 
 
@@ -210,7 +210,12 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         try:
             with gate:
                 if self._backend is backend:
-                    act = getattr(backend, operation, None) or getattr(backend, _RENAMED[operation])
+                    names = (operation, *_RENAMED.get(operation, ()))
+                    name = next((one for one in names if hasattr(backend, one)), operation)
+                    if name.endswith("_base"):
+                        outputs, inputs, *more = arguments
+                        arguments = (*outputs, *inputs, *more)  # type: ignore[misc]
+                    act = getattr(backend, name)
                     return self._track(act(*arguments))
             raise GroupAborted(str(self._error or "the members changed"))  # while we waited for the gate
         finally:
