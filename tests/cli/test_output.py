@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -13,10 +14,13 @@ from pathlib import Path
 import pytest
 from tests.box_files import box_bytes
 
+import allranks
 from allranks.blackbox.files import job_folder
 from allranks.blackbox.header import read_header
 from allranks.cli import COMMANDS, main
 from allranks.cli.dump import _of_these_processes
+from allranks.errors import InputError
+from allranks.incidents.folder import open_incident
 from allranks.model.trace import RankTrace, TraceHeader
 from boxes import write_box
 from pages.gallery import make_traces
@@ -284,3 +288,31 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, command: str) -> None:
     assert done.returncode == 2, done.stderr
     assert f"cannot write {tmp_path / name}: File too large" in done.stderr and "bug" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_folder_of_incidents_the_only_one_is_judged_and_of_several_they_are_offered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their files were taken together: the newest black boxes, often of a job that was healthy again."""
+    first = open_incident(tmp_path, kind="hang", job="night", reason="no progress for 30 s")
+    shutil.copytree(DUMPS, first.path / "boxes")
+    assert main(["diagnose", str(DUMPS), "--json"]) == 1
+    wanted = json.loads(capsys.readouterr().out)["findings"]
+    assert main(["diagnose", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["findings"] == wanted
+    assert [one.sentence for one in allranks.diagnose(tmp_path).findings] == [
+        one["sentence"] for one in wanted
+    ]
+
+    second = open_incident(tmp_path, kind="death", job="night", reason="rank 1 died")
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"allranks diagnose: there are 2 incidents in {tmp_path}",
+        "Give one of them:",
+        *(
+            f"  {one.path}: {one.current.reason}"
+            for one in sorted((first, second), key=lambda o: o.path.name)[::-1]
+        ),
+    ]
+    with pytest.raises(InputError, match="2 incidents"):
+        allranks.diagnose(tmp_path)

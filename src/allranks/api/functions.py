@@ -337,10 +337,12 @@ def diagnose(
     `paths` are folders, files or URLs; the other arguments are the command's flags.
     """
     from allranks.diagnosis.verdict import DiagnoseOptions
+    from allranks.incidents.folder import one_incident
     from allranks.incidents.judge import judge_dumps
     from allranks.load import LoadOptions, load_paths
 
     roots = [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
+    roots = [str(one_incident(Path(root))) if Path(root).is_dir() else root for root in roots]
     wanted = None if ranks is None else frozenset(ranks)
     loaded = load_paths(roots, LoadOptions(attempt=attempt, ranks=wanted))
     incomplete, groups = allow_incomplete_ranks or wanted is not None, frozenset(pg_filters)

@@ -158,7 +158,11 @@ def _box_folder(name: str) -> str:
             "standard input is not read: dumps are several files", hint="Give their folder, or an archive."
         )
     if "/" in name or os.path.lexists(name):
-        return name
+        if not os.path.isdir(name):
+            return name
+        from allranks.incidents.folder import one_incident
+
+        return str(one_incident(Path(name)))
     from allranks.incidents.job_overview import find_job
 
     try:

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from allranks.blackbox.files import folder_bytes
+from allranks.errors import InputError
 from allranks.model.diagnosis import Action, Finding, Incident, Kind, Moment
 from allranks.model.files import write_atomically
+from allranks.model.parsing import printable
 from allranks.report import as_json
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ log = logging.getLogger("allranks.agent")
 T = TypeVar("T")
 
 MAX_STORY_BYTES = 64 << 20
+MAX_SHOWN = 10  # incidents that are offered
 Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/reference/json.md)
 MAX_REMEMBERED = 200  # incidents, processes and the like in the agent's memory
 MAX_BYTES = 2 << 30  # of all incidents in one folder
@@ -152,6 +155,20 @@ def remove_oldest(folder: Path, keep: str, max_bytes: int = MAX_BYTES) -> list[P
 def read_incidents(folder: Path) -> list[Story]:
     """All incidents of a folder, oldest first; unreadable ones are passed over."""
     return [story for _, story in _stories(folder)]
+
+
+def one_incident(path: Path) -> Path:
+    """The incident of a folder that holds one, as `allranks run` makes it; of several none is meant. Another path is what it is."""
+    found = list(_stories(path))
+    if len(found) < 2:
+        return found[0][0] if found else path
+    lines = [
+        f"  {folder}: {printable(str(story.get('reason')))}" for folder, story in found[: -MAX_SHOWN - 1 : -1]
+    ]
+    lines += [f"  … and {len(found) - MAX_SHOWN} older ones"] if len(found) > MAX_SHOWN else []
+    raise InputError(
+        f"there are {len(found)} incidents in {path}", hint="\n".join(["Give one of them:", *lines])
+    )
 
 
 def _stories(folder: Path) -> Iterator[tuple[Path, Story]]:
