@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +94,8 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
         scaler.update(state["scaler"])
+        if rank == 1:
+            Path(folder, "loading").touch()
 
     def save() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": inner.state_dict(), "scaler": dict(scaler)}
@@ -112,6 +115,10 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
         optimizer.zero_grad()
         step = manager.current_step()
         x = batch(step, 8)
+        if rank == 2 and manager.num_participants() and len(manager.training.settled().quorum.members) == 3:
+            while not Path(folder, "loading").exists():
+                time.sleep(0.001)
+            os._exit(0)
         if how == "two backwards":
             with ddp.no_sync():
                 (loss_of(ddp(x)) / 2 * scaler["scale"]).backward()
@@ -131,8 +138,8 @@ def _train(rank: int, world: int, address: str, folder: str, how: str) -> Course
             course.steps.append((manager.current_step() - 1, count, counted))
             assert (manager.num_participants(), manager.is_participating()) == (count, counted)
             course.backwards.append(reached[0])
-            together += count == 2
-        if rank == 0 and manager.current_step() == ALONE:
+            together += count == 2 and Path(folder, "loading").exists()
+        if rank == 0 and manager.current_step() >= ALONE:
             Path(folder, "go").touch()
     course.seen = float(model.seen.min())
     course.state = state_of(model, inner)
@@ -150,10 +157,12 @@ def _alone(rank: int, world: int, steps: int) -> str:
     return state_of(model, inner)
 
 
-def run(lighthouse: LighthouseProcess, folder: Path, how: str) -> tuple[Course, Course]:
+def run(lighthouse: LighthouseProcess, folder: Path, how: str, size: int = 2) -> tuple[Course, Course]:
     """Both courses; their states are equal, and those of one that trained alone on the same batches."""
-    with Ranks(_train, 2, args=(lighthouse.address, str(folder), how), backend=None) as ranks:
-        there, late = ranks.values(LIMIT_S)
+    with Ranks(_train, size, args=(lighthouse.address, str(folder), how), backend=None) as ranks:
+        ended = ranks.join(LIMIT_S)
+    assert not ended[0].error and not ended[1].error, ended
+    there, late = ended[0].value, ended[1].value
     with Ranks(_alone, 1, args=(there.steps[-1][0] + 1,), backend=None) as ranks:
         alone = ranks.values(LIMIT_S)[0]
     assert there.state == late.state == alone
@@ -171,6 +180,13 @@ def test_it_gives_nothing_in_its_first_step(lighthouse: LighthouseProcess, tmp_p
     each = 2 if how == "two backwards" else 1
     assert late.backwards == [each] * (TOGETHER + 1)
     assert late.seen >= ALONE  # healed, not its own count
+
+
+def test_it_gives_nothing_when_its_first_step_is_repeated(
+    lighthouse: LighthouseProcess, tmp_path: Path
+) -> None:
+    """A member dies in that step. The newcomer has the state by then, but its gradients are of the weights before."""
+    run(lighthouse, tmp_path, "one backward", size=3)
 
 
 def test_without_an_asynchronous_quorum_it_heals_first_and_counts_at_once(
@@ -200,6 +216,19 @@ def test_gradients_of_a_state_that_had_to_be_healed_are_never_counted() -> None:
         assert (training.bind(attempt, 1.0) is not None) is beside
         assert bool(attempt.spoiled) is not beside
         assert (training.rebind(attempt, 1.0) is not None) is beside
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_who_gave_zeros_gives_no_gradients_when_the_step_is_repeated(asked: bool) -> None:
+    """They were computed before the state was healed, or without a share of the batch, for which the script may ask first."""
+    training = TrainingState()
+    training.generation = made(ReplicaClaim(ranks=(Claim(term=0, step=0),), beside=True))
+    training.generation.loaded, attempt = False, training.begin()
+    assert (training.bound(1.0) if asked else training.bind(attempt, 1.0)) is training.generation
+    training.generation = made(ReplicaClaim(ranks=(Claim(term=1, step=5, seen=1),)))
+    assert training.generation.participates and training.generation.loaded
+    assert (training.bind if asked else training.rebind)(attempt, 1.0) is None and attempt.spoiled
+    assert training.bind(training.begin(), 1.0) is training.generation
 
 
 def test_who_came_late_counts_from_the_second_step_on() -> None:

@@ -86,8 +86,8 @@ def train_step(
     share.backward()
     total = share.detach().clone()
     manager.allreduce(total).wait()
-    if manager.num_participants() != count:  # somebody went in between: the same batch is divided anew
-        manager.report_error(RuntimeError("the members changed during the step"))
+    if (manager.num_participants(), manager.participating_rank()) != (count, index):
+        manager.report_error(RuntimeError("the members changed during the step: its batch is divided anew"))
     committed = optimizer.step()
     return (step, float(total)) if committed and index is not None else None
 

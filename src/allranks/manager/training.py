@@ -141,10 +141,12 @@ class TrainingState:
             if attempt.generation is None:
                 self.times.mark("first collective due")
                 generation = self._wait_for_group(limit_s)
-                if not generation.loaded and generation.participates:
+                if generation.participates and (attempt.gave_zeros or not generation.loaded):
                     attempt.spoiled = "computed on a state that had to be healed"
+                    if generation.loaded:
+                        attempt.spoiled = "computed as one whose gradients do not count"
                     return None
-                attempt.generation = generation
+                attempt.generation, attempt.gave_zeros = generation, not generation.participates
             if not attempt.generation.usable:
                 attempt.spoiled = attempt.generation.broken or "the members changed"
                 return None
@@ -171,7 +173,9 @@ class TrainingState:
         if self.attempt.generation is not None or not self.attempt.opened:
             return self.attempt.generation
         with self.changed:
-            return self._wait_for_group(limit_s)
+            generation = self._wait_for_group(limit_s)
+            self.attempt.gave_zeros |= not generation.participates  # the script may have asked for its share
+            return generation
 
     def may_launch(self, attempt: StepAttempt) -> bool:
         """Whether a collective of this attempt would not be held back (or would fail at once)."""

@@ -127,6 +127,7 @@ class StepAttempt:
 
     opened: bool = False  # by start_quorum; False only before the first step
     generation: Generation | None = None  # bound at the first collective
+    gave_zeros: bool = False  # its gradients are of a state before healing, or of no share of the batch
     committed: bool = False
     reduced: bool = False  # a first backward is behind it: from here on the others count on our state
     error: Exception | None = None  # ours alone: we make the collectives and vote no
