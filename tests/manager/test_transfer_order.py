@@ -46,9 +46,9 @@ class Device(ProcessGroupGloo):
         self.order: list[str] = []
 
     def allreduce_in(self, number: int, tensors: list[torch.Tensor], options: Any) -> Any:
+        work = super().allreduce_in(number, tensors, options)  # refused where the members have changed
         if self.size() > 1:
             self.order.append("L")
-        work = super().allreduce_in(number, tensors, options)
         with self.context:
             while not work.is_completed():
                 time.sleep(0.001)
