@@ -162,6 +162,7 @@ def run(lighthouse: LighthouseProcess, folder: Path, how: str, size: int = 2) ->
     with Ranks(_train, size, args=(lighthouse.address, str(folder), how), backend=None) as ranks:
         ended = ranks.join(LIMIT_S)
     assert not ended[0].error and not ended[1].error, ended
+    assert all(ended[rank].value is None for rank in range(2, size)), ended  # died in that step
     there, late = ended[0].value, ended[1].value
     with Ranks(_alone, 1, args=(there.steps[-1][0] + 1,), backend=None) as ranks:
         alone = ranks.values(LIMIT_S)[0]
