@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from allranks.blackbox.header import start_ticks
 from allranks.cli import main
-from allranks.incidents.evidence import Observed, nearest_line, read_observed
+from allranks.incidents.evidence import Observed, find_evidence, nearest_line, read_observed
 from allranks.incidents.folder import open_incident, read_incidents
 from allranks.incidents.judge import accuse, correct
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
+from allranks.load import LoadResult
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.stacks import ChildState, RankState, StackFrame, StacksReport
+from allranks.model.trace import CALL, RankTrace, TraceHeader
 from allranks.stacktraces.classify import find_culprits
 from boxes import write_box
 
@@ -334,3 +339,11 @@ def test_the_line_nearest_the_hang_is_the_users_also_in_a_dataloader_worker() ->
     assert nearest_line(rank) == "data.py:88 in __getitem__ (DataLoader worker 1)"
     idle = replace(worker, cause="queue_wait", where="queues.py:107 in get")
     assert nearest_line(replace(rank, children=(idle,))) == "train.py:20 in main"
+
+
+def test_a_process_that_has_the_number_of_a_dead_rank_does_not_make_it_alive() -> None:
+    """Numbers are given again, after a reboot above all: yesterday's boxes were judged as those of a running job."""
+    for ticks, ended in ((1, True), (start_ticks(os.getpid()), False)):
+        header = TraceHeader(rank=0, host=os.uname().nodename, pid=os.getpid(), start_ticks=ticks)
+        trace = RankTrace(header, np.empty(0, CALL), kind="black box 2")
+        assert find_evidence(LoadResult([trace], []), [trace], []).ended is ended

@@ -86,7 +86,9 @@ def test_the_mailbox_wants_the_token_and_takes_only_what_is_expected(tmp_path: P
         box.expect("i-1", tmp_path / "in")
         with pytest.raises(ChannelError, match="same job token"):
             send_part(address, "i-1", "agent-a", "wrong", data)
+        heard = box._awaited["i-1"].heard
         send_part(address, "i-1", "agent-a", TOKEN, data)
+        wait_until(lambda: "agent-a" in heard)  # a moment after its sender has the reply
         assert box.wait(Gathering("i-1", "us", ("agent-a", "agent-b")), 0.0) == [
             "agent-b: no evidence within 0 s"
         ]

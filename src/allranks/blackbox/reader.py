@@ -358,6 +358,7 @@ def _trace_header(head: Header, heap: Heap) -> TraceHeader:
         world_size=head.world_size if head.world_size > 0 else None,
         host=str(meta.get("host", ""))[:256],
         pid=head.pid,
+        start_ticks=head.start_ticks,
         job=str(meta.get("job", ""))[:256],
         attempt=head.attempt,
         start_ns=head.start_ns,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from allranks.blackbox.header import is_alive
 from allranks.diagnosis.context import is_secondary
 from allranks.errors import AllranksError, InputError
 from allranks.incidents.rank_logs import read_end
@@ -333,7 +334,7 @@ def _local_boxes(traces: list[RankTrace]) -> list[RankTrace]:
 
 
 def _is_running(trace: RankTrace) -> bool:
-    return os.path.exists(f"/proc/{trace.header.pid}")
+    return is_alive(trace.header.pid, trace.header.start_ticks)
 
 
 def _captures(

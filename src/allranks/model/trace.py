@@ -168,6 +168,7 @@ class TraceHeader:
     role: str = ""  # what its process is called: "trainer"
     worlds: tuple[World, ...] = ()  # of a job of several worlds; `rank` is the number in the job then
     dated: bool = False  # `written_ns` is the modification time of the file, which may be a later copy
+    start_ticks: int = 0  # of its process: another process with its number has another
 
     @property
     def name(self) -> str:
