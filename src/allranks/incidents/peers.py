@@ -161,7 +161,7 @@ class PeerAgents:
 
     def take(self, incident: str, sender: str, data: bytes, reply: Callable[[bool], None]) -> None:
         """A part has come; `reply` gets False when nobody waits for it (any more). A fast one waits until it is expected.
-        The part counts after the reply: whoever waits for it may close the connection then."""
+        The part counts after the reply: what waits for it may close the connection then."""
         with self._changed:
             self._changed.wait_for(lambda: incident in self._awaited, timeout=EARLY_S)
             awaited = self._awaited.get(incident)

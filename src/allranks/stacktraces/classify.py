@@ -308,7 +308,7 @@ def _with_holder(
     """The rank with the process that holds the lock on a file for which it waits, where the kernel tells."""
     files = (thread.now.file for thread in view.threads if thread.now is not None)
     pid = next((file.removeprefix("lock ") for file in files if file.startswith("lock ")), "")
-    if state.cause != "file_lock_wait" or not pid:
+    if state.cause != "file_lock_wait" or not pid.isdecimal():  # of a bundle, anything
         return state
     name, rank = names.get(int(pid), (f"process {pid}, which is not of this job", None))
     return replace(state, evidence=f"{state.evidence}, held by {name}", held_by=rank)
