@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--hang-if", default="", help="folder: hangs for good when it has a file named like its process"
     )
+    parser.add_argument("--until", default="", help="file: the job ends when it is there (without replicas)")
     args = parser.parse_args()
     time.sleep(args.start_s)
     (train_replica if "REPLICA_GROUP_ID" in os.environ else train_whole)(args)
@@ -94,12 +95,15 @@ def train_whole(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     rank, attempt = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     began = int(Path(args.state).read_text()) if args.state and os.path.exists(args.state) else 0
-    tensor = torch.ones(16)
+    enough = torch.zeros(16)
     for step in range(began, args.steps):
         allranks.step(step)
         one_step(args, rank, step, began, attempt)
-        dist.all_reduce(tensor)
+        enough.fill_(float(bool(args.until) and os.path.exists(args.until)))
+        dist.all_reduce(enough)
         after_step(args, rank, step)
+        if enough[0] > 0:
+            break
     dist.destroy_process_group()
 
 

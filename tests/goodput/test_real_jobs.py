@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.lighthouse.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -16,15 +17,22 @@ JOB = Path(__file__).parent.parent.parent / "benchmarks" / "_goodput_job.py"
 
 
 def run_job(folder: Path, *words: str) -> str:
+    started = start_job(folder, *words)
+    output, _ = started.communicate(timeout=240)
+    assert started.returncode == 0, output
+    return output
+
+
+def start_job(folder: Path, *words: str) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "ALLRANKS_DIR": str(folder / "boxes"),
         "ALLRANKS_HISTORY": str(folder / "history"),
     }
     command = [sys.executable, "-m", "allranks", "run", "--job", "planted", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def account_of(folder: Path) -> dict[str, dict[str, float]]:
@@ -109,11 +117,22 @@ def test_a_rank_that_becomes_slow_is_an_incident_with_the_line_that_it_is_at(
 ) -> None:
     (tmp_path / "job.yaml").write_text(f"recovery:\n  on_slow: {on_slow}\n")
     slow = ["--slow-rank", "1", "--slow-s", "0.05", "--slow-at", "60"]
-    script = [str(JOB), "--steps", str(180 + 4 * looks[-1]), "--step-s", "0.05", *slow]
+    script = [str(JOB), "--steps", "2000", "--step-s", "0.05", *slow, "--until", "noticed"]
     launch = ["--config", "job.yaml", "--standalone", "--nproc-per-node", "2"]
-    output = run_job(tmp_path, *launch, *script)
-    (stacks,) = (tmp_path / "allranks-incidents").glob("*/slow_stacks.txt")
-    incident = json.loads((stacks.parent / "incident.json").read_text())
+    job = start_job(tmp_path, *launch, *script)
+    found = tmp_path / "allranks-incidents"
+
+    def closed() -> list[Path]:
+        return [path for path in found.glob("*/incident.json") if json.loads(path.read_text())["closed"]]
+
+    try:
+        eventually(lambda: closed() or job.poll() is not None, 200.0)
+    finally:
+        (tmp_path / "noticed").touch()
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
+    (path,) = closed()
+    incident, stacks = json.loads(path.read_text()), path.parent / "slow_stacks.txt"
     assert (incident["kind"], incident["ranks"]) == ("slow", [1])
     lines = stacks.read_text().splitlines()
     assert all("_goodput_job.py" in line for line in lines)
