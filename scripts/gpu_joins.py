@@ -84,11 +84,17 @@ def worker_under_run(out: Path) -> None:
     gpu_manager.worker(name)
 
 
+def forget(out: Path) -> None:
+    """What an earlier part wrote for its replicas."""
+    for name in ("stop", "begun", "end.pt"):
+        (out / name).unlink(missing_ok=True)
+
+
 class Crew:
     """The replicas of one run, and their replacements."""
 
     def __init__(self, out: Path, names: tuple[str, ...], doomed: tuple[str, ...]) -> None:
-        (out / "stop").unlink(missing_ok=True)
+        forget(out)
         self.out, self._over = out, threading.Event()
         self.lighthouse = LighthouseProcess(out)
         self.replicas = {name: self._start(name) for name in names}
@@ -104,6 +110,7 @@ class Crew:
         for replica in self.replicas.values():
             self._go(replica)
         self.wait_for_all(0.0)
+        (self.out / "begun").touch()
         threading.Thread(target=self._look_at_who_stands, daemon=True).start()
 
     def _start(self, name: str) -> Replica:
@@ -249,6 +256,15 @@ def longest_phases(texts: list[str]) -> str:
     return ", ".join(f"{name} {found[name]} ms" for name in longest)
 
 
+def compare_with_alone(out: Path, part: str) -> dict[str, bool]:
+    claim = f"{part}: the weights of a training alone"
+    if not (out / "end.pt").exists():
+        return {claim: False}
+    steps, apart = gpu_manager.movement_beside_alone(out / "end.pt")
+    note(out, part, steps=steps, away_from_training_alone=apart)
+    return {claim: apart < gpu_manager.ALIKE}
+
+
 def storm(out: Path, seconds: float, seed: int, size: int) -> tuple[dict[str, bool], list[float]]:
     """Several replicas under random kills: the claims, and the gaps of more than half a second between any two commits."""
     names = tuple(f"r{number}" for number in range(size))
@@ -299,6 +315,7 @@ def storm(out: Path, seconds: float, seed: int, size: int) -> tuple[dict[str, bo
         "storm: no gap above 2 s": bool(gaps) and gaps[0] <= 2.0,
         "storm: no replica ended by itself": not alone and not error,
         "storm: equal bits": len(ends) == 1,
+        **compare_with_alone(out, "storm"),
     }
     return verdicts, [gap for gap in gaps if gap > 0.5]
 
@@ -309,7 +326,7 @@ class Run:
     SIZE = 4
 
     def __init__(self, out: Path) -> None:
-        (out / "stop").unlink(missing_ok=True)
+        forget(out)
         self.events = out / "events"
         self.events.mkdir()
         script = [__file__, "worker-under-run", str(out), *(["--cpu"] if gpu_manager.CPU else [])]
@@ -367,6 +384,7 @@ def kills_under_run(out: Path, seconds: float, count: int, seed: int) -> tuple[d
     began = time.monotonic()
     try:
         pids = run.wait_for_all(0.0)
+        (out / "begun").touch()
         while len(took) < count and time.monotonic() < began + seconds:
             time.sleep(chance.uniform(0.5, 1.5))
             at = time.monotonic()
@@ -406,6 +424,7 @@ def kills_under_run(out: Path, seconds: float, count: int, seed: int) -> tuple[d
         f"kills: {count} under `allranks run --replicas 4`": len(took) == count and not error,
         "kills: no gap above 1 s": bool(took) and max(took) <= 1.0,
         "kills: equal bits": len(ends) == 1 and code == 0,
+        **compare_with_alone(out, "kills"),
     }
     return verdicts, took
 

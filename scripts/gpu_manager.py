@@ -17,7 +17,45 @@ from gpu_replicas import LighthouseProcess, Replica, say
 CPU = "--cpu" in sys.argv
 OUT = Path(next((word for word in sys.argv[1:] if not word.startswith("--")), "."))
 REPLICAS = 3
+INPUTS = 16
+ALIKE = 1e-3  # of the way that the weights moved: rounding; a single wrong gradient is more
 WIDTH, LAYERS = (256, 4) if CPU else (int(os.environ.get("GPU_WIDTH", "2048")), 12)  # 201 MB of parameters
+
+
+def make_training(device: Any) -> tuple[Any, Any]:
+    """Model and optimizer, the same in every process."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to(device)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def loss_of(model: Any, step: int, device: Any) -> Any:
+    """Depends on the weights and the number of the step: the average over any replicas is the gradient of one."""
+    import torch
+
+    x = torch.randn(INPUTS, WIDTH, device=device, generator=torch.Generator(device).manual_seed(step))
+    return (model(x) - x).square().sum(1).mean()
+
+
+def movement_beside_alone(path: Path) -> tuple[int, float]:
+    """How far the weights that a replica wrote at its end are from those of a training alone, as a share of their way."""
+    import torch
+
+    device = torch.device("cpu" if CPU else "cuda:0")
+    end = torch.load(path)
+    model, optimizer = make_training(device)
+    first = [p.detach().clone() for p in model.parameters()]
+    for step in range(end["step"]):
+        optimizer.zero_grad()
+        loss_of(model, step, device).backward()
+        optimizer.step()
+    norm = lambda parts: float(sum(part.double().square().sum() for part in parts)) ** 0.5  # noqa: E731
+    moved = norm([p.detach() - a for p, a in zip(model.parameters(), first, strict=True)])
+    apart = norm([p.detach() - b.to(device) for p, b in zip(model.parameters(), end["weights"], strict=True)])
+    return end["step"], apart / moved
 
 
 def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
@@ -27,7 +65,6 @@ def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
     import threading
 
     import torch
-    from torch import nn
 
     from allranks.torchft import (
         DistributedDataParallel,
@@ -40,9 +77,7 @@ def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(message)s")
     device = torch.device("cpu" if CPU else "cuda:0")
     group = ProcessGroupGloo(30) if CPU else ProcessGroupNCCL(30, device=device)
-    torch.manual_seed(len(name) + ord(name[-1]))
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to(device)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    model, inner = make_training(device)
 
     def load(state: dict) -> None:
         model.load_state_dict(state["model"])
@@ -54,8 +89,12 @@ def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
         min_replica_size=1, rank=0, world_size=1, replica_id=name, timeout=60, quorum_timeout=60,
     )  # fmt: skip
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
-    model(torch.randn(16, WIDTH, device=device)).sum().item()  # loads kernels before anybody waits for us
+    loss_of(model, 0, device).item()  # loads kernels before anybody waits for us
     ready_to_join()
+    if (OUT / "begun").exists():  # gradients of these weights must not count
+        torch.manual_seed(os.getpid())
+        for parameter in model.parameters():
+            parameter.data += 0.01 * torch.randn_like(parameter)
     manager.start()
     say("ready")
     flag = torch.zeros(1, device=device)
@@ -63,10 +102,9 @@ def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
         torch.cuda.synchronize()
         torch.cuda.set_stream(torch.cuda.Stream(device))
     while flag.item() == 0:
-        x = torch.randn(16, WIDTH, device=device)
-        before = manager.current_step()
         optimizer.zero_grad()
-        ddp(x).square().mean().backward()
+        before = manager.current_step()
+        loss_of(ddp, before, device).backward()
         flag.fill_(float((OUT / "stop").exists()))
         manager.allreduce(flag).wait()
         if optimizer.step():
@@ -77,6 +115,9 @@ def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
     digest = hashlib.sha256()
     for p in [*model.parameters(), *[s["momentum_buffer"] for s in inner.state.values()]]:
         digest.update(p.detach().cpu().contiguous().numpy().tobytes())
+    if name.endswith("0"):
+        weights = [p.detach().cpu() for p in model.parameters()]
+        torch.save({"step": manager.current_step(), "weights": weights}, OUT / "end.pt")
     say("done", manager.current_step(), 0, digest.hexdigest()[:16])
     manager.shutdown()
 
@@ -88,13 +129,15 @@ def command(name: str) -> list[str]:
 def main() -> int:
     results: dict[str, Any] = {}
     verdicts: dict[str, bool] = {}
-    (OUT / "stop").unlink(missing_ok=True)
+    for path in ("stop", "begun", "end.pt"):
+        (OUT / path).unlink(missing_ok=True)
     lighthouse = LighthouseProcess(OUT)
     start = lambda name: Replica(name, command(name), lighthouse.address, OUT)  # noqa: E731
     replicas = {name: start(name) for name in [f"r{n}" for n in range(REPLICAS)]}
     try:
         for replica in replicas.values():
             replica.wait("commit", participants=REPLICAS, limit_s=90)
+        (OUT / "begun").touch()
         verdicts[f"{REPLICAS} replicas train together"] = True
         for number in range(2):
             victim = replicas.pop("r1")
@@ -146,6 +189,9 @@ def main() -> int:
             tuple(event[2::2]) for one in replicas.values() for event in one.events() if event[1] == "done"
         }
         verdicts["equal bits at the end"] = len(ends) == 1
+        steps_alone, apart = movement_beside_alone(OUT / "end.pt")
+        results["away_from_training_alone"] = apart
+        verdicts[f"the weights of a training alone after {steps_alone} steps"] = apart < ALIKE
         codes = {name: one.process.returncode for name, one in replicas.items()}
         verdicts["clean exits"] = set(codes.values()) == {0}
         results["exit_codes"] = codes
