@@ -143,7 +143,7 @@ class ProcessGroupNCCL(ReconfigurableGroup):
             revoked, self._revoked = self._revoked, []
         ending = [(backend, True) for backend in revoked]
         for backend in retired:
-            if self._start_revoking(start_attended, backend, threading.Lock()) is None:
+            if self._start_revoking(backend, threading.Lock()) is None:
                 ending.append((backend, False))
         if ending:
             _start_ending("allranks-nccl-end", _end, ending)
@@ -232,16 +232,14 @@ class ProcessGroupNCCL(ReconfigurableGroup):
     def _take_down(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         if backend is None:
             return None
-        revoking = self._start_revoking(_start_ending, backend, gate)
+        revoking = self._start_revoking(backend, gate)
         return revoking or _start_ending("allranks-nccl-abort", _abort, backend, gate)
 
-    def _start_revoking(
-        self, start: Callable[..., threading.Thread], backend: object, gate: threading.Lock
-    ) -> threading.Thread | None:
+    def _start_revoking(self, backend: object, gate: threading.Lock) -> threading.Thread | None:
         communicator, nccl = self._communicators.pop(id(backend), 0), find_revoking_nccl()
         if not communicator or nccl is None or self._over:
             return None
-        return start("allranks-nccl-revoke", self._revoke, nccl, backend, communicator, gate)
+        return start_attended("allranks-nccl-revoke", self._revoke, nccl, backend, communicator, gate)
 
     def _revoke(self, nccl: ctypes.CDLL, backend: object, communicator: int, gate: threading.Lock) -> None:
         """Ends the kernels at once. What an abort does besides takes half a second, and then frees memory: that waits for the
