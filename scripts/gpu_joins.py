@@ -6,7 +6,8 @@ the other under `allranks run --replicas 4`, which starts them again (kills).
 A part ends after --seconds, or after --count kills. Each kill is a line in OUT/PART.jsonl as it is made.
 
 The storm kills one of its replicas (--replicas 5) every 3 s on average, in 15 % of cases two at once, whatever they do at that
-moment. No gap between commits may be longer than 2 s, no replica may end by itself, and all must hold equal bits at the end.
+moment; one that has the state is always left. No gap between commits may be longer than 2 s, no replica may end by itself, and
+all must hold equal bits at the end, those of a training alone up to rounding.
 
 Replacements are started ahead and wait, so that a kill costs seconds. Replicas that commit nothing for 2 s say every 2 s in
 which phase they are, and are looked at from outside: py-spy for Python, eu-stack (elfutils; ./carry/eu or the PATH) for all
@@ -278,6 +279,8 @@ def storm(out: Path, seconds: float, seed: int, size: int) -> tuple[dict[str, bo
         while time.monotonic() < began + seconds:
             time.sleep(chance.expovariate(1 / 3.0))
             doomed = chance.sample(names, 2 if chance.random() < 0.15 else 1)
+            if not {name for name, one in crew.replicas.items() if one.commits()} - set(doomed):
+                continue  # nobody would have the state
             alone |= {
                 n: one.errors()[-1500:] for n, one in crew.replicas.items() if one.process.poll() is not None
             }
