@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 
@@ -43,4 +44,5 @@ def _url(job: str | None) -> str:
     from allranks.incidents.job_overview import lighthouse_of
 
     address, _ = lighthouse_of(job)
-    return address if "://" in address else f"http://{address}/"
+    scheme = "https" if os.environ.get("ALLRANKS_CA") else "http"
+    return address if "://" in address else f"{scheme}://{address}/"

@@ -22,6 +22,7 @@ from allranks.errors import LighthouseError, LighthouseUnreachable
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.manager.drift import StateSums
 from allranks.manager.groups.group import ProcessGroupGloo, ReconfigurableGroup
+from allranks.manager.groups.hosted_store import host_store
 from allranks.manager.groups.teardown import start_thread
 from allranks.manager.heal.healing import Healing
 from allranks.manager.heal.serve import HealServer
@@ -64,6 +65,7 @@ class ManagerResources:
     def start(self, live: LiveState, may_come_late: Callable[[], bool]) -> ManagerResources:
         """Connects to the lighthouse and starts the regrouping thread."""
         options = self.options
+        self._store = store = host_store(options.host)
         self.group.choose_device()
         preparing = start_thread("allranks-prepare", self.group.prepare)
         inside = ReplicaRendezvous(
@@ -85,7 +87,7 @@ class ManagerResources:
             group=self.group,
             box=box,
             server=self.server,
-            store_address=self._host_store() if inside.speaks else "",
+            store_address=f"{options.host}:{store.port}" if inside.speaks else "",
             healing=Healing(options, self.training, self.server, live, self.registered, self.sums, inside),
             may_come_late=may_come_late,
         )
@@ -178,10 +180,6 @@ class ManagerResources:
         own = mesh_name(self.client.session)
         self.server.on_ballot = lambda name, *call: (inside.mesh if name == own else box).arrive(name, *call)
         return box
-
-    def _host_store(self) -> str:
-        store = self._store = dist.TCPStore(self.options.host, 0, is_master=True, wait_for_workers=False)
-        return f"{self.options.host}:{store.port}"
 
     def _inside_store(self) -> dist.Store | None:
         """The store that the ranks of this replica share: their process group's, the one that is at the address
