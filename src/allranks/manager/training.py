@@ -257,14 +257,14 @@ class TrainingState:
                 self.readers -= 1
                 self.changed.notify_all()
 
-    def wait_until_opened(self, wanted: Callable[[], bool], limit_s: float) -> None:
+    def wait_until_opened(self, wanted: Callable[[], bool], limit_s: float) -> bool:
         """Until the next step is open: what a script changes after a step (schedule, scale, sampler) is changed by then.
-
-        At the limit the state is taken as it is: a script that saves or evaluates for so long has changed it.
-        """
+        At the limit the state is taken as it is: a script that saves or evaluates for so long has changed it."""
         closed = (Phase.BETWEEN, Phase.APPLYING)
         with self.changed:
-            self.changed.wait_for(lambda: self.phase not in closed or self.parked or not wanted(), limit_s)
+            return self.changed.wait_for(
+                lambda: self.phase not in closed or self.parked or not wanted(), limit_s
+            )
 
     def settled(self) -> Generation | None:
         """The group that works; None while a new one is needed or being made."""
