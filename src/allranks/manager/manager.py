@@ -33,7 +33,7 @@ from allranks.manager.registered_state import LoadFunction, RegisteredState, Sav
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import Tally, Vote
-from allranks.manager.work import ManagedWork, result_or_default
+from allranks.manager.work import ManagedWork, neutral, result_or_default
 
 log = logging.getLogger("allranks.manager")
 
@@ -183,7 +183,7 @@ class Manager:
         if generation is None:
             return ManagedWork(None, tensor)
         if not generation.participates:
-            tensor.zero_()
+            tensor.fill_(neutral(reduce_op, tensor.dtype))
         elif reduce_op == dist.ReduceOp.AVG:
             tensor.div_(len(generation.participants))
         options = dist.AllreduceOptions()
