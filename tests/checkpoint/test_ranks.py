@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier, create_checkpoint_state
 from allranks.checkpoint.restore.candidates import choose
 from allranks.checkpoint.restore.opened_checkpoint import opened
+from allranks.checkpoint.save import plan
 from allranks.checkpoint.stores.file_store import FileStore
 from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointLoadError
@@ -116,8 +117,9 @@ def test_what_four_ranks_save_two_and_three_ranks_load_bit_for_bit(kind: str, tm
         assert all(content == saved[0] for content in loaded)
 
 
-def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four DDP ranks share the work: no tensor twice, and no rank writes everything."""
+    monkeypatch.setattr(plan, "_SMALL_BYTES", 0)
     with Ranks(_save, 4, ("ddp", str(tmp_path))) as ranks:
         ranks.values(timeout_s=90)
     with opened(FileStore(tmp_path), "checkpoint_step_00000002") as checkpoint:
@@ -125,6 +127,24 @@ def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
         writers = {index.rank for index, s in checkpoint.shards() if not s.shard.name.startswith("rank0")}
     assert len(names) == len(set(names)) > 10
     assert writers == {0, 1, 2, 3}
+
+
+def _save_statistics(rank: int, world_size: int, folder: str) -> list[float]:
+    """DDP gives the buffers of rank 0 to all at each forward; after it they are of each rank's own batch."""
+    model = torch.nn.Sequential(*[torch.nn.BatchNorm1d(4) for _ in range(3)])
+    for buffer in model.buffers():
+        buffer.fill_(10 * rank + 1)
+    with CheckpointManager(CheckpointConfig(nvme_path=folder)) as manager:
+        manager.save_checkpoint(create_checkpoint_state(1, model, None))
+        assert manager.wait_for_pending_saves(60)
+        assert manager.restore(model, tier=CheckpointTier.NVME) is not None
+    return [float(buffer.float().mean()) for buffer in model.buffers()]
+
+
+def test_buffers_that_differ_between_ranks_are_all_those_of_the_first(tmp_path: Path) -> None:
+    """Never the mean of one rank's batch with the variance of another's."""
+    with Ranks(_save_statistics, 2, args=(str(tmp_path),)) as ranks:
+        assert ranks.values(60) == [[1.0] * 9] * 2
 
 
 def test_plain_dcp_reads_and_reshards_our_folder(tmp_path: Path) -> None:

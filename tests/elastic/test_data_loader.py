@@ -55,6 +55,16 @@ def test_a_state_inside_a_step_resumes_at_its_beginning(index: Path) -> None:
     assert again.dataset.seed == 1  # the order is the state's
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_draws_no_random_numbers_of_the_training(index: Path, workers: int) -> None:
+    """A restored training starts one more: its dropout masks are to be those that it would have had."""
+    before = torch.get_rng_state()
+    loader = ElasticDataLoader(ResumableDataset(index, LENGTH), 4, rank=0, world_size=1, num_workers=workers)
+    next(iter(loader))
+    loader.close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_state_of_other_data_is_refused(index: Path, tmp_path: Path) -> None:
     """Another index or sequence length would lose or repeat samples."""
     state = ResumableDataset(index, LENGTH).state_dict()

@@ -120,11 +120,11 @@ def test_local_gradients_are_let_go_when_the_next_are_there(lighthouse: Lighthou
 
 
 class Branching(nn.Module):
-    """Uses only one of its two branches."""
+    """Uses only one of its branches."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.branches = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+        self.branches = nn.ModuleList([nn.Linear(8, 4) for _ in range(3)])
 
     def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
         return self.branches[which](x)  # type: ignore[no-any-return]
@@ -149,9 +149,22 @@ def _unused(rank: int, world: int, address: str) -> list[float]:
 
 
 def test_unused_parameters_and_steps_without_a_backward_stay_in_line(lighthouse: LighthouseProcess) -> None:
-    """Missing gradients count as zero; nobody waits for them."""
+    """Missing gradients count as zero; nobody waits for them. Where nobody has one there is none."""
     with Ranks(_unused, 2, args=(lighthouse.address,), backend=None) as ranks:
         assert ranks.values(LIMIT_S) == [[16.0, 2.0, 16.0, 2.0]] * 2
+
+
+def test_who_gives_nothing_has_the_gradients_that_the_others_have() -> None:
+    """Not its own: the optimizers must step the same parameters."""
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    (mine,), (others,) = (cut([used, unused], 1 << 20) for _ in range(2))
+    used.grad = torch.full((3,), 5.0)
+    given = others.fill(1)
+    used.grad, unused.grad = None, torch.ones(2)
+    mine.empty().add_(given)
+    mine.spread()
+    assert used.grad is not None and used.grad.tolist() == [5.0] * 3
+    assert unused.grad is None
 
 
 def _no_sync(rank: int, world: int, address: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 
 from allranks.lighthouse.client.client import Client, ClientOptions
 from allranks.lighthouse.options import Options
+from allranks.manager.vote_mesh import Tally, Vote, VoteMesh
 
 from .cluster import Cluster, Job, LighthouseProcess
 from .faults import Fault
@@ -112,6 +114,46 @@ def test_one_voice_against_the_step_and_nobody_commits_it(lighthouse: Lighthouse
         results = cluster.results()
     assert results["b"].fired == 1
     assert [results[name].failed_steps for name in ("a", "b")] == [1, 1]
+    assert_equal_states(results)
+
+
+def test_a_step_that_one_votes_against_is_not_committed_when_another_dies_in_the_vote(
+    lighthouse: LighthouseProcess,
+) -> None:
+    """The survivors do not know the result: the one that has voted against it is not in doubt."""
+    faults = (
+        Fault("error", "b", at_step=4, at="before vote"),
+        Fault("slow", "c", at_step=4, at="inside allreduce", for_s=1.0),  # the others vote before it dies
+        Fault("kill", "c", at_step=4, at="before vote"),
+    )
+    job = Job(script=(3, 2), faults=faults, arm_at=3)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.killed("c")
+        results = cluster.results()
+    assert results["b"].fired == 1
+    assert all(results[name].failed_steps for name in ("a", "b"))
+    assert_equal_states(results)
+
+
+def test_who_hears_a_vote_against_the_step_after_it_asked_for_a_quorum_does_what_the_quorum_decides(
+    lighthouse: LighthouseProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`b` votes against the step and dies when only `a` has heard it. `c` commits the step: so must `a`."""
+    cast = VoteMesh.cast
+
+    def cast_slowly(mesh: VoteMesh, vote: Vote) -> Tally:
+        tally = cast(mesh, vote)
+        if not tally.passed:
+            time.sleep(2.0)  # the quorum without `b` is asked for and made
+        return tally
+
+    monkeypatch.setattr(VoteMesh, "cast", cast_slowly)
+    faults = (Fault("error", "b", at_step=4, at="before vote"), Fault("kill", "b", at_step=4, at="half vote"))
+    with Cluster(lighthouse, Job(script=(3, 2), faults=faults, arm_at=3)) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.killed("b")
+        results = cluster.results()
     assert_equal_states(results)
 
 

@@ -24,8 +24,8 @@ def lighthouse() -> Iterator[LighthouseProcess]:
 
 
 def assert_equal_states(results: dict[str, Result]) -> None:
-    """Every bit of parameters and optimizer state, and the step, are the same everywhere."""
-    assert len({(result.step, result.state) for result in results.values()}) == 1, results
+    """Every bit of parameters and optimizer state, the step and the number of batches are the same everywhere."""
+    assert len({(result.step, result.state, result.batches) for result in results.values()}) == 1, results
 
 
 def assert_like_undisturbed(job: Job, result: Result) -> None:

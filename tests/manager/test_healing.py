@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from allranks.drill.ranks import signal as mark
 from allranks.lighthouse.options import Options
+from allranks.manager.ddp import DistributedDataParallel
+from allranks.manager.heal import state as live_state
+from allranks.manager.manager import Manager
+from allranks.manager.optimizer import Optimizer
 
-from .cluster import Cluster, Job, LighthouseProcess
+from .cluster import Cluster, Job, LighthouseProcess, batch, build, fingerprint
 from .faults import Fault
 from .test_failures import assert_equal_states
 
@@ -86,3 +96,46 @@ def test_a_second_death_during_the_reconfiguration_after_the_first(
         cluster.killed("b", "c")
         results = cluster.results()
     assert results["a"].step > 3
+
+
+FROZEN_AT = 5  # steps
+
+
+def train_and_freeze(rank: int, world: int, address: str, name: str, job: Job, folder: str) -> bool:
+    """Whether the state stays that of its step for as long as the script looks at it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    model, inner = build(job)
+    live_state.has_room = lambda needs: False  # the fetched state goes into our own memory
+    manager = Manager(state=[model, inner], lighthouse_addr=address, replica_id=name, rank=0, world_size=1)
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    same = True
+    while not Path(folder, "stop").exists() or manager.current_step() <= FROZEN_AT:
+        optimizer.zero_grad()
+        ddp(batch(manager.current_step(), job.width)).square().mean().backward()
+        if optimizer.step() and manager.current_step() == FROZEN_AT and name == "b":
+            saved = fingerprint(model, inner)
+            mark("frozen")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(3.0)  # of saving
+            same = saved == fingerprint(model, inner)
+        Path(folder, name).write_text(f"{manager.current_step()}")
+        time.sleep(0.02)
+    manager.shutdown()
+    return same
+
+
+def test_who_was_frozen_while_it_saved_saves_no_bytes_of_the_others_state() -> None:
+    """Where there is no room for a second state, healing replaces the bytes when the script has opened its next step."""
+    with (
+        LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=1.0)) as lighthouse,
+        Cluster(lighthouse, Job(width=40_000), function=train_and_freeze) as cluster,
+    ):
+        cluster.start("a", "b")
+        cluster.wait_for("frozen", "b")
+        cluster.wait_for_progress("a", FROZEN_AT + 10)
+        os.kill(cluster.pid("b"), signal.SIGCONT)
+        cluster.wait_for_progress("b", FROZEN_AT + 5)
+        cluster.tell_to_stop()
+        outcomes = {name: cluster.end(name) for name in "ab"}
+    assert [outcome.value for outcome in outcomes.values()] == [True, True], outcomes

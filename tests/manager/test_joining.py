@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import allranks.torchft as torchft
 from allranks.drill.ranks import Ranks
+from allranks.drill.self_faults import around
 from allranks.errors import HealingFailed
 from allranks.lighthouse.options import Options
 from allranks.manager.groups.generation import Generation, StepAttempt
@@ -257,7 +258,8 @@ def test_a_step_that_was_refused_is_in_doubt_only_for_who_asked_before(asked_bef
     assert training.begin_vote(attempt) is generation
     if asked_before:
         assert training.claim(broken=True).pending
-    training.refuse(generation, "r1 must take the state of the others")
+    training.refuse()
+    training.break_group(generation, "r1 must take the state of the others")
     assert not generation.usable
     assert bool(training.claim(broken=True).pending) is asked_before
     if asked_before:
@@ -266,6 +268,47 @@ def test_a_step_that_was_refused_is_in_doubt_only_for_who_asked_before(asked_bef
         training.publish(after)
     assert training.decided_otherwise(1.0) is asked_before
     assert training.step == (7 if asked_before else 6)
+
+
+def train_locally(rank: int, world: int, address: str, folder: str) -> float:
+    """LocalSGD whose local steps change nothing: the mean is the weights of rank 0, unless others count unhealed."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0 + 99.0 * rank)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    manager = torchft.Manager(
+        min_replica_size=1, lighthouse_addr=address, replica_id=f"r{rank}", rank=0, world_size=1, timeout=30,
+        quorum_timeout=30,
+    )  # fmt: skip
+    local = torchft.local_sgd.LocalSGD(manager, model, inner, sync_every=1)
+
+    def group_comes() -> None:
+        with manager.training.parking():
+            while manager.training.settled() is None:
+                time.sleep(0.005)
+
+    if rank == 1:
+        while not Path(folder, "go").exists():
+            time.sleep(0.01)
+        around(manager.start()._open().regrouper.inside, "agree_on_group", before=group_comes)
+    together = 0
+    with local:
+        while together < TOGETHER:
+            before = manager.current_step()
+            model(torch.ones(1, 4)).sum().backward()
+            inner.step()
+            together += manager.current_step() > before and manager.num_participants() == 2
+            if manager.current_step() >= ALONE:
+                Path(folder, "go").touch()
+    manager.shutdown()
+    return float(model.weight[0, 0])
+
+
+def test_a_group_that_comes_while_a_step_is_opened_waits_for_the_state_too(
+    lighthouse: LighthouseProcess, tmp_path: Path
+) -> None:
+    """LocalSGD and sharded models heal before the step: never after their weights were given to the others."""
+    with Ranks(train_locally, 2, args=(lighthouse.address, str(tmp_path)), backend=None) as ranks:
+        assert ranks.values(LIMIT_S) == [1.0, 1.0]
 
 
 class OverNccl(ProcessGroupGloo):

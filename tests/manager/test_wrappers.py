@@ -192,6 +192,27 @@ def test_spares_stand_by_with_zeros() -> None:
         assert run(_spare, 3, lighthouse.address) == [(5.5, 2, True), (5.5, 2, True), (5.5, 2, False)]
 
 
+def _spare_of_others(rank: int, world: int, address: str) -> list[float]:
+    options = {"world_size_mode": torchft.WorldSizeMode.FIXED_WITH_SPARES}
+    _, _, manager = Setup(address, f"r{rank}", options).make()
+    manager.start_quorum()
+    found = []
+    for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        for sign, dtype in ((1, torch.int64), (-1, torch.float32)):
+            value = torch.tensor([sign * 2 + rank * sign], dtype=dtype)
+            manager.allreduce(value, reduce_op=op).wait()
+            found.append(value.item())
+    assert manager.should_commit()
+    manager.shutdown()
+    return found
+
+
+def test_a_spare_changes_no_smallest_largest_or_product() -> None:
+    """What it gives counts for nothing in every reduction; so does what one gives that heals beside the step."""
+    with LighthouseProcess(Options(min_replicas=3)) as lighthouse:
+        assert run(_spare_of_others, 3, lighthouse.address) == [[2, -3, 3, -2, 6, 6]] * 3
+
+
 def test_the_sampler_gives_every_rank_of_every_replica_its_own_part() -> None:
     """Two replicas of two ranks share 8 samples without overlap."""
     parts = [

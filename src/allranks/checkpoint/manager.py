@@ -68,6 +68,13 @@ def save_last_steps() -> list[int]:
     return found
 
 
+def finish_copies() -> None:
+    """Waits for the copies that are under way: then the state of this process may be replaced."""
+    for manager in list(_MANAGERS):
+        if manager.coordinator.copy is not None:
+            manager.coordinator.copy.join(SAVE_LAST_S)
+
+
 @cache
 def _register_exit() -> None:
     """Called when the first copy has begun: what is registered later runs earlier, and the memory must still be there."""

@@ -46,12 +46,13 @@ _IGNORED = {
 
 @dataclass(eq=False)
 class Bucket:
-    """Some parameters and the flat buffer in which their gradients travel."""
+    """Some parameters and the flat buffer in which their gradients travel, and behind them a mark for each: who has one."""
 
     parameters: list[nn.Parameter]
     buffer: torch.Tensor | None = None
     slices: list[torch.Tensor] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # addresses of the slices
+    absent: list[int] = field(default_factory=list)  # parameters to which we have given no gradient
     clean: bool = False  # nothing but zeros in the buffer
     spent: list[torch.Tensor | None] = field(default_factory=list)  # local gradients that were reduced
     missing: int = 0  # gradients not yet there in this backward
@@ -66,6 +67,7 @@ class Bucket:
         self.clean = False
         self.spent.clear()
         local = [gradient for gradient in gradients if gradient is not None]
+        self.absent = [place for place, gradient in enumerate(gradients) if gradient is None]
         present = self.slices
         if len(local) < len(gradients):
             present = []
@@ -77,12 +79,17 @@ class Bucket:
         if divisor > 1 and buffer.device.type == "cpu" and buffer.nbytes > _LARGE_BYTES * len(present):
             for part, gradient in zip(present, local, strict=True):
                 torch.div(gradient, divisor, out=part)  # one pass over memory
-            return buffer
-        if local:
+        elif local:
             copy_all(present, local)
-        if divisor > 1:
-            buffer.div_(divisor)
+            if divisor > 1:
+                buffer.div_(divisor)
+        marks = self._marks(buffer).fill_(1)
+        for place in self.absent:
+            marks[place] = 0
         return buffer
+
+    def _marks(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[buffer.numel() - len(self.parameters) :]
 
     def _holds_any(self, gradients: list[torch.Tensor | None]) -> bool:
         return any(
@@ -94,6 +101,7 @@ class Bucket:
         """The buffer with nothing in it: what a replica gives that does not take part."""
         self.prepare()
         self.clean = False  # others will put in what they have
+        self.absent = list(range(len(self.parameters)))
         assert self.buffer is not None
         return self.buffer
 
@@ -112,7 +120,8 @@ class Bucket:
         self.places.clear()
 
     def spread(self) -> None:
-        """The reduced gradients become `param.grad`, where they lie: no copy.
+        """The reduced gradients become `param.grad`, where they lie: no copy. Where nobody has one there is none: an optimizer
+        leaves such a parameter as it is, and would let one with a gradient of zeros decay.
 
         On the CPU the local ones are let go only when the next are there: freed all at once they would go back to
         the kernel, to be faulted in again in every step.
@@ -121,11 +130,16 @@ class Bucket:
             self.spent = [p.grad for p in self.parameters]
         for p, part in zip(self.parameters, self.slices, strict=True):
             p.grad = _wrapped_like(p, part)
+        if self.absent and self.buffer is not None:
+            marks = self._marks(self.buffer).tolist()
+            for place in self.absent:
+                if not marks[place]:
+                    self.parameters[place].grad = None
 
     def _allocate(self) -> torch.Tensor:
         if self.buffer is None:
             parts = [local_of(p) for p in self.parameters]
-            length = sum(part.numel() for part in parts)
+            length = sum(part.numel() for part in parts) + len(parts)
             self.buffer = torch.empty(length, dtype=parts[0].dtype, device=parts[0].device)
             offset = 0
             for part in parts:

@@ -33,7 +33,7 @@ from allranks.manager.registered_state import LoadFunction, RegisteredState, Sav
 from allranks.manager.resources import ManagerResources
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import Tally, Vote
-from allranks.manager.work import ManagedWork, result_or_default
+from allranks.manager.work import ManagedWork, neutral, result_or_default
 
 log = logging.getLogger("allranks.manager")
 
@@ -156,9 +156,7 @@ class Manager:
         record.step(self.training.step)  # the progress mark: it distinguishes a hang from slowness
         wait = not self.options.use_async_quorum or not self.training.eager
         if not self.training.eager:
-            if self._must_load(self.training.settled()):
-                self.wait_quorum()
-            opened.regrouper.inside.agree_on_group(self.training, self.wait_quorum)
+            opened.regrouper.inside.agree_on_group(self.training, self._must_load, self.wait_quorum)
         elif first and not wait and self.training.park_until_invited(self._patience_s):
             log.debug("the members prepare a group with us: the first step begins without it")
         elif first or wait or self._must_load(self.training.generation):
@@ -185,7 +183,7 @@ class Manager:
         if generation is None:
             return ManagedWork(None, tensor)
         if not generation.participates:
-            tensor.zero_()
+            tensor.fill_(neutral(reduce_op, tensor.dtype))
         elif reduce_op == dist.ReduceOp.AVG:
             tensor.div_(len(generation.participants))
         options = dist.AllreduceOptions()
@@ -220,6 +218,8 @@ class Manager:
             hook()
         good = self._finish(attempt)
         committed = self._vote(attempt) if good else self._no_vote(attempt)
+        if committed and attempt.generation is not None:
+            self.training.batches += len(attempt.generation.participants)
         self._note(committed)
         return committed
 
@@ -391,12 +391,14 @@ class Manager:
     def _vote(self, attempt: StepAttempt) -> bool:
         if self._opened is not None:
             self._opened.wait_for_lease(self._patience_s)
-        generation = self.training.begin_vote(attempt)
+        bound = attempt.generation
+        enough = bound is not None and len(bound.participants) >= self.options.min_replica_size
+        good = enough and attempt.error is None
+        generation = self.training.begin_vote(attempt, good)
         if generation is None:
             return self._no_vote(attempt)
-        enough = len(generation.participants) >= self.options.min_replica_size
         vote = Vote(
-            good=attempt.error is None and enough,
+            good=good,
             news=bool(self.training.news),
             step=self.training.step,
             small=0 if self._volatile else self.sums.small_digest(),
@@ -418,13 +420,9 @@ class Manager:
             self.training.want(self.training.news or "another member has news of the membership")
         if not tally.passed:
             log.warning("step %d is not committed: %s", vote.step, attempt.error or tally.reason)
-            self.training.end_step()
-            return False
-        counted = len(generation.participants)
-        if not self.training.passed(generation, self._patience_s):
-            return False
-        self.training.batches += counted
-        return True
+            self.training.refuse()
+            return self.training.decided_otherwise(self._patience_s)
+        return self.training.passed(generation, self._patience_s)
 
     def _state_differs(self, generation: Generation, tally: Tally) -> str:
         """Compares the members' digests. Returns why the step must not be committed, after we have left the group."""
@@ -442,7 +440,8 @@ class Manager:
         ours = self.options.replica_id in found.replicas
         if ours:
             self.training.tear()
-        self.training.refuse(generation, reason)
+        self.training.refuse()
+        self.training.break_group(generation, reason)
         if not ours and self.options.rank == 0 and self._opened is not None:
             for replica, why in self.sums.corruption.repeated(found, generation.quorum, step).items():
                 self._opened.evict(replica, why)

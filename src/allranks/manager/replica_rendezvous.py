@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from allranks.channel.keys import Keyring
 from allranks.errors import ManagerError
+from allranks.manager.groups.generation import Generation
 from allranks.manager.plan import Claim
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh, Voter
@@ -56,7 +57,12 @@ class ReplicaRendezvous:
         voters = [Voter(rank, self.store.get(f"address/{rank}").decode(), credential) for rank in ranks]
         self.mesh.meet(name, 0, self.rank, voters, limit_s)
 
-    def agree_on_group(self, training: TrainingState, wait_for_group: Callable[[], None]) -> None:
+    def agree_on_group(
+        self,
+        training: TrainingState,
+        must_load: Callable[[Generation | None], bool],
+        wait_for_group: Callable[[], None],
+    ) -> None:
         """All ranks of this replica open the step in the same group, or wait for the next one together."""
 
         def waiting() -> None:
@@ -65,6 +71,9 @@ class ReplicaRendezvous:
 
         while True:
             generation = training.settled()
+            if must_load(generation):  # also one that came a moment ago
+                wait_for_group()
+                continue
             number = generation.number if generation is not None else 0
             with training.parking():
                 numbers = self.exchange(number, waiting)

@@ -257,14 +257,14 @@ class TrainingState:
                 self.readers -= 1
                 self.changed.notify_all()
 
-    def wait_until_opened(self, wanted: Callable[[], bool], limit_s: float) -> None:
+    def wait_until_opened(self, wanted: Callable[[], bool], limit_s: float) -> bool:
         """Until the next step is open: what a script changes after a step (schedule, scale, sampler) is changed by then.
-
-        At the limit the state is taken as it is: a script that saves or evaluates for so long has changed it.
-        """
+        At the limit the state is taken as it is: a script that saves or evaluates for so long has changed it."""
         closed = (Phase.BETWEEN, Phase.APPLYING)
         with self.changed:
-            self.changed.wait_for(lambda: self.phase not in closed or self.parked or not wanted(), limit_s)
+            return self.changed.wait_for(
+                lambda: self.phase not in closed or self.parked or not wanted(), limit_s
+            )
 
     def settled(self) -> Generation | None:
         """The group that works; None while a new one is needed or being made."""
@@ -295,13 +295,13 @@ class TrainingState:
         self.due = False
         return self.generation
 
-    def begin_vote(self, attempt: StepAttempt) -> Generation | None:
-        """Enters VOTING unless the group is gone."""
+    def begin_vote(self, attempt: StepAttempt, good: bool = True) -> Generation | None:
+        """Enters VOTING unless the group is gone. Who votes against the step is not in doubt: it cannot be committed."""
         with self.changed:
             generation = attempt.generation
             if attempt.spoiled or generation is None or not generation.usable:
                 return None
-            self.phase, self.held = Phase.VOTING, self.held.vote(generation.plan.term)
+            self.phase, self.held = Phase.VOTING, self.held.vote(generation.plan.term if good else 0)
             return generation
 
     def passed(self, generation: Generation, limit_s: float) -> bool:
@@ -315,13 +315,11 @@ class TrainingState:
             self._commit(generation.plan.term)
             return True
 
-    def refuse(self, generation: Generation, reason: str) -> None:
-        """The vote's result is known, and the step is not to be committed: unless the quorum was asked meanwhile, our claim
-        says so from now on. A vote in doubt could be committed without us."""
+    def refuse(self) -> None:
+        """The vote failed, and our claim says so from now on, unless the quorum was asked before. One in doubt could pass."""
         with self.changed:
             if not self.held.claimed:
                 self.end_step()
-            self.break_group(generation, reason)
 
     def decided_otherwise(self, limit_s: float) -> bool:
         """Whether the quorum that was asked before we refused has committed the step."""
@@ -332,7 +330,10 @@ class TrainingState:
         """The vote was given and its result did not come: the next quorum, or a member that left, decides."""
         with self.changed:
             self.break_group(generation, reason)
-            return self._wait_for_verdict(limit_s, generation.plan.term)
+            if self.held.pending:
+                return self._wait_for_verdict(limit_s, generation.plan.term)
+            self.end_step()  # we have voted against it
+            return False
 
     def _wait_for_verdict(self, limit_s: float, term: int = 0) -> bool:
         def heard() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,18 @@ import torch.distributed as dist
 from allranks.errors import GroupAborted
 
 _SLICE = timedelta(seconds=0.2)
+
+
+def neutral(op: dist.ReduceOp, dtype: torch.dtype) -> float:
+    """What changes no result of `op`: given by a replica that does not take part."""
+    if op == dist.ReduceOp.PRODUCT:
+        return 1
+    if op not in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        return 0
+    if dtype.is_floating_point:
+        return -math.inf if op == dist.ReduceOp.MAX else math.inf
+    limits = torch.iinfo(dtype)
+    return int(limits.min if op == dist.ReduceOp.MAX else limits.max)
 
 
 def wait_while(work: dist.Work, usable: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> None:

@@ -99,13 +99,15 @@ def find_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
     return pieces
 
 
+_SMALL_BYTES = 64 << 10
 #: What the other ranks must know about a piece, as JSON: name, offsets, sizes, bytes.
 Described: TypeAlias = tuple[str, list[int], list[int], int]
 
 
 def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tuple[int, ...]]]]:
     """For each rank's [name, offsets, sizes, bytes] list: the (name, offsets) it has to write. What several ranks hold goes
-    to the one that has the least to write so far, large chunks first."""
+    to the one that has the least to write so far, large chunks first. Small ones go to the first: running statistics may
+    differ between ranks, and those of two must not be mixed."""
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     lengths = {}
     for rank, entries in enumerate(every):
@@ -115,7 +117,8 @@ def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tup
             lengths[chunk] = length
     loads, owned = [0] * len(every), [set[tuple[str, tuple[int, ...]]]() for _ in every]
     for chunk in sorted(holders, key=lambda chunk: (-lengths[chunk], chunk)):
-        rank = min(holders[chunk], key=loads.__getitem__)
+        small = lengths[chunk] <= _SMALL_BYTES
+        rank = holders[chunk][0] if small else min(holders[chunk], key=loads.__getitem__)
         owned[rank].add(chunk)
         loads[rank] += lengths[chunk]
     return owned

@@ -224,6 +224,7 @@ class ElasticDataLoader:
                 yield ids, self.dataset.fetch(ids)
             return
         if self._loader is None:
+            import torch
             from torch.utils.data import DataLoader
 
             self._loader = DataLoader(
@@ -235,6 +236,7 @@ class ElasticDataLoader:
                 persistent_workers=True,
                 collate_fn=_as_it_is,
                 pin_memory=self.pin_memory,
+                generator=torch.Generator(),  # a restored training continues with the numbers that it would have drawn
             )
         with _own_child_signal():
             fetched = iter(self._loader)

@@ -10,10 +10,11 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from allranks import recording as record
-from allranks.checkpoint.manager import save_last_steps
+from allranks.checkpoint.manager import finish_copies, save_last_steps
 from allranks.errors import AllranksError, HealingFailed
 from allranks.manager.drift import StateSums
 from allranks.manager.groups.generation import Generation
@@ -30,6 +31,7 @@ from allranks.manager.training import TrainingState
 
 log = logging.getLogger("allranks.manager")
 
+_LOOK_S = 0.1
 _HEAL_TRIES = 10
 _FRUITLESS_TRIES = 3
 
@@ -63,8 +65,16 @@ class Healing:
             self.training.arrived(NOWHERE)
             keep = self.training.held.precious
             limit_s, tear = self.options.timeout_s, self.training.tear
-            self.fetch = Fetch(plan.top, self.live, limit_s, keep, tear, plan.lineage)
+            self.fetch = Fetch(plan.top, self.live, limit_s, keep, self._wait_until_read, tear, plan.lineage)
         return self.fetch
+
+    def _wait_until_read(self, wanted: Callable[[], bool]) -> None:
+        """Until our bytes may be replaced: what the script does with them after its step is done, and copies of them are."""
+        deadline = time.monotonic() + self.options.timeout_s
+        while wanted() and time.monotonic() < deadline:
+            if self.training.wait_until_opened(wanted, _LOOK_S):
+                break
+        finish_copies()
 
     def begin(self, fetch: Fetch, generation: Generation) -> None:
         """Starts to fetch, unless everything is here or on its way already."""
@@ -194,6 +204,7 @@ class Healing:
         state = fetch.state()
         if generation.drops and not self.training.held.torn:
             self._keep_dropped_state()
+        finish_copies()
         self.training.tear()
         self.registered.load(state["user"])
         with self.training.changed:
