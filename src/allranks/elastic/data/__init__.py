@@ -19,15 +19,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from allranks.elastic.batches import BatchPlan, StateDict, batch_plan, even
 from allranks.elastic.data.dataset import Batch, DatasetState, ResumableDataset
-from allranks.elastic.data.order import Ids, Mixture, Order, Segment, WorldHistory
+from allranks.elastic.data.order import Ids, Mixture, Order, Segment, WorldHistory, mix
 from allranks.elastic.world import world_of
 from allranks.errors import DataLoadingError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "DatasetState",
@@ -224,7 +227,6 @@ class ElasticDataLoader:
                 yield ids, self.dataset.fetch(ids)
             return
         if self._loader is None:
-            import torch
             from torch.utils.data import DataLoader
 
             self._loader = DataLoader(
@@ -236,11 +238,18 @@ class ElasticDataLoader:
                 persistent_workers=True,
                 collate_fn=_as_it_is,
                 pin_memory=self.pin_memory,
-                generator=torch.Generator(),  # a restored training continues with the numbers that it would have drawn
+                generator=self._numbers(),
             )
         with _own_child_signal():
             fetched = iter(self._loader)
         yield from fetched
+
+    def _numbers(self) -> torch.Generator:
+        """Of the workers. DataLoader would draw them from the training's: a restored one would have other dropout masks."""
+        import torch
+
+        seed = mix(self.dataset.seed, self.dataset.step, self.rank)
+        return torch.Generator().manual_seed(seed)
 
 
 @contextmanager
