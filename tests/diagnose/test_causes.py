@@ -370,3 +370,17 @@ def test_each_stack_says_what_it_is_and_the_live_one_comes_first() -> None:
     assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
     without = expect(diagnose(traces), "missing_rank", 5)
     assert without.stack_labels[0] == "last finished call"
+
+
+def test_a_rank_that_waits_for_a_file_lock_of_one_that_waits_for_it_is_told_who_must_release_it() -> None:
+    """The first to come meets a barrier while it holds the lock of a cache."""
+    programs = {
+        rank: [*[Do("all_reduce", line=9)] * 20, (Do("barrier", line=30), STUCK)[rank]] for rank in (0, 1)
+    }
+    traces = run({"world": (0, 1)}, programs).traces()
+    now = RankNow(
+        1, "file_lock_wait", "data.py:8 in lock", "waits for a lock on a file, held by rank 0", held_by=0
+    )
+    verdict = verdict_of(diagnose(traces, stacks=[now]))
+    assert "data.py:8 in lock (file lock wait, rank 0 holds the lock)" in verdict.sentence
+    assert verdict.advice == ("let rank 0 release the lock before it enters barrier #21 of group default_pg",)

@@ -341,7 +341,7 @@ def _finding(
     facts |= {"function": function, "waiters": ranks_text(waiting)}
     facts["now_evidence"] = "\n".join(now.line for now in seen)
     if located is not None:
-        facts |= {"now_rank": str(located.rank), "now_at": located.where, "doing": doing(located.cause)}
+        facts |= {"now_rank": str(located.rank), "now_at": located.where, "doing": doing(located)}
     gone = bool(seen) and all(now.cause == "gone" for now in seen)
     cause = "rank_died" if gone else "not_started" if function == "init_process_group" else "missing_rank"
     return replace(
