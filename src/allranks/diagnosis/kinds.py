@@ -284,15 +284,15 @@ KINDS = {
         "{who} [failed?left {function} with an error and did not call it again|never called {function}]; {inside}"
         "[; the last call of {late} was {last}]"
         "[; world_size is {expected}[ ({line})], and there are files of {started} processes][" + _THERE + "]",
-        "{waiters} entered {function} and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
+        "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "never_came_to_init": Kind("not_started", 0.85,
         "{who} never came to {function}[unseen? (no stack and no dump of it)]; {inside}[" + _THERE + "]",
-        "{waiters} entered {function} and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
+        "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "ended_before": Kind("missing_rank", 0.9,
         "{who} ended with [clean?exit code 0|{how}] [called?in {function}|before {it} called {function}]; {inside}[" + _THERE + "]",
-        "{waiters} entered {function} and did not leave it\n{now_evidence}", "",
+        "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", "",
         "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|look at {line}, where rank {worst} ended"
         "|read the log of {ranks}]"),
     "different_groups": Kind("order_inversion", 0.6,

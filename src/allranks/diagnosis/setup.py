@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from allranks.diagnosis.absent import UNTELLING
 from allranks.diagnosis.context import Context, doing, is_secondary, line_in, place
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.waits import BELIEVABLE_S
@@ -338,7 +339,9 @@ def _finding(
     shown = [*seen, *(context.seen[rank] for rank in waiting if rank in context.seen)]
     stacks = tuple(((now.rank,), now.stack) for now in shown if now.stack)
     located = next((now for now in seen if now.where), None)
-    facts |= {"function": function, "waiters": ranks_text(waiting)}
+    entered_at = " and ".join(dict.fromkeys(now.where for now in shown[len(seen) :][:4] if now.where))
+    facts |= {"function": function, "waiters": ranks_text(waiting), "entered_at": entered_at}
+    facts["elsewhere"] = located is not None and located.cause not in UNTELLING  # no wait for the others
     facts["now_evidence"] = "\n".join(now.line for now in seen)
     if located is not None:
         facts |= {"now_rank": str(located.rank), "now_at": located.where, "doing": doing(located)}
