@@ -143,7 +143,8 @@ KINDS = {
     "died": Kind("rank_died", 0.93,
         "{who} [now_at?never|died before it] {entered}: {how}[; its process has not ended, it is at {now_at}]{doing}; {waiting}",
         _ENTERED + "\n{now_evidence}", "",
-        "[look at {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]"),
+        "[look at {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]\n"
+        "[end what runs at {now_at} when the program fails: it keeps the process of rank {rank} alive]"),
     "went_on_without": Kind("missing_rank", 0.9,
         "{who} never entered {call}[ ({at})] but went on without it[, to {last}]; {waiting}",
         _ENTERED + "\nin all earlier rounds {ranks} made this call at this point", "",
