@@ -228,6 +228,10 @@ def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
     assert "it is at data.py:88 in next_batch" in verdict.sentence
     assert "rank 5: waits for worker 3" in verdict.evidence  # whose evidence it is
     assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
+    locked = verdict_of(diagnose(traces, stacks=[replace(now, cause="lock_deadlock")]))
+    assert (
+        "it is at data.py:88 in next_batch (lock wait)" in locked.sentence
+    )  # its holder may wait for the network
 
 
 def test_of_several_ranks_that_have_not_come_the_one_that_was_seen_is_named() -> None:

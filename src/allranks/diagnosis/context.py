@@ -40,6 +40,7 @@ _DOING = {
     "checkpoint_io": "file I/O",
     "gil_held_native": "C code that holds the GIL",
     "d_state": "uninterruptible sleep",
+    "lock_deadlock": "lock wait",  # its holder may only be slow
 }
 
 
