@@ -9,6 +9,7 @@ import pytest
 from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import Frame, Progress, State
+from allranks.report import text
 
 from .histories import (
     AT,
@@ -263,6 +264,9 @@ def test_a_rank_that_is_always_late_is_a_warning_beside_nothing_wrong() -> None:
     (slow,) = [finding for finding in result.findings if finding.cause == "straggler"]
     assert (slow.ranks, slow.severity) == ((2,), "warning")
     assert slow.waited_s == pytest.approx(0.3, abs=0.05)
+    assert slow.evidence and "evidence" not in list(
+        text.render(result)
+    )  # it is no evidence of "nothing wrong"
 
 
 def test_a_little_jitter_makes_nobody_a_straggler() -> None:
