@@ -61,6 +61,11 @@ def test_a_rank_that_waits_in_its_next_call_for_one_inside_new_group_is_told_to_
     )
     assert verdict.advice[0].startswith("call new_group on every rank")
     assert "rank 0 entered new_group at eval.py:5 in make and did not leave it" in verdict.evidence
+    alone = expect(diagnose([], stacks=seen), "missing_rank", 1)  # stacks of a job that nobody recorded
+    assert alone.sentence.startswith("rank 1 never called new_group") and alone.advice == verdict.advice
+    assert (
+        diagnose([], stacks=[replace(seen[0], cause="store_wait"), seen[1]]).verdict is None
+    )  # a key of its own
 
 
 def test_the_lines_of_ranks_that_make_different_groups_come_from_their_stacks() -> None:

@@ -314,7 +314,11 @@ def _from_stacks(context: Context) -> Finding | None:
     job = context.job
     if any(len(view.trace.calls) for view in job.ranks.values()):
         return None
-    waiting = tuple(sorted(rank for rank, now in context.seen.items() if now.cause in WAITING))
+    grouped = any(now.cause in ("collective_wait", "p2p_wait") for now in context.seen.values())
+    forming = (
+        {"rendezvous_wait"} if grouped else WAITING
+    )  # with a group, a key of the store may be the user's own
+    waiting = tuple(sorted(rank for rank, now in context.seen.items() if now.cause in forming))
     others = tuple(sorted(now.rank for now in context.seen.values() if _is_elsewhere(now)))
     known = set(context.seen) | set(job.ranks)
     absent = others or tuple(rank for rank in range(job.world_size or 0) if rank not in known)
@@ -322,6 +326,8 @@ def _from_stacks(context: Context) -> Finding | None:
         return None
     facts = {"unseen": not others, "inside": _waiting(waiting), "alive": bool(others)}
     sure = 0.85 if others else 0.6
+    if grouped:
+        return _finding(context, "never_called", absent, waiting, "new_group", sure, **facts)
     return _finding(context, "never_came_to_init", absent, waiting, "init_process_group", sure, **facts)
 
 
