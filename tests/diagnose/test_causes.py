@@ -9,6 +9,7 @@ import pytest
 from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.model.diagnosis import RankNow
 from allranks.model.trace import Frame, Progress, State
+from allranks.report import text
 
 from .histories import (
     AT,
@@ -228,6 +229,10 @@ def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
     assert "it is at data.py:88 in next_batch" in verdict.sentence
     assert "rank 5: waits for worker 3" in verdict.evidence  # whose evidence it is
     assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
+    locked = verdict_of(diagnose(traces, stacks=[replace(now, cause="lock_deadlock")]))
+    assert (
+        "it is at data.py:88 in next_batch (lock wait)" in locked.sentence
+    )  # its holder may wait for the network
 
 
 def test_of_several_ranks_that_have_not_come_the_one_that_was_seen_is_named() -> None:
@@ -259,6 +264,9 @@ def test_a_rank_that_is_always_late_is_a_warning_beside_nothing_wrong() -> None:
     (slow,) = [finding for finding in result.findings if finding.cause == "straggler"]
     assert (slow.ranks, slow.severity) == ((2,), "warning")
     assert slow.waited_s == pytest.approx(0.3, abs=0.05)
+    assert slow.evidence and "evidence" not in list(
+        text.render(result)
+    )  # it is no evidence of "nothing wrong"
 
 
 def test_a_little_jitter_makes_nobody_a_straggler() -> None:
@@ -370,3 +378,17 @@ def test_each_stack_says_what_it_is_and_the_live_one_comes_first() -> None:
     assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
     without = expect(diagnose(traces), "missing_rank", 5)
     assert without.stack_labels[0] == "last finished call"
+
+
+def test_a_rank_that_waits_for_a_file_lock_of_one_that_waits_for_it_is_told_who_must_release_it() -> None:
+    """The first to come meets a barrier while it holds the lock of a cache."""
+    programs = {
+        rank: [*[Do("all_reduce", line=9)] * 20, (Do("barrier", line=30), STUCK)[rank]] for rank in (0, 1)
+    }
+    traces = run({"world": (0, 1)}, programs).traces()
+    now = RankNow(
+        1, "file_lock_wait", "data.py:8 in lock", "waits for a lock on a file, held by rank 0", held_by=0
+    )
+    verdict = verdict_of(diagnose(traces, stacks=[now]))
+    assert "data.py:8 in lock (file lock wait, rank 0 holds the lock)" in verdict.sentence
+    assert verdict.advice == ("let rank 0 release the lock before it enters barrier #21 of group default_pg",)

@@ -46,6 +46,7 @@ def test_a_rank_that_ended_with_an_exception_died() -> None:
     verdict = expect(diagnose(traces, stacks=[ending]), "rank_died", 5)
     assert "its process has not ended, it is at train.py:5 in flush (queue wait)" in verdict.sentence
     assert "rank 5 never entered" in verdict.sentence and ending.line in verdict.evidence
+    assert verdict.advice[-1].startswith("end what runs at train.py:5 in flush when the program fails")
 
 
 def test_ctrl_c_is_no_death_and_tells_where_a_rank_was() -> None:

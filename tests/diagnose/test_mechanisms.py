@@ -8,7 +8,7 @@ import pytest
 
 from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.diagnosis.kinds import CAUSES, KINDS, PHRASES, fill
-from allranks.model.diagnosis import Diagnosis
+from allranks.model.diagnosis import Diagnosis, RankNow
 from allranks.model.trace import Frame, Progress, RankTrace, Shapes, State
 
 from .histories import STUCK, Do, Layout, Program, edit, expect, run, with_change
@@ -175,3 +175,35 @@ def test_the_time_of_a_file_that_may_be_a_copy_is_the_longest_that_ranks_can_hav
     assert "2 ranks have waited at most " in expect(copied, "missing_rank", 2).sentence
     dumps = [replace(box, header=replace(box.header, dated=True)) for box in boxes]
     assert "have waited at most " in expect(diagnose(dumps, options=options), "missing_rank", 2).sentence
+
+
+def test_the_ranks_of_one_gather_pass_other_sizes_and_none_of_them_made_one_more() -> None:
+    """A checkpoint gathered to rank 0 between two steps, once; what it waits for later is no fault of that gather."""
+    step, ready = Do("all_reduce", line=19), Do("all_gather", "saving", 1, line=46)
+    gather = [Do("gather", "saving", 8, line=36, root=0, out=out) for out in (16, 0)]
+    programs = {rank: [*[step] * 10, gather[rank], *[step] * 3, (ready, STUCK)[rank]] for rank in (0, 1)}
+    found = diagnose(run({"world": (0, 1), "saving": (0, 1)}, programs).traces())
+    assert (verdict := expect(found, "missing_rank", 1)).group == "saving" and "extra" not in verdict.sentence
+
+
+def test_an_evaluation_of_one_rank_is_named_where_it_began_though_its_first_calls_fitted() -> None:
+    """Sharded weights: its gathers meet those of the other rank's next step, until that one reduces its gradients."""
+    gathers, reduce = [Do("all_gather", out=16, line=26)] * 4, Do("reduce_scatter", size=16, out=8, line=27)
+    steps = [*gathers, reduce] * 8
+    programs = {0: [*steps, *[replace(gathers[0], line=15)] * 9], 1: [*steps, *gathers, reduce]}
+    verdict = expect(diagnose(run({"world": (0, 1)}, programs).traces()), "extra_collective", 0)
+    assert (verdict.where, verdict.sequence) == ("train.py:15 in step", len(steps) + 1)
+    assert "in all earlier rounds rank 0 made another call at this point" in verdict.evidence
+
+
+def test_a_rank_that_has_left_its_loop_of_messages_is_asked_for_the_end_of_the_loop() -> None:
+    """One stage of a pipeline makes a step less and waits at the end; where it is, its stack has shown."""
+    send = [Do("send", peer=1, line=19), Do("recv", peer=0, line=19)]
+    programs = {rank: [send[rank]] * (8 + rank) + [Do("barrier", line=21)] for rank in (0, 1)}
+    now = RankNow(0, "collective_wait", "train.py:21 in main", "waits in barrier")
+    found = diagnose(run({"world": (0, 1)}, programs).traces(), stacks=[now])
+    verdict = expect(found, "p2p_mismatch", 0)
+    assert not verdict.missing_evidence
+    assert verdict.advice[0].startswith(
+        "look for a condition, exception or early end of a loop that lets rank 0"
+    )

@@ -46,6 +46,28 @@ def test_a_rank_that_did_not_take_part_in_a_new_group_waits_in_another_one_than_
     expect(_in_new_group((1, 1, 1)), "order_inversion", 0, 1, 2)
 
 
+def test_a_rank_that_waits_in_its_next_call_for_one_inside_new_group_is_told_to_call_that_too() -> None:
+    """Only rank 0 makes a group for its evaluation: the line where rank 1 waits for it is not the one to change."""
+    traces = run(
+        {"world": (0, 1)}, {0: [Do("all_reduce")] * 5, 1: [Do("all_reduce")] * 6}, backend="gloo"
+    ).traces()
+    now = int(traces[0].calls["completed_ns"].max())
+    inside = (Progress(inside="new_group", inside_ns=now, setups=2), Progress(setups=1))
+    boxes = [replace(t, kind="black box 2", progress=p) for t, p in zip(traces, inside, strict=True)]
+    causes = ("rendezvous_wait", "eval.py:5 in make"), ("collective_wait", "train.py:13 in main")
+    seen = [RankNow(rank, *cause) for rank, cause in enumerate(causes)]
+    verdict = expect(
+        diagnose(boxes, stacks=seen, options=DiagnoseOptions(now_ns=now + 60 * 10**9)), "missing_rank", 1
+    )
+    assert verdict.advice[0].startswith("call new_group on every rank")
+    assert "rank 0 entered new_group at eval.py:5 in make and did not leave it" in verdict.evidence
+    alone = expect(diagnose([], stacks=seen), "missing_rank", 1)  # stacks of a job that nobody recorded
+    assert alone.sentence.startswith("rank 1 never called new_group") and alone.advice == verdict.advice
+    assert (
+        diagnose([], stacks=[replace(seen[0], cause="store_wait"), seen[1]]).verdict is None
+    )  # a key of its own
+
+
 def test_the_lines_of_ranks_that_make_different_groups_come_from_their_stacks() -> None:
     """Where they have been read, the user is not asked to read them."""
     frames = (Frame("new_group", "/x/torch/distributed/distributed_c10d.py", 9), Frame("main", "train.py", 7))

@@ -13,15 +13,16 @@ import pytest
 
 from allranks.blackbox.header import start_ticks
 from allranks.cli import main
-from allranks.incidents.evidence import Observed, find_evidence, nearest_line, read_observed
+from allranks.incidents.evidence import Evidence, Observed, find_evidence, nearest_line, read_observed
 from allranks.incidents.folder import open_incident, read_incidents
-from allranks.incidents.judge import accuse, correct
+from allranks.incidents.judge import accuse, correct, judge
 from allranks.incidents.loop import Watch
 from allranks.incidents.pipeline import WatchOptions
 from allranks.load import LoadResult
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.model.stacks import ChildState, RankState, StackFrame, StacksReport
 from allranks.model.trace import CALL, RankTrace, TraceHeader
+from allranks.report import text
 from allranks.stacktraces.classify import find_culprits
 from boxes import write_box
 
@@ -347,3 +348,12 @@ def test_a_process_that_has_the_number_of_a_dead_rank_does_not_make_it_alive() -
         header = TraceHeader(rank=0, host=os.uname().nodename, pid=os.getpid(), start_ticks=ticks)
         trace = RankTrace(header, np.empty(0, CALL), kind="black box 2")
         assert find_evidence(LoadResult([trace], []), [trace], []).ended is ended
+
+
+def test_what_is_known_of_a_stall_is_shown_while_it_is_not_known_to_be_a_hang() -> None:
+    """Who looks at the incident of a pause sees what the ranks wait for, and in it no fault."""
+    evidence = Evidence(
+        observed=Observed(told=replace(DIED, evidence=("rank 2: waits for a lock",)), outcome="stalled: x")
+    )
+    lines = list(text.render(judge(evidence)))
+    assert lines[0] == "unclear: stalled: x" and "  - rank 2: waits for a lock" in lines

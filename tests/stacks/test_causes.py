@@ -450,3 +450,27 @@ def test_a_storage_writer_that_waits_on_a_queue_is_no_file_io() -> None:
     shots = tuple(Snapshot(n, None, (ThreadStack(5, "MainThread", writer),), facts) for n in (1, 2))
     state = classify(Capture((ProcessCapture(0, None, 5, snapshots=shots),))).ranks[0]
     assert (state.cause, state.where) == ("queue_wait", "t.py:12 in write_data")
+
+
+def test_a_worker_that_was_forked_while_a_lock_was_held_says_so_in_what_its_rank_waits_for() -> None:
+    """The user saw that a worker waits for a lock, and not that nobody is left in it to release that."""
+
+    def process(child: int | None, call: str, *frames: StackFrame) -> ProcessCapture:
+        pid = 2 if child is None else 3 + child
+        stacks = (ThreadStack(pid, "MainThread", frames),)
+        facts = (ThreadFacts(pid, state="S", syscall=call, args=(1, 0x189, 0, 0)),)
+        shots = tuple(Snapshot(number, None, stacks, facts) for number in (1, 2))
+        return ProcessCapture(0, child, pid, snapshots=shots)
+
+    loader = StackFrame("_try_get_data", "/x/site-packages/torch/utils/data/dataloader.py", 7)
+    rank = process(None, "poll", loader, StackFrame("main", "/home/u/t.py", 9))
+    locked = StackFrame("add", "/home/u/t.py", 8, source="with self.lock:")
+    worker = process(
+        0, "futex", locked, StackFrame("_launch", "/usr/lib/python3.11/multiprocessing/popen_fork.py", 71)
+    )
+    evidence = classify(Capture((rank, worker)), quiet_s=30.0).ranks[0].evidence
+    assert "; child 0 (pid 3) waits for a lock that was held when this process was forked" in evidence
+    evidence = classify(Capture((rank, process(0, "futex", locked))), quiet_s=30.0).ranks[0].evidence
+    assert (
+        "no other thread can release (self-deadlock, or it was held at a fork): MainThread" in evidence
+    )  # os.fork

@@ -118,6 +118,7 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         closed=one_line(marks[0].closed),
         inside=marks[0].inside,
         in_new_group=marks[0].inside == "new_group",
+        passed=message and context.first_open(ranks[0]) >= 0,
         unrecorded=_unrecorded(context, blocked, ranks),
     )
 
@@ -152,7 +153,8 @@ def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...],
         ranks,
         sure,
         cause,
-        doing=doing(now.cause),
+        doing=doing(now),
+        holder=str(now.held_by) if now.held_by in blocked.rows else "",
         exiting=exiting,
         **facts,
     )
@@ -198,7 +200,7 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     facts = {"how": how, "line": line_in(how)}
     if now is None or now.cause in UNTELLING or not now.where:  # else it hangs in its end
         return lacking(context, "died", blocked, ranks, sure, **facts)
-    facts |= {"now_at": now.where, "doing": doing(now.cause), "now_evidence": now.line}
+    facts |= {"now_at": now.where, "doing": doing(now), "now_evidence": now.line}
     return lacking(context, "died", blocked, ranks, sure, **facts)
 
 

@@ -63,7 +63,7 @@ def lane_keys(job: Job, lane: Lane) -> np.ndarray:
     """One number per call of a lane: equal on two ranks when they did the same thing at the same line."""
     view = job.ranks[lane.rank]
     mixed: np.ndarray = (
-        view.sig[lane.rows].astype(np.uint64) ^ view.stack[lane.rows].astype(np.uint64) * _SPREAD
+        view.meets[lane.rows].astype(np.uint64) ^ view.stack[lane.rows].astype(np.uint64) * _SPREAD
     )
     return mixed
 
@@ -87,6 +87,12 @@ def broken_habit(view: RankCalls, row: int) -> int | None:
     if not len(usual) or bool((keys[usual] == keys[row]).any()):
         return None
     return int(usual[-1])
+
+
+def is_new(view: RankCalls, row: int) -> bool:
+    """Whether the rank has never made this call before, and at this point of its rounds always another."""
+    keys = step_keys(view)
+    return broken_habit(view, row) is not None and not bool((keys[:row] == keys[row]).any())
 
 
 def _is_inserted(view: RankCalls, row: int) -> bool:
@@ -155,7 +161,7 @@ class CallPair:
         for view, start in zip(views, starts, strict=True):
             calls, stack = view.trace.calls[start:], view.stack[start:]
             whose = calls["group"].astype(np.uint64) * _SPREAD
-            key = view.sig[start:].astype(np.uint64) ^ (stack.astype(np.uint64) << np.uint64(20)) ^ whose
+            key = view.meets[start:].astype(np.uint64) ^ (stack.astype(np.uint64) << np.uint64(20)) ^ whose
             parts.append((key, calls["step"].astype(np.int64), stack))
         return CallPair._of_parts(rank, reference, starts[1], *parts)
 
@@ -360,9 +366,12 @@ class CallPair:
         swapped = self.swapped(at)
         if swapped is not None and length - at - swapped.count > 2:
             return swapped  # and the calls behind it fit where they are
-        same = np.flatnonzero(self.mine[:at] == self.theirs[:at])  # they may have fitted by chance since
-        since = int(same[-1]) + 1 if len(same) else 0
-        return self.moved(at) or swapped or self.by_habit(since, outvoted)
+        return self.moved(at) or swapped or self.by_habit(self.apart_since(at), outvoted)
+
+    def apart_since(self, at: int) -> int:
+        """From where on the two have made no call alike until `at`: what they called may have fitted by chance."""
+        same = np.flatnonzero(self.mine[:at] == self.theirs[:at])
+        return int(same[-1]) + 1 if len(same) else 0
 
 
 def _calls_from(job: Job, lane: Lane, low: int) -> Calls | None:

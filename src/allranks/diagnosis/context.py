@@ -40,6 +40,7 @@ _DOING = {
     "checkpoint_io": "file I/O",
     "gil_held_native": "C code that holds the GIL",
     "d_state": "uninterruptible sleep",
+    "lock_deadlock": "lock wait",  # its holder may only be slow
 }
 
 
@@ -100,9 +101,11 @@ def line_in(text: str) -> str:
     return found[1] if found else ""
 
 
-def doing(cause: str) -> str:
+def doing(now: RankNow) -> str:
     """What a rank does by its stacks, in brackets behind its line; "" where they do not tell."""
-    return f" ({_DOING.get(cause, cause.replace('_', ' '))})" if cause not in ("", "unknown") else ""
+    holder = f", rank {now.held_by} holds the lock" if now.held_by is not None else ""
+    text = _DOING.get(now.cause, now.cause.replace("_", " "))
+    return f" ({text}{holder})" if now.cause not in ("", "unknown") else ""
 
 
 def with_names(found: Diagnosis, worlds: Sequence[World]) -> Diagnosis:
@@ -304,8 +307,9 @@ class Context:
         return "\n".join(say("last_call_of", rank=rank, text=text) for rank, text in last.items() if text)
 
     def where_now(self, ranks: tuple[int, ...]) -> str:
-        """A line for each of these ranks that still run: how to see where it is."""
-        running = [rank for rank in ranks[:2] if rank in self.job.ranks and not self.job.ended]
+        """A line for each of these ranks that still run and have no stack: how to see where it is."""
+        unseen = (rank for rank in ranks[:2] if rank not in self.seen or not self.seen[rank].where)
+        running = [rank for rank in unseen if rank in self.job.ranks and not self.job.ended]
         headers = {rank: self.job.ranks[rank].trace.header for rank in running}
         return "\n".join(say("where_now", rank=r, pid=h.pid or "", host=h.host) for r, h in headers.items())
 

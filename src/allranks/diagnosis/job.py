@@ -452,6 +452,12 @@ class RankCalls:
     has_p2p: bool = True  # False: there is no send or receive among the calls
     has_batches: bool = True  # False: there is no coalesced batch of collectives among the calls
 
+    @cached_property
+    def meets(self) -> np.ndarray:
+        """`sig` without the sizes of a gather or scatter: in one call the root and the others pass different ones."""
+        one_sided = np.isin(self.family, (Family.GATHER, Family.SCATTER))
+        return np.where(one_sided, self.sig & ~(0x7FFFFFF << 24), self.sig)
+
 
 @dataclass(frozen=True)
 class Job:

@@ -99,6 +99,7 @@ _ENTERED = "{entered_by} entered {call}{lines}[ and {later} later had not left i
 _ENTERED_ONCE = _ENTERED.replace("{lasts}", "[closed?{lasts}|inside?{lasts}|last?|{lasts}]")
 _INSIDE = "{entered_by} entered {call}{lines}\n{failure}"
 _BETWEEN = "look at what {ranks} {does} between {its} last call and [{at}|{call}]"
+_PASSES = "look for a condition, exception or early end of a loop that lets {ranks} pass [{at}|this call]"
 _SAME_GROUPS = "make the same groups, with the same members, in the same order on every rank"
 _ALL_CALL = "call {function} on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
 _SECOND = "a second dump of all ranks: where nothing has moved, the job hangs"
@@ -122,7 +123,7 @@ KINDS = {
     "never_entered": Kind("missing_rank", 0.9,
         "{who} never {entered}[ ({at})]; {waiting}"
         "[; it has left the program ({closed})|; it is inside {inside}|; its last call was {last}]",
-        _ENTERED_ONCE, "{where_now}\n{unrecorded}", f"[in_new_group?{_SAME_GROUPS}|{_BETWEEN}]"),
+        _ENTERED_ONCE, "{where_now}\n{unrecorded}", f"[in_new_group?{_SAME_GROUPS}|passed?{_PASSES}|{_BETWEEN}]"),
     "not_started": Kind("not_started", 0.85,
         "{who} never came to {its} first collective; {waiting} in {call}",
         _ENTERED, "{where_now}", _BETWEEN),
@@ -134,6 +135,7 @@ KINDS = {
         "{who} never {entered}; {waiting}[; {there} is at {now_at}]{doing}",
         _ENTERED + "\n{now_evidence}", "",
         "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
+        "|let rank {holder} release the lock before it enters {call}"
         f"|look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
     "destroyed": Kind("missing_rank", 0.93,
         "{who} called destroy_process_group on group {label} and never entered {call}; {waiting}[left?; it has left the program]",
@@ -141,7 +143,8 @@ KINDS = {
     "died": Kind("rank_died", 0.93,
         "{who} [now_at?never|died before it] {entered}: {how}[; its process has not ended, it is at {now_at}]{doing}; {waiting}",
         _ENTERED + "\n{now_evidence}", "",
-        "[look at {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]"),
+        "[look at {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]\n"
+        "[end what runs at {now_at} when the program fails: it keeps the process of rank {rank} alive]"),
     "went_on_without": Kind("missing_rank", 0.9,
         "{who} never entered {call}[ ({at})] but went on without it[, to {last}]; {waiting}",
         _ENTERED + "\nin all earlier rounds {ranks} made this call at this point", "",
@@ -282,15 +285,15 @@ KINDS = {
         "{who} [failed?left {function} with an error and did not call it again|never called {function}]; {inside}"
         "[; the last call of {late} was {last}]"
         "[; world_size is {expected}[ ({line})], and there are files of {started} processes][" + _THERE + "]",
-        "{waiters} entered {function} and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
+        "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "never_came_to_init": Kind("not_started", 0.85,
         "{who} never came to {function}[unseen? (no stack and no dump of it)]; {inside}[" + _THERE + "]",
-        "{waiters} entered {function} and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
+        "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "ended_before": Kind("missing_rank", 0.9,
         "{who} ended with [clean?exit code 0|{how}] [called?in {function}|before {it} called {function}]; {inside}[" + _THERE + "]",
-        "{waiters} entered {function} and did not leave it\n{now_evidence}", "",
+        "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", "",
         "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|look at {line}, where rank {worst} ended"
         "|read the log of {ranks}]"),
     "different_groups": Kind("order_inversion", 0.6,
@@ -375,7 +378,7 @@ PHRASES = {
     "outvoted": "{agree} of {total} ranks agree[; {reason}: a call of one side only, or the end of a loop that came too early or too late]"
         "[; {absent} left no file and might turn the majority]",
     "changed_itself": "at the same line it did what the others did until then",
-    "left_round": "in all its rounds before it made another call at this point, the others did not",
+    "left_round": "in all earlier rounds rank {rank} made another call at this point",
     "other_groups": "{number} ranks of other groups agree with the other side at the same line",
     "gloo_aborts": "gloo aborts the rank that gets more than it expects, and a rank is gone",
     "inserted": "rank {rank} never made this call before, and right behind it the one that has always come here",

@@ -10,9 +10,11 @@ import numpy as np
 from allranks.diagnosis.alignment import (
     ASKED_RANKS,
     CallDifference,
+    CallPair,
     broken_habit,
     find_difference,
     find_move,
+    is_new,
     odd_one,
     one_of_two,
 )
@@ -221,7 +223,7 @@ def _left_round(case: _Case) -> CallDifference | None:
     if len(odd) != 1:
         return None
     (rank,), other = odd, next(r for r in first if r != odd[0])
-    found = case.changed(first[rank], 0.7, say("left_round"))
+    found = case.changed(first[rank], 0.7, say("left_round", rank=rank))
     view, row = job.ranks[rank], lanes[rank].row(seq)
     mine, theirs = int(view.stack[row]), int(job.ranks[other].stack[lanes[other].row(seq)])
     fixed = case.mismatch.part or case.mismatch.cause == "type_mismatch"
@@ -234,6 +236,21 @@ def _left_round(case: _Case) -> CallDifference | None:
     own = bool((groups == case.group.index).all())  # else it is the right call in the wrong group
     known = find_difference(job, case.group, rank, other, seq, outvoted=False) if own else None
     return replace(known, ranks=first[rank]) if known is not None else found
+
+
+def _fitted_by_chance(case: _Case) -> CallDifference | None:
+    """Of two, the one that made a call it had never made where the lines of both parted, if the other stayed in its round."""
+    classes, seq, job, lanes = case.mismatch.classes, case.mismatch.seq, case.job, case.group.lanes
+    if case.mismatch.part or case.mismatch.exchange is not None or len(classes) != 2:
+        return None
+    one, two = classes[0][1], classes[1][1]
+    pair = CallPair.of(job, case.group, one[0], two[0])
+    since = pair.low + pair.apart_since(seq - pair.low) if pair is not None else seq
+    odd = [r for r in (one, two) if since < seq and is_new(job.ranks[r[0]], lanes[r[0]].row(since))]
+    if len(odd) != 1:
+        return None
+    reference, reason = (two if odd[0] is one else one)[0], say("left_round", rank=odd[0][0])
+    return CallDifference(odd[0], "extra", 0.7, reason, reference, since, either=True)
 
 
 def _other_groups(case: _Case) -> CallDifference | None:
@@ -278,6 +295,7 @@ _RULES = (
     _outvoted,
     _own_history,
     _left_round,
+    _fitted_by_chance,
     _other_groups,
     _aborted,
 )

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from allranks.diagnosis.absent import UNTELLING
 from allranks.diagnosis.context import Context, doing, is_secondary, line_in, place
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.waits import BELIEVABLE_S
@@ -313,7 +314,11 @@ def _from_stacks(context: Context) -> Finding | None:
     job = context.job
     if any(len(view.trace.calls) for view in job.ranks.values()):
         return None
-    waiting = tuple(sorted(rank for rank, now in context.seen.items() if now.cause in WAITING))
+    grouped = any(now.cause in ("collective_wait", "p2p_wait") for now in context.seen.values())
+    forming = (
+        {"rendezvous_wait"} if grouped else WAITING
+    )  # with a group, a key of the store may be the user's own
+    waiting = tuple(sorted(rank for rank, now in context.seen.items() if now.cause in forming))
     others = tuple(sorted(now.rank for now in context.seen.values() if _is_elsewhere(now)))
     known = set(context.seen) | set(job.ranks)
     absent = others or tuple(rank for rank in range(job.world_size or 0) if rank not in known)
@@ -321,6 +326,8 @@ def _from_stacks(context: Context) -> Finding | None:
         return None
     facts = {"unseen": not others, "inside": _waiting(waiting), "alive": bool(others)}
     sure = 0.85 if others else 0.6
+    if grouped:
+        return _finding(context, "never_called", absent, waiting, "new_group", sure, **facts)
     return _finding(context, "never_came_to_init", absent, waiting, "init_process_group", sure, **facts)
 
 
@@ -338,10 +345,12 @@ def _finding(
     shown = [*seen, *(context.seen[rank] for rank in waiting if rank in context.seen)]
     stacks = tuple(((now.rank,), now.stack) for now in shown if now.stack)
     located = next((now for now in seen if now.where), None)
-    facts |= {"function": function, "waiters": ranks_text(waiting)}
+    entered_at = " and ".join(dict.fromkeys(now.where for now in shown[len(seen) :][:4] if now.where))
+    facts |= {"function": function, "waiters": ranks_text(waiting), "entered_at": entered_at}
+    facts["elsewhere"] = located is not None and located.cause not in UNTELLING  # no wait for the others
     facts["now_evidence"] = "\n".join(now.line for now in seen)
     if located is not None:
-        facts |= {"now_rank": str(located.rank), "now_at": located.where, "doing": doing(located.cause)}
+        facts |= {"now_rank": str(located.rank), "now_at": located.where, "doing": doing(located)}
     gone = bool(seen) and all(now.cause == "gone" for now in seen)
     cause = "rank_died" if gone else "not_started" if function == "init_process_group" else "missing_rank"
     return replace(

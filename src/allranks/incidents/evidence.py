@@ -161,7 +161,7 @@ def _read_stacks(
 
 def _rank_now(state: RankState, native: bool) -> RankNow:
     frames = tuple(Frame(one.name, one.file, one.line) for one in state.stack if native or not one.native)
-    return RankNow(state.rank, state.cause, nearest_line(state), state.evidence, frames)
+    return RankNow(state.rank, state.cause, nearest_line(state), state.evidence, frames, state.held_by)
 
 
 def nearest_line(state: RankState) -> str:

@@ -61,9 +61,11 @@ def _judge(evidence: Evidence, options: DiagnoseOptions | None) -> Diagnosis:
 
 def _as_pause(result: Diagnosis, observed: Observed) -> Diagnosis:
     """A stall that ended, or that is not known to be a hang: what would explain a hang is not a fault."""
-    named = result.verdict.ranks if result.verdict is not None else ()
-    pause = Finding("pause", named, observed.outcome, severity="warning", confidence=1.0)
+    verdict = result.verdict
     status: Status = "ok" if observed.ended else "unclear"
+    named = verdict.ranks if verdict is not None else ()
+    shown = verdict.evidence if verdict is not None and not observed.ended else ()
+    pause = Finding("pause", named, observed.outcome, "warning", confidence=1.0, evidence=shown)
     return replace(result, status=status, verdict=None, findings=(pause,))
 
 

@@ -87,6 +87,7 @@ class RankNow:
     where: str = ""
     evidence: str = ""
     stack: tuple[Frame, ...] = ()
+    held_by: int | None = None  # the rank that holds the lock on a file for which it waits
 
     @property
     def line(self) -> str:

@@ -50,6 +50,8 @@ def _lines(diagnosis: Diagnosis, options: TextOptions) -> Iterator[str]:
         yield from _list(
             paint, "wrong if", (verdict.wrong_if,) if options.verbose and verdict.wrong_if else ()
         )
+    elif diagnosis.status == "unclear" and diagnosis.findings:
+        yield from _list(paint, "evidence", diagnosis.findings[0].evidence)
     warnings = [f.sentence for f in diagnosis.findings if f.severity == "warning" and f not in unsafe]
     yield from _list(paint, "also", [text for text in warnings if text != headline_text(diagnosis)])
     yield from _files(paint, diagnosis, options)

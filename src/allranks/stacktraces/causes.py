@@ -213,7 +213,8 @@ def _lock_cause(view: ProcessView, locked: list[ThreadView], joiner: ThreadView 
     elif _forked(locked[0]):
         says = f"waits for a lock that was held when this process was forked; its owner does not exist here: {lines[0]}"
     elif not others:
-        says = f"waits for a lock that no other thread can release (self-deadlock): {lines[0]}"
+        why = "self-deadlock" + (", or it was held at a fork" if view.capture.child is not None else "")
+        says = f"waits for a lock that no other thread can release ({why}): {lines[0]}"
     else:
         says = f"waits for a lock that is not released: {lines[0]}"
     holders = [thread for thread in others if _has_own_code(thread)]

@@ -375,7 +375,8 @@ def _child_tail(cause: Cause, children: tuple[ChildState, ...]) -> str:
     busy = [child for child in children if child.cause not in (*IDLE_CHILD, "unknown")]
     commands = [child for child in busy if child.cause != "child_process_wait"]
     busy = commands or busy  # a shell waits for its command: that one is named
-    return "".join(f"; child {c.child} (pid {c.pid}) {_at(c)}" for c in busy[:4])
+    does = {c: c.evidence if c.cause == "lock_deadlock" else _at(c) for c in busy[:4]}  # whose lock it is
+    return "".join(f"; child {c.child} (pid {c.pid}) {text}" for c, text in does.items())
 
 
 def _at(child: ChildState) -> str:
