@@ -430,3 +430,46 @@ def test_an_idle_member_of_another_group_is_not_accused() -> None:
         5.0,
     )
     assert [one.pid for one in explain_processes(look).guilty] == [3]
+
+
+def test_a_future_that_the_engine_beside_it_may_still_fulfil_is_no_hang() -> None:
+    """The handler waits for a future; another thread of its process generates, in steps of a few milliseconds."""
+    handler = ThreadLook(
+        -1, "task", WaitFor("event", lock="future", operation="await"), task=True, handles=True
+    )
+    steps = ThreadLook(2, "engine", WaitFor("sleep", "sleeps", left_s=0.01))
+    waits = ThreadLook(3, "other", WaitFor("event", lock="done", operation="wait"))
+    trainer = _linked(1, "trainer", WaitFor("answer"), *_to_store(1)[:1])
+    server = Process(2, role="rollout", threads=(handler, steps, waits), links=_to_store(1)[1:])
+    assert explain_processes(JobLook((trainer, server), 5.0)).state == "moving"
+    stopped = replace(server, threads=(handler, waits))
+    found = explain_processes(JobLook((trainer, stopped), 5.0))
+    assert (found.state, {one.pid for one in found.guilty}) == ("stuck", {2}), found.sentence
+
+
+def test_a_process_that_has_not_connected_yet_is_waited_for() -> None:
+    """The server waits for the engine's first message; the engine loads its weights from elsewhere."""
+    server = _rank(1, "server", WaitFor("answer", operation="zmq"))
+    data = ProcessLink(3, "tcp", "a>b", "b>a", "client", moved=True)
+    engine = replace(_linked(2, "engine", WaitFor("socket", ends=("a>b",)), data), ppid=1, read=True)
+    assert explain_processes(JobLook((server, engine), 5.0)).state == "moving"
+    stuck = replace(engine, links=(replace(data, moved=False),))
+    assert [one.pid for one in explain_processes(JobLook((server, stuck), 5.0)).guilty] == [2]
+
+
+def _zmq(here: str, there: str) -> ProcessLink:
+    return ProcessLink(3, "unix", f"{here}>{there}", f"{there}>{here}", owner="zmq 4")
+
+
+def test_of_a_circle_the_one_that_may_wait_for_any_of_its_peers_is_named() -> None:
+    """A scheduler with a client and a worker, which wait for nobody but it."""
+    waits = WaitFor("answer", operation="zmq")
+    client, worker = (
+        _linked(2, "client", waits, _zmq("b", "a")),
+        _linked(3, "worker", waits, _zmq("c", "a")),
+    )
+    scheduler = _linked(1, "scheduler", waits, _zmq("a", "b"), _zmq("a", "c"))
+    found = explain_processes(JobLook((scheduler, client, worker), 5.0))
+    assert (found.state, [one.pid for one in found.guilty]) == ("stuck", [1]), found.sentence
+    pair = explain_processes(JobLook((scheduler, client), 5.0))
+    assert {one.pid for one in pair.guilty} == {1, 2}

@@ -231,7 +231,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     chosen = [best]
     guilty: dict[tuple[int, int], Guilty] = {}
     for root in chosen:
-        for unit in (*_to_blame(root.units), *_beside(root)):
+        for unit in (*_to_blame(_hub(root) or root.units), *_beside(root)):
             one = _guilty(unit)
             guilty.setdefault((one.pid, one.line), one)
     for unit in best.units if len(best.units) == 1 else ():
@@ -263,7 +263,19 @@ def _beside(root: Root) -> list[Unit]:
         return []
     direct = [root.waits.units[n] for n in root.waits.graph.waits_for_me.get(root.nodes[0], ())]
     same = (unit.process.where, unit.thread.wait.lock)
-    return [u for u in direct if (u.process.where, u.thread.wait.lock) == same and u.still]
+    return [u for u in direct if (u.process.where, u.thread.wait.lock) == same and u.still and u.active]
+
+
+def _hub(root: Root) -> list[Unit]:
+    """Of a circle the one that cannot tell its ZMQ peers apart, if each of them waits for it alone: which one it needs is
+    unknown."""
+    inside, edges = set(root.nodes), root.waits.edges
+    middle = [
+        n
+        for n, u in zip(root.nodes, root.units, strict=True)
+        if u.thread.wait.operation == "zmq" and all(inside & set(edges[m]) == {n} for m in inside - {n})
+    ]
+    return [root.waits.units[n] for n in middle] if len(inside) > 2 else []
 
 
 def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:

@@ -21,6 +21,8 @@ SOON_S = 30.0
 LIFE = frozenset({"child", "thread", "stdin"})
 #: A thread whose process has nobody to serve: it needs a request to go on.
 _SOFT = frozenset({"idle"})
+#: A wait inside a process that nothing is known to end: one such wait does not end another one.
+_BESIDE = frozenset({"event", "queue", "lock"})
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ class _Finder:
             pool = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
             return pool or ([] if _is_task(unit.thread) else self._beside(number, unit))
         if not wait.setters:
-            return [] if wait.lock else self._beside(number, unit)
+            found = self._beside(number, unit)
+            return [n for n in found if not wait.lock or self.units[n].thread.wait.kind not in _BESIDE | LIFE]
         inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
         if inside:  # one that itself waits for its next work tells less than this wait
             return [n for n in inside if self.units[n].active]
@@ -200,9 +203,15 @@ class _Finder:
         if unit.thread.wait.operation == "zmq":
             links = [one for one in links if one.owner.startswith("zmq")]
         else:
-            links = [one for one in links if one.side == "client"]
-            links = [one for one in links if one.turn == "awaits"] or links
-        return self._over(number, unit, [one.end for one in links])
+            links = [one for one in links if one.side == "client" or one.kind == "unix"]
+            asked = [one for one in links if one.turn == "awaits"]
+            links = asked or [one for one in links if one.side == "client"] or links
+        if links:
+            return self._over(number, unit, [one.end for one in links])
+        below = [
+            p for p in self.look.processes if (p.node, p.ppid) == unit.process.where
+        ]  # they may yet connect
+        return [n for p in below for n in self.of.get(p.where, ()) if self.units[n].active]
 
     def _over(self, number: int, unit: Unit, ends: Sequence[str]) -> list[int]:
         """The units at the other end of links: those that wait on the same link or serve a request come first."""
