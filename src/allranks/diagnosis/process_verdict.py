@@ -11,6 +11,8 @@ from allranks.diagnosis.processes import LIFE, SOON_S, Unit, Waits, find_waits
 from allranks.model.stacks import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
 
 MAX_NAMED = 6
+#: A sleep that ends sooner than this is no hang by itself: a pause between requests, a retry.
+SLEEPS_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ class Root:
 
     @property
     def timed_s(self) -> float | None:
-        """When a wait that it needs ends by itself, if that is soon, or if only those wait for it that take work from it."""
+        """When a wait that it needs ends by itself, if that is soon, or if only those wait for it that take work from it; when
+        a sleep ends, if not too late."""
+        asleep = self.units[0].thread.wait
+        if asleep.kind == "sleep" and asleep.left_s is not None and asleep.left_s <= SLEEPS_S:
+            return asleep.left_s
         left = [u.thread.wait.left_s for u in self.units if u.thread.wait.kind in ("event", "queue")]
         known = min((one for one in left if one is not None), default=None)
         needed = any(self.waits.units[n].active for n in self.behind)

@@ -80,9 +80,13 @@ class _Finder:
         }  # a process of theirs has ended
         self.units = tuple(self._reread(unit) for unit in self.units)
         self.moved: set[int] = set()
+        self.fed: set[int] = set()  # units whose wait nobody in their process is about to end
 
     def find(self) -> Waits:
         edges = {number: tuple(dict.fromkeys(self._targets(number))) for number in range(len(self.units))}
+        for number in sorted(self.fed):
+            behind = Graph(edges, ()).behind([number])
+            edges[number] = tuple(n for n in self._feeders(number) if n not in behind) or edges[number]
         return Waits(self.look, self.units, edges, frozenset(self.moved))
 
     def _reread(self, unit: Unit) -> Unit:
@@ -136,13 +140,29 @@ class _Finder:
         if wait.key == "future":
             pool = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
             return pool or ([] if _is_task(unit.thread) else self._beside(number, unit))
+        clients: list[int] = []
         if not wait.setters:
             found = self._beside(number, unit)
-            return [n for n in found if not wait.lock or self.units[n].thread.wait.kind not in _BESIDE | LIFE]
-        inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
-        if inside:  # one that itself waits for its next work tells less than this wait
-            return [n for n in inside if self.units[n].active]
-        return [] if wait.lost else self._clients(unit)
+            found = [
+                n for n in found if not wait.lock or self.units[n].thread.wait.kind not in _BESIDE | LIFE
+            ]
+        else:
+            inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
+            if not inside and wait.lost:
+                return []
+            # one that itself waits for its next work tells less than this wait
+            found = [n for n in inside if self.units[n].active]
+            clients = [] if inside else self._clients(unit)
+        if not found and wait.lock:
+            self.fed.add(number)
+        return found or clients
+
+    def _feeders(self, number: int) -> list[int]:
+        """Those that do something in the processes that this one is connected with: what they send may end its wait."""
+        own = self.units[number].process
+        links = [one for one in own.links if one.kind in ("tcp", "unix") and not one.owner.startswith("gloo")]
+        found = [n for p in self._peers(self.units[number], links) for n in self.of.get(p.where, ())]
+        return [n for n in found if self.units[n].active and self.units[n].thread.wait.kind not in LIFE]
 
     def _queue(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait
