@@ -447,3 +447,26 @@ def test_what_another_process_does_may_end_a_wait_for_a_future(
     router = process(2, IDLE, handler, links=(SERVER, tcp(5, 60, 90, "client")))
     worker = process(3, works, links=(tcp(3, 90, 60, "server"),))
     assert answer(process(1, ASKS, links=(CLIENT,)), router, worker) == said
+
+
+def test_an_answer_from_outside_the_job_is_waited_for() -> None:
+    """A reward function that asks a service of somebody else; the trainer waits for it. A multi-hour silence is a hang."""
+    asks = thread(2, "socket", 41, handles=True, wait_ends=("tcp h:60>far:443",))
+    for quiet_s, state in ((40.0, "unclear"), (7200.0, "stuck")):
+        link = ProcessLink(
+            5, "tcp", "tcp h:60>far:443", "tcp far:443>h:60", "client", "awaits", quiet_s=quiet_s
+        )
+        jobs = process(1, ASKS, links=(CLIENT,)), process(2, IDLE, asks, links=(SERVER, link), read=True)
+        found = explain_processes(JobLook(jobs, 5.0))
+        assert found.state == state and "role2 (pid 2, thread t2) (socket)" in found.sentence, found
+        assert ("no process of this job is at far:443, and 40 s ago" in found.reason) == (state == "unclear")
+
+
+def test_a_call_of_a_library_that_waits_for_its_engine_is_no_hang() -> None:
+    """`generate` waits in a queue inside a library, whose own thread reads from the engine's process: that one computes."""
+    calls, reads = thread(1, "queue", 8), thread(2, "answer", 0, wait_operation="zmq", wait_strong=False)
+    trainer = process(1, calls, reads, links=(tcp(3, 60, 90, "server", owner="zmq 5"),))
+    engine = process(2, thread(3, "work", 30, busy=True), ppid=1, links=(tcp(3, 90, 60, "client"),))
+    assert answer(trainer, engine)[0] == "unclear"
+    idle = process(2, thread(3, "idle"), ppid=1, links=(tcp(3, 90, 60, "client"),))
+    assert answer(trainer, idle) == ("stuck", {(1, 8)})

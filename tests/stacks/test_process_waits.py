@@ -296,3 +296,16 @@ def test_tasks_that_fill_a_connection_or_lose_work_are_named(
     with running(tmp_path, text) as job:
         found = explain_processes(look_at(job.pid))
     assert (found.state, {one.function for one in found.guilty}) == ("stuck", names), found
+
+
+def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:
+    """A server with a smaller pid that the driver is connected with: it is not the first process, nor left by a dead one."""
+    driver = Process(7, ppid=1, title="python job.py")
+    engine = Process(9, ppid=7, title="", alive=False, started_s=9.0)
+    server = Process(4, ppid=1, title="python reward_server.py", started_s=1.0)
+    entries = {
+        one.pid: ProcessEntry(one.pid, one.ppid, "S", 0, "python", one.title)
+        for one in (driver, engine, server)
+    }
+    named = {one.pid: one.role for one in give_roles([driver, engine, server], entries, load_roles())}
+    assert (named[7], named[9]) == ("driver", "subprocess of driver") and named[4] != "driver", named

@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from allranks.diagnosis.processes import LIFE, SOON_S, Unit, Waits, find_waits
-from allranks.model.stacks import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
+from allranks.model.stacks import (
+    ChainLink,
+    Guilty,
+    JobLook,
+    Process,
+    ProcessFinding,
+    ProcessLink,
+    ThreadLook,
+    Where,
+)
 
 MAX_NAMED = 6
-#: A sleep that ends sooner than this is no hang by itself: a pause between requests, a retry.
-SLEEPS_S = 600.0
+#: What ends sooner than this is no hang by itself: a pause between requests, a retry, an answer from outside the job.
+PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Root:
         """When a wait that it needs ends by itself, if that is soon, or if only those wait for it that take work from it; when
         a sleep ends, if not too late."""
         asleep = self.units[0].thread.wait
-        if asleep.kind == "sleep" and asleep.left_s is not None and asleep.left_s <= SLEEPS_S:
+        if asleep.kind == "sleep" and asleep.left_s is not None and asleep.left_s <= PATIENCE_S:
             return asleep.left_s
         left = [u.thread.wait.left_s for u in self.units if u.thread.wait.kind in ("event", "queue")]
         known = min((one for one in left if one is not None), default=None)
@@ -89,9 +98,15 @@ class Root:
         return known if known is not None and (known <= SOON_S or not needed) else None
 
     @property
+    def asked(self) -> ProcessLink | None:
+        """The connection to a process outside the job on which it waits, if that was used not long ago."""
+        link = self.waits.outside.get(self.nodes[0]) if len(self.nodes) == 1 else None
+        return link if link is not None and link.quiet_s is not None and link.quiet_s < PATIENCE_S else None
+
+    @property
     def accused(self) -> bool:
         """Whether it is a hang: it does not move, and somebody needs it."""
-        timed = self.soon_s is not None or self.timed_s is not None
+        timed = self.soon_s is not None or self.timed_s is not None or self.asked is not None
         if not self.still or timed or all(u.process.system for u in self.units):
             return False
         unit = self.units[0]
@@ -450,11 +465,16 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     if all(not u.active or u.thread.wait.kind in LIFE for u in waits.units if not u.process.system):
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]
-    timed = [root for root in still if root.timed_s is not None]
+    timed = [root for root in still if root.timed_s is not None or root.asked is not None]
     blocked = [u for u in waits.units if u.active and u.still and u.thread.wait.kind not in LIFE]
     text = _says(blocked[0]) if blocked else "no process could be judged"
     text = _sentence((timed or still)[0]) if still else text
     advice = "nobody waits for it; look again in a minute: a line that is still the same then is stuck"
-    if timed:
+    if timed and timed[0].timed_s is not None:
         advice = f"this wait has a time limit: look again in {timed[0].timed_s:.0f} s"
+    elif timed and (link := timed[0].asked) is not None:
+        there = link.peer.split(">")[0].rsplit(" ", 1)[-1]
+        advice = (
+            f"no process of this job is at {there}, and {link.quiet_s:.0f} s ago data moved: look at that one"
+        )
     return ProcessFinding("unclear", text, reason=advice)

@@ -51,6 +51,9 @@ class Waits:
     units: tuple[Unit, ...]
     edges: dict[int, tuple[int, ...]]
     moved: frozenset[int]  # units whose wait is answered now and then: bytes moved on their link
+    outside: dict[
+        int, ProcessLink
+    ]  # of units that wait on a link whose other end is in no process of the job
 
     @cached_property
     def graph(self) -> Graph:
@@ -80,6 +83,7 @@ class _Finder:
         }  # a process of theirs has ended
         self.units = tuple(self._reread(unit) for unit in self.units)
         self.moved: set[int] = set()
+        self.outside: dict[int, ProcessLink] = {}
         self.fed: set[int] = set()  # units whose wait nobody in their process is about to end
 
     def find(self) -> Waits:
@@ -87,7 +91,7 @@ class _Finder:
         for number in sorted(self.fed):
             behind = Graph(edges, ()).behind([number])
             edges[number] = tuple(n for n in self._feeders(number) if n not in behind) or edges[number]
-        return Waits(self.look, self.units, edges, frozenset(self.moved))
+        return Waits(self.look, self.units, edges, frozenset(self.moved), self.outside)
 
     def _reread(self, unit: Unit) -> Unit:
         """What the threads of other processes say of a unit: that several roles are at its line, which tells little without
@@ -137,15 +141,13 @@ class _Finder:
         wait, near = unit.thread.wait, [n for n in self.of[unit.process.where] if n != number]
         if wait.ends:
             return self._shared(number, unit)
-        if wait.key == "future":
-            pool = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
-            return pool or ([] if _is_task(unit.thread) else self._beside(number, unit))
         clients: list[int] = []
-        if not wait.setters:
-            found = self._beside(number, unit)
-            found = [
-                n for n in found if not wait.lock or self.units[n].thread.wait.kind not in _BESIDE | LIFE
-            ]
+        if wait.key == "future":
+            found = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
+            found = found or ([] if _is_task(unit.thread) else self._beside(number, unit))
+        elif not wait.setters:
+            skipped = _BESIDE | LIFE if wait.lock else ()
+            found = [n for n in self._beside(number, unit) if self.units[n].thread.wait.kind not in skipped]
         else:
             inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
             if not inside and wait.lost:
@@ -153,7 +155,7 @@ class _Finder:
             # one that itself waits for its next work tells less than this wait
             found = [n for n in inside if self.units[n].active]
             clients = [] if inside else self._clients(unit)
-        if not found and wait.lock:
+        if not found:
             self.fed.add(number)
         return found or clients
 
@@ -241,6 +243,8 @@ class _Finder:
         found: list[int] = []
         for link in mine:
             others = self._peers(unit, [link]) or self.ends.get(link.peer, [])
+            if not others:
+                self.outside[number] = link
             # who made a pair of sockets may have kept both
             others = [p for p in others if all(one.end != link.end for one in p.links)] or others
             if link.kind == "pipe":

@@ -223,7 +223,10 @@ def _link(fd: int, one: Socket, owner: str, before: Mapping[str, int]) -> Proces
     kind = one.kind if one.kind in ("listen", "unix") else "tcp"
     moved = before.get(one.end, -1) != one.volume  # a new connection, too
     side = one.kind if kind == "tcp" else ""
-    return ProcessLink(fd, kind, one.end, one.peer, side, turn, moved, owner, one.volume)
+    quiet = (
+        None if one.sent_ms is None or one.received_ms is None else min(one.sent_ms, one.received_ms) / 1000
+    )
+    return ProcessLink(fd, kind, one.end, one.peer, side, turn, moved, owner, one.volume, quiet)
 
 
 def _descriptors(pid: int) -> Iterable[tuple[int, str, int]]:
