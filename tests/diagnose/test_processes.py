@@ -470,3 +470,14 @@ def test_a_call_of_a_library_that_waits_for_its_engine_is_no_hang() -> None:
     assert answer(trainer, engine)[0] == "unclear"
     idle = process(2, thread(3, "idle"), ppid=1, links=(tcp(3, 90, 60, "client"),))
     assert answer(trainer, idle) == ("stuck", {(1, 8)})
+
+
+def test_a_server_that_waits_to_be_told_to_stop_is_no_hang() -> None:
+    """The driver joins a process whose main thread waits for an event, and that listens; without a port it is a hang."""
+    joins = process(1, thread(1, "child", 5, wait_pids=(2,)))
+    port = ProcessLink(3, "listen", "tcp n listen 80", "")
+    main = thread(2, "event", 41, wait_lock="stop")
+    assert answer(joins, process(2, main, links=(port,), read=True))[0] == "moving"
+    assert answer(joins, process(2, main)) == ("stuck", {(2, 41)})
+    asked = process(2, main, links=(port, SERVER))
+    assert answer(process(3, ASKS, links=(CLIENT,)), joins, asked) == ("stuck", {(2, 41)})

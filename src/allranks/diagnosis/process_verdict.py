@@ -107,13 +107,24 @@ class Root:
     def accused(self) -> bool:
         """Whether it is a hang: it does not move, and somebody needs it."""
         timed = self.soon_s is not None or self.timed_s is not None or self.asked is not None
-        if not self.still or timed or all(u.process.system for u in self.units):
+        if not self.still or timed or self.stays_alive or all(u.process.system for u in self.units):
             return False
         unit = self.units[0]
         if unit.active or self.circle:
             alone = not self.behind and len(self.nodes) == 1
             return not alone or self._is_whole_job(unit)
         return self.demanded
+
+    @property
+    def stays_alive(self) -> bool:
+        """Whether it waits for an event in a process that serves, and those behind it only for the end of that: a server's main
+        function does so until it is told to stop."""
+        unit = self.units[0]
+        first = (
+            unit.thread.wait.kind == "event" and (unit.thread.main or unit.thread.task) and not self.circle
+        )
+        ends = all(self.waits.units[n].thread.wait.kind in LIFE for n in self.behind)
+        return first and ends and any(link.kind == "listen" for link in unit.process.links)
 
     def _is_whole_job(self, unit: Unit) -> bool:
         """Nobody waits for it: trouble only in a main thread, in a process that serves nobody."""
@@ -462,7 +473,9 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
         )
     if not any(p.read for p in look.processes):
         return ProcessFinding("unclear", "no stack of this job could be read", reason="see the notes")
-    if all(not u.active or u.thread.wait.kind in LIFE for u in waits.units if not u.process.system):
+    rests = {root.nodes[0] for root in roots if root.stays_alive}
+    works = [u for n, u in enumerate(waits.units) if u.active and n not in rests and not u.process.system]
+    if all(u.thread.wait.kind in LIFE for u in works):
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]
     timed = [root for root in still if root.timed_s is not None or root.asked is not None]
