@@ -388,3 +388,96 @@ def test_who_waits_for_an_event_is_named_and_not_an_idle_setter() -> None:
     handler = thread(3, "event", 37, handles=True, wait_lock="future", wait_setters=("work",))
     router = process(2, IDLE, setter, handler, links=(SERVER,))
     assert answer(process(1, ASKS, links=(CLIENT,)), router) == ("stuck", {(2, 37)})
+
+
+def test_a_future_that_the_engine_beside_it_may_still_fulfil_is_no_hang() -> None:
+    """The handler waits for a future; another thread of its process generates, in steps of a few milliseconds."""
+    handler = thread(-1, "event", 41, task=True, handles=True, wait_lock="future")
+    steps, waits = thread(3, "sleep", 17, wait_left_s=0.01), thread(4, "event", 50, wait_lock="done")
+    client = process(1, ASKS, links=(CLIENT,))
+    assert answer(client, process(2, steps, handler, waits, links=(SERVER,)))[0] == "moving"
+    state, guilty = answer(client, process(2, IDLE, handler, waits, links=(SERVER,)))
+    assert state == "stuck" and (2, 41) in guilty
+
+
+def test_a_process_that_has_not_connected_yet_is_waited_for() -> None:
+    """The server waits for the engine's first message; the engine loads its weights from elsewhere."""
+    server = process(1, thread(1, "answer", 5, wait_operation="zmq"))
+    loads = process(2, thread(2, "socket", 30, wait_ends=("tcp h:60>h:90",)), ppid=1, read=True)
+    assert answer(server, replace(loads, links=(tcp(3, 60, 90, "client", moved=True),)))[0] == "moving"
+    assert answer(server, replace(loads, links=(tcp(3, 60, 90, "client"),))) == ("stuck", {(2, 30)})
+
+
+def test_of_a_circle_the_one_that_may_wait_for_any_of_its_peers_is_named() -> None:
+    """A scheduler with a client and a worker, which wait for nobody but it; a pair is a circle of both."""
+    zmq = {"wait_operation": "zmq"}
+    ends = [tcp(3, *pair, "client", owner="zmq 4") for pair in ((1, 2), (2, 1), (1, 3), (3, 1))]
+    client = process(2, thread(2, "answer", 20, **zmq), links=(ends[1],))
+    worker = process(3, thread(3, "answer", 30, **zmq), links=(ends[3],))
+    scheduler = process(1, thread(1, "answer", 10, **zmq), links=(ends[0], ends[2]))
+    assert answer(scheduler, client, worker) == ("stuck", {(1, 10)})
+    assert answer(scheduler, client) == ("stuck", {(1, 10), (2, 20)})
+
+
+@pytest.mark.parametrize(("left_s", "state"), [(20.0, "moving"), (100.0, "unclear"), (3600.0, "stuck")])
+def test_a_sleep_whose_end_is_known_is_waited_for(left_s: float, state: str) -> None:
+    """A server that sleeps in a handler, and a client that waits for its answer."""
+    server = process(
+        2, IDLE, thread(2, "sleep", 41, handles=True, wait_left_s=left_s), links=(SERVER,), read=True
+    )
+    found = explain_processes(JobLook((process(1, ASKS, links=(CLIENT,)), server), 5.0))
+    assert found.state == state and "role2 (pid 2, thread t2) (sleep)" in found.sentence, found
+    assert ("look again in 100 s" in found.reason) == (state == "unclear")
+
+
+@pytest.mark.parametrize(
+    ("works", "said"),
+    [
+        (thread(3, "idle"), ("stuck", {(1, 5), (2, 41)})),
+        (thread(3, "work", 70, busy=True), ("unclear", set())),
+        (thread(3, "lock", 70), ("stuck", {(3, 70)})),
+    ],
+)
+def test_what_another_process_does_may_end_a_wait_for_a_future(
+    works: ThreadLook, said: tuple[str, set[tuple[int, int]]]
+) -> None:
+    """A client, the handler of a router, and a worker whose answers a task of the router reads: none of its threads is about
+    to fulfil the future."""
+    handler = thread(-1, "event", 41, handles=True, task=True, wait_lock="future", wait_setters=("collect",))
+    router = process(2, IDLE, handler, links=(SERVER, tcp(5, 60, 90, "client")))
+    worker = process(3, works, links=(tcp(3, 90, 60, "server"),))
+    assert answer(process(1, ASKS, links=(CLIENT,)), router, worker) == said
+
+
+def test_an_answer_from_outside_the_job_is_waited_for() -> None:
+    """A reward function that asks a service of somebody else; the trainer waits for it. A multi-hour silence is a hang."""
+    asks = thread(2, "socket", 41, handles=True, wait_ends=("tcp h:60>far:443",))
+    for quiet_s, state in ((40.0, "unclear"), (7200.0, "stuck")):
+        link = ProcessLink(
+            5, "tcp", "tcp h:60>far:443", "tcp far:443>h:60", "client", "awaits", quiet_s=quiet_s
+        )
+        jobs = process(1, ASKS, links=(CLIENT,)), process(2, IDLE, asks, links=(SERVER, link), read=True)
+        found = explain_processes(JobLook(jobs, 5.0))
+        assert found.state == state and "role2 (pid 2, thread t2) (socket)" in found.sentence, found
+        assert ("no process of this job is at far:443, and 40 s ago" in found.reason) == (state == "unclear")
+
+
+def test_a_call_of_a_library_that_waits_for_its_engine_is_no_hang() -> None:
+    """`generate` waits in a queue inside a library, whose own thread reads from the engine's process: that one computes."""
+    calls, reads = thread(1, "queue", 8), thread(2, "answer", 0, wait_operation="zmq", wait_strong=False)
+    trainer = process(1, calls, reads, links=(tcp(3, 60, 90, "server", owner="zmq 5"),))
+    engine = process(2, thread(3, "work", 30, busy=True), ppid=1, links=(tcp(3, 90, 60, "client"),))
+    assert answer(trainer, engine)[0] == "unclear"
+    idle = process(2, thread(3, "idle"), ppid=1, links=(tcp(3, 90, 60, "client"),))
+    assert answer(trainer, idle) == ("stuck", {(1, 8)})
+
+
+def test_a_server_that_waits_to_be_told_to_stop_is_no_hang() -> None:
+    """The driver joins a process whose main thread waits for an event, and that listens; without a port it is a hang."""
+    joins = process(1, thread(1, "child", 5, wait_pids=(2,)))
+    port = ProcessLink(3, "listen", "tcp n listen 80", "")
+    main = thread(2, "event", 41, wait_lock="stop")
+    assert answer(joins, process(2, main, links=(port,), read=True))[0] == "moving"
+    assert answer(joins, process(2, main)) == ("stuck", {(2, 41)})
+    asked = process(2, main, links=(port, SERVER))
+    assert answer(process(3, ASKS, links=(CLIENT,)), joins, asked) == ("stuck", {(2, 41)})

@@ -55,10 +55,36 @@ DETACHED = """
     """
 
 
-def test_a_process_that_left_the_tree_with_its_output_is_found(tmp_path: Path) -> None:
-    """The driver reads to the end; what it started has ended; a server in a session of its own keeps the pipe open."""
+SERVES = """
+    import socket, subprocess, sys
+
+    START = (
+        "import subprocess, sys; d = subprocess.DEVNULL;"
+        "print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=d, stderr=d, stdin=0).pid)"
+    )
+    SERVER = "import signal, socket; connection = socket.socket(fileno=0); connection.recv(1); signal.pause()"
+
+    def launch():
+        here, there = socket.socketpair()
+        words = [sys.executable, "-c", START, sys.executable, "-c", SERVER]
+        print(subprocess.run(words, stdin=there, stdout=subprocess.PIPE, text=True).stdout, end="")
+        there.close()
+        here.send(b"x")
+        print("ready")
+        here.recv(1)
+
+    launch()
+    """
+
+
+@pytest.mark.parametrize("text", [DETACHED, SERVES])
+def test_a_process_that_left_the_tree_is_found_by_its_output_or_its_connection(
+    tmp_path: Path, text: str
+) -> None:
+    """What the driver started has ended; a server in a session of its own keeps the pipe open that the driver reads to the
+    end, or does not answer."""
     script = tmp_path / "job.py"
-    script.write_text(textwrap.dedent(DETACHED))
+    script.write_text(textwrap.dedent(text))
     job = subprocess.Popen([sys.executable, "-u", str(script)], stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None
     server = int(job.stdout.readline())
@@ -67,8 +93,11 @@ def test_a_process_that_left_the_tree_with_its_output_is_found(tmp_path: Path) -
         look = look_at(job.pid)
         found = explain_processes(look)
         assert server in {one.pid for one in look.processes}
-        assert found.state == "stuck" and found.guilty[0].pid == job.pid, found
-        assert f"(pid {server}) to close the output of an ended process at job.py:" in found.sentence
+        if text is DETACHED:
+            assert found.state == "stuck" and found.guilty[0].pid == job.pid, found
+            assert f"(pid {server}) to close the output of an ended process at job.py:" in found.sentence
+        else:
+            assert (found.state, [one.pid for one in found.guilty]) == ("stuck", [server]), found
     finally:
         os.kill(server, 9)
         job.kill()
@@ -214,3 +243,69 @@ def test_a_task_that_awaits_a_message_of_zmq_is_followed(tmp_path: Path) -> None
         found = explain_processes(look_at(job.pid))
     assert [(one.role, one.function) for one in found.guilty] == [("reward", "reward")], found
     assert [link.role for link in found.chain] == ["driver"], found.chain
+
+
+FULL = """
+    import asyncio, multiprocessing, socket, time
+
+    def rollout(connection):
+        time.sleep(0.5)
+        print("ready")
+        connection.sendall(bytes(10_000_000))
+
+    async def router(connection):
+        reader, writer = await asyncio.open_connection(sock=connection)
+        writer.write(bytes(10_000_000))
+        await writer.drain()
+
+    if __name__ == "__main__":
+        here, there = socket.socketpair()
+        process = multiprocessing.get_context("fork").Process(target=rollout, args=(there,))
+        process.start()
+        there.close()
+        asyncio.run(router(here))
+    """
+
+LOST = """
+    import asyncio
+
+    async def worker(todo):
+        while True:
+            if await todo.get() == 2:
+                raise ValueError
+            todo.task_done()
+
+    async def orchestrator():
+        todo = asyncio.Queue()
+        workers = [asyncio.create_task(worker(todo)) for _ in range(2)]
+        [todo.put_nowait(n) for n in range(3)]
+        print("ready")
+        await todo.join()
+
+    asyncio.run(orchestrator())
+    """
+
+
+@pytest.mark.parametrize(("text", "names"), [(FULL, {"rollout", "router"}), (LOST, {"orchestrator"})])
+def test_tasks_that_fill_a_connection_or_lose_work_are_named(
+    tmp_path: Path, text: str, names: set[str]
+) -> None:
+    """Two sides that only send; an orchestrator one of whose workers has ended with its item, the other one being idle."""
+    if sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)):
+        pytest.skip("the layout of this interpreter's coroutines is not known")
+    with running(tmp_path, text) as job:
+        found = explain_processes(look_at(job.pid))
+    assert (found.state, {one.function for one in found.guilty}) == ("stuck", names), found
+
+
+def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:
+    """A server with a smaller pid that the driver is connected with: it is not the first process, nor left by a dead one."""
+    driver = Process(7, ppid=1, title="python job.py")
+    engine = Process(9, ppid=7, title="", alive=False, started_s=9.0)
+    server = Process(4, ppid=1, title="python reward_server.py", started_s=1.0)
+    entries = {
+        one.pid: ProcessEntry(one.pid, one.ppid, "S", 0, "python", one.title)
+        for one in (driver, engine, server)
+    }
+    named = {one.pid: one.role for one in give_roles([driver, engine, server], entries, load_roles())}
+    assert (named[7], named[9]) == ("driver", "subprocess of driver") and named[4] != "driver", named

@@ -48,6 +48,16 @@ def test_locks_of_a_line(line: int, held: tuple[str, ...], asked: str) -> None:
     assert (source.held_locks(CODE, line), source.asked_lock(CODE, line)) == (held, asked)
 
 
+def test_a_context_manager_of_the_same_file_holds_its_locks_for_the_block() -> None:
+    text = (
+        "@contextmanager\ndef cached(self):\n    self.cache.acquire()\n    try:\n        yield 1\n    finally:\n"
+        "        self.cache.release()\ndef reload(self):\n    with self.cached() as found:\n        self.model.acquire()"
+    )
+    assert source.held_locks(text, 10) == ("self.cached()", "self.cache")
+    assert source.held_locks(text, 3) == ()
+    assert source.held_locks("@contextmanager\ndef me():\n    with me():\n        yield", 4) == ("me()",)
+
+
 def test_a_function_that_defines_another_one_does_not_end_a_wait() -> None:
     text = "def outer():\n    def inner():\n        done.set()\n    Timer(1, lambda: late.set())\n    done.wait()"
     assert source.find_setters(text, "done", "wait") == ("inner",)

@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from allranks.diagnosis.processes import LIFE, SOON_S, Unit, Waits, find_waits
-from allranks.model.stacks import ChainLink, Guilty, JobLook, Process, ProcessFinding, ThreadLook, Where
+from allranks.model.stacks import (
+    ChainLink,
+    Guilty,
+    JobLook,
+    Process,
+    ProcessFinding,
+    ProcessLink,
+    ThreadLook,
+    Where,
+)
 
 MAX_NAMED = 6
+#: What ends sooner than this is no hang by itself: a pause between requests, a retry, an answer from outside the job.
+PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -76,23 +87,44 @@ class Root:
 
     @property
     def timed_s(self) -> float | None:
-        """When a wait that it needs ends by itself, if that is soon, or if only those wait for it that take work from it."""
+        """When a wait that it needs ends by itself, if that is soon, or if only those wait for it that take work from it; when
+        a sleep ends, if not too late."""
+        asleep = self.units[0].thread.wait
+        if asleep.kind == "sleep" and asleep.left_s is not None and asleep.left_s <= PATIENCE_S:
+            return asleep.left_s
         left = [u.thread.wait.left_s for u in self.units if u.thread.wait.kind in ("event", "queue")]
         known = min((one for one in left if one is not None), default=None)
         needed = any(self.waits.units[n].active for n in self.behind)
         return known if known is not None and (known <= SOON_S or not needed) else None
 
     @property
+    def asked(self) -> ProcessLink | None:
+        """The connection to a process outside the job on which it waits, if that was used not long ago."""
+        link = self.waits.outside.get(self.nodes[0]) if len(self.nodes) == 1 else None
+        return link if link is not None and link.quiet_s is not None and link.quiet_s < PATIENCE_S else None
+
+    @property
     def accused(self) -> bool:
         """Whether it is a hang: it does not move, and somebody needs it."""
-        timed = self.soon_s is not None or self.timed_s is not None
-        if not self.still or timed or all(u.process.system for u in self.units):
+        timed = self.soon_s is not None or self.timed_s is not None or self.asked is not None
+        if not self.still or timed or self.stays_alive or all(u.process.system for u in self.units):
             return False
         unit = self.units[0]
         if unit.active or self.circle:
             alone = not self.behind and len(self.nodes) == 1
             return not alone or self._is_whole_job(unit)
         return self.demanded
+
+    @property
+    def stays_alive(self) -> bool:
+        """Whether it waits for an event in a process that serves, and those behind it only for the end of that: a server's main
+        function does so until it is told to stop."""
+        unit = self.units[0]
+        first = (
+            unit.thread.wait.kind == "event" and (unit.thread.main or unit.thread.task) and not self.circle
+        )
+        ends = all(self.waits.units[n].thread.wait.kind in LIFE for n in self.behind)
+        return first and ends and any(link.kind == "listen" for link in unit.process.links)
 
     def _is_whole_job(self, unit: Unit) -> bool:
         """Nobody waits for it: trouble only in a main thread, in a process that serves nobody."""
@@ -231,7 +263,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     chosen = [best]
     guilty: dict[tuple[int, int], Guilty] = {}
     for root in chosen:
-        for unit in (*_to_blame(root.units), *_beside(root)):
+        for unit in (*_to_blame(_hub(root) or root.units), *_beside(root)):
             one = _guilty(unit)
             guilty.setdefault((one.pid, one.line), one)
     for unit in best.units if len(best.units) == 1 else ():
@@ -263,7 +295,19 @@ def _beside(root: Root) -> list[Unit]:
         return []
     direct = [root.waits.units[n] for n in root.waits.graph.waits_for_me.get(root.nodes[0], ())]
     same = (unit.process.where, unit.thread.wait.lock)
-    return [u for u in direct if (u.process.where, u.thread.wait.lock) == same and u.still]
+    return [u for u in direct if (u.process.where, u.thread.wait.lock) == same and u.still and u.active]
+
+
+def _hub(root: Root) -> list[Unit]:
+    """Of a circle the one that cannot tell its ZMQ peers apart, if each of them waits for it alone: which one it needs is
+    unknown."""
+    inside, edges = set(root.nodes), root.waits.edges
+    middle = [
+        n
+        for n, u in zip(root.nodes, root.units, strict=True)
+        if u.thread.wait.operation == "zmq" and all(inside & set(edges[m]) == {n} for m in inside - {n})
+    ]
+    return [root.waits.units[n] for n in middle] if len(inside) > 2 else []
 
 
 def _to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
@@ -429,14 +473,21 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
         )
     if not any(p.read for p in look.processes):
         return ProcessFinding("unclear", "no stack of this job could be read", reason="see the notes")
-    if all(not u.active or u.thread.wait.kind in LIFE for u in waits.units if not u.process.system):
+    rests = {root.nodes[0] for root in roots if root.stays_alive}
+    works = [u for n, u in enumerate(waits.units) if u.active and n not in rests and not u.process.system]
+    if all(u.thread.wait.kind in LIFE for u in works):
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]
-    timed = [root for root in still if root.timed_s is not None]
+    timed = [root for root in still if root.timed_s is not None or root.asked is not None]
     blocked = [u for u in waits.units if u.active and u.still and u.thread.wait.kind not in LIFE]
     text = _says(blocked[0]) if blocked else "no process could be judged"
     text = _sentence((timed or still)[0]) if still else text
     advice = "nobody waits for it; look again in a minute: a line that is still the same then is stuck"
-    if timed:
+    if timed and timed[0].timed_s is not None:
         advice = f"this wait has a time limit: look again in {timed[0].timed_s:.0f} s"
+    elif timed and (link := timed[0].asked) is not None:
+        there = link.peer.split(">")[0].rsplit(" ", 1)[-1]
+        advice = (
+            f"no process of this job is at {there}, and {link.quiet_s:.0f} s ago data moved: look at that one"
+        )
     return ProcessFinding("unclear", text, reason=advice)

@@ -21,6 +21,8 @@ SOON_S = 30.0
 LIFE = frozenset({"child", "thread", "stdin"})
 #: A thread whose process has nobody to serve: it needs a request to go on.
 _SOFT = frozenset({"idle"})
+#: A wait inside a process that nothing is known to end: one such wait does not end another one.
+_BESIDE = frozenset({"event", "queue", "lock"})
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Waits:
     units: tuple[Unit, ...]
     edges: dict[int, tuple[int, ...]]
     moved: frozenset[int]  # units whose wait is answered now and then: bytes moved on their link
+    outside: dict[
+        int, ProcessLink
+    ]  # of units that wait on a link whose other end is in no process of the job
 
     @cached_property
     def graph(self) -> Graph:
@@ -78,10 +83,15 @@ class _Finder:
         }  # a process of theirs has ended
         self.units = tuple(self._reread(unit) for unit in self.units)
         self.moved: set[int] = set()
+        self.outside: dict[int, ProcessLink] = {}
+        self.fed: set[int] = set()  # units whose wait nobody in their process is about to end
 
     def find(self) -> Waits:
         edges = {number: tuple(dict.fromkeys(self._targets(number))) for number in range(len(self.units))}
-        return Waits(self.look, self.units, edges, frozenset(self.moved))
+        for number in sorted(self.fed):
+            behind = Graph(edges, ()).behind([number])
+            edges[number] = tuple(n for n in self._feeders(number) if n not in behind) or edges[number]
+        return Waits(self.look, self.units, edges, frozenset(self.moved), self.outside)
 
     def _reread(self, unit: Unit) -> Unit:
         """What the threads of other processes say of a unit: that several roles are at its line, which tells little without
@@ -131,15 +141,30 @@ class _Finder:
         wait, near = unit.thread.wait, [n for n in self.of[unit.process.where] if n != number]
         if wait.ends:
             return self._shared(number, unit)
+        clients: list[int] = []
         if wait.key == "future":
-            pool = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
-            return pool or ([] if _is_task(unit.thread) else self._beside(number, unit))
-        if not wait.setters:
-            return [] if wait.lock else self._beside(number, unit)
-        inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
-        if inside:  # one that itself waits for its next work tells less than this wait
-            return [n for n in inside if self.units[n].active]
-        return [] if wait.lost else self._clients(unit)
+            found = [n for n in near if _is_task(self.units[n].thread) and self.units[n].active]
+            found = found or ([] if _is_task(unit.thread) else self._beside(number, unit))
+        elif not wait.setters:
+            skipped = _BESIDE | LIFE if wait.lock else ()
+            found = [n for n in self._beside(number, unit) if self.units[n].thread.wait.kind not in skipped]
+        else:
+            inside = [n for n in near if _is_in(self.units[n].thread, wait.setters, unit.thread)]
+            if not inside and wait.lost:
+                return []
+            # one that itself waits for its next work tells less than this wait
+            found = [n for n in inside if self.units[n].active]
+            clients = [] if inside else self._clients(unit)
+        if not found:
+            self.fed.add(number)
+        return found or clients
+
+    def _feeders(self, number: int) -> list[int]:
+        """Those that do something in the processes that this one is connected with: what they send may end its wait."""
+        own = self.units[number].process
+        links = [one for one in own.links if one.kind in ("tcp", "unix") and not one.owner.startswith("gloo")]
+        found = [n for p in self._peers(self.units[number], links) for n in self.of.get(p.where, ())]
+        return [n for n in found if self.units[n].active and self.units[n].thread.wait.kind not in LIFE]
 
     def _queue(self, number: int, unit: Unit) -> list[int]:
         wait = unit.thread.wait
@@ -200,9 +225,15 @@ class _Finder:
         if unit.thread.wait.operation == "zmq":
             links = [one for one in links if one.owner.startswith("zmq")]
         else:
-            links = [one for one in links if one.side == "client"]
-            links = [one for one in links if one.turn == "awaits"] or links
-        return self._over(number, unit, [one.end for one in links])
+            links = [one for one in links if one.side == "client" or one.kind == "unix"]
+            asked = [one for one in links if one.turn == "awaits"]
+            links = asked or [one for one in links if one.side == "client"] or links
+        if links:
+            return self._over(number, unit, [one.end for one in links])
+        below = [
+            p for p in self.look.processes if (p.node, p.ppid) == unit.process.where
+        ]  # they may yet connect
+        return [n for p in below for n in self.of.get(p.where, ()) if self.units[n].active]
 
     def _over(self, number: int, unit: Unit, ends: Sequence[str]) -> list[int]:
         """The units at the other end of links: those that wait on the same link or serve a request come first."""
@@ -212,6 +243,8 @@ class _Finder:
         found: list[int] = []
         for link in mine:
             others = self._peers(unit, [link]) or self.ends.get(link.peer, [])
+            if not others:
+                self.outside[number] = link
             # who made a pair of sockets may have kept both
             others = [p for p in others if all(one.end != link.end for one in p.links)] or others
             if link.kind == "pipe":

@@ -260,10 +260,11 @@ class ProcessLink:
     end: str
     peer: str
     side: str = ""  # tcp: "client" or "server"; pipe: "read" or "write"
-    turn: str = ""  # tcp: "awaits" (we sent last), "owes" (the other end sent last), "" unknown
+    turn: str = ""  # "awaits" (we sent last), "owes" (the other end sent last), "" unknown
     moved: bool = False  # bytes moved while we looked
     owner: str = ""  # "gloo 23", "zmq 7": the library whose thread watches it, and in which set
     volume: int = 0  # bytes so far, both ways
+    quiet_s: float | None = None  # since bytes went over it, either way
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Socket:
     sent_ms: int | None = None
     received_ms: int | None = None
     volume: int = 0  # bytes so far, both ways
+    turn: str = ""  # of a Unix socket: whose bytes are not read yet
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _sockets(pid: int, scope: str, ours: bool) -> dict[int, Socket]:
             for family in (socket.AF_INET, socket.AF_INET6):
                 for row in _ask_kernel(struct.pack("=BBBBI48x", family, 6, 2, 0, 0xFFFFFFFF)):
                     _add_times(found, row)
-            for row in _ask_kernel(struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 5, 0)):
+            for row in _ask_kernel(struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 21, 0)):
                 if (one := _unix(row, scope)) is not None:
                     found[one.inode] = one
     return found
@@ -181,13 +182,17 @@ def _add_times(found: dict[int, Socket], row: bytes) -> None:
 
 
 def _unix(row: bytes, scope: str) -> Socket | None:
-    inode, peer = struct.unpack_from("=I", row, 4)[0], _attributes(row[16:]).get(2, b"")
+    inode, more = struct.unpack_from("=I", row, 4)[0], _attributes(row[16:])
+    peer = more.get(2, b"")
     if row[2] == _LISTEN:
-        name = _attributes(row[16:]).get(0, b"").rstrip(b"\0").decode("utf-8", "replace")
+        name = more.get(0, b"").rstrip(b"\0").decode("utf-8", "replace")
         return Socket(inode, "listen", f"unix {scope} listen {name}", "") if name else None
     if len(peer) < 4:
         return None
-    return Socket(inode, "unix", f"unix {scope} {inode}", f"unix {scope} {struct.unpack('=I', peer[:4])[0]}")
+    there = f"unix {scope} {struct.unpack('=I', peer[:4])[0]}"
+    unread, sent = struct.unpack("=II", more.get(4, bytes(8)))
+    turn = "awaits" if sent else "owes" if unread else ""
+    return Socket(inode, "unix", f"unix {scope} {inode}", there, volume=unread + sent, turn=turn)
 
 
 def _read_files(pid: int, turns: dict[int, int], node: str) -> _OpenFiles:
@@ -212,13 +217,16 @@ def _shared(pid: int) -> dict[str, str]:
 
 
 def _link(fd: int, one: Socket, owner: str, before: Mapping[str, int]) -> ProcessLink:
-    turn = ""
+    turn = one.turn
     if one.sent_ms is not None and one.received_ms is not None and abs(one.sent_ms - one.received_ms) > 1:
         turn = "awaits" if one.sent_ms < one.received_ms else "owes"
     kind = one.kind if one.kind in ("listen", "unix") else "tcp"
     moved = before.get(one.end, -1) != one.volume  # a new connection, too
     side = one.kind if kind == "tcp" else ""
-    return ProcessLink(fd, kind, one.end, one.peer, side, turn, moved, owner, one.volume)
+    quiet = (
+        None if one.sent_ms is None or one.received_ms is None else min(one.sent_ms, one.received_ms) / 1000
+    )
+    return ProcessLink(fd, kind, one.end, one.peer, side, turn, moved, owner, one.volume, quiet)
 
 
 def _descriptors(pid: int) -> Iterable[tuple[int, str, int]]:

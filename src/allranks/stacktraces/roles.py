@@ -75,12 +75,12 @@ def give_roles(
     processes: Sequence[Process], entries: Mapping[int, ProcessEntry], rules: Sequence[RoleRule]
 ) -> tuple[Process, ...]:
     """The processes with their roles, numbered where several have the same one."""
-    root = min((p.pid for p in processes if p.ppid not in entries), default=0)
-    orphans = [p.title for p in processes if p.ppid not in entries and p.pid != root and p.alive]
+    root = next((p.pid for p in processes if p.ppid not in entries), 0)
+    orphans = [p for p in processes if p.ppid not in entries and p.pid != root and p.alive]
     # A process that has ended has no title any more: a child that it left has the same one.
+    left = {p.pid: [o.title for o in orphans if o.started_s >= p.started_s] for p in processes if not p.alive}
     processes = [
-        replace(p, title=orphans[0]) if not p.alive and orphans and "::" not in p.title else p
-        for p in processes
+        replace(p, title=left[p.pid][0]) if left.get(p.pid) and "::" not in p.title else p for p in processes
     ]
     named = [
         _with_role(one, entries.get(one.pid), rules, one.pid == root and len(processes) > 1)

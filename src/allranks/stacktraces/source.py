@@ -43,14 +43,17 @@ def _last_function(statements: list[ast.stmt]) -> list[ast.stmt]:
     return statements[starts[-1] :] if starts else statements
 
 
-def held_locks(text: str, line: int) -> tuple[str, ...]:
-    """Expressions of the locks that a frame at this line holds: blocks of `with` that it is inside of, and `x.acquire()`
-    without `x.release()` before it in the same function."""
+def held_locks(text: str, line: int, deep: bool = True) -> tuple[str, ...]:
+    """Expressions of the locks that a frame at this line holds: blocks of `with` that it is inside of, what a context manager
+    of the same file holds there (if `deep`), and `x.acquire()` without `x.release()` before it in the same function."""
     around = _last_function(_around(text, line))
     held: dict[str, None] = {}
     for one in around:
         if isinstance(one, ast.With | ast.AsyncWith) and one.body and one.body[0].lineno <= line:
             held |= dict.fromkeys(ast.unparse(item.context_expr) for item in one.items)
+            made = [i.context_expr.func for i in one.items if isinstance(i.context_expr, ast.Call) and deep]
+            inside = (at for call in made for at in _yields(text, _last_word(call)))
+            held |= dict.fromkeys(lock for at in inside for lock in held_locks(text, at, deep=False))
     if around:
         calls = [
             (node.lineno, ast.unparse(node.func.value), node.func.attr)
@@ -63,6 +66,13 @@ def held_locks(text: str, line: int) -> tuple[str, ...]:
             elif method == "release":
                 held.pop(name, None)
     return tuple(held)
+
+
+def _yields(text: str, name: str) -> list[int]:
+    """The lines at which a function that makes a context manager gives control to the block of `with`."""
+    tree = _tree(text)
+    made = [f for f in _functions(tree) if f.name == name and f.decorator_list] if tree is not None else []
+    return [node.lineno for function in made for node in _own_nodes(function) if isinstance(node, ast.Yield)]
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:

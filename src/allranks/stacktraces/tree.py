@@ -6,7 +6,6 @@ once for every Python process, and again only for those that ran meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -94,7 +93,7 @@ def find_tree(pids: Sequence[int], known: Mapping[int, ProcessEntry] | None = No
         raise InputError(f"process {', '.join(map(str, pids))} does not exist on {socket.gethostname()}")
     found: dict[int, ProcessEntry] = {}
     for later in (False, True):
-        todo = _detached(found, parents) if later else list(pids)
+        todo = _detached(found, parents, users) if later else list(pids)
         while todo:
             pid = todo.pop(0)
             if pid in found or pid == os.getpid() or _owner(pid) not in users:
@@ -105,29 +104,22 @@ def find_tree(pids: Sequence[int], known: Mapping[int, ProcessEntry] | None = No
     return list(found.values())
 
 
-def _detached(found: Mapping[int, ProcessEntry], parents: Mapping[int, Sequence[int]]) -> list[int]:
-    """Processes that have left the tree and still write into a pipe that it reads: their parent now is one above it."""
+def _detached(
+    found: Mapping[int, ProcessEntry], parents: Mapping[int, Sequence[int]], users: set[int]
+) -> list[int]:
+    """Processes of the same user outside the tree that it is connected with, or that write into a pipe that it reads: those
+    that have left it, whose parent now is one above it, or were started beside it."""
     above, pid = {1}, next(iter(found), 0)
     while pid > 1:
         fields = process_stat(pid)
         pid = int(fields[1]) if len(fields) > 1 else 0
         above.add(pid)
-    others = {one for pid in above for one in parents.get(pid, ()) if one not in found and one not in above}
-    written = {one: pipes for one in others if (pipes := _pipes(one, "1", "2"))}
-    read = set().union(*(_pipes(one) for one in found)) if written else set()
-    return [one for one, pipes in written.items() if pipes & read]
-
-
-def _pipes(pid: int, *outputs: str) -> set[str]:
-    """The pipes of these descriptors; without any, those that a process reads, but for its input."""
-    found, folder = set(), f"{PROC}/{pid}/fd"
-    with contextlib.suppress(OSError):
-        for name in outputs or os.listdir(folder):
-            with contextlib.suppress(OSError):
-                target, mode = os.readlink(f"{folder}/{name}"), os.lstat(f"{folder}/{name}").st_mode
-                wanted = name in outputs or (mode & 0o400 and name != "0")
-                found |= {target} if wanted and target.startswith("pipe:") else set()
-    return found
+    beside = {one for pid in above for one in parents.get(pid, ())} - above - found.keys() - {os.getpid()}
+    others = [one for one in beside if _owner(one) in users]
+    links = LinkReader("").read_links([*found, *others], {}) if others else {}
+    mine = (link for pid in found for link in links.get(pid, ()))
+    ends = {one.end for one in mine if one.kind != "pipe" or (one.side == "read" and one.fd)}
+    return [one for one in others if any(link.peer in ends for link in links[one])]
 
 
 def only_roles() -> bool:

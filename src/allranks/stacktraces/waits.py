@@ -177,6 +177,8 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         wait = WaitFor("sleep", f"sleeps {delay:g} s", left_s=delay)
     elif _any(frames[:12], "http"):
         wait = WaitFor("answer", "waits for the answer to its request")
+    elif _calls(frames[:4], "drain@asyncio/streams.py"):
+        wait = WaitFor("answer", "sends on a full connection")
     elif _any(frames[:3], "stream") and awaits:
         wait = WaitFor("answer", "waits for data on a connection")
     elif _any(frames[:3], "stream"):
@@ -404,7 +406,8 @@ def _wait_for_object(a: _Asked, kind: str) -> WaitFor:
         lock=name,
         setters=setters,
         lost=next((one for one in setters if source.is_started(text, one)), ""),
-        strong=kind != "queue" or full or not a.consumes,
+        strong=full
+        or not (a.consumes if kind == "queue" else method == "get" and a.ask(source.takes_work, False)),
         left_s=_left_s(a),
         operation=method,
     )
