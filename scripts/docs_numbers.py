@@ -206,7 +206,7 @@ def _gpu(before: str) -> Iterator[str]:
     yield f"| longest gap of the others when it returns | {typical('rejoin_gap_s')} | torchft {peer['rejoin_gap_s'][0]:.1f} s | {date} |"
     later = _read("gpu_torch215")
     kills = later["kills"]
-    yield f"| torch 2.15 (nccl2), {kills['kills']} kills of one of four replicas: longest gap between commits | {kills['median_s']:.2f} s (worst {kills['worst_s']:.2f}) | equal bits at the end | {later['date']} |"
+    yield f"| torch 2.15 (nccl2), {kills['kills']} kills of one of four replicas: longest gap between commits | {kills['median_s']:.2f} s (worst {kills['worst_s']:.2f}) | equal bits, those of a training alone up to rounding | {kills['date']} |"
     storm = later["storm"]
     yield f"| torch 2.15 (nccl2), {storm['kills']} kills of five replicas at random moments in {storm['seconds'] / 60:.0f} minutes: longest gap | {max(storm['median_gaps_s']):.2f} s (worst {storm['longest_gaps_s'][0]:.2f}) | equal bits, no survivor ended | {later['date']} |"
     hangs = later["hangs"]["boxes"]
