@@ -270,6 +270,21 @@ def test_a_step_that_was_refused_is_in_doubt_only_for_who_asked_before(asked_bef
     assert training.step == (7 if asked_before else 6)
 
 
+def test_a_verdict_that_is_there_before_the_vote_is_known_to_be_in_doubt_is_heeded() -> None:
+    """The quorum counts the step: a member that did not apply it would train on with an update missing."""
+    training = TrainingState(held=HeldState(step=6))
+    generation = training.generation = made(ReplicaClaim(ranks=(Claim(),), beside=True))
+    attempt = training.begin()
+    assert training.bind(attempt, 1.0) is generation
+    assert training.begin_vote(attempt) is generation
+    assert training.claim(broken=True).pending
+    after = made(ReplicaClaim(ranks=(Claim(),)))
+    after.plan = replace(after.plan, healing=(), rolls_forward=frozenset({(1, 0)}))
+    training.publish(after)
+    assert training.doubtful(generation, "r1 is gone", 1.0)
+    assert training.step == 7
+
+
 def train_locally(rank: int, world: int, address: str, folder: str) -> float:
     """LocalSGD whose local steps change nothing: the mean is the weights of rank 0, unless others count unhealed."""
     model = nn.Linear(4, 1, bias=False)

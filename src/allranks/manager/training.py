@@ -330,7 +330,7 @@ class TrainingState:
         """The vote was given and its result did not come: the next quorum, or a member that left, decides."""
         with self.changed:
             self.break_group(generation, reason)
-            if self.held.pending:
+            if self.held.pending or self.held.claimed:
                 return self._wait_for_verdict(limit_s, generation.plan.term)
             self.end_step()  # we have voted against it
             return False
