@@ -19,7 +19,8 @@ import torch.distributed as dist
 from allranks.manager.groups.native_calls import silenced
 
 _NAMELESS = "127.83.19.7"  # leads to this machine, and is in no table of hosts
-#: glibc's public `struct __res_state`: milliseconds to wait, tries, options, and the servers
+_REACHED_S = 1.0
+#: glibc's public `struct __res_state`: seconds to wait, tries, options, and the servers
 _STATE = struct.Struct("@iiLiHH4s")
 
 
@@ -29,6 +30,8 @@ def host_store(host: str) -> dist.TCPStore:
 
     def make() -> None:
         with contextlib.suppress(OSError, AttributeError, RuntimeError), silenced():
+            with socket.create_server((_NAMELESS, 0)) as listener:  # or the store would try for minutes
+                socket.create_connection(listener.getsockname(), timeout=_REACHED_S).close()
             _forget_servers()
             made.append(dist.TCPStore(_NAMELESS, 0, is_master=True, wait_for_workers=False))
 

@@ -60,9 +60,8 @@ class Fetch:
     live: LiveState
     timeout_s: float = 60.0
     keep: bool = False  # our state is worth something: it stays whole for as long as it can
-    before_change: Callable[[Callable[[], bool]], None] = lambda wanted: (
-        None
-    )  # waits until that may be, while wanted
+    #: waits until our own tensors may change, for as long as its argument says that this is wanted
+    before_change: Callable[[Callable[[], bool]], None] = lambda wanted: None
     on_change: Callable[[], None] = lambda: None  # called before the first byte of our own tensors changes
     lineage: Lineage = ()  # of the wanted state
     received_bytes: int = 0
@@ -245,7 +244,7 @@ class Fetch:
     def _announce_change(self) -> None:
         """Before bytes go into our own tensors. One of a state that is worth something is changed only when all sources
         have answered."""
-        if self._landing is None or self._landing.apart:
+        if self._landing is None or self._landing.apart or self._changed:
             return
         self.before_change(lambda: not self.cancelled)
         with self._lock:
