@@ -85,17 +85,11 @@ def worker_under_run(out: Path) -> None:
     gpu_manager.worker(name)
 
 
-def forget(out: Path) -> None:
-    """What an earlier part wrote for its replicas."""
-    for name in ("stop", "begun", "end.pt"):
-        (out / name).unlink(missing_ok=True)
-
-
 class Crew:
     """The replicas of one run, and their replacements."""
 
     def __init__(self, out: Path, names: tuple[str, ...], doomed: tuple[str, ...]) -> None:
-        forget(out)
+        gpu_manager.forget(out)
         self.out, self._over = out, threading.Event()
         self.lighthouse = LighthouseProcess(out)
         self.replicas = {name: self._start(name) for name in names}
@@ -329,7 +323,7 @@ class Run:
     SIZE = 4
 
     def __init__(self, out: Path) -> None:
-        forget(out)
+        gpu_manager.forget(out)
         self.events = out / "events"
         self.events.mkdir()
         script = [__file__, "worker-under-run", str(out), *(["--cpu"] if gpu_manager.CPU else [])]

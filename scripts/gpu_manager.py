@@ -58,6 +58,12 @@ def movement_beside_alone(path: Path) -> tuple[int, float]:
     return end["step"], apart / moved
 
 
+def forget(out: Path) -> None:
+    """What an earlier run wrote for its replicas."""
+    for name in ("stop", "begun", "end.pt"):
+        (out / name).unlink(missing_ok=True)
+
+
 def worker(name: str, ready_to_join: Callable[[], None] = lambda: None) -> None:
     """Trains until `stop` appears; one line per event: time kind step participants extra."""
     import hashlib
@@ -129,8 +135,7 @@ def command(name: str) -> list[str]:
 def main() -> int:
     results: dict[str, Any] = {}
     verdicts: dict[str, bool] = {}
-    for path in ("stop", "begun", "end.pt"):
-        (OUT / path).unlink(missing_ok=True)
+    forget(OUT)
     lighthouse = LighthouseProcess(OUT)
     start = lambda name: Replica(name, command(name), lighthouse.address, OUT)  # noqa: E731
     replicas = {name: start(name) for name in [f"r{n}" for n in range(REPLICAS)]}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from allranks.checkpoint import (
     CheckpointConfig,
@@ -17,6 +20,7 @@ from allranks.checkpoint import (
 )
 from allranks.checkpoint.manager import finish_copies
 from allranks.checkpoint.save import snapshot
+from allranks.checkpoint.state import CheckpointState
 from allranks.checkpoint.tensors import memory_of
 
 from .jobs import make_job, same, same_state, train_step
@@ -38,16 +42,25 @@ class SlowCopy:
         monkeypatch.setattr(snapshot, "_copy_one", copy_one)
 
 
+@contextmanager
+def copying(
+    folder: Path,
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, CheckpointManager, CheckpointState]]:
+    """A job whose first checkpoint is being copied, and the state that it must have."""
+    model, optimizer = make_job()
+    config = CheckpointConfig(nvme_path=folder, checkpoint_interval=1, memory_snapshot_interval=0)
+    with CheckpointManager(config) as manager:
+        expected = create_checkpoint_state(1, model, optimizer).cpu_copy()
+        manager.step(1, model, optimizer)
+        yield model, optimizer, manager, expected
+
+
 def test_the_optimizer_waits_for_the_copy_and_the_forward_pass_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward run while the copy hangs; step() continues only when it is done; nothing is torn."""
     slow = SlowCopy(monkeypatch)
-    model, optimizer = make_job()
-    config = CheckpointConfig(nvme_path=tmp_path, checkpoint_interval=1, memory_snapshot_interval=0)
-    with CheckpointManager(config) as manager:
-        expected = create_checkpoint_state(1, model, optimizer).cpu_copy()
-        manager.step(1, model, optimizer)
+    with copying(tmp_path) as (model, optimizer, manager, expected):
         assert slow.begun.wait(30)
         model(torch.randn(8, 16)).pow(2).mean().backward()  # changes BatchNorm's buffers, too
         entered, stepped = threading.Event(), threading.Event()
@@ -73,11 +86,7 @@ def test_a_state_that_is_to_be_replaced_is_copied_first(
 ) -> None:
     """Healing writes behind torch's back, where no version counter tells of it: it waits for the copy."""
     slow = SlowCopy(monkeypatch)
-    model, optimizer = make_job()
-    config = CheckpointConfig(nvme_path=tmp_path, checkpoint_interval=1, memory_snapshot_interval=0)
-    with CheckpointManager(config) as manager:
-        expected = create_checkpoint_state(1, model, optimizer).cpu_copy()
-        manager.step(1, model, optimizer)
+    with copying(tmp_path) as (model, _, manager, expected):
         assert slow.begun.wait(30)
 
         def heal() -> None:
