@@ -156,7 +156,9 @@ def test_a_mistyped_job_is_answered_with_the_jobs_that_are_there(
     assert "Did you mean llama-42?" in capsys.readouterr().err
 
 
-def test_the_page_of_a_job_is_found_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_job_is_found_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the file that `allranks run` leaves; without a lighthouse there is none."""
     (tmp_path / "x.box").write_bytes(b"")
     assert main(["page", str(tmp_path), "--no-browser"]) == 2
@@ -167,6 +169,10 @@ def test_the_page_of_a_job_is_found_by_its_name(tmp_path: Path, capsys: pytest.C
         assert main(["page", str(tmp_path), "--no-browser"]) == 0
     assert main(["page", "host:80", "--json"]) == 0
     assert capsys.readouterr().out == f'http://{address}/\n{{"schema": 1, "url": "http://host:80/"}}\n'
+    monkeypatch.setenv("ALLRANKS_CA", "ca.pem")
+    assert main(["page", "host:80", "--no-browser"]) == 0
+    assert capsys.readouterr().out == "https://host:80/\n"
+    monkeypatch.delenv("ALLRANKS_CA")
     for words in (["page", "--no-browser"], ["lighthouse", "status"]):
         assert main([*words, str(tmp_path)]) == 2
         assert "the job has probably ended" in capsys.readouterr().err
