@@ -266,7 +266,7 @@ def test_a_rank_that_is_always_late_is_a_warning_beside_nothing_wrong() -> None:
     assert slow.waited_s == pytest.approx(0.3, abs=0.05)
     assert slow.evidence and "evidence" not in list(
         text.render(result)
-    )  # it is no evidence of "nothing wrong"
+    )  # it does not show that nothing is wrong
 
 
 def test_a_little_jitter_makes_nobody_a_straggler() -> None:

@@ -178,7 +178,7 @@ def test_the_time_of_a_file_that_may_be_a_copy_is_the_longest_that_ranks_can_hav
 
 
 def test_the_ranks_of_one_gather_pass_other_sizes_and_none_of_them_made_one_more() -> None:
-    """A checkpoint gathered to rank 0 between two steps, once; what it waits for later is no fault of that gather."""
+    """A checkpoint gathered to rank 0 between two steps, once; what it waits for later is not caused by that gather."""
     step, ready = Do("all_reduce", line=19), Do("all_gather", "saving", 1, line=46)
     gather = [Do("gather", "saving", 8, line=36, root=0, out=out) for out in (16, 0)]
     programs = {rank: [*[step] * 10, gather[rank], *[step] * 3, (ready, STUCK)[rank]] for rank in (0, 1)}

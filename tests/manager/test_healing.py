@@ -126,7 +126,7 @@ def train_and_freeze(rank: int, world: int, address: str, name: str, job: Job, f
 
 
 def test_who_was_frozen_while_it_saved_saves_no_bytes_of_the_others_state() -> None:
-    """Where there is no room for a second state, healing replaces the bytes when the script has opened its next step."""
+    """Where a second state does not fit into memory, healing replaces the bytes when the script has opened its next step."""
     with (
         LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=1.0)) as lighthouse,
         Cluster(lighthouse, Job(width=40_000), function=train_and_freeze) as cluster,

@@ -20,7 +20,7 @@ from allranks.model.stacks import (
 )
 
 MAX_NAMED = 6
-#: What ends sooner than this is no hang by itself: a pause between requests, a retry, an answer from outside the job.
+#: What ends sooner than this does not hang by itself: a pause between requests, a retry, an answer from outside the job.
 PATIENCE_S = 600.0
 
 
@@ -118,7 +118,7 @@ class Root:
     @property
     def stays_alive(self) -> bool:
         """Whether it waits for an event in a process that serves, and those behind it only for the end of that: a server's main
-        function does so until it is told to stop."""
+        function does so until somebody stops it."""
         unit = self.units[0]
         first = (
             unit.thread.wait.kind == "event" and (unit.thread.main or unit.thread.task) and not self.circle
