@@ -89,7 +89,7 @@ def recorded(folder: Path, quick: bool) -> Iterator[Case]:
                 gallery.preload()
                 loaded = True
             with tempfile.TemporaryDirectory(prefix="allranks-verdicts-") as live:
-                outcome = gallery.run_hang(case, Path(live), boxes)
+                outcome = gallery.run_hang(case, Path(live, name), boxes)
             note.write_text(
                 json.dumps({"now_ns": outcome.now_ns, "gone": [now.rank for now in outcome.seen]})
             )

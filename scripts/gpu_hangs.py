@@ -133,7 +133,7 @@ def run(case: gallery.Truth, mode: str, backend: str, archive: Path) -> str:
     os.environ["HANGS_BACKEND"] = backend
     os.environ["CUDA_LAUNCH_BLOCKING"] = str(int(mode == "synced"))
     with tempfile.TemporaryDirectory(prefix="allranks-hangs-") as name:
-        folder = Path(name)
+        folder = Path(name, case.name)
         with gallery.hanging(case, folder, 60.0) as ranks:
             living = [rank for rank, pid in ranks.pids.items() if gallery._state(pid) != "Z"]
             now_ns = time.time_ns() if living else 0

@@ -108,7 +108,7 @@ def verdicts() -> dict[str, tuple[str, str]]:
     table, found = gallery.truth(), {}
     for entry in ENTRIES:
         with tempfile.TemporaryDirectory(prefix="allranks-gallery-") as folder:
-            outcome = gallery.run_hang(table[entry.name], Path(folder))
+            outcome = gallery.run_hang(table[entry.name], Path(folder, entry.name))
         if not all(gallery.is_right(outcome)) or outcome.diagnosis.verdict is None:
             raise SystemExit(f"{entry.name}: the verdict differs from the table of examples/hangs")
         page = "".join(html.render(outcome.diagnosis, list(outcome.traces)))

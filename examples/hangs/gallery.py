@@ -98,10 +98,11 @@ def _rank(rank: int, world: int, script: str) -> None:
     """A rank: records, runs the script, and ends as a process of its own would."""
     import allranks
 
-    faulthandler.disable()  # gloo aborts some of these jobs, as it should
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    said = os.open(_said_by(Path(os.environ["ALLRANKS_DIR"]), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()  # gloo aborts some of these jobs, as it should
     recorder = allranks.record()
     try:
         runpy.run_path(script, run_name="__main__")
@@ -134,6 +135,15 @@ def hanging(case: Truth, folder: Path, limit_s: float = 60.0) -> Iterator[Ranks]
                 break
             time.sleep(0.05)
         yield ranks
+
+
+def _said_by(folder: Path, rank: int) -> Path:
+    return folder.with_name(f"{folder.name}.{rank}.log")
+
+
+def said(folder: Path) -> str:
+    """What the ranks of a job have written."""
+    return "\n".join(path.read_text(errors="replace") for path in sorted(folder.parent.glob(f"{folder.name}.*.log")))
 
 
 def _position(folder: Path, processes: int) -> tuple[object, ...] | None:
@@ -216,7 +226,7 @@ def main() -> int:
     entries, wrong = [], 0
     for name in args.names or table:
         with tempfile.TemporaryDirectory(prefix="allranks-gallery-") as folder:
-            outcome = run_hang(table[name], Path(folder))
+            outcome = run_hang(table[name], Path(folder, name))
         right, verdict = is_right(outcome), outcome.diagnosis.verdict
         wrong += not all(right)
         (args.output / f"{name}.html").write_text(

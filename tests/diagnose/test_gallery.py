@@ -45,7 +45,7 @@ def test_the_verdict_on_a_real_hang_is_that_of_the_table(name: str, folder: Path
     """Rank, cause and line; where nothing is wrong, nobody is blamed."""
     outcome = _outcome(name, folder)
     verdict = outcome.diagnosis.verdict
-    assert gallery.is_right(outcome) == (True, True, True), verdict
+    assert gallery.is_right(outcome) == (True, True, True), f"{verdict}\n{gallery.said(folder / name)}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -48,9 +48,10 @@ def _tensor_parallel(model: nn.Module, manager: torchft.Manager | None = None) -
 
 
 def _train(
-    rank: int, world: int, address: str, folder: Path, shape: str, waits: int
+    rank: int, world: int, address: str, folder: Path, shape: str, waits: int, half: bool = False
 ) -> tuple[int, list[float], int]:
-    """Trains until the other replica was lost and three more steps were made."""
+    """Trains until the other replica was lost and three more steps were made. `half`: only its rank 1 is killed, in a vote
+    that one other has heard."""
     torch.set_num_threads(1)
     replica, inner = divmod(rank, 2)
     os.environ.update(RANK=str(inner), WORLD_SIZE="2")
@@ -69,6 +70,7 @@ def _train(
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner_optimizer.state_dict()},
         min_replica_size=1, lighthouse_addr=address, replica_id=f"r{replica}", timeout=30, quorum_timeout=30,
     )  # fmt: skip
+    injector = inject(manager, FaultPlan())
     wrapped, optimizer = arrange(model, manager), torchft.Optimizer(manager, inner_optimizer)
     together, alone, retries = 0, 0, 0
     while not (together >= TOGETHER and alone >= 3):
@@ -81,8 +83,10 @@ def _train(
         retries += not committed
         together += committed and participants == 2
         alone += committed and participants == 1
-        if replica == 1 and together == TOGETHER:
+        if replica == 1 and together == TOGETHER and not half:
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 3 and together == TOGETHER and not injector.left:
+            injector.left.append(Fault("kill", "r1", at="half vote"))
     found = [p.to_local().double().sum().item() for p in model.parameters()]
     manager.shutdown()
     dist.destroy_process_group()
@@ -109,10 +113,23 @@ def test_both_ranks_of_a_replica_go_on_together_after_the_other_replica_was_kill
         with Ranks(_train, 4, args=args, backend=None) as ranks:
             outcomes = ranks.join(LIMIT_S)
     codes = [outcomes[rank].exit_code for rank in range(4)]
-    assert codes == [0, 0, -signal.SIGKILL, -signal.SIGKILL], outcomes
+    errors = "\n".join(outcome.error for outcome in outcomes.values())
+    assert codes[:2] == [0, 0], errors
+    assert -signal.SIGKILL in codes[2:], errors  # with it the other has lost its replica, and ends
     (step, first, _), (other, second, _) = outcomes[0].value, outcomes[1].value
     assert step == other >= TOGETHER + 3
     assert first != second  # each holds its own part
+
+
+def test_a_replica_that_has_lost_a_rank_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Its other rank does not know whether the step is committed, and nobody else of its replica can say."""
+    with LighthouseProcess(Options(min_replicas=1, heartbeat_timeout_s=2.0)) as lighthouse:
+        args = (lighthouse.address, tmp_path, "tensor parallel", -1, True)
+        with Ranks(_train, 4, args=args, backend=None) as ranks:
+            outcomes = ranks.join(LIMIT_S)
+    codes = [outcomes[rank].exit_code for rank in range(4)]
+    assert codes == [0, 0, 1, -signal.SIGKILL], "\n".join(outcome.error for outcome in outcomes.values())
+    assert "rank 1 of this replica died" in outcomes[2].error
 
 
 def _train_and_heal(rank: int, world: int, address: str, folder: Path) -> list[int]:

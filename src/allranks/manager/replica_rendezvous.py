@@ -21,6 +21,7 @@ from allranks.manager.plan import Claim
 from allranks.manager.training import TrainingState
 from allranks.manager.vote_mesh import VoteMesh, Voter
 from allranks.model.cluster import Member
+from allranks.model.formatting import ranks_text
 from allranks.model.parsing import from_json, to_json
 
 _LOOK_S = 0.005
@@ -166,6 +167,8 @@ class ReplicaRendezvous:
         while not self.store.check(keys):
             if self.closing():
                 raise ManagerError("the manager was shut down while it waited for its replica's other ranks")
+            if gone := self.mesh.gone():
+                raise ManagerError(f"rank {ranks_text(gone)} of this replica died")
             if time.monotonic() > deadline:
                 raise ManagerError(
                     f"not all {self.world_size} ranks of this replica asked for a quorum in {timeout_s:.1f} s"

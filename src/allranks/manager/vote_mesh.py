@@ -211,11 +211,16 @@ class VoteMesh:
 
     def peer_gone(self) -> bool:
         """Whether a voter has closed its line already."""
+        return bool(self.gone())
+
+    def gone(self) -> list[int]:
+        """The voters that have closed their lines."""
         watch = select.poll()
         with self._changed:
-            for line in self._lines:
-                watch.register(line.fileno(), select.POLLRDHUP)
-            return bool(self._lines) and bool(watch.poll(0))
+            places = dict(zip((line.fileno() for line in self._lines), self._places, strict=True))
+            for descriptor in places:
+                watch.register(descriptor, select.POLLRDHUP)
+            return sorted(places[descriptor] for descriptor, _ in watch.poll(0)) if places else []
 
     def close_in_child(self) -> None:
         for line in self._open:
