@@ -45,10 +45,13 @@ def dumb_decision(
     idle = {name for name in group if name not in asking}
     askers = group & set(asking)
     oldest = min((eligible[name].asked_at for name in askers), default=None)
-    if idle and oldest is not None and now < oldest + options.join_timeout_s:
+    patient = all(now < eligible[name].patient_until for name in askers)
+    if idle and oldest is not None and patient and now < oldest + options.join_timeout_s:
         return "stragglers", (), ()
     first = min(eligible[name].asked_at for name in asking)
-    if not last and len(asking) < options.expect_replicas and now < first + options.join_timeout_s:
+    patient = all(now < eligible[name].patient_until for name in asking)
+    few = len(asking) < options.expect_replicas
+    if not last and few and patient and now < first + options.join_timeout_s:
         return "expected", (), ()
     absent = idle | silent if continuing or silent else idle
     if len(group & set(asking)) < len(absent):

@@ -50,10 +50,10 @@ class JobLife:
         self.lives[name] += 1
         self.state.connect(self.now, name, self._session(name))
 
-    def ask(self, name: str, step: int, shrink: bool, failed: int) -> None:
+    def ask(self, name: str, step: int, shrink: bool, failed: int, patience: float = 0) -> None:
         if name in self.state.replicas and name not in self.state.evicted:
             member = Member(name, self._session(name), step=step, shrink_only=shrink, commit_failures=failed)
-            self.state.ask(self.now, name, member)
+            self.state.ask(self.now, name, member, patience)
 
     def everybody_asks(self) -> None:
         for name, replica in self.state.replicas.items():
@@ -172,12 +172,13 @@ class JobLife:
             self._check_nobody_living_is_dropped_early(quorum)
 
     def _check_nobody_living_is_dropped_early(self, quorum: Quorum) -> None:
-        """A living member is left out only when a fellow member has waited for it for the whole join timeout."""
+        """A living member is left out only when a fellow member has waited for it for the whole join timeout, or as long as it can."""
         inside = set(quorum.names) | set(quorum.spares)
         if all(member.shrink_only is False for member in quorum.members) and self.state.continuing - inside:
-            asked = [self.state.replicas[name].asked_at for name in self.state.continuing & inside]
+            asked = [self.state.replicas[name] for name in self.state.continuing & inside]
             assert asked
-            assert self.now >= min(asked) + self.options.join_timeout_s
+            first = min(each.asked_at + self.options.join_timeout_s for each in asked)
+            assert self.now >= min(first, *(each.patient_until for each in asked))
 
     def _check_no_split(self, quorum: Quorum, before: Quorum) -> None:
         """Those of the last quorum that may still be training without this one are never the majority."""
@@ -233,6 +234,7 @@ EVENTS = st.one_of(
         step=st.integers(0, 3),
         shrink=st.sampled_from([False] * 6 + [True]),
         failed=st.integers(0, 1),
+        patience=st.sampled_from([0, 0, 4, 30]),
     ),
     _event("everybody_asks"),
     _event("some_ask", chosen=st.sets(names, min_size=1)),

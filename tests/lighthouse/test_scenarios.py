@@ -57,6 +57,7 @@ class Play:
                 self.now, name,
                 Member(name, self._session(name), step=values.get("step", 0), shrink_only=bool(values.get("shrink")),
                        commit_failures=values.get("failed", 0)),
+                values.get("patience", 0),
             )  # fmt: skip
         return []
 

@@ -80,6 +80,17 @@ def test_an_evicted_hanging_replica_does_not_stop_the_others(lighthouse: Lightho
     assert_like_undisturbed(job, outcome.value)
 
 
+def test_a_replica_that_hangs_ends_no_other(lighthouse: LighthouseProcess) -> None:
+    """It lives, changes its state and asks for nothing. Who would give up before the lighthouse gives up that one goes on a little earlier."""
+    fault = Fault("hang", "b", at_step=4, at="before apply")
+    job = Job(script=(2, 1), faults=(fault,), arm_at=2, timeout_s=6.0)
+    with Cluster(lighthouse, job) as cluster:
+        cluster.start("a", "b")
+        outcome = cluster.end("a")
+        assert outcome.exit_code == 0, outcome.error
+    assert_like_undisturbed(job, outcome.value)
+
+
 def test_a_replica_evicted_while_it_hung_fails_its_step_and_says_so(lighthouse: LighthouseProcess) -> None:
     """When its main thread comes back it must not train on: the lighthouse's reason is its error."""
     fault = Fault("hang", "b", at_step=4, at="before allreduce", for_s=1.5)

@@ -420,7 +420,7 @@ class Connection(asyncio.Protocol):
     def _message(self, session: Session, message: object) -> None:
         service = self._listener.service
         if isinstance(message, messages.Join):
-            refused = service.join(session, message.member, message.known)
+            refused = service.join(session, message.member, message.known, message.patience_s)
             if refused is not None:
                 self._send(refused)
             elif message.unreached or message.unserved:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from allranks.lighthouse.options import Options
 from allranks.lighthouse.reach import largest_set
-from allranks.lighthouse.state import QuorumState
+from allranks.lighthouse.state import QuorumState, Replica
 from allranks.model.cluster import Member
 
 # so long one that comes after the end is kept waiting for others that begin a new training with it
@@ -122,7 +122,7 @@ def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait,
             *(() if by_last or state.last is None else state.returned(idle)),
         ]
     )
-    deadline = since + options.join_timeout_s
+    deadline = _until(since, askers.values(), options)
     if now >= deadline:
         return None
     what, number = ("member", f" of quorum {state.number}") if by_last else ("connected replica", "")
@@ -132,10 +132,14 @@ def _stragglers(now: float, state: QuorumState, options: Options) -> tuple[Wait,
     return Wait("stragglers", _some(idle), _earliest(deadline, now, state)), reason
 
 
+def _until(since: float, askers: Iterable[Replica], options: Options) -> float:
+    return min([since + options.join_timeout_s, *(replica.patient_until for replica in askers)])
+
+
 def _expected(now: float, state: QuorumState, options: Options) -> tuple[Wait, str] | None:
     if state.last is not None or len(state.asking) >= options.expect_replicas:
         return None
-    deadline = next(iter(state.asking.values())).asked_at + options.join_timeout_s
+    deadline = _until(next(iter(state.asking.values())).asked_at, state.asking.values(), options)
     if now >= deadline:
         return None
     return Wait("expected", until=_earliest(deadline, now, state)), (

@@ -87,6 +87,7 @@ class Join:
     known: int = 0
     unreached: tuple[str, ...] = ()  # sessions that it could not connect to
     unserved: tuple[str, ...] = ()  # sessions that it reached, and whose claimed state it could not fetch
+    patience_s: float = 0.0  # it gives up after so long; 0: not said
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,9 @@ class Service:
         if beat.ping:
             session.tell(Pong(), _PONG)
 
-    def join(self, session: Session, member: Member, known: int = -1) -> Refused | None:
+    def join(
+        self, session: Session, member: Member, known: int = -1, patience_s: float = 0.0
+    ) -> Refused | None:
         """One rank asks; the replica asks when all its ranks have. A Refused is the answer when it may not.
 
         `known` is the last round that it received: a member that missed the current one is sent it again,
@@ -305,7 +307,8 @@ class Service:
         self.training.note_step(name, session.step, self.now())
         ranks = self.sessions.of(name)
         if name in self.state.replicas and sum(1 for each in ranks if each.asking) >= session.connections:
-            self.state.ask(self.now(), name, merged(ranks) if len(ranks) > 1 else session.asking)
+            said = merged(ranks) if len(ranks) > 1 else session.asking
+            self.state.ask(self.now(), name, said, patience_s)
             self.coordinator.soon()
         return None
 

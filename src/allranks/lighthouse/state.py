@@ -10,6 +10,7 @@ Besides the facts the state keeps small indexes, so that a decision costs nothin
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ class Replica:
     since: float = 0.0
     asking: Member | None = None
     asked_at: float = 0.0
+    patient_until: float = math.inf  # it goes on before it would give up: then nobody is waited for any more
     cooling_until: float = 0.0  # flapping: not before this; 0 when it is free
 
 
@@ -55,6 +57,7 @@ class Gone:
 
 MAX_LOSERS = 20_000  # names whose losses are remembered, beyond the largest job
 _MORE_LOSSES = 64  # beyond the limit; the back-off is longest long before
+_EARLY_S = 2.0  # before a replica that asks gives up, it goes on without those who do not
 PACE, PACE_S = 10, 2.5  # at most so many new quorums in so many seconds
 _FREE_TRIES = 3  # quorums of the same members without a step between them that cost no pause
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 5.0  # before the next; doubles with each
@@ -122,9 +125,11 @@ class QuorumState:
         self._index(name)
         return self.replicas[name]
 
-    def ask(self, now: float, name: str, member: Member) -> None:
+    def ask(self, now: float, name: str, member: Member, patience_s: float = 0.0) -> None:
         """A replica joined for a quorum. Asking again replaces what it said, not its place."""
         replica = self.replicas[name]
+        early_s = min(_EARLY_S, patience_s / 2)
+        replica.patient_until = now + patience_s - early_s if patience_s else math.inf
         if replica.asking is None:
             replica.asked_at = now
         replica.asking, replica.unfit = member, False

@@ -254,7 +254,7 @@ class Regrouper:
     def _join(self, member: Member, timeout_s: float) -> Quorum:
         """As client.join, but ended at once by `cancel`."""
         with self._guard:
-            self._ticket = self.client.request_quorum(member, *self.healing.reach.report())
+            self._ticket = self.client.request_quorum(member, *self.healing.reach.report(), timeout_s)
             ticket = self._ticket
         if self.training.closing:
             ticket.cancel()

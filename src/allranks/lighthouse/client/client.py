@@ -111,11 +111,16 @@ class Client(Actions):
         return self.request_quorum(member).result(timeout_s)
 
     def request_quorum(
-        self, member: cluster.Member, unreached: tuple[str, ...] = (), unserved: tuple[str, ...] = ()
+        self,
+        member: cluster.Member,
+        unreached: tuple[str, ...] = (),
+        unserved: tuple[str, ...] = (),
+        patience_s: float = 0.0,
     ) -> PendingAnswer[cluster.Quorum]:
         """Asks for a quorum without waiting. One at a time: asking again before the answer is an error.
 
         `unreached`, `unserved`: sessions that this rank could not connect to, or could not fetch a state from.
+        `patience_s`: for so long the caller will wait; a live replica that does not ask is waited for a little less.
         """
         ticket: PendingAnswer[cluster.Quorum] = PendingAnswer(self._no_quorum)
         with self._lock:
@@ -123,7 +128,7 @@ class Client(Actions):
             if self._asking is not None and not self._asking[0].done():
                 raise errors.LighthouseError("this replica is asking for a quorum already")
             own = replace(member, session=self.session, node=member.node or self._node)
-            self._asking = (ticket, messages.Join(own, 0, unreached, unserved))
+            self._asking = (ticket, messages.Join(own, 0, unreached, unserved, patience_s))
         self._reactor.call(self._send_join)
         return ticket
 
