@@ -159,6 +159,7 @@ class Regrouper:
             broken = failures > 0 or (old is not None and not old.usable)
             self._note_silent(old)
             quorum = self._ask_until_heard(deadline, broken)
+            deadline = max(deadline, self.training.patient_until)
             if self.training.invited:  # the first step was computed meanwhile
                 deadline = max(deadline, time.monotonic() + self.options.connect_timeout_s)
             if old is not None and old.usable and old.quorum.order == quorum.order:
@@ -212,7 +213,9 @@ class Regrouper:
                 if "left out" not in error.reason or self.training.closing:
                     raise
                 self._folded.warn("left out", "this replica waits: %s", error.reason)
-                deadline = time.monotonic() + self.options.quorum_timeout_s
+                limit_s = self.options.quorum_timeout_s
+                deadline = time.monotonic() + limit_s
+                self.training.be_patient(limit_s + self.options.connect_timeout_s)
 
     def _ask(self, deadline: float, broken: bool) -> Quorum:
         left = max(0.1, deadline - time.monotonic())

@@ -66,6 +66,7 @@ class TrainingState:
     wanted: str = ""  # why a new quorum should be asked for; "": not
     regrouping: bool = False
     news: str = ""  # raised in the next vote
+    patient_until: float = 0.0  # left out of the quorum, which is tried again: the training thread waits too
     forming: int = 0  # number of the quorum whose group is being made
     losses: dict[int, str] = field(default_factory=dict)  # quorum number -> what was lost
     heard: set[Position] = field(default_factory=set)  # states of members that left
@@ -286,7 +287,11 @@ class TrainingState:
             self.due = True
             self.changed.notify_all()
             with during("regrouping"):
-                if not self.changed.wait_for(ready, limit_s):
+                deadline = time.monotonic() + limit_s
+                while not self.changed.wait_for(ready, deadline - time.monotonic()):
+                    if self.patient_until > deadline:
+                        deadline = self.patient_until
+                        continue
                     why = self.wanted or "regrouping"
                     raise TimeoutError(f"no process group after {limit_s:.1f} s; last: {why}")
         if self.failure is not None:
@@ -423,6 +428,11 @@ class TrainingState:
             self.changed.notify_all()
 
     # ---- regrouping thread ----
+
+    def be_patient(self, limit_s: float) -> None:
+        """This replica is left out for now: so much longer the training thread waits for a group."""
+        with self.changed:
+            self.patient_until = time.monotonic() + limit_s
 
     def wait_until_wanted(self) -> bool:
         """Blocks until a quorum should and may be asked for; False when the manager closes."""
