@@ -143,7 +143,9 @@ def _said_by(folder: Path, rank: int) -> Path:
 
 def said(folder: Path) -> str:
     """What the ranks of a job have written."""
-    return "\n".join(path.read_text(errors="replace") for path in sorted(folder.parent.glob(f"{folder.name}.*.log")))
+    return "\n".join(
+        path.read_text(errors="replace") for path in sorted(folder.parent.glob(f"{folder.name}.*.log"))
+    )
 
 
 def _position(folder: Path, processes: int) -> tuple[object, ...] | None:

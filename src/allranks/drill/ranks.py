@@ -138,8 +138,10 @@ class Ranks:
         code = 1
         try:
             gc.freeze()  # what the parent has not yet collected is not ours to close: its descriptors may be in use here
-            if "torch" in sys.modules:  # threads that renewed the fork's pool at once, as a backward's do, would abort
-                sys.modules["torch"].set_num_threads(sys.modules["torch"].get_num_threads())
+            if torch := sys.modules.get(
+                "torch"
+            ):  # a backward's threads, all at once, must not renew the fork's pool
+                torch.set_num_threads(torch.get_num_threads())
             # A child of pytest must not run its handlers or be interrupted by its alarm.
             signals.setitimer(signals.ITIMER_REAL, 0)
             for number in (signals.SIGALRM, signals.SIGINT, signals.SIGTERM):
