@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from allranks.drill.ranks import Ranks
 from allranks.errors import GroupAborted
 from allranks.lighthouse.options import Options
+from allranks.manager.groups.gloo import cut_connected
 from allranks.manager.groups.group import ProcessGroupGloo
 from allranks.manager.groups.group_spec import GroupSpec
+from allranks.manager.prepared_group import open_store
 
 from .cluster import LIMIT_S, Cluster, Job, LighthouseProcess
 from .faults import PLACES, Fault
@@ -36,8 +39,8 @@ def _reconfigure(rank: int, world: int, folder: Path, rounds: int) -> tuple[int,
     torch.set_num_threads(1)
     group = ProcessGroupGloo(timeout=30, host="127.0.0.1")
     ports = dist.FileStore(str(folder / "ports"), world)
-    ports.set(str(rank), str(group.mesh.port))
-    others = tuple(int(ports.get(str(other))) for other in range(world) if other != rank)
+    ports.set(str(rank), group.mesh.listener)
+    others = tuple(ports.get(str(other)).decode() for other in range(world) if other != rank)
     before = (0, 0, 0.0)
     for number in range(rounds):
         store = dist.FileStore(str(folder / f"round{number}"), world)
@@ -81,8 +84,8 @@ def _abort_blocked(rank: int, world: int, folder: Path) -> str:
     torch.set_num_threads(1)
     group = ProcessGroupGloo(timeout=60, host="127.0.0.1")
     ports = dist.FileStore(str(folder / "ports"), world)
-    ports.set(str(rank), str(group.mesh.port))
-    others = tuple(int(ports.get(str(other))) for other in range(world) if other != rank)
+    ports.set(str(rank), group.mesh.listener)
+    others = tuple(ports.get(str(other)).decode() for other in range(world) if other != rank)
     group.meet(GroupSpec(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
     if rank == 1:
         ports.get("aborted")  # never enters the collective
@@ -105,6 +108,45 @@ def test_a_blocked_collective_ends_when_its_group_is_aborted(tmp_path: Path) -> 
     """gloo's own abort wakes nobody; ours does, and later calls say why."""
     with Ranks(_abort_blocked, 2, args=(tmp_path,), backend=None) as ranks:
         assert ranks.values(LIMIT_S) == ["the test says so", "stayed away"]
+
+
+def _abort_beside(rank: int, world: int, folder: Path) -> str:
+    """Rank 0 is connected to another host that has the same port as rank 1's group."""
+    torch.set_num_threads(1)
+    group = ProcessGroupGloo(timeout=60, host="127.0.0.1")
+    ports = dist.FileStore(str(folder / "ports"), world)
+    ports.set(str(rank), group.mesh.listener)
+    others = tuple(ports.get(str(other)).decode() for other in range(world) if other != rank)
+    group.meet(GroupSpec(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
+    if rank == 1:
+        ports.get("aborted")
+        return ""
+    with (
+        socket.create_server(("127.0.0.2", int(others[0].rpartition(":")[2]))) as server,
+        socket.create_connection(server.getsockname()) as line,
+        server.accept()[0] as other,
+    ):
+        group.abort("the test says so")
+        ports.set("aborted", "1")
+        other.sendall(b"still there")
+        return line.recv(100).decode()
+
+
+def test_an_abort_cuts_no_connection_of_others_to_a_port_of_the_same_number(tmp_path: Path) -> None:
+    """On another host anybody may have it: storage, a group inside the replica."""
+    with Ranks(_abort_beside, 2, args=(tmp_path,), backend=None) as ranks:
+        assert ranks.values(LIMIT_S) == ["still there", ""]
+
+
+def test_a_wait_at_the_store_of_a_meeting_ends_when_its_line_is_cut() -> None:
+    """torch's sockets are IPv6 for IPv4 addresses, too."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    reached: list[str] = []
+    client = open_store(f"127.0.0.1:{server.port}", LIMIT_S, reached.append)
+    assert reached == [f"127.0.0.1:{server.port}"]
+    threading.Timer(0.2, lambda: cut_connected((), reached)).start()
+    with pytest.raises(dist.DistNetworkError):  # not the error of a wait that took too long
+        client.get("never set")
 
 
 def _abort_forming(rank: int, world: int, folder: Path) -> str:

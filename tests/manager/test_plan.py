@@ -177,9 +177,8 @@ def test_a_replica_whose_ranks_disagree_heals_as_a_whole() -> None:
 
 def test_claims_survive_their_way_through_the_lighthouse() -> None:
     """Encoded and decoded they are the same; fields of a newer version are dropped."""
-    claim = Claim(
-        1, 2, 3, 4, True, (5, 6), ((0, 0), (1, 2)), address="h:1", port=7, broken=True, global_rank=8
-    )
+    facts = (1, 2, 3, 4, True, (5, 6), ((0, 0), (1, 2)))
+    claim = Claim(*facts, address="h:1", listener="h:7", broken=True, global_rank=8)
     said = replica(claim, min_replicas=2, fixed=True, beside=True)
     assert ReplicaClaim.decode(said.encode()) == said
     assert ReplicaClaim.decode(said.encode().replace('"fixed"', '"novelty":1,"fixed"')) == said

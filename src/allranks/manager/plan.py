@@ -53,7 +53,7 @@ class Claim(StateFacts, frozen=True):
     """What one rank says of its state, and of itself, when it asks for a quorum."""
 
     address: str = ""  # host:port of its healing server
-    port: int = 0  # of its gloo listener for gradients
+    listener: str = ""  # ip:port of gloo's, for gradients
     broken: bool = False  # its group does not work: a new one is needed even if nobody came or went
     global_rank: int = -1  # in the whole job, as its black box says; -1: not known
 

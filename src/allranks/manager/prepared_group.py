@@ -25,6 +25,7 @@ from allranks.channel.frames import split_address
 from allranks.errors import AllranksError, GroupAborted
 from allranks.lighthouse.client.actions import PendingAnswer
 from allranks.manager.groups.generation import Generation
+from allranks.manager.groups.gloo import name_of
 from allranks.manager.groups.group import ReconfigurableGroup
 from allranks.manager.groups.group_spec import GroupSpec
 from allranks.manager.groups.native_calls import AbandonableCall, silenced
@@ -347,11 +348,12 @@ def wait_for_invitation(store: dist.Store, wanted: Callable[[], bool], known: st
     return None
 
 
-def open_store(address: str, limit_s: float) -> dist.Store:
-    """Tried with a plain socket first: torch keeps trying a dead address for twice its timeout."""
+def open_store(address: str, limit_s: float, reached: Callable[[str], None] = lambda end: None) -> dist.Store:
+    """Tried with a plain socket first: torch keeps trying a dead address for twice its timeout. `reached`: is told the
+    "ip:port" behind the name."""
     host, port = split_address(address)
-    with socket.create_connection((host, port), timeout=limit_s):
-        pass
+    with socket.create_connection((host, port), timeout=limit_s) as line:
+        reached(name_of(line.getpeername()))
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 

@@ -80,7 +80,7 @@ class Regrouper:
     may_come_late: Callable[[], bool]  # a wrapped module will bring a state in that arrives beside the step
     shrink_only: bool = False
     _ticket: PendingAnswer[Quorum] | None = None  # of the quorum that we are waiting for
-    _meeting_port: int = 0  # of the store where the group is being made
+    _meeting: str = ""  # ip:port of the store where the group is being made
     _reaching: AbandonableCall[dist.Store] | None = None
     _guard: threading.Lock = field(default_factory=threading.Lock)
     next_group: NextGroup = field(init=False)
@@ -145,7 +145,7 @@ class Regrouper:
                 self.group.abort(reason)
                 if self._reaching is not None:
                     self._reaching.abandon(GroupAborted(reason))
-                cut_connected((), (self._meeting_port,))
+                cut_connected((), (self._meeting,))
             time.sleep(0.005)
 
     # ---- the quorum ----
@@ -221,7 +221,7 @@ class Regrouper:
         left = max(0.1, deadline - time.monotonic())
         claim = self.training.claim(
             address=self.server.address,
-            port=self.group.port,
+            listener=self.group.listener,
             broken=broken,
             global_rank=self.options.global_rank,
         )
@@ -366,12 +366,12 @@ class Regrouper:
         times.mark("store reached")
         prefix = f"allranks/{quorum.epoch}.{quorum.number}"
         others = [replica for place, replica in enumerate(said) if place != index]
-        places = tuple(replica.ranks[rank].port for replica in others)
+        listeners = tuple(replica.ranks[rank].listener for replica in others)
         own_store = dist.PrefixStore(f"{prefix}/{rank}", store)
         beside = known_ranks(replica.ranks[rank].global_rank for replica in said)
         name = f"replicas/{quorum.number}" + (f"/{rank}" if self.options.world_size > 1 else "")
         limit_s = self.options.connect_timeout_s
-        spec = GroupSpec(own_store, index, len(said), quorum.number, places, name, beside, limit_s)
+        spec = GroupSpec(own_store, index, len(said), quorum.number, listeners, name, beside, limit_s)
         self.group.meet(spec, self.next_group.take(agreed(said), index, len(said)))
         times.mark("communicator made")
         first = sum(len(replica.ranks) for replica in said[:index]) + rank
@@ -386,13 +386,16 @@ class Regrouper:
 
     def _reach_store(self, address: str) -> dist.Store:
         """A new client of the primary's store (also when that is us: aborting cuts clients, not the server)."""
-        self._meeting_port = int(address.rpartition(":")[2])
+        self._meeting = ""
         limit_s = min(self.options.connect_timeout_s, _STORE_S)
-        self._reaching = AbandonableCall(lambda: open_store(address, limit_s))
+        self._reaching = AbandonableCall(lambda: open_store(address, limit_s, self._reached))
         try:
             return self._reaching.result()
         finally:
             self._reaching = None
+
+    def _reached(self, meeting: str) -> None:
+        self._meeting = meeting
 
 
 def _short(error: BaseException) -> str:

@@ -1,12 +1,12 @@
 """Making and ending raw gloo backends: one gloo device per process, groups over it, their sockets known.
 
-Runs in a rank. The device (and with it the listening port) is kept for the life of the process, so every
-connected socket of every group is known by its ports, also while a group is still being made.
+Runs in a rank. The device (and with it its listener) is kept for the life of the process, so every connected socket of
+every group is known by its two ends, also while a group is still being made.
 
 gloo offers no abort: `ProcessGroupGloo.abort()` leaves a pending operation hanging until its timeout. Shutting down the
-group's connected sockets ends it within a millisecond. Sockets are recognised by port, never by guessing: every gloo
-pair has our gloo listener's port on one side or a peer's on the other. The listener itself is never touched: gloo
-terminates the process when accept() fails.
+group's connected sockets ends it within a millisecond. Sockets are recognised by address, never by guessing: every gloo
+pair has our gloo listener's "ip:port" on one side or a peer's on the other (other hosts use the same ports). The
+listener itself is never touched: gloo terminates the process when accept() fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -50,30 +50,33 @@ def _after_fork_in_child() -> None:
     _live.clear()
 
 
-def find_connected(
-    local_ports: Collection[int], remote_ports: Collection[int]
-) -> Iterator[tuple[int, socket.socket]]:
-    """(descriptor, duplicate) of every connected TCP socket with such a local or remote port; closes the duplicates."""
+def find_connected(local: Collection[str], remote: Collection[str]) -> Iterator[tuple[int, socket.socket]]:
+    """(descriptor, duplicate) of every TCP socket connected at or to such an "ip:port"; closes the duplicates."""
     for fd, held in _tcp_sockets():
         with held:
-            if _matches(held, local_ports, remote_ports):
+            if _matches(held, local, remote):
                 yield fd, held
 
 
-def cut_connected(local_ports: Collection[int], remote_ports: Collection[int]) -> None:
+def cut_connected(local: Collection[str], remote: Collection[str]) -> None:
     """Ends every operation that is blocked on such sockets, here and at the peers."""
-    for _, held in find_connected(local_ports, remote_ports):
+    for _, held in find_connected(local, remote):
         cut(held)
 
 
-def listening_ports() -> set[int]:
-    """Ports on which this process listens."""
-    ports = set()
+def name_of(end: tuple[Any, ...]) -> str:
+    """ "ip:port" of one end of a socket, alike on both sides, and for torch's store, whose sockets are all IPv6."""
+    return f"{end[0].partition('%')[0].removeprefix('::ffff:')}:{end[1]}"
+
+
+def listeners() -> set[str]:
+    """Where this process listens."""
+    found = set()
     for _, held in _tcp_sockets():
         with held, suppress(OSError, IndexError, TypeError):
             if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.add(held.getsockname()[1])
-    return ports
+                found.add(name_of(held.getsockname()))
+    return found
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
@@ -105,15 +108,16 @@ def _duplicate(fd: int) -> socket.socket | None:
     return None
 
 
-def _matches(held: socket.socket, local_ports: Collection[int], remote_ports: Collection[int]) -> bool:
+def _matches(held: socket.socket, local: Collection[str], remote: Collection[str]) -> bool:
     try:
-        remote = held.getpeername()[1]  # fails on the listener, which must never be touched
-        return remote in remote_ports or held.getsockname()[1] in local_ports
+        other = name_of(held.getpeername())  # fails on the listener, which must never be touched
+        return other in remote or name_of(held.getsockname()) in local
     except OSError:
         return False
 
 
 _creation = threading.Lock()
+_TRIES = 3
 
 
 @dataclass(eq=False)
@@ -123,28 +127,31 @@ class GlooMesh:
     host: str = ""
     interface: str = ""
     _device: object = None
-    _port: int = 0
-    _remote_ports: set[int] = field(default_factory=set)  # gloo listeners of the other members
+    _listener: str = ""
+    _others: set[str] = field(default_factory=set)  # gloo listeners of the other members
     _connected: bool = False  # or about to be
 
     @property
     def device(self) -> object:
         """Our gloo device; made on first use."""
         with _creation:
-            if self._device is None:
-                before = listening_ports()
+            for _ in range(_TRIES if self._device is None else 0):
+                before = listeners()
                 self._device = self._create_device()
-                self._port = next(iter(listening_ports() - before), 0)
+                new = listeners() - before
+                self._listener = next(iter(new), "")
+                if len(new) == 1:  # no other thread has begun to listen meanwhile
+                    break
         return self._device
 
     @property
-    def port(self) -> int:
-        """On which the device listens: the other members must know it."""
-        return self._port if self.device else 0
+    def listener(self) -> str:
+        """Where the device listens: the other members must know it."""
+        return self._listener if self.device else ""
 
     def connect(self, meeting: GroupSpec, timeout_s: float) -> object:
         """Makes the backend: all members must do so at the same time."""
-        self._remote_ports.update(meeting.remote_ports)
+        self._others.update(meeting.listeners)
         options = gloo_options(self.device, meeting.limit_s or timeout_s)
         options.group_name = meeting.name
         options.global_ranks_in_group = list(meeting.global_ranks)
@@ -158,7 +165,7 @@ class GlooMesh:
         """Calls `hold` with the descriptors of the group's sockets, which it must duplicate, and the quorum's number."""
         with contextlib.ExitStack() as copies:
             descriptors = []
-            for _, held in find_connected((self._port,), self._remote_ports):
+            for _, held in find_connected((self._listener,), self._others):
                 descriptors.append(os.dup(held.fileno()))  # socket.dup() would make it wait in gloo's loop
                 copies.callback(os.close, descriptors[-1])
             hold(descriptors, number)
@@ -167,11 +174,11 @@ class GlooMesh:
         """Ends the group, finished or in the making."""
         connected, self._connected = self._connected, False
         if connected:
-            cut_connected((self._port,), self._remote_ports)
-            self._remote_ports.clear()
+            cut_connected((self._listener,), self._others)
+            self._others.clear()
 
     def close_in_child(self) -> None:
-        for fd, _ in find_connected((self._port,), self._remote_ports):
+        for fd, _ in find_connected((self._listener,), self._others):
             os.close(fd)
 
     def _create_device(self) -> object:

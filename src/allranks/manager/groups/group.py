@@ -138,9 +138,9 @@ class ReconfigurableGroup(RegisteredGroup, dist.ProcessGroup):
         """On the training thread, before the first group: its current device is the group's. Not for CPU tensors."""
 
     @property
-    def port(self) -> int:
-        """Where other members connect; 0: the backend needs none that is known before."""
-        return 0
+    def listener(self) -> str:
+        """Where other members connect; "": the backend needs none that is known before."""
+        return ""
 
     def settle(self) -> None:
         """Waits until the device has done what was given to it. Nothing to do for CPU tensors."""
@@ -271,8 +271,8 @@ class ProcessGroupGloo(ReconfigurableGroup):
         self.on_connected: Callable[[list[int], int], None] | None = None
 
     @property
-    def port(self) -> int:
-        return self.mesh.port
+    def listener(self) -> str:
+        return self.mesh.listener
 
     def _make(self, meeting: GroupSpec) -> object:
         return self.mesh.connect(meeting, self.timeout_s)

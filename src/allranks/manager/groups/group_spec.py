@@ -29,7 +29,7 @@ class GroupSpec:
     rank: int
     world_size: int
     number: int = 0  # of the quorum; for logs and for the liveness proxy
-    remote_ports: tuple[int, ...] = ()  # gloo listeners of the other members
+    listeners: tuple[str, ...] = ()  # of gloo, of the other members
     name: str = ""  # of the group, as black boxes and verdicts say it
     global_ranks: tuple[int, ...] = ()  # of the members in group order; () = not known
     limit_s: float = 0.0  # of waiting for the others; 0 = that of the group's operations
