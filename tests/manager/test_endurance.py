@@ -119,8 +119,10 @@ def _abort_beside(rank: int, world: int, folder: Path) -> str:
     others = tuple(ports.get(str(other)).decode() for other in range(world) if other != rank)
     group.meet(GroupSpec(dist.FileStore(str(folder / "s"), world), rank, world, 1, others))
     if rank == 1:
+        ports.set("met", "1")
         ports.get("aborted")
         return ""
+    ports.get("met")  # or it would still be connecting
     with (
         socket.create_server(("127.0.0.2", int(others[0].rpartition(":")[2]))) as server,
         socket.create_connection(server.getsockname()) as line,
