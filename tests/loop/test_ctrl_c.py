@@ -83,6 +83,26 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing_behind(tmp_path: Path, mode: str
     ), output
 
 
+EARLY = """
+import os, signal, subprocess, sys
+from allranks.cli import main
+begin = subprocess.Popen.__init__
+def begin_and_interrupt(self, *args, **keywords):
+    begin(self, *args, **keywords)
+    open(sys.argv[1], "w").write(str(self.pid))
+    os.kill(os.getpid(), signal.SIGINT)
+subprocess.Popen.__init__ = begin_and_interrupt
+sys.exit(main(["watch", "--", "sleep", "600"]))
+"""
+
+
+def test_ctrl_c_while_a_watch_starts_its_command_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EARLY, str(tmp_path / "pid")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 130, ended
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
 def test_ctrl_c_of_a_watch_by_pid_leaves_the_job_alone(tmp_path: Path) -> None:
     """The watch ends with 130 and without a word of Python; the job was somebody else's."""
     script = tmp_path / "train.py"

@@ -101,6 +101,7 @@ class Sidecar:
         self._say = say
         self._on_collection = on_collection
         self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] | None = None  # signals that arrive while it is being started
         self._roots: tuple[int, ...] = ()
         self._targets: list[Target] = []
         self._beside: set[int] = set()  # processes that ran beside ranks: launchers
@@ -124,12 +125,18 @@ class Sidecar:
         self._old: dict[int, object] = {}
 
     def start_command(self, words: Sequence[str]) -> None:
-        """Starts the command; its standard streams are ours."""
+        """Starts the command; its standard streams are ours. A signal that arrives meanwhile is passed on, too."""
+        self._early = []
+        self._catch()
         try:
             self._child = subprocess.Popen(list(words))
         except OSError as error:
+            self._release()
             raise InputError(f"cannot start {words[0]!r}: {error.strerror}") from error
         self._roots = (self._child.pid,)
+        early, self._early = self._early, None
+        for number in early:
+            self._forward(number, None)
 
     def take(self, pids: Sequence[int]) -> None:
         """Watches processes that run already."""
@@ -140,7 +147,8 @@ class Sidecar:
 
     def run(self) -> int:
         """Watches to the end of the job; returns the command's exit code (128 + N for signal N), 0 without one."""
-        self._catch()
+        if self._child is None:
+            self._catch()
         self._began_s = time.monotonic()
         try:
             while True:
@@ -332,6 +340,9 @@ class Sidecar:
         self._old[ON_DEMAND] = signal.signal(ON_DEMAND, self._ask)
 
     def _forward(self, number: int, frame: object) -> None:
+        if self._early is not None:
+            self._early.append(number)
+            return
         if self._child is None:
             if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 raise KeyboardInterrupt
