@@ -76,6 +76,11 @@ PRIVATE: dict[str, tuple[str, str]] = {
     ),
     "torch.distributed.tensor._utils": ("", "checkpoints raise ImportError where tensors are sharded"),
     "torch._foreach_copy_": ("", "Manager's DDP copies buffers one by one"),
+    "torch._foreach_mul_": ("", "Manager's optimizer unscales gradients one by one"),
+    "torch.amp.grad_scaler.GradScaler._found_inf_per_device": (
+        "",
+        "a step that is given up may lower the scale in some replicas",
+    ),
     "torch._inductor.async_compile._pool_set": ("", "a process ends before its compile workers"),
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": (
         "",
@@ -155,6 +160,22 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """In place, in one call where torch has it."""
+    if hasattr(torch, "_foreach_mul_") and tensors:
+        torch._foreach_mul_(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def forget_overflow(scaler: Torch, optimizer: Torch) -> None:
+    """What a GradScaler found in gradients that are given up: its next `update` keeps the scale."""
+    if hasattr(scaler, "_found_inf_per_device"):
+        for found in scaler._found_inf_per_device(optimizer).values():
+            found.zero_()
 
 
 def after_backward(callback: Callable[[], None]) -> None:

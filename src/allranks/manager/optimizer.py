@@ -6,13 +6,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer as TorchOptimizer
 
+from allranks import torch_private
 from allranks.manager.manager import Manager
 
 
 class OptimizerWrapper(TorchOptimizer):
-    """`zero_grad` opens a step, `step` closes it: the wrapped optimizer steps if all members commit."""
+    """`zero_grad` opens a step, `step` closes it: the wrapped optimizer steps if all members commit.
+
+    A GradScaler calls `step` after an overflow, too: all members pass the batch over, or none does.
+    """
+
+    _step_supports_amp_scaling = True
 
     def __init__(self, manager: Manager, optim: TorchOptimizer) -> None:
         self.manager = manager
@@ -29,11 +36,19 @@ class OptimizerWrapper(TorchOptimizer):
         """Closes the step; True when it was committed and applied."""
         if closure is not None:
             raise ValueError("closures are not supported: the step may be voted down after it has run")
-        if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
-            self.manager.registered.scaler_seen = True
+        # A GradScaler sets both while it calls us.
+        overflow, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        scaler = sys._getframe(1).f_locals.get("self") if overflow is not None else None
+        self.manager.registered.scaler_seen |= overflow is not None
         if not self.manager.should_commit():
+            torch_private.forget_overflow(scaler, self)
             return False
-        self.optim.step()
+        if overflow is None or not overflow.item():
+            if scale is not None:
+                grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+                healed = scaler.get_scale() if isinstance(scaler, GradScaler) else scale.item()
+                torch_private.multiply_all(grads, 1.0 / healed)
+            self.optim.step()
         self.manager.step_applied()
         return True
 

@@ -352,6 +352,10 @@ class Link:
             self._broken("the lighthouse closed the connection")
         elif isinstance(error, frames.BadFrame):
             self._broken(f"this is not a lighthouse of our version: {error}")
+        elif why := getattr(error, "verify_message", ""):  # ssl's
+            self._broken(
+                f"its TLS certificate does not pass the check with {self.options.ca or 'those of the system'}: {why}"
+            )
         else:
             self._broken(getattr(error, "strerror", "") or str(error))
 
