@@ -222,7 +222,7 @@ def own_template() -> None:
 
 def _become(order: dict[str, Any]) -> NoReturn:
     """In the fork: is the program, and ends as an interpreter does, but for what the template's modules have to say."""
-    code: object = 0
+    code: Any = 0
     interrupted = False
     try:
         _run(order)
@@ -243,7 +243,7 @@ def _become(order: dict[str, Any]) -> NoReturn:
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    os._exit(int(str(code)) & 0xFF)
+    os._exit(int(code) & 0xFF)  # pytest's is an enum
 
 
 def _run(order: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from allranks.blackbox.header import process_state
 from allranks.model.stacks import StackFrame, ThreadStack
 from allranks.stacktraces.boxes import timeout_due_s
 from allranks.stacktraces.find import Target
-from allranks.stacktraces.procfs import catches, signal_set
+from allranks.stacktraces.procfs import catches, memory_of, signal_set, status_of, turns_of_threads
 
 _THREAD = re.compile(r'^Thread (?:0x)?([0-9A-Fa-f]+) \(([^)]*)\)(?:: "(.*)")?\s*$')
 _FRAME = re.compile(r"^ {4}(\S.*) \((.*)\)\s*$")
@@ -261,7 +262,32 @@ def run_pyspy(
     extra = ["--native"] if native else ["--nonblocking"]
     extra += ["--locals"] if variables else []
     run = run_tool([binary, "dump", "--json", *extra, "--pid", str(pid)], limit_s)
-    return ToolRun(run.output, explain_pyspy(run.problem, pid) if run.problem else "")
+    if run.problem:
+        return ToolRun(run.output, explain_pyspy(run.problem, pid))
+    return ToolRun(_with_thread_ids(pid, run.output), "") if '"os_thread_id": null' in run.output else run
+
+
+def _with_thread_ids(pid: int, output: str) -> str:
+    """Python 3.10 does not know the kernel's ids of its threads, and py-spy then not who is idle. The C library does."""
+    rows = json.loads(output)
+    ids = thread_ids(pid, [row["thread_id"] for row in rows])
+    for row in rows:
+        tid, state = ids.get(row["thread_id"], (None, ""))
+        row |= {"os_thread_id": tid, "active": state == "R"} if tid else {}
+    return json.dumps(rows)
+
+
+def thread_ids(pid: int, handles: Sequence[int]) -> dict[int, tuple[int, str]]:
+    """The id of each pthread, as its process sees it, and its state: a pthread points to a structure that has the id."""
+    found = [status_of(pid, tid) for tid in turns_of_threads(pid)]
+    known = {int(one["NSpid"].split()[-1]): one["State"][:1] for one in found if "NSpid" in one}
+    with memory_of(pid) as peek:
+        data = [peek(handle, 1024) for handle in handles]
+    for at in range(0, min(map(len, data), default=0) - 3, 4):
+        ids = [int.from_bytes(one[at : at + 4], "little") for one in data]
+        if len(known.keys() & ids) == len(ids):
+            return {handle: (tid, known[tid]) for handle, tid in zip(handles, ids, strict=True)}
+    return {}
 
 
 def run_gdb(pid: int, *, cuda: bool = False, limit_s: float = GDB_LIMIT_S) -> ToolRun:
