@@ -61,6 +61,8 @@ def test_a_healthy_job_is_right_when_nobody_is_accused() -> None:
     ],
 )
 def test_who_does_not_move_is_named_and_nothing_is_left(name: str) -> None:
+    if name == "uvicorn_condition" and sys.version_info < (3, 11):
+        pytest.skip("coroutines of Python 3.10 are not read")
     before = set(gallery.descendants(os.getpid()))
     outcome = gallery.run(TABLE[name])
     if outcome.skipped:

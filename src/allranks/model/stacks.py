@@ -77,6 +77,7 @@ class ThreadFacts:
         """Until its system call ends by itself; None: never, not known, or only the limit of one try of many."""
         flags = self.args[1] if len(self.args) > 1 else 0
         sleeps = self.syscall == "clock_nanosleep" and flags & 1
+        sleeps |= self.syscall == "pselect6" and not any(self.args[:4])  # time.sleep() of Python 3.10
         absolute = sleeps or (self.syscall == "futex" and flags & 0x7F == 9)
         return self.wait_s if absolute and self.wait_s is not None and self.wait_s >= 0 else None
 

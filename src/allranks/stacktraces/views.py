@@ -211,7 +211,7 @@ def _main_tid(capture: ProcessCapture) -> int | None:
 
 
 def _with_main(stacks: tuple[ThreadStack, ...], main_tid: int | None) -> tuple[ThreadStack, ...]:
-    """py-spy tells no thread ids of Python 3.10 and older on ARM: the main thread is then known by where it began."""
+    """py-spy by itself tells no thread ids of Python 3.10: the main thread is then known by where it began."""
     if main_tid is None or any(one.tid == main_tid for one in stacks):
         return stacks
     unknown = [one for one in stacks if one.tid is None and one.frames]
