@@ -62,7 +62,7 @@ SERVES = """
         "import subprocess, sys; d = subprocess.DEVNULL;"
         "print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=d, stderr=d, stdin=0).pid)"
     )
-    SERVER = "import signal, socket; connection = socket.socket(fileno=0); connection.recv(1); signal.pause()"
+    SERVER = "import signal, socket; connection = socket.socket(fileno=0); connection.send(connection.recv(1)); signal.pause()"
 
     def launch():
         here, there = socket.socketpair()
@@ -70,6 +70,7 @@ SERVES = """
         print(subprocess.run(words, stdin=there, stdout=subprocess.PIPE, text=True).stdout, end="")
         there.close()
         here.send(b"x")
+        here.recv(1)
         print("ready")
         here.recv(1)
 
