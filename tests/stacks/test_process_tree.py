@@ -132,13 +132,15 @@ def test_a_lock_file_that_was_left_is_a_wait_for_a_lock_that_nobody_holds(tmp_pa
 def test_a_launcher_whose_ranks_are_unclear_is_inspected_with_all_below_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without --tree, too: the process of --pid alone would be unclear. The JSON keeps the keys of ranks."""
+    """Without --tree, too: the process of --pid alone would be unclear. The JSON keeps the keys of ranks. Nobody waits for two
+    looks, one after the other."""
     with running(tmp_path, SERVER) as job:
         code = main(["stacks", "--pid", str(job.pid), "--for", "2.5", "--json"])
         answer = json.loads(capsys.readouterr().out)
         assert main(["stacks", "--pid", str(job.pid), "--for", "2.5"]) == code == 1
-    text = capsys.readouterr().out
+    text, progress = capsys.readouterr()
     assert (answer["state"], answer["hung"], answer["schema"]) == ("stuck", True, 1)
+    assert "sample 3 of 3" in progress and "inspecting all" not in progress, progress
     assert [one["function"] for one in answer["guilty"]] == ["refresh"]
     assert "ranks" in answer and answer["chain"][0]["role"] == "trainer"
     assert text.startswith("STUCK: reward") and "refresh" in text
@@ -388,6 +390,32 @@ def test_ranks_of_two_worlds_are_named_by_their_programs() -> None:
     named = give_roles(found, {}, load_roles())
     assert [one.name for one in named] == ["train 0", "train 1", "rollout 0", "rollout 1"]
     assert [one.name for one in give_roles(found[:2], {}, load_roles())] == ["rank 0", "rank 1"]
+
+
+RANKS = """
+    import os, subprocess, sys
+
+    if len(sys.argv) > 1:
+        subprocess.Popen(["sleep", "300"])
+        print("ready")
+        sys.stdin.read()
+    else:
+        for rank in "0", "1":
+            environ = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
+            child = subprocess.Popen(
+                [sys.executable, "-u", __file__, "again"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ
+            )
+            child.stdout.readline()
+        print("ready")
+        child.wait()
+    """
+
+
+def test_a_command_that_a_rank_has_started_is_no_rank(tmp_path: Path) -> None:
+    """It has the environment of the rank, with its number."""
+    with running(tmp_path, RANKS) as job:
+        names = sorted(one.name for one in look_at(job.pid).processes)
+    assert names == ["driver", "rank 0", "rank 1", "sleep 0", "sleep 1"]
 
 
 def _linked(pid: int, role: str, wait: WaitFor, *links: ProcessLink) -> Process:

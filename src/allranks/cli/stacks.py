@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # heavy: numpy comes with some
         ThreadLook,
         Where,
     )
+    from allranks.stacktraces.procfs import ProcessEntry
+    from allranks.stacktraces.tree import Look
 
 Json = dict[str, object]
 DEFAULTS = DebugOptions(interval_s=1.0)
@@ -109,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
     """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
     from allranks.stacktraces import Stillness, classify, read_capture
 
-    options = read_flags(StacksFlags, args)
+    options, begun = read_flags(StacksFlags, args), None
     check_target(options.html, options.force)
     if (code := _several_roles(options, args.of_job)) is not None:
         return code
@@ -124,11 +126,14 @@ def main(args: argparse.Namespace) -> int:
         options = replace(options, job=_known_name(args.of_job or options.job, bool(args.of_job)))
     if options.folder:
         captures = {"": read_capture(options.folder)}
+    elif options.all_nodes and not captures:
+        captures = {"": _sample_all_nodes(options, args)}
     elif not captures:
-        captures = {"": _sample_all_nodes(options, args)} if options.all_nodes else _sample(options, args)
+        begun = _begin_tree(options)
+        captures = _sample(options if begun is None else replace(options, no_native=True), args)
     stillness = Stillness() if options.still is None else Stillness(still_s=options.still)
     reports = {job: classify(capture, stillness=stillness) for job, capture in captures.items()}
-    if (look := _tree_instead(options, reports.values())) is not None:
+    if (look := _tree_instead(options, reports.values(), begun)) is not None:
         from allranks.diagnosis.process_verdict import explain_processes
         from allranks.stacktraces.text import grow_tree, report_json
 
@@ -139,23 +144,52 @@ def main(args: argparse.Namespace) -> int:
     return 0 if all(report.hung is False for report in reports.values()) else 1
 
 
-def _tree_instead(options: StacksFlags, reports: Collection[StacksReport]) -> JobLook | None:
-    """Where --pid names a process that is not a rank, all processes below it; where the state of its ranks is unclear, too, if
-    these processes are stuck."""
-    from allranks.diagnosis.process_verdict import explain_processes
+def _below(options: StacksFlags) -> tuple[list[ProcessEntry], bool]:
+    """All processes of --pid and below, where they are several of Python; whether they are known as ranks."""
     from allranks.stacktraces import Selection, find_targets, tree
     from allranks.stacktraces.find import is_rank_title
 
-    hung = [report.hung for report in reports]
-    if not options.pid or options.folder or options.all_nodes or False in hung:
-        return None
+    if not options.pid or options.folder or options.all_nodes:
+        return [], False
     try:
         entries = tree.find_tree(options.pid)
         ranks = [target for target in find_targets(Selection(pids=options.pid)) if target.child is None]
     except InputError:  # they have ended meanwhile
-        return None
+        return [], False
     known = any(one.reason in ("black box", "RANK") or is_rank_title(one.title) for one in ranks)
-    if (known and None not in hung) or sum(entry.python for entry in entries) < 2:
+    return (entries if sum(entry.python for entry in entries) > 1 else []), known
+
+
+def _begin_tree(options: StacksFlags) -> Look | None:
+    """Where --pid names processes that are not ranks, a look at all below them begins before that at the ranks, which then
+    stops nobody: so nobody waits for two."""
+    from allranks.stacktraces import tree
+
+    stops = options.native_frames or options.gdb or options.faulthandler or options.gpu_core_dump
+    entries, known = ([], False) if stops or options.output or options.config else _below(options)
+    if not entries or known:
+        return None
+    look = tree.Look(entries, tree.LookOptions(options.for_s))
+    look.sample()
+    return look
+
+
+def _tree_instead(
+    options: StacksFlags, reports: Collection[StacksReport], begun: Look | None
+) -> JobLook | None:
+    """Where --pid names a process that is not a rank, all processes below it; where the state of its ranks is unclear, too, if
+    these processes are stuck."""
+    from allranks.diagnosis.process_verdict import explain_processes
+    from allranks.stacktraces import tree
+
+    hung = [report.hung for report in reports]
+    if False in hung:
+        return None
+    if begun is not None:
+        begun.sample()
+        return begun.finish()
+    entries, known = _below(options)
+    if not entries or (known and None not in hung):
         return None
     _say("inspecting all processes below, as with --tree")
     look = tree.look_at_processes(entries, tree.LookOptions(options.for_s))

@@ -207,14 +207,12 @@ def _owner(pid: int) -> int:
 
 def look_at_processes(entries: Sequence[ProcessEntry], options: LookOptions) -> JobLook:
     """What these processes do for `for_s` seconds."""
-    look = _Look(entries, options)
-    start = time.monotonic()
-    with ThreadPoolExecutor(WORKERS, "allranks-stacks") as pool:
-        for number in range(options.rounds):
-            pause = start + options.for_s * number / max(1, options.rounds - 1) - time.monotonic()
-            time.sleep(max(0.0, pause))
-            look.sample(number, pool)
-        return look.finish(time.monotonic() - start)
+    look = Look(entries, options)
+    for number in range(options.rounds):
+        pause = look.began + options.for_s * number / max(1, options.rounds - 1) - time.monotonic()
+        time.sleep(max(0.0, pause))
+        look.sample()
+    return look.finish()
 
 
 def is_settled(process: Process) -> bool:
@@ -239,11 +237,13 @@ class _Case:
     notes: list[str] = field(default_factory=list)
 
 
-class _Look:
-    """The state of one look."""
+class Look:
+    """One look, while it is taken: `sample` at its begin and its end, then `finish`."""
 
     def __init__(self, entries: Sequence[ProcessEntry], options: LookOptions) -> None:
         self.options = options
+        self.began = time.monotonic()
+        self.rounds = 0
         self.node = socket.gethostname()
         self.pyspy = debuggers.find_pyspy() or ""
         self.cases = {e.pid: _Case(e, e.python and e.state not in "ZX") for e in entries}
@@ -251,14 +251,16 @@ class _Look:
         self.links = options.links or LinkReader(self.node)
         self.volumes: dict[str, int] = {}
 
-    def sample(self, number: int, pool: ThreadPoolExecutor) -> None:
+    def sample(self) -> None:
         """One round: counters of all, stacks and facts of those that ran since the last one."""
         moved = [case for case in self.cases.values() if self._count(case)]
-        if number == 0:
+        if self.rounds == 0:
             self.volumes = self.links.read_volumes(list(self.cases))
             cases = self.cases.items()
             moved = choose_typical([case for pid, case in cases if pid not in self.options.known])
-        list(pool.map(self._read, (case for case in moved if not case.ended)))
+        self.rounds += 1
+        with ThreadPoolExecutor(WORKERS, "allranks-stacks") as pool:
+            list(pool.map(self._read, (case for case in moved if not case.ended)))
 
     def _count(self, case: _Case) -> bool:
         """Reads how much a process has run; whether that is more than before."""
@@ -301,8 +303,9 @@ class _Look:
         case.inner.update(facts.inner)
         return facts.threads
 
-    def finish(self, seconds: float) -> JobLook:
+    def finish(self) -> JobLook:
         """Reads what belongs to the last moment, and puts all together."""
+        seconds = time.monotonic() - self.began
         alive = [pid for pid, case in self.cases.items() if not case.ended]
         links = self.links.read_links(alive, self.volumes)
         locks = file_locks()
@@ -353,7 +356,9 @@ class _Look:
         known = None if case.snapshots or case.ended else self.options.known.get(entry.pid)
         threads = self._threads(case, links, locks, children) if case.snapshots and not case.ended else ()
         threads = known.threads if known is not None else threads
-        ranks = {name: entry.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+        # what a rank starts has its environment, too
+        environ = entry.environ if entry.python else {}
+        ranks = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
         calls = group_calls(entry.pid) if case.python and not case.ended and known is None else ()
         calls = known.calls if known is not None else calls
         open_ = next((one for one in calls if one.open), None)
