@@ -258,7 +258,7 @@ def test_the_first_pass_stops_nobody_and_signals_nobody(tmp_path: Path) -> None:
 def test_only_nonblocking_looks_are_made_unless_more_is_asked_for(tmp_path: Path) -> None:
     """The commands of the first passes carry --nonblocking, and none carries --native."""
     log, fake = tmp_path / "calls", tmp_path / "py-spy"
-    fake.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {find_pyspy()} "$@"\n')
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec "{find_pyspy()}" "$@"\n')
     fake.chmod(0o755)
     with v.victim(v.SLEEP, tmp_path) as victim:
         collect(targets_of({0: victim.pid}), CollectOptions(interval_s=0.0, native="never", pyspy=str(fake)))

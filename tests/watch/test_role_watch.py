@@ -158,7 +158,7 @@ def test_a_look_reads_only_what_has_run_since_the_last_one(
 ) -> None:
     """Of three processes at rest none is read a second time; after its input one is, and its new line is known."""
     runs, wrapper = tmp_path / "runs", tmp_path / "py-spy"
-    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {runs}\nexec {find_pyspy()} "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {runs}\nexec "{find_pyspy()}" "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("ALLRANKS_PYSPY", str(wrapper))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
