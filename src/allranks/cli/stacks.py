@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # heavy: numpy comes with some
         Where,
     )
     from allranks.stacktraces.procfs import ProcessEntry
-    from allranks.stacktraces.tree import Look
+    from allranks.stacktraces.tree import TreeLook
 
 Json = dict[str, object]
 DEFAULTS = DebugOptions(interval_s=1.0)
@@ -160,7 +160,7 @@ def _below(options: StacksFlags) -> tuple[list[ProcessEntry], bool]:
     return (entries if sum(entry.python for entry in entries) > 1 else []), known
 
 
-def _begin_tree(options: StacksFlags) -> Look | None:
+def _begin_tree(options: StacksFlags) -> TreeLook | None:
     """Where --pid names processes that are not ranks, a look at all below them begins before that at the ranks, which then
     stops nobody: so nobody waits for two."""
     from allranks.stacktraces import tree
@@ -169,13 +169,13 @@ def _begin_tree(options: StacksFlags) -> Look | None:
     entries, known = ([], False) if stops or options.output or options.config else _below(options)
     if not entries or known:
         return None
-    look = tree.Look(entries, tree.LookOptions(options.for_s))
+    look = tree.TreeLook(entries, tree.LookOptions(options.for_s))
     look.sample()
     return look
 
 
 def _tree_instead(
-    options: StacksFlags, reports: Collection[StacksReport], begun: Look | None
+    options: StacksFlags, reports: Collection[StacksReport], begun: TreeLook | None
 ) -> JobLook | None:
     """Where --pid names a process that is not a rank, all processes below it; where the state of its ranks is unclear, too, if
     these processes are stuck."""

@@ -207,7 +207,7 @@ def _owner(pid: int) -> int:
 
 def look_at_processes(entries: Sequence[ProcessEntry], options: LookOptions) -> JobLook:
     """What these processes do for `for_s` seconds."""
-    look = Look(entries, options)
+    look = TreeLook(entries, options)
     for number in range(options.rounds):
         pause = look.began + options.for_s * number / max(1, options.rounds - 1) - time.monotonic()
         time.sleep(max(0.0, pause))
@@ -237,7 +237,7 @@ class _Case:
     notes: list[str] = field(default_factory=list)
 
 
-class Look:
+class TreeLook:
     """One look, while it is taken: `sample` at its begin and its end, then `finish`."""
 
     def __init__(self, entries: Sequence[ProcessEntry], options: LookOptions) -> None:
