@@ -376,6 +376,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(
     assert folder.is_dir() and not (store / "quarantine").exists()
 
 
+@pytest.mark.needs_root
 @pytest.mark.parametrize("action", ["copy", "export .pt", "export .safetensors"])
 def test_a_disk_that_is_too_small_is_one_clear_error(
     action: str, tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
