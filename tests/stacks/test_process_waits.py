@@ -106,14 +106,14 @@ def test_a_process_that_left_the_tree_is_found_by_its_output_or_its_connection(
 
 
 STREAM = """
-    import queue, subprocess, sys, time
+    import queue, subprocess, sys
     from concurrent import futures
     import grpc
 
     def parameters():
         def sync(requests, context):
             for request in requests:
-                pass
+                yield request
         method = grpc.stream_stream_rpc_method_handler(sync)
         handler = grpc.method_handlers_generic_handler("P", {"Sync": method})
         server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[handler])
@@ -126,7 +126,7 @@ STREAM = """
         todo = queue.Queue()
         todo.put(b"x")
         answers = grpc.insecure_channel(f"127.0.0.1:{port}").stream_stream("/P/Sync")(iter(todo.get, None))
-        time.sleep(0.5)
+        next(answers)
         print("ready")
         next(answers)
 
