@@ -185,7 +185,8 @@ def _tree_instead(
     hung = [report.hung for report in reports]
     if False in hung:
         return None
-    if begun is not None:
+    if begun is not None:  # --rounds and --interval are those of the ranks
+        time.sleep(max(0.0, begun.began + options.for_s - time.monotonic()))
         begun.sample()
         return begun.finish()
     entries, known = _below(options)
