@@ -269,8 +269,11 @@ def run_pyspy(
 
 def _with_thread_ids(pid: int, output: str) -> str:
     """Python 3.10 does not know the kernel's ids of its threads, and py-spy then not who is idle. The C library does."""
-    rows = json.loads(output)
-    ids = thread_ids(pid, [row["thread_id"] for row in rows])
+    try:
+        rows = json.loads(output)
+        ids = thread_ids(pid, [row["thread_id"] for row in rows])
+    except (ValueError, TypeError, KeyError):  # who reads the stacks says that they are damaged
+        return output
     for row in rows:
         tid, state = ids.get(row["thread_id"], (None, ""))
         row |= {"os_thread_id": tid, "active": state == "R"} if tid else {}
