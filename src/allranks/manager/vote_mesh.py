@@ -70,9 +70,8 @@ MAX_VOTERS = 4096
 _WAITING_S = 0.2
 # a connection whose other end answers nothing for this long is cut; a busy rank's kernel answers
 _CUT_S = 2.5
-_SILENT_S = (
-    1.3  # without any answer for this long when it ends: it was cut; a line that is open has one each second
-)
+# without any answer for this long when it ends: it was cut, not closed; a line that is open has one each second
+_SILENT_S = 1.3
 _GREETED = 100  # a server greets about so many callers at a time: in a larger quorum they call again
 _CALL_AGAIN_S = 0.05
 _REMEMBERED = 8  # early callers of that many meetings
