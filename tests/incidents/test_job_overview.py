@@ -91,10 +91,10 @@ def test_a_rank_that_sleeps_does_not_compute() -> None:
 def test_a_large_job_is_summed_up_and_what_is_odd_is_listed() -> None:
     """`status` of 1,024 ranks printed 1,026 lines."""
     rows = [row(rank, "all_reduce #8 of dp", (11,)) for rank in range(1024)]
-    rows[11], rows[700] = row(11, "sleeps"), row(700, "died", alive=False)
+    rows[11], rows[700] = row(11, "blocked"), row(700, "died", alive=False)
     lines = list(render(JobView("job", "/x", 0.0, tuple(rows), line=ANSWER, level="bad", state="hung")))
     assert lines[2] == "1,022 ranks (0-10, 12-699, 701-1023): all_reduce #8 of dp, wait for rank 11"
-    assert "sleeps  <- 1,022 ranks wait for it" in lines[3] and "died" in lines[4] and len(lines) == 5
+    assert "blocked  <- 1,022 ranks wait for it" in lines[3] and "died" in lines[4] and len(lines) == 5
     apart = [row(rank, f"all_reduce #8 of dp_{rank // 8}") for rank in range(1024)]
     lines = list(render(JobView("job", "/x", 0.0, tuple(apart), **MOVING)))
     assert len(lines) == 19 and lines[-1] == "… and 896 more that do other things"
@@ -145,7 +145,7 @@ def test_the_line_is_that_of_the_page_word_for_word(tmp_path: Path) -> None:
     assert (view.level, view.state) == ("bad", "hung") and view.incidents[0].endswith("in load_batch (sleep)")
     assert [row.rank for row in view.rows] == list(range(16))
     assert (
-        view.rows[1].doing == "sleeps"
+        view.rows[1].doing == "blocked"
         and view.rows[1].gpu == "97 %, 61.0 GB"
         and view.rows[9].host == "gpu-node-001"
     )

@@ -226,7 +226,7 @@ def test_the_parts_of_the_page_are_served(lighthouse: Lighthouse) -> None:
     nodes = json.loads(get(lighthouse, "/api/nodes")[2])
     assert [len(one["ranks"]) for one in nodes["nodes"]] == [8, 8] and nodes["groups"]["tp_0"][:2] == [0, 1]
     rank = json.loads(get(lighthouse, "/api/ranks/1")[2])
-    assert rank["pid"] == 4001 and rank["doing"] == "sleeps" and rank["gpus"][0]["index"] == 1
+    assert rank["pid"] == 4001 and rank["doing"] == "blocked" and rank["gpus"][0]["index"] == 1
     assert rank["evidence"]["where"] == "gallery.py:40 in load_batch" and rank["evidence"]["source"]["lines"]
     assert get(lighthouse, "/api/ranks/77")[0] == 404 and get(lighthouse, "/api/ranks/..")[0] == 404
 

@@ -318,7 +318,7 @@ class NodeAnswer:
 DOING = {
     "c": "computes",
     "w": "waits in a call",
-    "s": "sleeps",
+    "s": "blocked",
     "h": "heals",
     "e": "exited",
     "d": "died",
@@ -345,7 +345,7 @@ class RankRow:
     step: int
     calls_completed: int
     silent_s: float | None  # since the last sign of progress
-    doing: str  # "all_reduce #12 of dp_0", "computes", "sleeps", "exited", "died"
+    doing: str  # "all_reduce #12 of dp_0", "computes", "blocked", "exited", "died"
     waits_for: tuple[int, ...] = ()  # only when it is silent for longer than is usual
     steps_per_s: float | None = None
     phase: str = ""
