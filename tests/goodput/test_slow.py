@@ -115,6 +115,22 @@ def test_a_call_that_ranks_do_not_wait_in_delays_nobody(unwaited: tuple[int, ...
     )
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_wait_in_each_gather_of_fsdp_although_the_last_layer_is_gathered_twice_in_a_row(
+    seed: int,
+) -> None:
+    """All layers are gathered in one line; what follows differs from layer to layer, and nobody is late for the second of the last."""
+    every = (0, 1, 2, 3)
+    plan: Plan = [(every, share) for share in (0.02, 0.24, 0.24, 0.002, 0.25, 0.25)]
+    factors = noise(seed, ranks=4, steps=160, width=0.02)
+    factors[1, 100:] *= 1.1
+    factors[:, 40:80] *= 1.25  # longer inputs of all ranks
+    traces, _ = record(plan, factors, jitter=0.04)
+    for trace in traces:
+        trace.calls["stack"] = trace.calls["stack"] // 4  # gathers, and the scatters of the backward pass
+    assert all(one.blocks.all() for one in find_meetings(traces))
+
+
 def test_waits_of_a_window_need_only_its_calls_once_the_lines_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -476,4 +492,4 @@ def test_whether_ranks_wait_in_a_call_is_told_although_one_saves_now_and_then(
     after = np.maximum(chance.normal(0.125, 0.02, 300) - times * late, 0.0)
     before, late_before = chance.normal(0.1, 0.01, 300), np.abs(chance.normal(0, 0.01, 300))
     parts = [one - np.median(one) for one in (late, after, before, late_before)]
-    assert waits_in(*parts) == waits
+    assert waits_in([np.stack(parts)]) == waits

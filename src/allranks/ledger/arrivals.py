@@ -21,8 +21,8 @@ SYNCHRONISING = (
 )  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS, NEWEST = 3, 16
-#: For telling whether ranks wait in a call: samples, the share without a pause, standard errors, and what lateness must tell.
-MIN_SAMPLES, USUAL, SURE, TOLD, SHORTEST_S = 48, 0.95, 4.0, 0.01, 1e-5
+#: For telling whether ranks wait in a call: samples, those of a place in the step, the share without a pause, standard errors, and what lateness must tell.
+MIN_SAMPLES, MIN_OF_PLACE, USUAL, SURE, TOLD, SHORTEST_S = 48, 12, 0.95, 4.0, 0.01, 1e-5
 MIN_SHARE = 0.002  # of the time: shorter waits are not told
 SKEW_S = 1.0  # between clocks of hosts
 LONGEST_S = 60.0  # a wait that began longer before a stretch of time is not looked for
@@ -156,13 +156,21 @@ def find_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) -> 
         for i, rank in enumerate(one.ranks):
             late[rank][one.rows[i]] = one.late[i]
     around = {rank: _around(rows, late[rank]) for rank, rows in calls.items()}
-    parts: dict[Line, list[np.ndarray]] = defaultdict(list)
+    parts: dict[Line, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for one in meetings:
         numbers, lines = _lines(one, traces)
         for line in np.unique(numbers).tolist():
-            rows = one.rows[:, numbers == line]
-            parts[lines[line]] += [_less_usual(around[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
-    return frozenset(line for line, found in parts.items() if not waits_in(*np.concatenate(found, axis=1)))
+            of_line = np.flatnonzero(numbers == line)
+            places = _places(one.step[of_line])
+            for place in np.flatnonzero(np.bincount(places) >= MIN_OF_PLACE).tolist():
+                rows = one.rows[:, of_line[places == place]]
+                found = [_less_usual(around[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
+                parts[lines[line]][place] += found
+    return frozenset(
+        line
+        for line, found in parts.items()
+        if not waits_in([np.concatenate(one, axis=1) for one in found.values()])
+    )
 
 
 def _lines(one: Meetings, traces: Sequence[RankTrace]) -> tuple[np.ndarray, Sequence[Line]]:
@@ -181,6 +189,14 @@ def _without(one: Meetings, traces: Sequence[RankTrace], unwaited: Collection[Li
     )
 
 
+def _places(steps: np.ndarray) -> np.ndarray:
+    """Of calls of one line, in order: how many it made in the same step before. 0 where steps have no marks."""
+    begins = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))
+    places = np.arange(len(steps)) - np.repeat(begins, np.diff(begins, append=len(steps)))
+    found: np.ndarray = np.where(steps < 0, 0, places)
+    return found
+
+
 def _around(calls: np.ndarray, late: np.ndarray) -> np.ndarray:
     """For each call of one rank: how late others came, the time from then until its next call, the time since its call before,
     and how late others were there. Not a number where nobody else makes a call."""
@@ -195,25 +211,35 @@ def _less_usual(around: np.ndarray) -> np.ndarray:
     return found
 
 
-def waits_in(late: np.ndarray, after: np.ndarray, before: np.ndarray, late_before: np.ndarray) -> bool:
+def waits_in(places: Sequence[np.ndarray]) -> bool:
     """Whether ranks wait in a call for those that come late. One that waits takes its usual time from then on; one that does
-    not has that much less left to do. How fast a rank is in a step shows before the call too, so that is taken out."""
-    if len(after) < MIN_SAMPLES:
+    not has that much less left to do. How fast a rank is in a step shows before the call too, so that is taken out. Places of a
+    step are compared each with itself: another layer is followed by other work."""
+    usual = [_usual(one) for one in places if one.shape[1] >= MIN_OF_PLACE]  # fewer are explained by anything
+    samples = sum(one.shape[1] for one in usual)
+    if samples < MIN_SAMPLES:
         return True
-    # pauses, and others that came so late that nothing was left to do, say nothing
-    usual = (after <= np.quantile(after, USUAL)) & (late <= np.quantile(late, USUAL))
-    if usual.sum() < MIN_SAMPLES:
-        return True
-    known = np.stack([before, late_before, np.ones(len(late))], axis=1)[usual]
-    rest = np.stack([late, after], axis=1)[usual]
-    rest = rest - known @ np.linalg.lstsq(known, rest, rcond=None)[0]  # what these do not explain
-    own = float(rest[:, 0] @ rest[:, 0])
-    if own <= max(TOLD * float(late[usual] @ late[usual]), len(rest) * SHORTEST_S**2):
+    # what the time and the lateness before do not explain
+    rest = np.concatenate([_unexplained(one[:2], one[2:]) for one in usual], axis=1)
+    own = float(rest[0] @ rest[0])
+    if own <= max(TOLD * sum(float(one[0] @ one[0]) for one in usual), samples * SHORTEST_S**2):
         return True  # it says nothing
-    slope = float(rest[:, 0] @ rest[:, 1]) / own
-    left = rest[:, 1] - slope * rest[:, 0]
-    error = np.sqrt(float(left @ left) / max(len(left) - 4, 1) / own)
+    slope = float(rest[0] @ rest[1]) / own
+    left = rest[1] - slope * rest[0]
+    error = np.sqrt(float(left @ left) / max(samples - 4, 1) / own)
     return bool(slope > -0.5 or slope + SURE * error > 0)
+
+
+def _usual(around: np.ndarray) -> np.ndarray:
+    """Without pauses, and without others that came so late that nothing was left to do: these say nothing."""
+    late, after = around[:2]
+    return around[:, (after <= np.quantile(after, USUAL)) & (late <= np.quantile(late, USUAL))]
+
+
+def _unexplained(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    by = np.stack([*known, np.ones(known.shape[1])], axis=1)
+    found: np.ndarray = values - (by @ np.linalg.lstsq(by, values.T, rcond=None)[0]).T
+    return found
 
 
 def overlaps(trace: RankTrace) -> np.ndarray:
