@@ -99,6 +99,25 @@ def test_the_predicted_step_is_the_step_without_the_delay(plan: Plan, slow: floa
     assert found.cause == "one rank always"
 
 
+def test_a_rank_that_became_slow_is_named_beside_evaluation_of_all_ranks_and_for_the_steps_since_then() -> (
+    None
+):
+    def steps(slow: float) -> np.ndarray:
+        factors = noise(6, ranks=4, steps=160)
+        factors[:, 7::20] *= 6.0
+        factors[1, 100:] *= slow
+        return factors
+
+    plan: Plan = [((0, 1, 2, 3), 0.25)] * 4
+    found = find_slow(record(plan, steps(1.1))[0])
+    assert found is not None
+    assert (found.what_ifs[0].ranks, found.cause) == ((1,), "one rank since a moment")
+    expected = find_slow(record(plan, steps(1.0)[:, 100:])[0])
+    assert expected is not None
+    assert found.what_ifs[0].step_s == pytest.approx(expected.step_s, rel=0.02)
+    assert found.steps <= 60
+
+
 @pytest.mark.parametrize("uneven", [0.01, 0.2], ids=["noise", "uneven inputs"])
 @pytest.mark.parametrize("unwaited", [(), (0, 1, 2, 3, 4, 5, 6, 7)], ids=["waits", "overlaps"])
 def test_a_call_that_ranks_do_not_wait_in_delays_nobody(unwaited: tuple[int, ...], uneven: float) -> None:

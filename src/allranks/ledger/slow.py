@@ -41,6 +41,7 @@ MIN_GAIN = 0.02  # of a step: less is noise
 MOST = 0.75  # of the largest gain
 SMOOTH = 11  # steps
 PAUSE = 6.0  # times the usual spread: a longer time is a pause
+TOGETHER = 2.0  # times the usual of the others: a pause of all
 OFTEN = 0.6  # of the steps: the same rank is the last
 ALWAYS, SINCE, TURNS, LENGTH = (
     "one rank always",
@@ -143,7 +144,7 @@ def replay(recorded: _Recorded, own: np.ndarray) -> dict[int, float]:
 
 def as_fast_as_others(recorded: _Recorded, times: OwnTimes, chosen_ranks: Collection[int]) -> np.ndarray:
     """Own times: these ranks (as indices) take what another rank took in the same collective one step before, so that they are as
-    uneven as the others; alone they take as much less as in a whole step."""
+    uneven as the others, but pause (evaluate, save) with them; alone they take as much less as in a whole step."""
     chosen = np.zeros(len(times.ranks), bool)
     chosen[list(chosen_ranks)] = True
     per_step = np.median(times.own, axis=1)
@@ -156,7 +157,9 @@ def as_fast_as_others(recorded: _Recorded, times: OwnTimes, chosen_ranks: Collec
         if slow.all():
             found[rows] = own * factor[members]
         elif slow.any():
-            level = _running_median(np.median(own[:, ~slow], axis=1))
+            others = np.median(own[:, ~slow], axis=1)
+            level = _running_median(others)
+            level = np.where(others > TOGETHER * level, others, level)
             before = np.maximum(np.arange(len(own)) - 1, 0)
             who = np.flatnonzero(~slow)[np.arange(len(own)) % (~slow).sum()]
             drawn = own[before, who] * level / np.maximum(level[before], 1e-9)
@@ -211,8 +214,21 @@ class _Candidate:
 
 
 def find_slow(traces: Sequence[RankTrace], phases: Phases | None = None) -> SlowReport | None:
-    """What slow ranks, nodes, stages and groups cost, and pauses; None when the boxes hold too few steps."""
-    meetings, messages = find_meetings(traces), find_messages(traces)
+    """What slow ranks, nodes, stages and groups cost, and pauses; None when the boxes hold too few steps. Where a rank became slow,
+    of the steps since then."""
+    found = _look(traces, phases or {})
+    if found is None or not found.changes:
+        return found
+    since = _look(traces, phases or {}, max(one.at for one in found.changes), found.changes)
+    return found if since is None or not since.what_ifs else since
+
+
+def _look(
+    traces: Sequence[RankTrace], phases: Phases, since: float = 0.0, changes: tuple[ChangePoint, ...] = ()
+) -> SlowReport | None:
+    """At the steps since then, in which ranks had become slow."""
+    since_ns = int(since * 1e9)
+    meetings, messages = find_meetings(traces, since_ns), find_messages(traces, since_ns)
     calls = find_blocking(meetings, messages)
     ranks, recorded, times = calls.ranks, _prepare(calls, messages), own_times(calls)
     if len(ranks) < 2 or len(times.steps) < MIN_STEPS:
@@ -239,10 +255,10 @@ def find_slow(traces: Sequence[RankTrace], phases: Phases | None = None) -> Slow
         ),
     )
     what_ifs = [one for _, one in gains]
-    cause, evidence = _classify(times, calls, gains[0], phases or {}) if gains else ("", ())
+    cause, evidence = _classify(times, calls, gains[0], phases) if gains else ("", ())
     if cause in (COLLECTING, LENGTH) and gains[0][0] == "pauses":
         what_ifs[0] = replace(what_ifs[0], who=COLLECTING if cause == COLLECTING else "uneven inputs")
-    changes = tuple(
+    changes = changes or tuple(
         change for i, rank in enumerate(ranks) if (change := rank_change(times, i, rank)) is not None
     )
     if changes and what_ifs and set(what_ifs[0].ranks) & {one.rank for one in changes} and cause == ALWAYS:
