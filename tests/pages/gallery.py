@@ -129,10 +129,10 @@ def stacks_page(ranks: int) -> str:
         "no step for 31 s",
         ("rank 0: py-spy could not read the process",),
     )
-    others = tuple(rank for rank in range(ranks) if rank != 1)
-    tree = Node(None, "main", tuple(range(ranks)), ranks, (
-        Node(own, "main", tuple(range(ranks)), ranks, (Node(wait, "main", others, ranks - 1), Node(load, "main", (1,), 1))),
-    ))  # fmt: skip
+    every, others = set(range(ranks)), set(range(ranks)) - {1}
+    waits, loads = (Node(frame, "main", len(seen), seen) for frame, seen in ((wait, others), (load, {1})))
+    trains = Node(own, "main", ranks, every, inside={wait: waits, load: loads})
+    tree = Node(None, "main", ranks, every, inside={own: trains})
     return render_html(report, [tree], job="llama-pretrain-42", made_s=1.7e9)
 
 
