@@ -256,6 +256,11 @@ def local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor]
 
 
+def storages_of(tensor: torch.Tensor) -> list[int]:
+    """Which memory a tensor lies in: equal numbers are the same memory, also where it holds nothing."""
+    return [one.untyped_storage()._cdata for one in local_parts(tensor) if one.layout is torch.strided]
+
+
 def local_offsets(tensor: torch.Tensor) -> list[tuple[int, ...]]:
     """Where each of them lies in the whole tensor."""
     if is_dtensor(tensor):

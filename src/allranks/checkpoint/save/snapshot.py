@@ -30,7 +30,7 @@ import torch
 
 from allranks.checkpoint.checksum import best_algorithm, checksum, in_threads
 from allranks.checkpoint.manifest import padded
-from allranks.checkpoint.save.plan import Plan, local_tensors
+from allranks.checkpoint.save.plan import Placement, Plan, local_tensors
 from allranks.checkpoint.state import PER_RANK, CheckpointState, StateDict
 from allranks.checkpoint.tensors import Flat, as_dtensor, flatten, is_dtensor, local_chunk, unflatten
 from allranks.errors import CheckpointDamaged
@@ -380,11 +380,25 @@ class StateSnapshot:
     def local_views(self) -> dict[str, list[torch.Tensor]]:
         """name → views of its local chunks inside the arena. Valid while the snapshot is held."""
         views: dict[str, list[torch.Tensor]] = {}
-        for placement in sorted((*self.plan.owned, *self.plan.extra), key=lambda p: p.piece.ordinal):
+        for placement in self._local():
             piece = placement.piece
             view = self.arena.tensor(placement.start, piece.dtype, piece.shard.sizes)
             views.setdefault(piece.shard.name, []).append(view)
         return views
+
+    def local_offsets(self) -> dict[str, list[tuple[int, ...]]]:
+        """name → where each of these views lies in the whole tensor."""
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for placement in self._local():
+            found.setdefault(placement.piece.shard.name, []).append(placement.piece.shard.offsets)
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """name → shape of the whole tensor, of those that this rank holds a part of."""
+        return {placement.piece.shard.name: placement.piece.shard.shape for placement in self._local()}
+
+    def _local(self) -> list[Placement]:
+        return sorted((*self.plan.owned, *self.plan.extra), key=lambda p: p.piece.ordinal)
 
     def to_state(self) -> CheckpointState:
         """The state again, copied out of the arena; DTensors are DTensors again."""
