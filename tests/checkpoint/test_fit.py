@@ -59,7 +59,9 @@ def test_a_model_of_another_size_is_refused_before_it_is_touched(
     with _manager(tmp_path) as manager:
         _saved(manager, tier, torch.nn.Linear(4, 4))
         for strict in (True, False):
-            with pytest.raises(CheckpointValidationError, match=r"is saved with shape \(4, 4\), the model's is"):
+            with pytest.raises(
+                CheckpointValidationError, match=r"is saved with shape \(4, 4\), the model's is"
+            ):
                 manager.restore(model, tier=tier, strict=strict)
     assert all(map(torch.equal, before, model.parameters()))
 

@@ -169,7 +169,7 @@ def test_thousands_of_histories_lose_and_repeat_nothing(
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_rank_for_which_no_sample_is_left_computes_one_that_counts_nowhere(workers: int) -> None:
     """Its step is a collective, too; the mean of an empty batch, not a number, would go into every rank's gradients."""
-    samples = [torch.tensor(float(number)) for number in range(7)]
+    samples = torch.arange(7.0)
     total = 0.0
     for rank in range(4):
         dataset = ResumableDataset(samples, seed=1, epochs=1, rank=rank % 2, world_size=2)

@@ -185,7 +185,9 @@ def _model_tensors(live: Live) -> dict[str, torch.Tensor]:
     """The tensors of its state_dict; `live.copies` are those that the model made for it, as some do of their extra state."""
     tensors = flatten({"model_state_dict": live.model.state_dict()}).tensors
     own = {place for one in (*live.model.parameters(), *live.model.buffers()) for place in storages_of(one)}
-    live.copies = frozenset(name for name, tensor in tensors.items() if not own.issuperset(storages_of(tensor)))
+    live.copies = frozenset(
+        name for name, tensor in tensors.items() if not own.issuperset(storages_of(tensor))
+    )
     return tensors
 
 
@@ -205,7 +207,9 @@ def _model_targets(
     kept = {name: tensor for name, tensor in tensors.items() if name in saved}
     other = [name for name, tensor in kept.items() if shapes.get(name, tensor.shape) != tuple(tensor.shape)]
     if wrong := [name for name in other if name not in live.copies]:
-        text = f"{wrong[0]} is saved with shape {shapes[wrong[0]]}, the model's is {tuple(kept[wrong[0]].shape)}"
+        text = (
+            f"{wrong[0]} is saved with shape {shapes[wrong[0]]}, the model's is {tuple(kept[wrong[0]].shape)}"
+        )
         raise CheckpointValidationError(text, invalid_keys=tuple(wrong[:20]))
     return {name: tensor for name, tensor in kept.items() if name not in other}, other
 

@@ -163,8 +163,14 @@ class Stager:
         later = [pair for pair in pairs if background and may_wait(pair[0])]
         late = {id(source) for source, _ in later}
         now = [pair for pair in pairs if id(pair[0]) not in late]
-        self._copy_device(copy, pairs, late)
-        _copy_host([pair for pair in now if pair[0].device.type == "cpu"])
+        try:
+            self._copy_device(copy, pairs, late)
+            _copy_host([pair for pair in now if pair[0].device.type == "cpu"])
+        except Exception as error:  # a failed save, for which nothing may wait
+            copy.error = error
+            copy._host_done.set()
+            after(error)
+            return copy
         later = [pair for pair in later if pair[0].device.type == "cpu"]
         if not later and not copy._events:
             copy._host_done.set()
@@ -250,6 +256,9 @@ class FlatState:
 
 def flatten_state(state: CheckpointState, rank: int) -> FlatState:
     """Takes a state apart; per-rank fields get names of their own, so that no rank's are taken for another's."""
+    for name, number in (("step", state.step), ("epoch", state.epoch)):
+        if number < 0:  # no manifest may say so
+            raise ValueError(f"{name} is {number}: it must not be below 0")
     fields = state.to_dict()
     own = {name: fields.pop(name) for name in PER_RANK}
     common: Flat = flatten(fields)

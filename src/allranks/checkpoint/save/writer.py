@@ -31,7 +31,7 @@ from allranks.checkpoint.manifest import (
     encode_manifest,
     part_name,
 )
-from allranks.checkpoint.stores import Attempt, Store, StoreSpec, reason_of
+from allranks.checkpoint.stores import MAX_JSON_BYTES, Attempt, Store, StoreSpec, reason_of
 from allranks.checkpoint.stores.listing import prune
 from allranks.errors import AllranksError, CheckpointValidationError
 
@@ -152,6 +152,9 @@ def with_file(index: Index, name: str, layout: FileLayout, sums: Mapping[str, st
 def write_index(store: Store, attempt: Attempt, index: Index) -> Part:
     """Writes an index file; the part that the manifest names."""
     name, data = part_file(store, attempt, index.rank, "json"), encode_index(index)
+    if len(data) > MAX_JSON_BYTES:  # no restore would read it
+        text = f"what is not tensors has {len(data)} bytes, at most {MAX_JSON_BYTES} are kept: use tensors or numpy arrays"
+        raise OSError(errno.EFBIG, text)
     store.write(attempt, name, [memoryview(data)], len(data))
     return _part(index.rank, name, data, sum(file.bytes for file in index.files))
 
