@@ -14,6 +14,8 @@ from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointT
 from allranks.drill.ranks import Ranks
 from allranks.errors import CheckpointValidationError
 
+from .jobs import same
+
 TIERS = [CheckpointTier.MEMORY, CheckpointTier.NVME]
 
 
@@ -96,6 +98,34 @@ def test_a_model_whose_state_dict_holds_copies_is_restored(tmp_path: Path, tier:
         _saved(manager, tier, model)
         manager.restore(fresh, tier=tier)
     assert torch.equal(fresh.weight, model.weight) and torch.equal(fresh.bias, model.bias)
+
+
+class Headed(torch.nn.Module):
+    """No wrapper, for all that a part of it has the name of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+
+def _averaged() -> torch.nn.Module:
+    model = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(4, 4))
+    model.update_parameters(torch.nn.Linear(4, 4))
+    return model
+
+
+@pytest.mark.parametrize("make", [Headed, _averaged])
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_a_model_has_beside_its_module_is_kept(tmp_path: Path, tier: CheckpointTier, make: Any) -> None:
+    """Only the part named `module` was saved: a head was lost, and an average began anew."""
+    model, fresh = make(), make()
+    with torch.no_grad():
+        for value in fresh.state_dict().values():
+            value.zero_()
+    with _manager(tmp_path) as manager:
+        _saved(manager, tier, model)
+        manager.restore(fresh, tier=tier)
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
 def _sharded(ranks: list[int], first: int) -> torch.nn.Module:
