@@ -144,7 +144,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if optimizer is not None:
             self.attach(optimizer)
 
-        last = hasattr(optimizer, "register_step_pre_hook")  # what `close` saves; the data may have moved on by then
+        last = hasattr(
+            optimizer, "register_step_pre_hook"
+        )  # what `close` saves; the data may have moved on by then
         data = dataset_state() if callable(dataset_state) and (due or last) else dataset_state
 
         def state() -> CheckpointState:

@@ -166,7 +166,7 @@ class Planner:
         keep_all: bool,
     ) -> Plan:
         """This rank's part of a checkpoint. `marks` are all ranks' fingerprints: new ones are planned together."""
-        key = (tuple(marks), sharers, keep_all)
+        key = (self.group.world, tuple(marks), sharers, keep_all)
         if key not in self._plans:
             pieces = find_pieces(tensors)
             shards = (piece.shard for piece in pieces)

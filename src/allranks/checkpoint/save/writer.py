@@ -267,4 +267,6 @@ def _withdraw(job: SaveJob, store: KeyedStore) -> None:
         failed = part_file(store, job.attempt, job.ranks[0], "failed")
         if store.staged(job.attempt, failed) is None:
             return  # the first rank may still commit it
-    store.abandon(job.attempt, [part_file(store, job.attempt, job.rank, end) for end in ("safetensors", "json")])
+    store.abandon(
+        job.attempt, [part_file(store, job.attempt, job.rank, end) for end in ("safetensors", "json")]
+    )
