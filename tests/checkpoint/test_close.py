@@ -42,14 +42,14 @@ def test_the_last_step_of_the_documented_loop_is_on_the_disk(tmp_path: Path) -> 
 def test_the_data_of_the_last_step_are_those_of_the_step(tmp_path: Path) -> None:
     """A loop that ends when it has fetched one batch more: that batch would never have been trained."""
     model, optimizer = make_job()
-    fetched = 0
+    data = {"fetched": 0}
     with CheckpointManager(_config(tmp_path)) as manager:
         for step in range(1, 5):
-            fetched += 1
+            data["fetched"] += 1
             if step == 4:
                 break
             train_step(model, optimizer, step)
-            manager.step(step, model, optimizer, dataset_state=lambda: {"fetched": fetched})
+            manager.step(step, model, optimizer, dataset_state=lambda: dict(data))
     assert NVMeBackend(tmp_path).load("checkpoint_step_00000003").dataset_state == {"fetched": 3}
 
 
