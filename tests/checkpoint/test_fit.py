@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from allranks.checkpoint import CheckpointConfig, CheckpointManager, CheckpointTier
 from allranks.drill.ranks import Ranks
-from allranks.errors import CheckpointValidationError
+from allranks.errors import CheckpointLoadError, CheckpointValidationError
 
 from .jobs import same
 
@@ -126,6 +126,26 @@ def test_what_a_model_has_beside_its_module_is_kept(tmp_path: Path, tier: Checkp
         _saved(manager, tier, model)
         manager.restore(fresh, tier=tier)
     assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_optimizer_that_was_not_saved_is_told(
+    tmp_path: Path, tier: CheckpointTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps what it has; weights that were imported are restored like this."""
+    model = torch.nn.Linear(4, 4)
+    with _manager(tmp_path) as manager:
+        _saved(manager, tier, model)
+        manager.restore(model, torch.optim.AdamW(model.parameters()), tier=tier)
+    assert "was saved without optimizer: left as given" in caplog.text
+
+
+def test_a_model_on_the_meta_device_is_not_called_restored(tmp_path: Path) -> None:
+    """Nothing can be written into it."""
+    with _manager(tmp_path) as manager:
+        _saved(manager, CheckpointTier.NVME, torch.nn.Linear(4, 4))
+        with pytest.raises(CheckpointLoadError, match="meta device"):
+            manager.restore(torch.nn.Linear(4, 4, device="meta"), tier=CheckpointTier.NVME)
 
 
 def _sharded(ranks: list[int], first: int) -> torch.nn.Module:

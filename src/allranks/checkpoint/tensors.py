@@ -99,7 +99,7 @@ def _collect(value: Json, tags: tuple[str, ...], found: list[str]) -> None:
 def _encode(value: object, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
     if isinstance(value, torch.Tensor):
         if problem := _problem_of(value):
-            raise Unstorable(f"cannot store the tensor at '{'.'.join(path)}': {problem}")
+            raise Unstorable(f"the tensor at '{'.'.join(path)}' can be neither kept nor filled: {problem}")
         return {"$tensor": _keep(value.detach(), path, tensors)}
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value

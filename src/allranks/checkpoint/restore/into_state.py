@@ -269,6 +269,9 @@ def _install(live: Live, state: CheckpointState) -> None:
     """What is not in the model's own memory goes through the parts' own load_state_dict."""
     if live.copies or not all(isinstance(v, torch.Tensor) for v in state.model_state_dict.values()):
         live.model.load_state_dict(state.model_state_dict, strict=False)
+    given = {"optimizer": live.optimizer, "lr_scheduler": live.lr_scheduler}
+    if lost := [k for k, part in given.items() if part is not None and not getattr(state, f"{k}_state_dict")]:
+        log.warning("step %d was saved without %s: left as given", state.step, " and ".join(lost))
     if live.optimizer is not None and state.optimizer_state_dict:
         live.optimizer.load_state_dict(state.optimizer_state_dict)
     if live.lr_scheduler is not None and state.lr_scheduler_state_dict:
