@@ -39,6 +39,20 @@ def test_the_last_step_of_the_documented_loop_is_on_the_disk(tmp_path: Path) -> 
     assert same(state.model_state_dict, dict(model.state_dict())) and state.dataset_state == {"position": 7}
 
 
+def test_the_data_of_the_last_step_are_those_of_the_step(tmp_path: Path) -> None:
+    """A loop that ends when it has fetched one batch more: that batch would never have been trained."""
+    model, optimizer = make_job()
+    data = {"fetched": 0}
+    with CheckpointManager(_config(tmp_path)) as manager:
+        for step in range(1, 5):
+            data["fetched"] += 1
+            if step == 4:
+                break
+            train_step(model, optimizer, step)
+            manager.step(step, model, optimizer, dataset_state=lambda: dict(data))
+    assert NVMeBackend(tmp_path).load("checkpoint_step_00000003").dataset_state == {"fetched": 3}
+
+
 def test_a_last_step_that_was_skipped_as_busy_is_saved_at_the_end(tmp_path: Path) -> None:
     """The helper hangs on step 1 until the training is over."""
     model, optimizer = make_job()

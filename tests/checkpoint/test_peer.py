@@ -296,3 +296,24 @@ def test_agents_addresses_come_from_the_environment(
         manager.clear_memory_snapshots()
         loaded = manager.load_checkpoint()
     assert loaded is not None and same_state(loaded, make_state(5))
+
+
+def _one_part_is_missing(rank: int, world_size: int, address: str) -> list[bool]:
+    with CheckpointManager(_config([address], commit_timeout_s=2.0, save_on_close=False)) as manager:
+        manager.group.timeout_s = 60.0
+        if rank == 1:
+            saves = manager.saves
+            saves.submit = lambda snapshot, tier, job, future: saves.fail(tier, "", OSError("no"), future)  # type: ignore[method-assign]
+        model = torch.nn.Linear(256, 256)
+        found = []
+        for step in (1, 2, 3):
+            manager.step(step, model)
+            found.append(manager.wait_for_pending_saves(30))
+        return found
+
+
+def test_failed_snapshots_do_not_fill_the_keepers(keeper: SnapshotServer) -> None:
+    """Each left its parts for a day: after a few of them no snapshot fitted any more."""
+    with Ranks(_one_part_is_missing, 2, (keeper.address,)) as ranks:
+        assert ranks.values(timeout_s=90) == [[False] * 3] * 2
+    assert keeper.used_bytes < 10_000

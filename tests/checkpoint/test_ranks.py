@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -311,3 +312,26 @@ def test_a_disk_that_one_rank_finds_full_fails_the_save_for_all_at_once(small_di
     assert "rank 1 could not write its part" in first_text and "No space left on device" in first_text
     assert "No space left on device" in second_text
     assert FileStore(small_disk).names() == []
+
+
+def _lives_on(rank: int, world_size: int, folder: str) -> Any:
+    model, optimizer = make_job(seed=1)
+    said: list[Any] = []
+    with CheckpointManager(CheckpointConfig(nvme_path=folder, checkpoint_interval=1)) as manager:
+        manager.step(1, model, optimizer)
+        manager.wait_for_pending_saves(60)
+        dist.destroy_process_group()
+        if rank == 0:
+            return said
+        dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank - 1, world_size=2)
+        manager.step(2, model, optimizer)
+        said.append(manager.wait_for_pending_saves(60))
+        state = manager.restore(model, optimizer, tier=CheckpointTier.NVME)
+        assert state is not None
+        return [*said, state.step, state.world_size, sorted(state.rank_states)]
+
+
+def test_a_manager_lives_on_in_another_process_group(tmp_path: Path) -> None:
+    """As an elastic job's does: it used the group of before, and its next save ended the training."""
+    with Ranks(_lives_on, 3, (str(tmp_path / "run"),)) as ranks:
+        assert ranks.values(timeout_s=90) == [[], *[[True, 2, 2, [0, 1]]] * 2]

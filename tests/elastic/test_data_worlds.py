@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,22 +107,26 @@ def test_constant_batch_gives_every_world_the_same_global_batches(index: Path) -
 def test_a_finite_run_sees_every_sample_once_per_epoch_and_then_ends(
     index: Path, world: int, steps: int
 ) -> None:
-    """406 samples by 16: the last step has 6, or the one before has 22; no rank is ever left without."""
+    """406 samples by 16: the last step has 6, or the one before has 22; all ranks have as many micro-batches."""
     opened = TokenIndexFile(index)
     seen: list[int] = []
     weights: dict[int, float] = {}
+    calls: list[list[int]] = []
     for rank in range(world):
         dataset = ResumableDataset(opened, LENGTH, epochs=2)
         loader = ElasticDataLoader(dataset, plan=batch_plan(16, world, 4), rank=rank)
         at = 0
-        for _ in loader:
+        calls.append([])
+        for batch in loader:
             seen += loader.last_samples.tolist()
-            assert len(loader.last_samples)
+            assert len(batch["input_ids"]) == max(1, len(loader.last_samples))
+            calls[rank].append(at)
             weights[at] = weights.get(at, 0.0) + loader.weight / world
             at += loader.step_done
         assert at == loader.step == steps and dataset.finished and dataset.position == 406
         assert list(loader) == []
     assert Counter(seen) == Counter(list(range(203)) * 2)
+    assert all(one == calls[0] for one in calls), "a rank with more calls would wait for ever"
     assert all(weight == pytest.approx(1.0) for weight in weights.values())
 
 
@@ -159,3 +164,21 @@ def test_thousands_of_histories_lose_and_repeat_nothing(
 ) -> None:
     """The property of above, long enough to find what a short run does not."""
     assert_nothing_lost_or_repeated(index, plan, seed, shuffle)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_for_which_no_sample_is_left_computes_one_that_counts_nowhere(workers: int) -> None:
+    """Its step is a collective, too; the mean of an empty batch, not a number, would go into every rank's gradients."""
+    samples = torch.arange(7.0)
+    total = 0.0
+    for rank in range(4):
+        dataset = ResumableDataset(samples, seed=1, epochs=1, rank=rank % 2, world_size=2)
+        loader = ElasticDataLoader(dataset, 2, rank=rank % 2, world_size=2, num_workers=workers)
+        next(iter(loader))  # 4 of 7: three are left when the world grows to 4 ranks
+        loader.on_topology_change(4, rank)
+        found = [(len(loader.last_samples), batch.mean().item() * loader.weight) for batch in loader]
+        loader.close()
+        assert [count for count, _ in found] == [0 if rank == 3 else 1]
+        total += found[0][1] / 4
+    order = Order(7, 1).ids(4, 3).tolist()
+    assert total == pytest.approx(sum(order) / 3)

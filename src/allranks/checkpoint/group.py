@@ -35,6 +35,8 @@ class RankGroup:
     process_group: dist.ProcessGroup | None = None
     timeout_s: float = 600.0
     _gloo: dist.ProcessGroup | None = None
+    _seen: tuple[int, int] = (0, 1)  # rank and size when `world` was asked last
+    _worlds: int = 0
 
     @property
     def alone(self) -> bool:
@@ -48,6 +50,15 @@ class RankGroup:
     def world_size(self) -> int:
         return dist.get_world_size(self.process_group) if _initialized() else 1
 
+    @property
+    def world(self) -> int:
+        """A number that changes with the default process group: what was agreed in another one does not hold."""
+        gone = self._gloo is not None and not _registered(self._gloo)
+        if gone or self._seen != (self.rank, self.world_size):
+            self._gloo = None if gone else self._gloo
+            self._seen, self._worlds = (self.rank, self.world_size), self._worlds + 1
+        return self._worlds
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. All ranks must call it."""
         if self.alone:
@@ -57,7 +68,7 @@ class RankGroup:
         return [json.loads(text) for text in found]
 
     def _channel(self) -> dist.ProcessGroup:
-        if self._gloo is None:
+        if self._gloo is None or not _registered(self._gloo):
             ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
             limit = timedelta(seconds=self.timeout_s)
             self._gloo = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
@@ -66,6 +77,14 @@ class RankGroup:
 
 def _initialized() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
+
+
+def _registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows a group; none of before `destroy_process_group`."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
 
 
 Tier = CheckpointTier
@@ -82,10 +101,12 @@ class TierLocations:
     known: dict[Tier, StoreSpec]
     _specs: dict[Tier, StoreSpec] | None = None
     _sharers: tuple[int, ...] | None = None
+    _world: int = 0
 
     def specs(self) -> dict[Tier, StoreSpec]:
         """The address of every configured durable tier, fastest first. Collective at the first call."""
-        if self._specs is None:
+        if self._specs is None or self._world != self.group.world:
+            self._world, self._sharers = self.group.world, None
             peers = self._peers()
             self._specs = {**({Tier.PEER: peers} if peers is not None else {}), **self.known}
         return self._specs
@@ -104,8 +125,9 @@ class TierLocations:
         """The ranks that write one checkpoint together. Collective at the first call for the disk."""
         if tier is not Tier.NVME:
             return tuple(range(self.group.world_size))
+        url = self.spec(tier).url  # forgets those of another world
         if self._sharers is None:
-            self._sharers = find_sharers(Path(self.spec(tier).url), self.group)
+            self._sharers = find_sharers(Path(url), self.group)
         return self._sharers
 
     def together(self, tiers: tuple[Tier, ...]) -> list[tuple[Tier, ...]]:

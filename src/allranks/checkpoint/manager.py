@@ -144,13 +144,18 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if optimizer is not None:
             self.attach(optimizer)
 
+        last = hasattr(
+            optimizer, "register_step_pre_hook"
+        )  # what `close` saves; the data may have moved on by then
+        data = dataset_state() if callable(dataset_state) and (due or last) else dataset_state
+
         def state() -> CheckpointState:
-            data = dataset_state() if callable(dataset_state) else dataset_state
+            assert not callable(data)
             return create_checkpoint_state(
                 step, model, optimizer, lr_scheduler, dict(data or {}), dict(metrics or {}), epoch
             )
 
-        self._last = state if hasattr(optimizer, "register_step_pre_hook") else None
+        self._last = state if last else None
         self._last_step, self._last_world, self._moved_on = step, self.group.world_size, False
         if not due:
             return ()

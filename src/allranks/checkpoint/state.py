@@ -167,15 +167,24 @@ def load_checkpoint_to_model(
 
 
 def unwrap(model: torch.nn.Module) -> Any:
-    """The model inside DDP or torch.compile; any wrapper with the wrapped one as `.module`."""
+    """The model inside DDP or torch.compile; any wrapper with the wrapped one, and no more, as `.module`."""
     for _ in range(8):
         inner = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ != "FullyShardedDataParallel":  # FSDP1
-            inner = getattr(model, "module", None)
+            inner = None if _holds_more(model) else getattr(model, "module", None)
         if inner is None or not hasattr(inner, "state_dict"):
             break
         model = inner
     return model
+
+
+def _holds_more(model: torch.nn.Module) -> bool:
+    """Whether it is no mere wrapper: it has tensors outside of its `module`, as an AveragedModel has."""
+    inner = getattr(model, "module", None)
+    if not isinstance(model, torch.nn.Module) or not isinstance(inner, torch.nn.Module):
+        return False
+    inside = {id(one) for one in (*inner.parameters(), *inner.buffers())}
+    return any(id(one) not in inside for one in (*model.parameters(), *model.buffers()))
 
 
 def collect_rng_states() -> StateDict:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -97,6 +98,8 @@ def _collect(value: Json, tags: tuple[str, ...], found: list[str]) -> None:
 
 def _encode(value: object, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
     if isinstance(value, torch.Tensor):
+        if problem := _problem_of(value):
+            raise Unstorable(f"the tensor at '{'.'.join(path)}' can be neither kept nor filled: {problem}")
         return {"$tensor": _keep(value.detach(), path, tensors)}
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -121,14 +124,22 @@ def _encode(value: object, path: tuple[str, ...], tensors: dict[str, torch.Tenso
 def _encode_mapping(
     value: Mapping[Any, object], path: tuple[str, ...], tensors: dict[str, torch.Tensor]
 ) -> Json:
-    plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+    counts = type(value) is Counter  # a MultiStepLR's milestones
+    plain = not counts and all(isinstance(key, str) and not key.startswith("$") for key in value)
     if plain:
         return {key: _encode(item, (*path, key), tensors) for key, item in value.items()}
-    return {
-        "$dict": [
-            [_encode(key, path, {}), _encode(item, (*path, str(key)), tensors)] for key, item in value.items()
-        ]
-    }
+    pairs = [
+        [_encode_key(key, path), _encode(item, (*path, str(key)), tensors)] for key, item in value.items()
+    ]
+    return {"$counter" if counts else "$dict": pairs}
+
+
+def _encode_key(key: object, path: tuple[str, ...]) -> Json:
+    inside: dict[str, torch.Tensor] = {}
+    encoded = _encode(key, path, inside)
+    if inside:  # it would be found by its identity only
+        raise _unstorable(key, path)
+    return encoded
 
 
 def _encode_scalar(value: object, path: tuple[str, ...]) -> Json:
@@ -140,7 +151,7 @@ def _encode_scalar(value: object, path: tuple[str, ...]) -> Json:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8:
         return {"$numpy": [value.dtype.str, repr(value.item())]}
     if isinstance(value, PurePath):
         return {"$path": str(value)}
@@ -149,9 +160,23 @@ def _encode_scalar(value: object, path: tuple[str, ...]) -> Json:
     raise _unstorable(value, path)
 
 
+def _problem_of(tensor: torch.Tensor) -> str:
+    """Why the bytes of a tensor are not its content; "": they are."""
+    for one in local_parts(tensor):
+        if one.is_meta:
+            return "it is on the meta device and holds nothing yet"
+        if one.is_nested or one.layout is not torch.strided or one.is_quantized:
+            kind = "nested" if one.is_nested else "quantized" if one.is_quantized else one.layout
+            return f"it is {kind}; keep its parts, or a dense copy of it (to_dense, dequantize)"
+        if type(one) is not torch.Tensor and hasattr(type(one), "__tensor_flatten__"):
+            return f"it is a {type(one).__qualname__}, which is made of other tensors: keep those"
+    return ""
+
+
 def _from_numpy(value: np.ndarray, path: tuple[str, ...]) -> torch.Tensor:
     try:
-        return torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
+        native = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
+        return torch.from_numpy(native).reshape(value.shape)
     except TypeError as error:
         raise _unstorable(value, path) from error
 
@@ -176,8 +201,9 @@ def _unstorable(value: object, path: tuple[str, ...]) -> Unstorable:
 def _decode_tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     if tag == "$ndarray":
         return tensors[body].numpy()
-    if tag == "$dict":
-        return {unflatten(key, tensors): unflatten(item, tensors) for key, item in body}
+    if tag in ("$dict", "$counter"):
+        found = {unflatten(key, tensors): unflatten(item, tensors) for key, item in body}
+        return Counter(found) if tag == "$counter" else found
     for kind, its_tag in _SEQUENCES.items():
         if tag == its_tag:
             return kind(unflatten(item, tensors) for item in body)
@@ -254,6 +280,11 @@ def local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if type(tensor).__name__ == "ShardedTensor":
         return [shard.tensor for shard in tensor.local_shards()]
     return [tensor]
+
+
+def storages_of(tensor: torch.Tensor) -> list[int]:
+    """Which memory a tensor lies in: equal numbers are the same memory, also where it holds nothing."""
+    return [one.untyped_storage()._cdata for one in local_parts(tensor) if one.layout is torch.strided]
 
 
 def local_offsets(tensor: torch.Tensor) -> list[tuple[int, ...]]:

@@ -38,7 +38,7 @@ from allranks.checkpoint.state import (
     state_of,
 )
 from allranks.checkpoint.stores import Store, hint_for, reason_of
-from allranks.checkpoint.tensors import flatten, local_parts, tensor_names, unflatten
+from allranks.checkpoint.tensors import flatten, storages_of, tensor_names, unflatten
 from allranks.errors import AllranksError, CheckpointDamaged, CheckpointLoadError, CheckpointValidationError
 
 log = logging.getLogger("allranks.checkpoint")
@@ -57,6 +57,7 @@ class Live:
     lr_scheduler: LRScheduler | None
     strict: bool
     torn: bool = False
+    copies: frozenset[str] = frozenset()  # tensors of the state_dict that are not the model's own memory
 
 
 def load_state(store: Store, name: str, rank: int) -> CheckpointState:
@@ -89,17 +90,18 @@ def prepare_into(checkpoint: Opened, live: Live, rank: int) -> Callable[[], Chec
     Raises CheckpointValidationError (also CheckpointDamaged). Calling the result does the rest, and returns the
     state around the live tensors.
     """
-    model = flatten({"model_state_dict": live.model.state_dict()}).tensors
+    model = _model_tensors(live)
     with _readable(checkpoint):
         common, own = skeletons(checkpoint, rank)
         _check_optimizer(live, common)
-        kept = _model_targets(model, common, live.strict)
+        shapes = {name: stored[0][1].shard.shape for name, stored in checkpoint.table().items()}
+        kept, remade = _model_targets(model, live, common, shapes)
         existing, new = _optimizer_targets(checkpoint, live, common)
         kept.update(existing)
         private = [name for part in own.values() for name in tensor_names(part)]
         outside = {k: value for k, value in common.items() if k not in ("model_state_dict", *PER_RANK)}
         others = [name for name in tensor_names(outside) if name not in kept and name not in new]
-        rest = new_targets(checkpoint, [*others, *private])
+        rest = new_targets(checkpoint, [*remade, *others, *private])
         tensors = _Lenient({**kept, **new, **{target.name: target.tensor for target in rest}})
         state = _assemble(common, own, rank, tensors)
     items = reading_list(checkpoint, [*targets_of(kept), *targets_of(new), *rest])
@@ -127,16 +129,31 @@ def _readable(checkpoint: Opened) -> Iterator[None]:
         ) from error
 
 
-def copy_into(snapshot: StateSnapshot, live: Live) -> CheckpointState:
-    """Fills model and optimizer in place from a memory snapshot."""
-    views = snapshot.local_views()
-    model = flatten({"model_state_dict": live.model.state_dict()}).tensors
-    for name, tensor in model.items():
-        for part, view in zip(local_parts(tensor), views.get(name, ()), strict=False):
-            part.copy_(view)
-    state = snapshot.to_state()
-    _install(live, state)
-    return state
+def copy_into(snapshot: StateSnapshot, live: Live) -> Callable[[], CheckpointState]:
+    """Checks that a memory snapshot holds what this rank needs. Calling the result fills model and optimizer."""
+    model = _model_tensors(live)
+    _check_optimizer(live, snapshot.common)
+    kept, _ = _model_targets(model, live, snapshot.common, snapshot.shapes())
+    views, offsets = snapshot.local_views(), snapshot.local_offsets()
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, tensor in kept.items():
+        there, targets = views.get(name, []), targets_of({name: tensor})
+        wanted = [(target.offsets, target.tensor.shape) for target in targets]
+        if wanted != list(zip(offsets.get(name, []), (view.shape for view in there), strict=True)):
+            text = f"this rank holds other elements of {name} than it needs now: the world has changed"
+            raise CheckpointValidationError(text, missing_keys=(name,), tier="MEMORY")
+        pairs += zip((target.tensor for target in targets), there, strict=True)
+
+    def finish() -> CheckpointState:
+        live.torn = True
+        for tensor, view in pairs:
+            tensor.copy_(view)
+        state = snapshot.to_state()
+        _install(live, state)
+        live.torn = False
+        return state
+
+    return finish
 
 
 def skeletons(checkpoint: Opened, rank: int) -> tuple[StateDict, dict[int, StateDict]]:
@@ -164,20 +181,37 @@ def _assemble(
     return state
 
 
+def _model_tensors(live: Live) -> dict[str, torch.Tensor]:
+    """The tensors of its state_dict; `live.copies` are those that the model made for it, as some do of their extra state."""
+    tensors = flatten({"model_state_dict": live.model.state_dict()}).tensors
+    own = {place for one in (*live.model.parameters(), *live.model.buffers()) for place in storages_of(one)}
+    live.copies = frozenset(
+        name for name, tensor in tensors.items() if not own.issuperset(storages_of(tensor))
+    )
+    return tensors
+
+
 def _model_targets(
-    tensors: dict[str, torch.Tensor], common: StateDict, strict: bool
-) -> dict[str, torch.Tensor]:
-    """The live tensors of the model that the checkpoint has."""
+    tensors: dict[str, torch.Tensor], live: Live, common: StateDict, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """(the live tensors of the model that are saved, the names of copies that are saved with another shape)."""
     saved = set(tensor_names({"model_state_dict": common.get("model_state_dict", {})}))
     missing, unexpected = tuple(set(tensors) - saved), tuple(saved - set(tensors))
-    if strict and (missing or unexpected):
+    if live.strict and (missing or unexpected):
         raise CheckpointValidationError(
             "the model and the checkpoint do not fit together",
             missing,
             unexpected,
             hint="restore with strict=False to take what fits",
         )
-    return {name: tensor for name, tensor in tensors.items() if name in saved}
+    kept = {name: tensor for name, tensor in tensors.items() if name in saved}
+    other = [name for name, tensor in kept.items() if shapes.get(name, tensor.shape) != tuple(tensor.shape)]
+    if wrong := [name for name in other if name not in live.copies]:
+        text = (
+            f"{wrong[0]} is saved with shape {shapes[wrong[0]]}, the model's is {tuple(kept[wrong[0]].shape)}"
+        )
+        raise CheckpointValidationError(text, invalid_keys=tuple(wrong[:20]))
+    return {name: tensor for name, tensor in kept.items() if name not in other}, other
 
 
 def _check_optimizer(live: Live, common: StateDict) -> None:
@@ -232,10 +266,12 @@ def _optimizer_entries(common: StateDict) -> Iterator[tuple[int, dict[str, str]]
 
 
 def _install(live: Live, state: CheckpointState) -> None:
-    """What is not tensors of the model goes through the parts' own load_state_dict."""
-    extra = {k: v for k, v in state.model_state_dict.items() if not isinstance(v, torch.Tensor)}
-    if extra:
+    """What is not in the model's own memory goes through the parts' own load_state_dict."""
+    if live.copies or not all(isinstance(v, torch.Tensor) for v in state.model_state_dict.values()):
         live.model.load_state_dict(state.model_state_dict, strict=False)
+    given = {"optimizer": live.optimizer, "lr_scheduler": live.lr_scheduler}
+    if lost := [k for k, part in given.items() if part is not None and not getattr(state, f"{k}_state_dict")]:
+        log.warning("step %d was saved without %s: left as given", state.step, " and ".join(lost))
     if live.optimizer is not None and state.optimizer_state_dict:
         live.optimizer.load_state_dict(state.optimizer_state_dict)
     if live.lr_scheduler is not None and state.lr_scheduler_state_dict:

@@ -245,7 +245,7 @@ class Loader:
             raise FileNotFoundError(f"the snapshot of step {step} is gone")
         held.callback(snapshot.release)
         snapshot.check()
-        return snapshot.to_state if into is None else lambda: copy_into(snapshot, into)
+        return snapshot.to_state if into is None else copy_into(snapshot, into)
 
     def _quarantine(self, store: Store, name: str, reason: str) -> None:
         where = ""

@@ -161,6 +161,7 @@ def _regions(
     for index, one in stored:  # the usual case: saved in the same layout
         if one.shard.offsets == target.offsets and one.shard.sizes == sizes:
             fits = tensor.dtype == stored_dtype(one.shard) and tensor.is_cpu and tensor.is_contiguous()
+            fits = fits and not tensor.is_conj() and not tensor.is_neg()
             return [(index, one, None if fits else Region((0,) * len(sizes), sizes, tensor))]
     shape = stored[0][1].shard.shape
     if len(shape) != len(sizes) or any(

@@ -25,7 +25,7 @@ from allranks.checkpoint.save.plan import Plan, Planner, fingerprint, local_tens
 from allranks.checkpoint.save.snapshot import Copy, FlatState, StateSnapshot, flatten_state
 from allranks.checkpoint.save.writer import Saved, SaveJob
 from allranks.checkpoint.state import CheckpointState
-from allranks.checkpoint.stores import Attempt, checkpoint_name
+from allranks.checkpoint.stores import Attempt, checkpoint_name, reason_of
 from allranks.checkpoint.stores.backends import MemorySnapshotBackend
 from allranks.errors import CheckpointSaveError, MemoryLimitExceeded
 
@@ -59,8 +59,9 @@ class Saves:
     def announce(self, tier: str, step: int, path: str) -> Future[Saved]:
         """Counts a save whose copy is still under way; its future ends it."""
         future: Future[Saved] = Future()
-        with self._lock:
-            self._pending.append(Pending(tier, step, path, future))
+        with self._lock:  # those of this step are still to be waited for, also where they have failed
+            kept = [one for one in self._pending if one.step == step or not one.future.done()]
+            self._pending = [*kept, Pending(tier, step, path, future)]
         return future
 
     def submit(self, snapshot: StateSnapshot, tier: str, job: SaveJob, announced: Future[Saved]) -> None:
@@ -194,8 +195,9 @@ class SaveCoordinator:
         problem: CheckpointSaveError | None = None
         try:
             flat = flatten_state(state, self.group.rank)
-        except TypeError as error:  # the other ranks must hear of it before this one raises
-            problem = CheckpointSaveError(str(error), tier="MEMORY", path="")
+        except Exception as error:  # the other ranks must hear of it before this one raises
+            said = str(error) if isinstance(error, (TypeError, ValueError)) else reason_of(error)
+            problem = CheckpointSaveError(said, tier="MEMORY", path="")
         saved: dict[Tier, str | None] = {}
         in_memory = Tier.MEMORY in tiers
         for together in self.places.together(durable):
@@ -249,7 +251,11 @@ class SaveCoordinator:
     ) -> tuple[dict[Tier, str | None], bool]:
         """Plans, copies, and hands the snapshot on. (tier → path, kept in memory too)."""
         rank, sharers = self.group.rank, self.places.sharers(tiers[0])
-        plan = self.planner.shared([one.mark for one in proposals], sharers, flat.tensors, in_memory)
+        try:
+            plan = self.planner.shared([one.mark for one in proposals], sharers, flat.tensors, in_memory)
+        except ValueError as error:
+            path = f"{self.places.spec(tiers[0]).url.rstrip('/')}/{checkpoint_name(state.step)}"
+            raise CheckpointSaveError(str(error), tier=tiers[0].name, path=path) from error
         alike = rank != sharers[0] and proposals[rank].common == proposals[sharers[0]].common
         jobs = [(tier, self._job(state, flat, tier, proposals[0].token, alike)) for tier in tiers]
         kept = in_memory and self._has_room(state.step, plan)
@@ -288,13 +294,19 @@ class SaveCoordinator:
         """Begins the copy; what follows it runs when the bytes are complete."""
         if keep:
             self.memory.make_room(plan.arena_bytes)
-        snapshot = StateSnapshot.begin(state, flat, plan, self.memory.pool)
-        snapshot.hold()  # for the copy
-        if keep:
-            self.memory.add(snapshot)
         saves, memory = self.saves, self.memory
         self.given.update({tier.name: max(state.step, self.given.get(tier.name, -1)) for tier, _ in jobs})
         orders = [(tier.name, job, saves.announce(tier.name, state.step, job.path)) for tier, job in jobs]
+        try:
+            snapshot = StateSnapshot.begin(state, flat, plan, memory.pool)
+        except (OSError, MemoryError) as error:  # no memory, or no descriptor, for a copy
+            log.warning("step %d cannot be copied: %s", state.step, reason_of(error))
+            for tier, job, announced in orders:
+                saves.fail(tier, job.path, error, announced)
+            return
+        snapshot.hold()  # for the copy
+        if keep:
+            memory.add(snapshot)
 
         def after(error: BaseException | None) -> None:
             snapshot.ready = error is None

@@ -63,11 +63,14 @@ class Helper:
             os.close(fd)
         elif kind == "drop":
             self.arenas.pop(message["id"], None)
+        elif kind == "forget":
+            self.layouts.clear()
         elif kind == "layout":
             self.layouts[message["id"]] = lay_out(shards_from_json(message["shards"]))
         elif kind == "save":
-            image = self.arenas[message["arena"]]  # taken now: the rank may drop the arena before its turn
-            self.queue_of(message["job"]["store"]["url"]).put({**message, "image": image})
+            # taken now: the rank may drop the arena, and let layouts be forgotten, before its turn
+            taken = {"image": self.arenas[message["arena"]], "layout": self.layouts[message["layout"]]}
+            self.queue_of(message["job"]["store"]["url"]).put({**message, **taken})
 
     def queue_of(self, url: str) -> queue.SimpleQueue[Message | None]:
         """The waiting line of a store, with its thread."""
@@ -86,9 +89,8 @@ class Helper:
         """One save from start to end; never raises."""
         job = job_from_json(message["job"])
         try:
-            layout, image = self.layouts[message["layout"]], message["image"]
             store = self.store(job.store)
-            saved = write_checkpoint(job, layout, image, store, self.parent_alive)
+            saved = write_checkpoint(job, message["layout"], message["image"], store, self.parent_alive)
             return {"kind": "saved", "save": message["save"], "result": asdict(saved)}
         except Exception as error:
             if isinstance(error, PermissionError):

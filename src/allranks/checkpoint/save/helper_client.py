@@ -29,6 +29,8 @@ from allranks.errors import CheckpointSaveError
 
 #: How often the unfinished saves of dead helpers are handed to a new one.
 RESTARTS = 1
+#: Plans that a helper remembers the shards of.
+MOST_LAYOUTS = 8
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,9 @@ def _send_order(running: _Running, number: int, order: SaveOrder) -> None:
         del running.arenas[gone]
         send_json(running.sock, {"kind": "drop", "id": gone})
     if order.plan.id not in running.layouts:
+        if len(running.layouts) >= MOST_LAYOUTS:  # of a state that has other tensors at each save
+            running.layouts.clear()
+            send_json(running.sock, {"kind": "forget"})
         running.layouts.add(order.plan.id)
         shards = [placed.shard for placed in order.plan.layout.placed]  # in the order given to the layout
         send_json(running.sock, {"kind": "layout", "id": order.plan.id, "shards": shards})

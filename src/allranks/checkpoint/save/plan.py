@@ -109,10 +109,13 @@ def deduplicate(every: Sequence[Sequence[Described]]) -> list[set[tuple[str, tup
     to the one that has the least to write so far, large chunks first. Small ones go to the first: running statistics may
     differ between ranks, and those of two must not be mixed."""
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    lengths = {}
+    lengths, known = {}, dict[tuple[str, tuple[int, ...]], list[int]]()
     for rank, entries in enumerate(every):
-        for name, offsets, _, length in entries:
+        for name, offsets, sizes, length in entries:
             chunk = (name, tuple(offsets))
+            if known.setdefault(chunk, sizes) != sizes:
+                text = f"ranks hold different tensors as {name}, of sizes {known[chunk]} and {sizes}: give each its own name"
+                raise ValueError(text)
             holders.setdefault(chunk, []).append(rank)
             lengths[chunk] = length
     loads, owned = [0] * len(every), [set[tuple[str, tuple[int, ...]]]() for _ in every]
@@ -163,7 +166,7 @@ class Planner:
         keep_all: bool,
     ) -> Plan:
         """This rank's part of a checkpoint. `marks` are all ranks' fingerprints: new ones are planned together."""
-        key = (tuple(marks), sharers, keep_all)
+        key = (self.group.world, tuple(marks), sharers, keep_all)
         if key not in self._plans:
             pieces = find_pieces(tensors)
             shards = (piece.shard for piece in pieces)

@@ -30,7 +30,7 @@ import torch
 
 from allranks.checkpoint.checksum import best_algorithm, checksum, in_threads
 from allranks.checkpoint.manifest import padded
-from allranks.checkpoint.save.plan import Plan, local_tensors
+from allranks.checkpoint.save.plan import Placement, Plan, local_tensors
 from allranks.checkpoint.state import PER_RANK, CheckpointState, StateDict
 from allranks.checkpoint.tensors import Flat, as_dtensor, flatten, is_dtensor, local_chunk, unflatten
 from allranks.errors import CheckpointDamaged
@@ -163,8 +163,14 @@ class Stager:
         later = [pair for pair in pairs if background and may_wait(pair[0])]
         late = {id(source) for source, _ in later}
         now = [pair for pair in pairs if id(pair[0]) not in late]
-        self._copy_device(copy, pairs, late)
-        _copy_host([pair for pair in now if pair[0].device.type == "cpu"])
+        try:
+            self._copy_device(copy, pairs, late)
+            _copy_host([pair for pair in now if pair[0].device.type == "cpu"])
+        except Exception as error:  # a failed save, for which nothing may wait
+            copy.error = error
+            copy._host_done.set()
+            after(error)
+            return copy
         later = [pair for pair in later if pair[0].device.type == "cpu"]
         if not later and not copy._events:
             copy._host_done.set()
@@ -250,6 +256,9 @@ class FlatState:
 
 def flatten_state(state: CheckpointState, rank: int) -> FlatState:
     """Takes a state apart; per-rank fields get names of their own, so that no rank's are taken for another's."""
+    for name, number in (("step", state.step), ("epoch", state.epoch)):
+        if number < 0:  # no manifest may say so
+            raise ValueError(f"{name} is {number}: it must not be below 0")
     fields = state.to_dict()
     own = {name: fields.pop(name) for name in PER_RANK}
     common: Flat = flatten(fields)
@@ -380,11 +389,25 @@ class StateSnapshot:
     def local_views(self) -> dict[str, list[torch.Tensor]]:
         """name → views of its local chunks inside the arena. Valid while the snapshot is held."""
         views: dict[str, list[torch.Tensor]] = {}
-        for placement in sorted((*self.plan.owned, *self.plan.extra), key=lambda p: p.piece.ordinal):
+        for placement in self._local():
             piece = placement.piece
             view = self.arena.tensor(placement.start, piece.dtype, piece.shard.sizes)
             views.setdefault(piece.shard.name, []).append(view)
         return views
+
+    def local_offsets(self) -> dict[str, list[tuple[int, ...]]]:
+        """name → where each of these views lies in the whole tensor."""
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for placement in self._local():
+            found.setdefault(placement.piece.shard.name, []).append(placement.piece.shard.offsets)
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """name → shape of the whole tensor, of those that this rank holds a part of."""
+        return {placement.piece.shard.name: placement.piece.shard.shape for placement in self._local()}
+
+    def _local(self) -> list[Placement]:
+        return sorted((*self.plan.owned, *self.plan.extra), key=lambda p: p.piece.ordinal)
 
     def to_state(self) -> CheckpointState:
         """The state again, copied out of the arena; DTensors are DTensors again."""

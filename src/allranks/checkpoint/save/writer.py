@@ -31,7 +31,8 @@ from allranks.checkpoint.manifest import (
     encode_manifest,
     part_name,
 )
-from allranks.checkpoint.stores import Attempt, Store, StoreSpec, reason_of
+from allranks.checkpoint.stores import MAX_JSON_BYTES, Attempt, Store, StoreSpec, reason_of
+from allranks.checkpoint.stores.keyed_store import KeyedStore
 from allranks.checkpoint.stores.listing import prune
 from allranks.errors import AllranksError, CheckpointValidationError
 
@@ -152,6 +153,9 @@ def with_file(index: Index, name: str, layout: FileLayout, sums: Mapping[str, st
 def write_index(store: Store, attempt: Attempt, index: Index) -> Part:
     """Writes an index file; the part that the manifest names."""
     name, data = part_file(store, attempt, index.rank, "json"), encode_index(index)
+    if len(data) > MAX_JSON_BYTES:  # no restore would read it
+        text = f"what is not tensors has {len(data)} bytes, at most {MAX_JSON_BYTES} are kept: use tensors or numpy arrays"
+        raise OSError(errno.EFBIG, text)
     store.write(attempt, name, [memoryview(data)], len(data))
     return _part(index.rank, name, data, sum(file.bytes for file in index.files))
 
@@ -250,5 +254,19 @@ def _give_up(job: SaveJob, store: Store, error: BaseException) -> None:
             if full.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             store.write(job.attempt, name, [], 0)  # a full disk has room for an empty file
+        if isinstance(store, KeyedStore) and store.tier == "PEER":
+            _withdraw(job, store)
         if job.rank == job.ranks[0]:
             store.tidy()  # failed attempts would fill the disk until one succeeds
+
+
+def _withdraw(job: SaveJob, store: KeyedStore) -> None:
+    """Failed attempts would fill the peers' memory: this rank's part goes where nothing can commit it any more."""
+    first = job.rank == job.ranks[0]
+    if not first and store.staged(job.attempt, part_file(store, job.attempt, job.rank, "json")) is not None:
+        failed = part_file(store, job.attempt, job.ranks[0], "failed")
+        if store.staged(job.attempt, failed) is None:
+            return  # the first rank may still commit it
+    store.abandon(
+        job.attempt, [part_file(store, job.attempt, job.rank, end) for end in ("safetensors", "json")]
+    )

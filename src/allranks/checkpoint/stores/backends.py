@@ -229,8 +229,8 @@ class Backend:
                 own=flat.own,
             )
             write_checkpoint(job, plan.layout, snapshot.arena.view, store)
-        except (OSError, TypeError) as error:
-            reason = str(error) if isinstance(error, TypeError) else reason_of(error)
+        except (OSError, TypeError, ValueError) as error:
+            reason = reason_of(error) if isinstance(error, OSError) else str(error)
             hint = hint_for(error, store.tier, self.spec.url, self.spec.options)
             raise CheckpointSaveError(reason, tier=store.tier, path=store.path_of(name), hint=hint) from error
         return store.path_of(name)

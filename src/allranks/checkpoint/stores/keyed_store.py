@@ -79,8 +79,13 @@ class KeyedStore:
             if replaced not in ("", attempt.token):
                 self.blobs.delete(_files_of(attempt.name, replaced, self._listed()))
 
-    def abandon(self, attempt: Attempt) -> None:
-        if not self._committed(attempt):  # else only the answer was lost
+    def abandon(self, attempt: Attempt, files: Sequence[str] = ()) -> None:
+        """Removes what was written; of `files`, only those."""
+        if self._committed(attempt):  # only the answer was lost
+            return
+        if files:
+            self.blobs.delete([f"{attempt.name}/{file}" for file in files])
+        else:
             written = [key for key, _ in self.blobs.keys(f"{attempt.name}/")]
             self.blobs.delete([key for key in written if attempt.token in key.rsplit("/", 1)[-1]])
 

@@ -61,7 +61,8 @@ class _Fetcher:
     dataset: ResumableDataset
 
     def __getitem__(self, ids: Ids) -> tuple[Ids, Batch]:
-        return ids, self.dataset.fetch(ids)
+        """A micro-batch without samples, of weight 0, holds one that counts nowhere: its loss is a number."""
+        return ids, self.dataset.fetch(ids if len(ids) else np.zeros(1, dtype=np.int64))
 
 
 def _as_it_is(item: T) -> T:
@@ -203,12 +204,11 @@ class ElasticDataLoader:
             dataset.step += 1
 
     def _sizes(self, step: int) -> tuple[int, ...]:
-        """This rank's micro-batch sizes in a step; others than planned where a finite order ends."""
-        share = self.dataset.shares(step)[self.rank]
-        sizes = self.plan.micro[self.rank]
-        if share == sum(sizes):
-            return sizes
-        return even(share, max(1, -(-share // max(sizes))))
+        """This rank's micro-batch sizes in a step; where a finite order ends others than planned, as many on all ranks."""
+        shares = self.dataset.shares(step)
+        if shares == self.plan.shares:
+            return self.plan.micro[self.rank]
+        return even(shares[self.rank], -(-max(shares) // max(map(max, self.plan.micro))))
 
     def _upcoming(self) -> Iterator[Ids]:
         """The ids of one micro-batch after the other, from the current step on."""
@@ -223,8 +223,7 @@ class ElasticDataLoader:
 
     def _fetched(self) -> Iterator[tuple[Ids, Batch]]:
         if self.num_workers == 0:
-            for ids in self._upcoming():
-                yield ids, self.dataset.fetch(ids)
+            yield from map(_Fetcher(self.dataset).__getitem__, self._upcoming())
             return
         if self._loader is None:
             from torch.utils.data import DataLoader
