@@ -299,6 +299,116 @@ def test_tasks_that_fill_a_connection_or_lose_work_are_named(
     assert (found.state, {one.function for one in found.guilty}) == ("stuck", names), found
 
 
+CALLBACK = """
+    import multiprocessing, time
+
+    def keep(value):
+        seen = 1 / value
+
+    if __name__ == "__main__":
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            results = [pool.apply_async(int, (n,), callback=keep) for n in (2, 1, 0, 3)]
+            time.sleep(1)
+            print("ready")
+            [one.get() for one in results]
+    """
+
+
+def test_an_error_in_a_callback_of_a_pool_is_a_hang(tmp_path: Path) -> None:
+    """It ends the thread that takes the results; another thread of the pool then spins, which is no progress."""
+    with running(tmp_path, CALLBACK) as job:
+        found = explain_processes(look_at(job.pid))
+    assert (found.state, [one.pid for one in found.guilty]) == ("stuck", [job.pid]), found
+    assert "waits for a result of its process pool" in found.sentence, found.sentence
+    assert found.sentence.endswith("the thread that takes its results has ended"), found.sentence
+
+
+LISTENER = """
+    import multiprocessing, os, time
+    from multiprocessing.connection import Client, Listener
+
+    def replay(address):
+        with Listener(address, "AF_UNIX", authkey=b"k") as listener:
+            while True:
+                with listener.accept() as connection:
+                    while True:
+                        connection.send(connection.recv())
+
+    def evaluator(address):
+        with Client(address, "AF_UNIX", authkey=b"k") as connection:
+            connection.send(1)
+            connection.recv()
+            time.sleep(1)
+            print("ready")
+            while not os.path.exists("/never/there"):
+                time.sleep(0.1)
+
+    if __name__ == "__main__":
+        address = __file__ + ".socket"
+        for role in (replay, evaluator):
+            multiprocessing.get_context("fork").Process(target=role, args=(address,)).start()
+            time.sleep(0.5)
+        Client(address, "AF_UNIX", authkey=b"k")
+    """
+
+
+def test_a_connection_that_a_unix_server_has_not_accepted_is_followed(tmp_path: Path) -> None:
+    """The server serves one client at a time, and that one looks for a file that does not come."""
+    with running(tmp_path, LISTENER) as job:
+        found = explain_processes(look_at(job.pid))
+    assert [(one.role, one.function) for one in found.guilty] == [("evaluator", "evaluator")], found
+
+
+BROKER = """
+    import multiprocessing, socket, threading
+
+    def serve(line, items, changed):
+        while command := line.recv(4):
+            with changed:
+                if command == b"push":
+                    items.append(1)
+                    changed.notify_all()
+                while not items:
+                    changed.wait()
+
+    def broker(server):
+        items, changed = [], threading.Condition()
+        while True:
+            line, _ = server.accept()
+            threading.Thread(target=serve, args=(line, items, changed)).start()
+
+    def take(port):
+        line = socket.create_connection(("127.0.0.1", port))
+        line.sendall(b"take")
+        line.recv(4)
+
+    def rollout(port):
+        take(port)
+
+    def trainer(port):
+        print("ready")
+        take(port)
+
+    if __name__ == "__main__":
+        server = socket.create_server(("127.0.0.1", 0))
+        start = multiprocessing.get_context("fork").Process
+        start(target=broker, args=(server,), daemon=True).start()
+        port = server.getsockname()[1]
+        server.close()
+        start(target=rollout, args=(port,), daemon=True).start()
+        trainer(port)
+    """
+
+
+def test_clients_that_wait_for_each_other_through_a_broker_are_named(tmp_path: Path) -> None:
+    """Both take what only another request could bring: the broker, which waits for that, does not wait for itself."""
+    with running(tmp_path, BROKER) as job:
+        found = explain_processes(look_at(job.pid))
+    assert found.state == "stuck" and {"broker", "rollout"} < {one.role for one in found.guilty}, found
+    assert job.pid in {one.pid for one in found.guilty}, found
+    assert "waits for itself" not in found.sentence, found.sentence
+
+
 def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:
     """A server with a smaller pid that the driver is connected with: it is not the first process, nor left by a dead one."""
     driver = Process(7, ppid=1, title="python job.py")

@@ -183,10 +183,17 @@ def _lost_task(look: JobLook, waits: Waits) -> ProcessFinding | None:
             continue
         family = {unit.process.pid, *unit.thread.wait.pids}
         near = [u for u in waits.units if u.process.pid in family and u is not unit]
+        near = [u for u in near if not _calls(u, "_handle_workers")]  # it only looks for workers that have ended
         if unit.still and not any(u.active or not u.still for u in near):
-            says = f"{_says(unit)}, and every worker of its pool waits for a task: the one with this task has ended"
+            takes = any(_calls(u, "_handle_results") for u in near)
+            why = "the one with this task has ended" if takes else "the thread that takes its results has ended"
+            says = f"{_says(unit)}, and every worker of its pool waits for a task: {why}"
             return ProcessFinding("stuck", says, (_guilty(unit),), reason="nobody works on the result")
     return None
+
+
+def _calls(unit: Unit, function: str) -> bool:
+    return any(f.name.endswith(function) for f in unit.thread.frames)
 
 
 def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:

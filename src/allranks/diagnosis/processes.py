@@ -154,7 +154,9 @@ class _Finder:
                 return []
             # one that itself waits for its next work tells less than this wait
             found = [n for n in inside if self.units[n].active]
-            clients = [] if inside else self._clients(unit)
+            others = [n for n in found if not wait.key or self.units[n].thread.wait.key != wait.key]
+            clients = [] if others or (inside and not found) else self._clients(unit)
+            found = [] if clients else found
         if not found:
             self.fed.add(number)
         return found or clients

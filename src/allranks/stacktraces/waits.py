@@ -320,7 +320,8 @@ def _by_child(a: _Asked) -> WaitFor | None:
     if commands and children and not _any(a.frames, "shared"):
         reads = a.ends and not _calls(a.frames[:3], "wait@multiprocessing/connection.py")
         says = "reads the output of a process that it started" if reads else says
-        says = "waits for a result of its process pool" if _any(a.frames[:6], "future") else says
+        pool = _any(a.frames[:6], "future") or _calls(a.frames[:6], "*@multiprocessing/pool.py")
+        says = "waits for a result of its process pool" if pool else says
         return WaitFor("child", says, ends=a.ends, pids=() if a.ends else children)
     polled = a.extra.polled if a.cause == "native_call" else ()
     if _any(a.frames[:3], "polls_lock"):
