@@ -409,6 +409,36 @@ def test_clients_that_wait_for_each_other_through_a_broker_are_named(tmp_path: P
     assert "waits for itself" not in found.sentence, found.sentence
 
 
+IDLE_JOB = """
+    import multiprocessing, threading, time
+
+    def rollout(ready, out):
+        while True:
+            ready.wait()
+            ready.clear()
+            out.put(1)
+
+    if __name__ == "__main__":
+        with multiprocessing.get_context("fork").Manager() as manager:
+            ready, out = manager.Event(), manager.Queue()
+            multiprocessing.get_context("fork").Process(target=rollout, args=(ready, out), daemon=True).start()
+            time.sleep(1)
+            print("ready")
+            while True:
+                out.get()
+    """
+
+
+def test_processes_that_take_their_work_from_each_other_are_not_called_idle(tmp_path: Path) -> None:
+    """Who should set the event has ended; nothing from outside reaches any of them."""
+    with running(tmp_path, IDLE_JOB) as job:
+        look = look_at(job.pid)
+    found = explain_processes(look)
+    assert {one.role for one in look.processes} == {"driver", "rollout", "manager of shared objects"}
+    assert found.state == "unclear" and "wait for each other's work" in found.sentence, found
+    assert "rollout (pid" in found.sentence, found.sentence
+
+
 def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:
     """A server with a smaller pid that the driver is connected with: it is not the first process, nor left by a dead one."""
     driver = Process(7, ppid=1, title="python job.py")
