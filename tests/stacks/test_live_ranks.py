@@ -82,6 +82,12 @@ def _store(rank: int) -> None:
     _wait_for_others()
 
 
+def _polls(rank: int) -> None:
+    while rank == 1 and not os.path.exists("flag of rank 0"):
+        time.sleep(0.1)
+    _wait_for_others()
+
+
 def _checkpoint(rank: int) -> None:
     if rank == 0:
         os.mkfifo("fifo")
@@ -147,13 +153,14 @@ def _remote_call(rank: int) -> None:
     [
         (_missing, 1, {0: "collective_wait", 1: "sleep"}, "in load_batch_from_slow_storage"),
         (_store, 1, {0: "collective_wait", 1: "store_wait"}, "in _store"),
+        (_polls, 1, {0: "collective_wait", 1: "sleep"}, "in _polls"),
         (_checkpoint, 0, {0: "checkpoint_io", 1: "collective_wait"}, "in _checkpoint"),
         (_worker_asleep, 0, {0: "dataloader_wait", 1: "collective_wait"}, "in _train_on"),
         (_worker_deadlocked, 0, {0: "dataloader_wait", 1: "collective_wait"}, "in _train_on"),
         (_remote_call, 1, {0: "p2p_wait", 1: "lock_deadlock"}, "in never_answer"),
     ],
     ids=[
-        *("missing rank", "store wait", "checkpoint to a FIFO", "worker asleep"),
+        *("missing rank", "store wait", "flag", "checkpoint to a FIFO", "worker asleep"),
         *("worker deadlocked by fork", "remote call that is not answered"),
     ],
 )
@@ -168,6 +175,9 @@ def test_the_guilty_rank_of_a_hung_job_is_named(
         assert report.hung is True
         assert report.culprits == (culprit,)
         assert report.ranks[culprit].where.endswith(where)
+        if work is _polls:
+            assert "rank 1 looks again and again for a change in _polls (" in report.sentence
+            assert "`rank == 1 and (not os.path.exists('flag of rank 0'))`" in report.ranks[1].evidence
         if causes[culprit] == "dataloader_wait":
             told = [child.cause for child in report.ranks[culprit].children]
             assert told == ["lock_deadlock" if work is _worker_deadlocked else "sleep"]

@@ -154,8 +154,14 @@ def _describe_one(state: RankState, subject: bool = True) -> str:
     )
     tail = f" (its child process {child.child} {_at(child)})" if child else ""
     unreadable = f"cannot be read ({state.evidence})"
-    verb = unreadable if state.cause == "unknown" else VERBS.get(state.cause, state.cause)
+    verb = unreadable if state.cause == "unknown" else verb_of(state, VERBS)
     return f"{name}{verb}{line}{tail}"
+
+
+def verb_of(state: RankState, verbs: Mapping[str, str]) -> str:
+    """What a rank does, in a few words."""
+    polls = state.cause == "sleep" and state.evidence.startswith("looks again and again")
+    return "looks again and again for a change" if polls else verbs.get(state.cause, state.cause)
 
 
 def _swap(where: str) -> str:
