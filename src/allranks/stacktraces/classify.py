@@ -27,6 +27,7 @@ from allranks.stacktraces.progress import (
     decide_by_counts,
     decide_by_movement,
     decide_progress,
+    may_be_slow,
 )
 from allranks.stacktraces.text import compress
 from allranks.stacktraces.views import Children, ProcessView
@@ -268,8 +269,9 @@ def _decide_progress(
         progress = HangDecision(True, f"no rank has made progress for {quiet_s:.0f} s")
     if progress.hung and {state.cause for state in states.values()} == {"request_wait"}:
         return HangDecision(False, "an idle server: every rank waits for requests")
-    if progress.hung and not quiet_s and (reason := _waits_for_command(states)):
-        return HangDecision(None, reason)
+    slow = _waits_for_command(states) or may_be_slow(find_culprits(states), capture.marks, views, causes)
+    if progress.hung and not quiet_s and slow:
+        return HangDecision(None, slow)
     return progress
 
 

@@ -8,7 +8,7 @@ the same frames and no CPU tick spent, has not finished one in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -98,6 +98,8 @@ def decide_by_movement(
 
 SHORT_S = 2.0  # a shorter look tells nothing
 SOON_S = 60.0
+LONG_S = 300.0  # a computation that is silent for longer is taken for a loop
+_WORK = ("busy_python", "native_call")
 _POLLS = ("rendezvous_wait", "store_wait")  # that such a wait ran is no progress
 WAKES = 3  # context switches that a thread which only waits may make, by being looked at
 
@@ -110,6 +112,31 @@ def _user_line(path: tuple[StackFrame, ...]) -> tuple[str, int]:
 def _woke(main: ThreadView) -> bool:
     """Whether a thread ran between the looks."""
     return (main.ticks_moved or 0) > 1 or main.facts[-1].switches - main.facts[0].switches > WAKES
+
+
+def may_be_slow(
+    culprits: Sequence[int],
+    marks: Sequence[RankMarks],
+    views: Mapping[int, ProcessView],
+    causes: Mapping[int, Cause],
+) -> str:
+    """Why a silence proves nothing yet: all that the others wait for compute, look again and again for a change, or wait for
+    the network."""
+    silent = [one.seen_s - one.marks[-1].at_s for one in marks if one.marks and one.seen_s is not None]
+    words: dict[int, str] = {}
+    for rank in culprits:
+        main, cause = views[rank].main, causes[rank].cause
+        if main is not None and main.busy and cause in _WORK:
+            words[rank] = "computes"
+        elif main is not None and main.facts and cause == "sleep" and _woke(main):
+            words[rank] = "looks again and again for a change"
+        elif cause == "network_io":
+            words[rank] = "waits for the network"
+    limit = LONG_S if "computes" in words.values() else SOON_S
+    if not words or len(words) < len(culprits) or not silent or max(silent) >= limit:
+        return ""
+    rank, did = next(iter(words.items()))
+    return f"the last progress was {max(silent):.0f} s ago, and rank {rank} {did}: look again later"
 
 
 def decide_by_counts(decided: HangDecision, still_s: float | None, stillness: Stillness) -> HangDecision:
