@@ -439,6 +439,40 @@ def test_processes_that_take_their_work_from_each_other_are_not_called_idle(tmp_
     assert "rollout (pid" in found.sentence, found.sentence
 
 
+FORKED = """
+    import multiprocessing, time
+
+    def generate(queue):
+        while True:
+            pass
+
+    def judge(queue):
+        time.sleep(3600)
+
+    def watch(queue):
+        while True:
+            time.sleep(20)
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        for role in (generate, judge, watch):
+            context.Process(target=role, args=(queue,), daemon=True).start()
+        print("ready")
+        queue.get()
+    """
+
+
+def test_who_may_get_an_item_from_a_process_that_computes_is_not_stuck(tmp_path: Path) -> None:
+    """All that were forked can write into the queue: one computes, one sleeps for an hour, one only stays alive."""
+    with running(tmp_path, FORKED) as job:
+        look = look_at(job.pid)
+        found = explain_processes(look)
+    kinds = {one.role: one.threads[0].wait.kind for one in look.processes}
+    assert (kinds["judge"], kinds["watch"]) == ("sleep", "idle"), kinds
+    assert found.state == "unclear" and "generate (pid" in found.sentence, found
+
+
 def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:
     """A server with a smaller pid that the driver is connected with: it is not the first process, nor left by a dead one."""
     driver = Process(7, ppid=1, title="python job.py")

@@ -133,7 +133,9 @@ class Root:
             for t in unit.process.threads
             if t is not unit.thread and t.wait.kind == "idle" and t.frames and not _is_helper(t)
         ]
-        return unit.thread.main and not beside and unit.thread.wait.kind not in ("child", "thread", "poll")
+        works = any(not u.still and not u.process.system for u in self.waits.units)
+        later = ("child", "thread", "poll", "sleep") if works else ("child", "thread", "poll")
+        return unit.thread.main and not beside and unit.thread.wait.kind not in later
 
     @property
     def polls(self) -> bool:

@@ -449,12 +449,12 @@ def _by_links(a: _Asked) -> WaitFor | None:
 def _by_sleep(a: _Asked) -> WaitFor | None:
     left_s = a.now.left_s
     if a.cause == "sleep":
+        if a.ask(source.only_sleeps, False):
+            return WaitFor("idle", "sleeps until the program is ended")
         if a.ask(source.is_poll, False) and (left_s is None or left_s <= SHORT_S):
             memory = a.ask(source.polls_memory, False)
             says = "looks again and again for something that does not come"
             return WaitFor("poll", says, left_s=left_s, operation="memory" if memory else "")
-        if a.ask(source.only_sleeps, False):
-            return WaitFor("idle", "sleeps until the program is ended")
         return WaitFor("sleep", "sleeps", left_s=left_s)
     if a.cause == "stdin_wait":
         return WaitFor("stdin", "waits for input")
