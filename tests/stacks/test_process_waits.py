@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -471,6 +472,39 @@ def test_who_may_get_an_item_from_a_process_that_computes_is_not_stuck(tmp_path:
     kinds = {one.role: one.threads[0].wait.kind for one in look.processes}
     assert (kinds["judge"], kinds["watch"]) == ("sleep", "idle"), kinds
     assert found.state == "unclear" and "generate (pid" in found.sentence, found
+
+
+SLOW = """
+    import multiprocessing, os, subprocess, tempfile, time
+
+    def save(done):
+        with tempfile.TemporaryFile() as file:
+            while True:
+                os.fsync(file.fileno()), file.write(b"x"), file.flush(), time.sleep(0.05)
+
+    def use_tool(done):
+        subprocess.run(["sleep", "60"])
+        done.set()
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("fork")
+        done = context.Event()
+        context.Process(target=ROLE, args=(done,), daemon=True).start()
+        time.sleep(0.5)
+        print("ready")
+        done.wait()
+    """
+
+
+@pytest.mark.parametrize(("role", "state"), [("save", "moving"), ("use_tool", "unclear")])
+def test_who_writes_a_file_bit_by_bit_or_sleeps_in_a_command_is_not_stuck(
+    role: str, state: str, tmp_path: Path
+) -> None:
+    """The disk is slow; the command ends within a minute."""
+    with running(tmp_path, SLOW.replace("ROLE", role)) as job:
+        found = explain_processes(look_at(job.pid))
+    assert found.state == state, found
+    assert role == "save" or re.search(r"sleep \(pid \d+\) sleeps for \d+ s more", found.sentence), found
 
 
 def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:

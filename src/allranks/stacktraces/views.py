@@ -293,6 +293,17 @@ def has_moved(thread: ThreadView, new: bool, seconds: float) -> bool:
     return len(users) > 1 or (len(paths) > 1 and (thread.ticks_moved or 0) > 2)
 
 
+WAKES = 3  # context switches that a thread which only waits may make, by being looked at
+
+
+def has_run(thread: ThreadView) -> bool:
+    """Whether a thread ran between the looks."""
+    facts = thread.facts
+    return (thread.ticks_moved or 0) > 1 or (
+        len(facts) > 1 and facts[-1].switches - facts[0].switches > WAKES
+    )
+
+
 def is_busy(thread: ThreadView, polls: bool, seconds: float) -> bool:
     """Whether the thread used the processor. One that polls every millisecond does so a little."""
     if polls and seconds:
