@@ -83,7 +83,7 @@ def _store(rank: int) -> None:
 
 
 def _polls(rank: int) -> None:
-    while rank == 1 and not os.path.exists("flag of rank 0"):
+    while rank == 1 and not os.path.exists(f"{os.getcwd()}/flag"):
         time.sleep(0.1)
     _wait_for_others()
 
@@ -186,7 +186,7 @@ def test_the_guilty_rank_of_a_hung_job_is_named(
         assert report.ranks[culprit].where.endswith(where)
         if work is _polls:
             assert "rank 1 looks again and again for a change in _polls (" in report.sentence
-            assert "`rank == 1 and (not os.path.exists('flag of rank 0'))`" in report.ranks[1].evidence
+            assert "`rank == 1 and (not os.path.exists(f'{os.getcwd()}/flag'))`" in report.ranks[1].evidence
         if causes[culprit] == "dataloader_wait":
             told = [child.cause for child in report.ranks[culprit].children]
             assert told == ["lock_deadlock" if work is _worker_deadlocked else "sleep"]

@@ -318,10 +318,11 @@ def _evidence_text(match: PatternMatch, thread: ThreadView) -> str:
     text = match.pattern.says
     test = thread.python[0].source.partition(POLLS)[2] if thread.python else ""
     if match.pattern.cause == "sleep" and test:
-        text = f"looks again and again in {{top}} whether `{test}` has changed"
+        text = "looks again and again in {top} whether `{test}` has changed"
     for word, value in words.items():
         text = text.replace("{" + word + "}", value)
-    return " ".join(text.split()).replace(" )", ")").replace("(, ", "(").replace("()", "").strip()
+    text = " ".join(text.split()).replace(" )", ")").replace("(, ", "(").replace("()", "").strip()
+    return text.replace("{test}", test)
 
 
 def _native(thread: ThreadView) -> str:

@@ -201,8 +201,8 @@ def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> st
     sites = Counter((state.operation or state.cause, state.where) for state in ranks.values())
     if len(sites) == 1:
         (operation, where), _ = sites.most_common(1)[0]
-        rest = "look at the network, the device or the dumps (allranks diagnose)"
-        return f"all {len(ranks)} ranks wait in {operation} at {where}: no rank is different; {rest}"
+        rest = "look at the dumps (allranks diagnose), the network or the device"
+        return f"all {len(ranks)} ranks wait in {operation} at {where}: their stacks do not differ; {rest}"
     groups = []
     for site, _ in sites.most_common(4):
         there = [rank for rank, s in ranks.items() if (s.operation or s.cause, s.where) == site]
