@@ -235,6 +235,19 @@ def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
     )  # its holder may wait for the network
 
 
+def test_who_looks_again_and_again_may_wait_for_what_another_rank_left_out() -> None:
+    """Ranks that count arrivals in the store, and one whose save failed before it had counted itself."""
+    traces = traces_of(with_change(LAYOUT.programs(8), 5, AT, STUCK), "gloo")
+    polls = "looks again and again in arrive (save.py:6) whether `store.add(tag, 0) < 8` has changed"
+    verdict = verdict_of(diagnose(traces, stacks=[RankNow(5, "sleep", "save.py:6 in arrive", polls)]))
+    assert verdict.confidence == 0.75 and "(looks again and again for a change)" in verdict.sentence
+    (missing,) = verdict.missing_evidence
+    assert (
+        missing
+        == "who should make that change: perhaps a rank that waits here and passed that line without it"
+    )
+
+
 def test_of_several_ranks_that_have_not_come_the_one_that_was_seen_is_named() -> None:
     """ "Ranks 1, 2 never entered …; it is at …" did not say whose line that was."""
     traces = run(

@@ -108,6 +108,16 @@ def test_a_process_that_computes_is_unclear() -> None:
     assert found.state == "unclear" and "--for" in found.reason
 
 
+def test_a_process_that_polls_is_not_said_to_use_the_processor() -> None:
+    """It looks every millisecond: some ticks of the processor."""
+    polls = process(1, thread(1, "poll", 5), ticks=40, read=True)
+    found = explain_processes(JobLook((polls, process(2, thread(2, "poll", 6), ticks=40, read=True)), 9.0))
+    assert found.state == "unclear" and "(poll) at job.py:5" in found.sentence, found
+    works = process(3, IDLE, ticks=90, read=True)
+    found = explain_processes(JobLook((polls, works), 9.0))
+    assert "role3 (pid 3) used the processor for 0.9 of 9 s" in found.sentence, found
+
+
 def test_who_waits_for_a_process_that_computes_is_told() -> None:
     """Slow or without end: the answer names the busy line, since when, those behind it, and how to tell."""
     handler = thread(2, "work", 41, handles=True, busy=True)

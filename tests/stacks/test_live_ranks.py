@@ -82,6 +82,19 @@ def _store(rank: int) -> None:
     _wait_for_others()
 
 
+def _polls(rank: int) -> None:
+    while rank == 1 and not os.path.exists(f"{os.getcwd()}/flag"):
+        time.sleep(0.1)
+    _wait_for_others()
+
+
+def _evaluates(rank: int) -> None:
+    data = torch.rand(300, 300)
+    while rank == 1:
+        data @ data
+    _wait_for_others()
+
+
 def _checkpoint(rank: int) -> None:
     if rank == 0:
         os.mkfifo("fifo")
@@ -147,13 +160,15 @@ def _remote_call(rank: int) -> None:
     [
         (_missing, 1, {0: "collective_wait", 1: "sleep"}, "in load_batch_from_slow_storage"),
         (_store, 1, {0: "collective_wait", 1: "store_wait"}, "in _store"),
+        (_polls, 1, {0: "collective_wait", 1: "sleep"}, "in _polls"),
+        (_evaluates, 1, {0: "collective_wait", 1: "native_call"}, "in _evaluates"),
         (_checkpoint, 0, {0: "checkpoint_io", 1: "collective_wait"}, "in _checkpoint"),
         (_worker_asleep, 0, {0: "dataloader_wait", 1: "collective_wait"}, "in _train_on"),
         (_worker_deadlocked, 0, {0: "dataloader_wait", 1: "collective_wait"}, "in _train_on"),
         (_remote_call, 1, {0: "p2p_wait", 1: "lock_deadlock"}, "in never_answer"),
     ],
     ids=[
-        *("missing rank", "store wait", "checkpoint to a FIFO", "worker asleep"),
+        *("missing rank", "store wait", "flag", "evaluation", "checkpoint to a FIFO", "worker asleep"),
         *("worker deadlocked by fork", "remote call that is not answered"),
     ],
 )
@@ -163,11 +178,15 @@ def test_the_guilty_rank_of_a_hung_job_is_named(
     """Two gloo ranks with black boxes: the marks show the hang, the stacks the culprit."""
     with Ranks(hang(work), world_size=2, args=(str(tmp_path),), timeout_s=600) as ranks:
         ranks.wait_for("ready", timeout_s=100)
-        report = _until_settled(ranks, tmp_path, causes)
+        hung = None if work in (_polls, _evaluates) else True
+        report = _until_settled(ranks, tmp_path, causes, hung)
         assert {rank: state.cause for rank, state in report.ranks.items()} == causes
-        assert report.hung is True
+        assert report.hung is hung
         assert report.culprits == (culprit,)
         assert report.ranks[culprit].where.endswith(where)
+        if work is _polls:
+            assert "rank 1 looks again and again for a change in _polls (" in report.sentence
+            assert "`rank == 1 and (not os.path.exists(f'{os.getcwd()}/flag'))`" in report.ranks[1].evidence
         if causes[culprit] == "dataloader_wait":
             told = [child.cause for child in report.ranks[culprit].children]
             assert told == ["lock_deadlock" if work is _worker_deadlocked else "sleep"]
@@ -177,19 +196,19 @@ def test_a_rank_that_waits_in_backward_is_told_from_native_frames(tmp_path: Path
     """DDP's reducer shows no Python frame of a collective; the closer look at a suspect finds it."""
     with Ranks(hang(_backward), world_size=2, args=(str(tmp_path),), timeout_s=600) as ranks:
         ranks.wait_for("forward", timeout_s=100)
-        report = _until_settled(ranks, tmp_path, {0: "collective_wait", 1: "sleep"})
+        report = _until_settled(ranks, tmp_path, {0: "collective_wait", 1: "sleep"}, True)
         assert report.ranks[0].cause == "collective_wait"
         assert report.culprits == (1,)
         assert report.hung is True
 
 
-def _until_settled(ranks: Ranks, folder: Path, causes: dict[int, str]) -> StacksReport:
+def _until_settled(ranks: Ranks, folder: Path, causes: dict[int, str], hung: bool | None) -> StacksReport:
     """Looks until every rank has gone from `ready` into its wait, at most a few times."""
     for _ in range(12):
         report = look(ranks, folder)
         told = {rank: state.cause for rank, state in report.ranks.items()}
         starved = [state for state in report.ranks.values() if state.cause == "dataloader_wait"]
-        if report.hung and told == causes and all(state.children for state in starved):
+        if report.hung is hung and told == causes and all(state.children for state in starved):
             break
     return report
 

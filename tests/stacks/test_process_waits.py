@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -297,6 +298,213 @@ def test_tasks_that_fill_a_connection_or_lose_work_are_named(
     with running(tmp_path, text) as job:
         found = explain_processes(look_at(job.pid))
     assert (found.state, {one.function for one in found.guilty}) == ("stuck", names), found
+
+
+CALLBACK = """
+    import multiprocessing, time
+
+    def keep(value):
+        seen = 1 / value
+
+    if __name__ == "__main__":
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            results = [pool.apply_async(int, (n,), callback=keep) for n in (2, 1, 0, 3)]
+            time.sleep(1)
+            print("ready")
+            [one.get() for one in results]
+    """
+
+
+def test_an_error_in_a_callback_of_a_pool_is_a_hang(tmp_path: Path) -> None:
+    """It ends the thread that takes the results; another thread of the pool then spins, which is no progress."""
+    with running(tmp_path, CALLBACK) as job:
+        found = explain_processes(look_at(job.pid))
+    assert (found.state, [one.pid for one in found.guilty]) == ("stuck", [job.pid]), found
+    assert "waits for a result of its process pool" in found.sentence, found.sentence
+    assert found.sentence.endswith("the thread that takes its results has ended"), found.sentence
+
+
+LISTENER = """
+    import multiprocessing, os, time
+    from multiprocessing.connection import Client, Listener
+
+    def replay(address):
+        with Listener(address, "AF_UNIX", authkey=b"k") as listener:
+            while True:
+                with listener.accept() as connection:
+                    while True:
+                        connection.send(connection.recv())
+
+    def evaluator(address):
+        with Client(address, "AF_UNIX", authkey=b"k") as connection:
+            connection.send(1)
+            connection.recv()
+            time.sleep(1)
+            print("ready")
+            while not os.path.exists("/never/there"):
+                time.sleep(0.1)
+
+    if __name__ == "__main__":
+        address = __file__ + ".socket"
+        for role in (replay, evaluator):
+            multiprocessing.get_context("fork").Process(target=role, args=(address,)).start()
+            time.sleep(0.5)
+        Client(address, "AF_UNIX", authkey=b"k")
+    """
+
+
+def test_a_connection_that_a_unix_server_has_not_accepted_is_followed(tmp_path: Path) -> None:
+    """The server serves one client at a time, and that one looks for a file that does not come."""
+    with running(tmp_path, LISTENER) as job:
+        found = explain_processes(look_at(job.pid))
+    assert [(one.role, one.function) for one in found.guilty] == [("evaluator", "evaluator")], found
+
+
+BROKER = """
+    import multiprocessing, socket, threading
+
+    def serve(line, items, changed):
+        while command := line.recv(4):
+            with changed:
+                if command == b"push":
+                    items.append(1)
+                    changed.notify_all()
+                while not items:
+                    changed.wait()
+
+    def broker(server):
+        items, changed = [], threading.Condition()
+        while True:
+            line, _ = server.accept()
+            threading.Thread(target=serve, args=(line, items, changed)).start()
+
+    def take(port):
+        line = socket.create_connection(("127.0.0.1", port))
+        line.sendall(b"take")
+        line.recv(4)
+
+    def rollout(port):
+        take(port)
+
+    def trainer(port):
+        print("ready")
+        take(port)
+
+    if __name__ == "__main__":
+        server = socket.create_server(("127.0.0.1", 0))
+        start = multiprocessing.get_context("fork").Process
+        start(target=broker, args=(server,), daemon=True).start()
+        port = server.getsockname()[1]
+        server.close()
+        start(target=rollout, args=(port,), daemon=True).start()
+        trainer(port)
+    """
+
+
+def test_clients_that_wait_for_each_other_through_a_broker_are_named(tmp_path: Path) -> None:
+    """Both take what only another request could bring: the broker, which waits for that, does not wait for itself."""
+    with running(tmp_path, BROKER) as job:
+        found = explain_processes(look_at(job.pid))
+    assert found.state == "stuck" and {"broker", "rollout"} < {one.role for one in found.guilty}, found
+    assert job.pid in {one.pid for one in found.guilty}, found
+    assert "waits for itself" not in found.sentence, found.sentence
+
+
+IDLE_JOB = """
+    import multiprocessing, threading, time
+
+    def rollout(ready, out):
+        while True:
+            ready.wait()
+            ready.clear()
+            out.put(1)
+
+    if __name__ == "__main__":
+        with multiprocessing.get_context("fork").Manager() as manager:
+            ready, out = manager.Event(), manager.Queue()
+            multiprocessing.get_context("fork").Process(target=rollout, args=(ready, out), daemon=True).start()
+            time.sleep(1)
+            print("ready")
+            while True:
+                out.get()
+    """
+
+
+def test_processes_that_take_their_work_from_each_other_are_not_called_idle(tmp_path: Path) -> None:
+    """Who should set the event has ended; nothing from outside reaches any of them."""
+    with running(tmp_path, IDLE_JOB) as job:
+        look = look_at(job.pid)
+    found = explain_processes(look)
+    assert {one.role for one in look.processes} == {"driver", "rollout", "manager of shared objects"}
+    assert found.state == "unclear" and "wait for each other's work" in found.sentence, found
+    assert "rollout (pid" in found.sentence, found.sentence
+
+
+FORKED = """
+    import multiprocessing, time
+
+    def generate(queue):
+        while True:
+            pass
+
+    def judge(queue):
+        time.sleep(3600)
+
+    def watch(queue):
+        while True:
+            time.sleep(20)
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        for role in (generate, judge, watch):
+            context.Process(target=role, args=(queue,), daemon=True).start()
+        print("ready")
+        queue.get()
+    """
+
+
+def test_who_may_get_an_item_from_a_process_that_computes_is_not_stuck(tmp_path: Path) -> None:
+    """All that were forked can write into the queue: one computes, one sleeps for an hour, one only stays alive."""
+    with running(tmp_path, FORKED) as job:
+        look = look_at(job.pid)
+        found = explain_processes(look)
+    kinds = {one.role: one.threads[0].wait.kind for one in look.processes}
+    assert (kinds["judge"], kinds["watch"]) == ("sleep", "idle"), kinds
+    assert found.state == "unclear" and "generate (pid" in found.sentence, found
+
+
+SLOW = """
+    import multiprocessing, os, subprocess, tempfile, time
+
+    def save(done):
+        with tempfile.TemporaryFile() as file:
+            while True:
+                os.fsync(file.fileno()), file.write(b"x"), file.flush(), time.sleep(0.05)
+
+    def use_tool(done):
+        subprocess.run(["sleep", "60"])
+        done.set()
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("fork")
+        done = context.Event()
+        context.Process(target=ROLE, args=(done,), daemon=True).start()
+        time.sleep(0.5)
+        print("ready")
+        done.wait()
+    """
+
+
+@pytest.mark.parametrize(("role", "state"), [("save", "moving"), ("use_tool", "unclear")])
+def test_who_writes_a_file_bit_by_bit_or_sleeps_in_a_command_is_not_stuck(
+    role: str, state: str, tmp_path: Path
+) -> None:
+    """The disk is slow; the command ends within a minute."""
+    with running(tmp_path, SLOW.replace("ROLE", role)) as job:
+        found = explain_processes(look_at(job.pid))
+    assert found.state == state, found
+    assert role == "save" or re.search(r"sleep \(pid \d+\) sleeps for \d+ s more", found.sentence), found
 
 
 def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:

@@ -70,6 +70,11 @@ def test_who_ends_a_wait_and_what_polls() -> None:
     assert (source.is_poll(CODE, 22), source.is_poll(CODE, 24)) == (True, False)
 
 
+def test_what_a_loop_that_polls_tests() -> None:
+    text = "def f():\n    while store.add('n', 0) < 3:\n        sleep(1)\n    sleep(5)"
+    assert [source.polled(text, line) for line in (3, 4)] == ["store.add('n', 0) < 3", ""]
+
+
 LOOPS = """
 def environment(queue, stop):
     while True:

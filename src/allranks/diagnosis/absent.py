@@ -23,6 +23,7 @@ from allranks.diagnosis.context import (
     latest_stack,
     line_in,
     place,
+    polls,
 )
 from allranks.diagnosis.job import Family, GroupView, Lane, Now, is_p2p
 from allranks.diagnosis.kinds import say
@@ -142,7 +143,7 @@ def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...],
     facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.line}
     facts["there"] = "it" if len(ranks) == 1 else f"rank {now.rank}"
     exiting = now.evidence.startswith("the interpreter is exiting")  # threads of the program keep the process
-    sure, cause = 0.0, ""
+    sure, cause = 0.75 if polls(now) else 0.0, ""
     # when the job was stopped: only the calls of the others tell how long it had been there
     if now.cause == "interrupted":
         sure, cause = 0.35 if _broke_soon(context, blocked) else 0.9, "missing_rank"
@@ -156,6 +157,7 @@ def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...],
         doing=doing(now),
         holder=str(now.held_by) if now.held_by in blocked.rows else "",
         exiting=exiting,
+        polls=polls(now),
         **facts,
     )
     labels = (*("live" for _ in live), *found.stack_labels)

@@ -101,10 +101,16 @@ def line_in(text: str) -> str:
     return found[1] if found else ""
 
 
+def polls(now: RankNow) -> bool:
+    """Whether a rank looks for a change that perhaps another rank should make."""
+    return now.evidence.startswith("looks again and again")
+
+
 def doing(now: RankNow) -> str:
     """What a rank does by its stacks, in brackets behind its line; "" where they do not tell."""
     holder = f", rank {now.held_by} holds the lock" if now.held_by is not None else ""
     text = _DOING.get(now.cause, now.cause.replace("_", " "))
+    text = "looks again and again for a change" if polls(now) else text
     return f" ({text}{holder})" if now.cause not in ("", "unknown") else ""
 
 

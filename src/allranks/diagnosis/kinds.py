@@ -133,7 +133,8 @@ KINDS = {
         "compare RANK, WORLD_SIZE, MASTER_ADDR and the arguments of init_process_group on all ranks, and check the network between them"),
     "stuck_elsewhere": Kind("stuck_before_collective", 0.95,
         "{who} never {entered}; {waiting}[; {there} is at {now_at}]{doing}",
-        _ENTERED + "\n{now_evidence}", "",
+        _ENTERED + "\n{now_evidence}",
+        "[polls?who should make that change: perhaps a rank that waits here and passed that line without it]",
         "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
         "|let rank {holder} release the lock before it enters {call}"
         f"|look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),

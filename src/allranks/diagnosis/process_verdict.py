@@ -133,7 +133,9 @@ class Root:
             for t in unit.process.threads
             if t is not unit.thread and t.wait.kind == "idle" and t.frames and not _is_helper(t)
         ]
-        return unit.thread.main and not beside and unit.thread.wait.kind not in ("child", "thread", "poll")
+        works = any(not u.still and not u.process.system for u in self.waits.units)
+        later = ("child", "thread", "poll", "sleep") if works else ("child", "thread", "poll")
+        return unit.thread.main and not beside and unit.thread.wait.kind not in later
 
     @property
     def polls(self) -> bool:
@@ -183,10 +185,21 @@ def _lost_task(look: JobLook, waits: Waits) -> ProcessFinding | None:
             continue
         family = {unit.process.pid, *unit.thread.wait.pids}
         near = [u for u in waits.units if u.process.pid in family and u is not unit]
+        near = [
+            u for u in near if not _calls(u, "_handle_workers")
+        ]  # it only looks for workers that have ended
         if unit.still and not any(u.active or not u.still for u in near):
-            says = f"{_says(unit)}, and every worker of its pool waits for a task: the one with this task has ended"
+            takes = any(_calls(u, "_handle_results") for u in near)
+            why = (
+                "the one with this task has ended" if takes else "the thread that takes its results has ended"
+            )
+            says = f"{_says(unit)}, and every worker of its pool waits for a task: {why}"
             return ProcessFinding("stuck", says, (_guilty(unit),), reason="nobody works on the result")
     return None
+
+
+def _calls(unit: Unit, function: str) -> bool:
+    return any(f.name.endswith(function) for f in unit.thread.frames)
 
 
 def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:
@@ -440,11 +453,31 @@ def _computes(look: JobLook, waits: Waits) -> ProcessFinding:
     return ProcessFinding("unclear", f"{text}; {behind}" if behind else text, reason=advice)
 
 
+def _takes_inside(look: JobLook, waits: Waits) -> list[Unit]:
+    """Main threads that take their work from processes of the job, if all do so and nothing from outside can come to any."""
+    mains = [u for u in waits.units if u.thread.main and not u.process.system]
+    mains = [u for u in mains if u.thread.wait.kind not in LIFE and not _keeps_objects(u.process)]
+    served = any(
+        x.kind == "listen" for p in look.processes if not _keeps_objects(p) and not p.system for x in p.links
+    )
+    inside = all(u.thread.wait.ends and u.still for u in mains)
+    return mains if inside and not served and not waits.outside else []
+
+
+def _keeps_objects(process: Process) -> bool:
+    """Whether it is the server of a multiprocessing manager."""
+    frames = (f for t in process.threads for f in t.frames if f.file.endswith("multiprocessing/managers.py"))
+    return any(f.name.endswith("serve_forever") for f in frames)
+
+
 def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFinding:
     moving = [u for u in waits.units if u.thread.moved and not u.process.system]
     busy = [u for u in waits.units if u.thread.busy and not u.process.system]
     links = [p for p in look.processes for link in p.links if link.moved and not p.system and p.read]
-    ticks = [p for p in look.processes if p.ticks > 10 and not p.system and not p.ours]
+    polls = {u.process.where for u in waits.units if u.thread.wait.kind == "poll" and u.still}
+    ticks = [
+        p for p in look.processes if p.ticks > 10 and p.where not in polls and not p.system and not p.ours
+    ]
     if moving:
         names = _listed(dict.fromkeys(f"{u.process.name} (pid {u.process.pid})" for u in moving[:3]))
         return ProcessFinding("moving", f"stacks change in {names}", reason="stacks change")
@@ -468,7 +501,7 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     if ticks:
         return ProcessFinding(
             "unclear",
-            f"{ticks[0].name} (pid {ticks[0].pid}) uses the processor for the whole {look.seconds:.0f} s",
+            f"{ticks[0].name} (pid {ticks[0].pid}) used the processor for {ticks[0].ticks / 100:.1f} of {look.seconds:.0f} s",
             reason="look longer: --for 60",
         )
     if not any(p.read for p in look.processes):
@@ -476,6 +509,14 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     rests = {root.nodes[0] for root in roots if root.stays_alive}
     works = [u for n, u in enumerate(waits.units) if u.active and n not in rests and not u.process.system]
     if all(u.thread.wait.kind in LIFE for u in works):
+        if closed := _takes_inside(look, waits):
+            said = "; ".join(_says(u) for u in closed[:4])
+            advice = (
+                "idle, if their work comes from elsewhere; else who should bring it has ended or forgotten it"
+            )
+            return ProcessFinding(
+                "unclear", f"nobody works, and these wait for each other's work: {said}", reason=advice
+            )
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]
     timed = [root for root in still if root.timed_s is not None or root.asked is not None]

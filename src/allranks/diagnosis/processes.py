@@ -154,7 +154,9 @@ class _Finder:
                 return []
             # one that itself waits for its next work tells less than this wait
             found = [n for n in inside if self.units[n].active]
-            clients = [] if inside else self._clients(unit)
+            others = [n for n in found if not wait.key or self.units[n].thread.wait.key != wait.key]
+            clients = [] if others or (inside and not found) else self._clients(unit)
+            found = [] if clients else found
         if not found:
             self.fed.add(number)
         return found or clients
@@ -200,6 +202,8 @@ class _Finder:
         wait = unit.thread.wait
         found = [n for p in self._sharers(unit, wait.ends) for n in self.of.get(p.where, ())]
         found = [n for n in found if not set(self.units[n].thread.wait.ends) & set(wait.ends)]
+        if works := [n for n in found if not self.units[n].still]:
+            return works
         active = [n for n in found if self.units[n].active]
         acts = [n for n in active if self.units[n].thread.wait.kind not in LIFE]
         return acts or active or [n for n in found if self.units[n].thread.main]
@@ -249,11 +253,16 @@ class _Finder:
             others = [p for p in others if all(one.end != link.end for one in p.links)] or others
             if link.kind == "pipe":
                 others = [p for p in others if not self._on_same_side(p, link, unit)]
+            if len(others) > 1:  # any of them may write: those that were forked keep the end, too
+                others = [p for p in others if self._works(p)] or others
             for process in _unique(others):
                 # both ends are ours: only a thread that uses the other one can help
                 own = process is unit.process
                 found += self._users(process, link.peer) if own else self._serving(process, link.peer, number)
         return found
+
+    def _works(self, process: Process) -> bool:
+        return any(not self.units[n].still for n in self.of.get(process.where, ()))
 
     def _on_same_side(self, process: Process, link: ProcessLink, unit: Unit) -> bool:
         """Whether a process with both ends of a pipe uses the same one as this unit: another reader of a queue."""

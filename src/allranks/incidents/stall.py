@@ -28,7 +28,7 @@ from allranks.model.stacks import (
     ThreadFacts,
     is_user_file,
 )
-from allranks.stacktraces.classify import VERBS
+from allranks.stacktraces.classify import VERBS, verb_of
 
 State = Literal["stalled", "hung", "ended"]
 TRUSTED = 0.6  # of a verdict: a less confident one does not make a hang certain
@@ -376,7 +376,7 @@ def _describe(guilty: Sequence[RankState], look: Look) -> str:
         waits = look.report is not None and look.report.ranks
         return "every rank waits for another" if waits else "what the ranks do could not be read"
     return ", ".join(
-        f"rank {state.rank} {_VERBS.get(state.cause, state.cause)} at {state.where or 'an unknown line'}"
+        f"rank {state.rank} {verb_of(state, _VERBS)} at {state.where or 'an unknown line'}"
         for state in guilty[:3]
     )
 

@@ -10,6 +10,7 @@ from allranks.model.stacks import WAITS, ProcessCapture, StackFrame, is_user_fil
 from allranks.stacktraces.patterns import PatternMatch, StackPattern, library, match_thread
 from allranks.stacktraces.views import (
     NO_CHILDREN,
+    POLLS,
     Children,
     ProcessView,
     ThreadView,
@@ -315,9 +316,13 @@ def _evidence_text(match: PatternMatch, thread: ThreadView) -> str:
         "fd": str(now.args[0]) if now and now.args else "?",
     }
     text = match.pattern.says
+    test = thread.python[0].source.partition(POLLS)[2] if thread.python else ""
+    if match.pattern.cause == "sleep" and test:
+        text = "looks again and again in {top} whether `{test}` has changed"
     for word, value in words.items():
         text = text.replace("{" + word + "}", value)
-    return " ".join(text.split()).replace(" )", ")").replace("(, ", "(").replace("()", "").strip()
+    text = " ".join(text.split()).replace(" )", ")").replace("(, ", "(").replace("()", "").strip()
+    return text.replace("{test}", test)
 
 
 def _native(thread: ThreadView) -> str:

@@ -27,6 +27,7 @@ from allranks.stacktraces.progress import (
     decide_by_counts,
     decide_by_movement,
     decide_progress,
+    may_be_slow,
 )
 from allranks.stacktraces.text import compress
 from allranks.stacktraces.views import Children, ProcessView
@@ -154,8 +155,14 @@ def _describe_one(state: RankState, subject: bool = True) -> str:
     )
     tail = f" (its child process {child.child} {_at(child)})" if child else ""
     unreadable = f"cannot be read ({state.evidence})"
-    verb = unreadable if state.cause == "unknown" else VERBS.get(state.cause, state.cause)
+    verb = unreadable if state.cause == "unknown" else verb_of(state, VERBS)
     return f"{name}{verb}{line}{tail}"
+
+
+def verb_of(state: RankState, verbs: Mapping[str, str]) -> str:
+    """What a rank does, in a few words."""
+    polls = state.cause == "sleep" and state.evidence.startswith("looks again and again")
+    return "looks again and again for a change" if polls else verbs.get(state.cause, state.cause)
 
 
 def _swap(where: str) -> str:
@@ -194,8 +201,8 @@ def _describe_no_culprit(capture: Capture, ranks: Mapping[int, RankState]) -> st
     sites = Counter((state.operation or state.cause, state.where) for state in ranks.values())
     if len(sites) == 1:
         (operation, where), _ = sites.most_common(1)[0]
-        rest = "look at the network, the device or the dumps (allranks diagnose)"
-        return f"all {len(ranks)} ranks wait in {operation} at {where}: no rank is different; {rest}"
+        rest = "look at the dumps (allranks diagnose), the network or the device"
+        return f"all {len(ranks)} ranks wait in {operation} at {where}: their stacks do not differ; {rest}"
     groups = []
     for site, _ in sites.most_common(4):
         there = [rank for rank, s in ranks.items() if (s.operation or s.cause, s.where) == site]
@@ -262,8 +269,9 @@ def _decide_progress(
         progress = HangDecision(True, f"no rank has made progress for {quiet_s:.0f} s")
     if progress.hung and {state.cause for state in states.values()} == {"request_wait"}:
         return HangDecision(False, "an idle server: every rank waits for requests")
-    if progress.hung and not quiet_s and (reason := _waits_for_command(states)):
-        return HangDecision(None, reason)
+    slow = _waits_for_command(states) or may_be_slow(find_culprits(states), capture.marks, views, causes)
+    if progress.hung and not quiet_s and slow:
+        return HangDecision(None, slow)
     return progress
 
 

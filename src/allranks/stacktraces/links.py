@@ -108,9 +108,8 @@ def _sockets(pid: int, scope: str, ours: bool) -> dict[int, Socket]:
             for family in (socket.AF_INET, socket.AF_INET6):
                 for row in _ask_kernel(struct.pack("=BBBBI48x", family, 6, 2, 0, 0xFFFFFFFF)):
                     _add_times(found, row)
-            for row in _ask_kernel(struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 21, 0)):
-                if (one := _unix(row, scope)) is not None:
-                    found[one.inode] = one
+            for row in _ask_kernel(struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 29, 0)):
+                found |= {one.inode: one for one in _unix(row, scope)}
     return found
 
 
@@ -181,18 +180,23 @@ def _add_times(found: dict[int, Socket], row: bytes) -> None:
         found[inode] = replace(found[inode], sent_ms=sent, received_ms=received, volume=volume)
 
 
-def _unix(row: bytes, scope: str) -> Socket | None:
+def _unix(row: bytes, scope: str) -> Iterable[Socket]:
+    """A socket; of a listener also the connections that it has not accepted, which have no file yet."""
     inode, more = struct.unpack_from("=I", row, 4)[0], _attributes(row[16:])
     peer = more.get(2, b"")
     if row[2] == _LISTEN:
         name = more.get(0, b"").rstrip(b"\0").decode("utf-8", "replace")
-        return Socket(inode, "listen", f"unix {scope} listen {name}", "") if name else None
-    if len(peer) < 4:
-        return None
-    there = f"unix {scope} {struct.unpack('=I', peer[:4])[0]}"
-    unread, sent = struct.unpack("=II", more.get(4, bytes(8)))
-    turn = "awaits" if sent else "owes" if unread else ""
-    return Socket(inode, "unix", f"unix {scope} {inode}", there, volume=unread + sent, turn=turn)
+        for (client,) in struct.iter_unpack("=I", more.get(3, b"")) if name else ():
+            yield Socket(-client, "unix", f"unix {scope} late {client}", f"unix {scope} {client}", -inode)
+        if name:
+            yield Socket(inode, "listen", f"unix {scope} listen {name}", "", -inode)
+    elif len(peer) >= 4:
+        there = struct.unpack("=I", peer[:4])[0] or f"late {inode}"
+        unread, sent = struct.unpack("=II", more.get(4, bytes(8)))
+        turn = "awaits" if sent else "owes" if unread else ""
+        yield Socket(
+            inode, "unix", f"unix {scope} {inode}", f"unix {scope} {there}", volume=unread + sent, turn=turn
+        )
 
 
 def _read_files(pid: int, turns: dict[int, int], node: str) -> _OpenFiles:

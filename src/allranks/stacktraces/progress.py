@@ -8,7 +8,7 @@ the same frames and no CPU tick spent, has not finished one in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -16,7 +16,7 @@ from statistics import median
 from allranks.model.formatting import count
 from allranks.model.stacks import WAITS, RankMarks, StackFrame
 from allranks.stacktraces.causes import Cause
-from allranks.stacktraces.views import ProcessView, ThreadView, user_frame
+from allranks.stacktraces.views import ProcessView, ThreadView, has_run, user_frame
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ def decide_by_movement(
     if moved := sorted(rank for rank, seen in lines.items() if len(seen) > 1):
         return HangDecision(False, f"rank {moved[0]} went to another line between the looks")
     woken = [
-        rank for rank, main in mains.items() if causes[rank].cause in WAITS and not main.busy and _woke(main)
+        rank
+        for rank, main in mains.items()
+        if causes[rank].cause in WAITS and not main.busy and has_run(main)
     ]
     asks = [rank for rank in woken if causes[rank].cause in _POLLS]
     if woken := sorted(set(woken) - set(asks)):
@@ -83,7 +85,7 @@ def decide_by_movement(
         return HangDecision(
             None, f"rank {rank} sleeps, and wakes up in {max(0.0, soon[rank]):.0f} s: look again then"
         )
-    if works := sorted(rank for rank, main in others.items() if main.busy or _woke(main)):
+    if works := sorted(rank for rank, main in others.items() if main.busy or has_run(main)):
         return HangDecision(
             None, f"rank {works[0]} works on the same line for {seconds:.0f} s: look longer, --for 60"
         )
@@ -98,8 +100,9 @@ def decide_by_movement(
 
 SHORT_S = 2.0  # a shorter look tells nothing
 SOON_S = 60.0
+LONG_S = 300.0  # a computation that is silent for longer is taken for a loop
+_WORK = ("busy_python", "native_call")
 _POLLS = ("rendezvous_wait", "store_wait")  # that such a wait ran is no progress
-WAKES = 3  # context switches that a thread which only waits may make, by being looked at
 
 
 def _user_line(path: tuple[StackFrame, ...]) -> tuple[str, int]:
@@ -107,9 +110,29 @@ def _user_line(path: tuple[StackFrame, ...]) -> tuple[str, int]:
     return (frame.file, frame.line) if frame is not None else ("", 0)
 
 
-def _woke(main: ThreadView) -> bool:
-    """Whether a thread ran between the looks."""
-    return (main.ticks_moved or 0) > 1 or main.facts[-1].switches - main.facts[0].switches > WAKES
+def may_be_slow(
+    culprits: Sequence[int],
+    marks: Sequence[RankMarks],
+    views: Mapping[int, ProcessView],
+    causes: Mapping[int, Cause],
+) -> str:
+    """Why a silence proves nothing yet: all that the others wait for compute, look again and again for a change, or wait for
+    the network."""
+    silent = [one.seen_s - one.marks[-1].at_s for one in marks if one.marks and one.seen_s is not None]
+    words: dict[int, str] = {}
+    for rank in culprits:
+        main, cause = views[rank].main, causes[rank].cause
+        if main is not None and main.busy and cause in _WORK:
+            words[rank] = "computes"
+        elif main is not None and cause == "sleep" and has_run(main):
+            words[rank] = "looks again and again for a change"
+        elif cause == "network_io":
+            words[rank] = "waits for the network"
+    limit = LONG_S if "computes" in words.values() else SOON_S
+    if not words or len(words) < len(culprits) or not silent or max(silent) >= limit:
+        return ""
+    rank, did = next(iter(words.items()))
+    return f"the last progress was {max(silent):.0f} s ago, and rank {rank} {did}: look again later"
 
 
 def decide_by_counts(decided: HangDecision, still_s: float | None, stillness: Stillness) -> HangDecision:

@@ -161,7 +161,7 @@ def _first_function(process: Process) -> str:
     """The function that the script's main thread is in, outermost first: what the program calls itself."""
     main = next((thread for thread in process.threads if thread.main), None)
     frames = [f for f in reversed(main.frames) if is_user_file(f.file)] if main is not None else []
-    names = [short_name(frame.name).rsplit(".", 1)[-1] for frame in frames]
+    names = [short_name(f.name).rsplit(".", 1)[-1] for f in frames if not f.file.startswith("<")]
     return next(
         (n for n in names if not n.startswith("<") and n not in ("main", "run", "start", "launch")), ""
     )

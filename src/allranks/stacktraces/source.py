@@ -148,6 +148,13 @@ def is_poll(text: str, line: int) -> bool:
     return not own or _called(nodes) <= _OWN_CALLS | {"sleep", "print", "info", "debug"}
 
 
+def polled(text: str, line: int) -> str:
+    """What a loop that polls at a line tests; "" where none does."""
+    loop = _loop(text, line) if is_poll(text, line) else None
+    tests = _exits(loop, [*_own_nodes(loop)]) if loop is not None else ()
+    return next((ast.unparse(test) for test in tests if not isinstance(test, ast.Constant)), "")
+
+
 def only_sleeps(text: str, line: int) -> bool:
     """Whether a line is in a loop without end that does nothing else: it keeps its process alive."""
     loop = _loop(text, line)

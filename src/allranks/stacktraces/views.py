@@ -253,7 +253,9 @@ def _leaf(frames: tuple[StackFrame, ...], python: tuple[StackFrame, ...]) -> tup
 
 #: Reads a source file of the process; "" when it cannot be read.
 ReadText = Callable[[str], str]
-POLLS, BURNS = 0.25, 0.8  # of a processor: one that polls uses less, one that computes more
+#: Behind the text of a line that sleeps in a loop: what that tests.
+POLLS = "  # polls: "
+POLL_SHARE, BURNS = 0.25, 0.8  # of a processor: one that polls uses less, one that computes more
 
 
 def asks_again(thread: ThreadView, text: ReadText) -> StackFrame | None:
@@ -291,10 +293,21 @@ def has_moved(thread: ThreadView, new: bool, seconds: float) -> bool:
     return len(users) > 1 or (len(paths) > 1 and (thread.ticks_moved or 0) > 2)
 
 
+WAKES = 3  # context switches that a thread which only waits may make, by being looked at
+
+
+def has_run(thread: ThreadView) -> bool:
+    """Whether a thread ran between the looks."""
+    facts = thread.facts
+    return (thread.ticks_moved or 0) > 1 or (
+        len(facts) > 1 and facts[-1].switches - facts[0].switches > WAKES
+    )
+
+
 def is_busy(thread: ThreadView, polls: bool, seconds: float) -> bool:
     """Whether the thread used the processor. One that polls every millisecond does so a little."""
     if polls and seconds:
-        return _share(thread, seconds) > POLLS
+        return _share(thread, seconds) > POLL_SHARE
     return any(fact.state == "R" for fact in thread.facts) or (thread.ticks_moved or 0) > 5
 
 

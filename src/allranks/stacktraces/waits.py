@@ -31,11 +31,13 @@ from allranks.stacktraces.views import (
     ThreadView,
     asks_again,
     has_moved,
+    has_run,
     is_busy,
     user_frame,
 )
 
 _SENDS = ("write", "writev", "sendto", "sendmsg")
+LONG_S = 3600.0
 SHORT_S = 30.0  # a sleep that ends sooner is not a hang by itself
 T = TypeVar("T")
 
@@ -219,13 +221,14 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
     if (again := asks_again(thread, around.text)) is not None:
         wait = WaitFor("poll", "asks again and again, and gets the same answer", operation="retry")
     new = thread.tid is not None and thread.tid not in around.first
+    files = wait.says == _WORK["checkpoint_io"] and has_run(thread)  # a slow disk, not a stuck one
     return ThreadLook(
         tid=thread.tid or 0,
         name=thread.name,
         wait=wait,
         frames=frames,
         main=thread.main,
-        moved=again is None and has_moved(thread, new, around.seconds),
+        moved=files or (again is None and has_moved(thread, new, around.seconds)),
         busy=is_busy(thread, wait.kind == "poll", around.seconds),
         holds=_held(frames[:40], around.text),
         handles=handles,
@@ -320,7 +323,8 @@ def _by_child(a: _Asked) -> WaitFor | None:
     if commands and children and not _any(a.frames, "shared"):
         reads = a.ends and not _calls(a.frames[:3], "wait@multiprocessing/connection.py")
         says = "reads the output of a process that it started" if reads else says
-        says = "waits for a result of its process pool" if _any(a.frames[:6], "future") else says
+        pool = _any(a.frames[:6], "future") or _calls(a.frames[:6], "*@multiprocessing/pool.py")
+        says = "waits for a result of its process pool" if pool else says
         return WaitFor("child", says, ends=a.ends, pids=() if a.ends else children)
     polled = a.extra.polled if a.cause == "native_call" else ()
     if _any(a.frames[:3], "polls_lock"):
@@ -447,13 +451,18 @@ def _by_links(a: _Asked) -> WaitFor | None:
 
 def _by_sleep(a: _Asked) -> WaitFor | None:
     left_s = a.now.left_s
+    whole_s = a.now.wait_s or 0.0
+    if not a.frames and a.now.syscall.endswith("nanosleep") and a.around.seconds < whole_s < LONG_S:
+        return WaitFor(
+            "sleep", "sleeps", left_s=whole_s
+        )  # a command, which has not run since we looked first
     if a.cause == "sleep":
+        if a.ask(source.only_sleeps, False):
+            return WaitFor("idle", "sleeps until the program is ended")
         if a.ask(source.is_poll, False) and (left_s is None or left_s <= SHORT_S):
             memory = a.ask(source.polls_memory, False)
             says = "looks again and again for something that does not come"
             return WaitFor("poll", says, left_s=left_s, operation="memory" if memory else "")
-        if a.ask(source.only_sleeps, False):
-            return WaitFor("idle", "sleeps until the program is ended")
         return WaitFor("sleep", "sleeps", left_s=left_s)
     if a.cause == "stdin_wait":
         return WaitFor("stdin", "waits for input")
