@@ -242,6 +242,7 @@ def _run_whole(job: NodeJob, words: list[str]) -> int:
 
 
 def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
+    from allranks.launch.rank_entry import FILE
     from allranks.supervise.replicas import ReplicaOptions, Supervisor
     from allranks.supervise.restarts import RestartOptions
 
@@ -249,7 +250,7 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
     elastic = job.settings.get("elastic") or {}
     restarts = flag_value(torchrun, "--max-restarts") or str(elastic.get("max_restarts", 100))
     module = ["-m"] if has_flag(torchrun, "--module", "-m") else []
-    entry = ["-m", "allranks.launch.rank_entry"] if job.environment.record else []
+    entry = [FILE] if job.environment.record else []
     plain = has_flag(torchrun, "--no-python")
     command = tuple(script) if plain else (sys.executable, "-u", *entry, *module, *script)
     supervisor = Supervisor(
