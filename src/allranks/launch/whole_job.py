@@ -47,7 +47,7 @@ class Launch:
     argv: tuple[str, ...]
     environment: dict[str, str]
     record: bool = True
-    log_dir: str | None = None
+    log_dir: str | None = None  # None: the output goes to no files
     quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
     node: NodeAgent | None = None  # is notified of ranks that start, end and fail
@@ -169,7 +169,11 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
     if namespace.get("rdzv_backend") != "static" or namespace.get("standalone"):
         conf = {**(_ALONE_DEFAULTS if alone else _RENDEZVOUS_DEFAULTS), **conf}
         namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
-    if namespace.get("tee") in (None, "0") and namespace.get("redirects") in (None, "0"):
+    if (
+        namespace.get("tee") in (None, "0")
+        and namespace.get("redirects") in (None, "0")
+        and (job.quiet or job.log_dir)
+    ):
         namespace["redirects" if job.quiet else "tee"] = "3"
         namespace["log_dir"] = namespace.get("log_dir") or job.log_dir
     if job.record and not namespace.get("no_python") and not namespace.get("run_path"):
