@@ -13,6 +13,32 @@ import allranks
 
 FILE = str(Path(allranks.__file__).parent / "launch" / "rank_entry.py")
 ENTRIES = {"rank_entry": [FILE], "recording": ["-m", "allranks.recording"]}
+GROUP_CLASS = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+class Counting(dist.ProcessGroup):
+    def __init__(self):
+        super().__init__(0, 1)
+        self.count, kind = 0, dist.ProcessGroup.BackendType.GLOO
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("x", store), 0, 1, timedelta(seconds=60))
+        self._register_backend(torch.device("cpu"), kind, gloo)
+        self._set_default_backend(kind)
+        self._set_group_name("counting")
+
+    def allreduce(self, *args):
+        self.count += 1
+        return super().allreduce(*args)
+
+group = Counting()
+group.broadcast([torch.ones(2)], dist.BroadcastOptions()).wait()
+group.barrier().wait()
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+net(torch.ones(1, 2)).sum().backward()
+print(group.count, dist.ProcessGroup.allreduce.__name__)
+"""
 #: name -> (files, words behind `python -u`, more environment)
 CASES: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
     "file_after_chdir": (
@@ -77,6 +103,7 @@ CASES: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
         {},
     ),
     "no_module": ({"train.py": ""}, "-m nowhere", {}),
+    "group_class": ({"train.py": GROUP_CLASS}, "train.py", {}),
     "torch_reads_late": (
         {
             "train.py": "import os, sys\nprint('torch' in sys.modules)\nos.environ['OMP_NUM_THREADS'] = '3'\n"
