@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launch.spares import RANK_MODULE, Spares
+from allranks.launch.rank_entry import FILE
+from allranks.launch.spares import Spares
 
 SCRIPT = """
 import os, sys
@@ -23,7 +24,7 @@ sys.exit(7)
 def test_a_spare_becomes_the_rank_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments, environment, output files, session and exit code are those of a rank started the ordinary way."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = (sys.executable, "-u", "-m", RANK_MODULE, str(tmp_path / "script.py"), "--a", "b c")
+    words = (sys.executable, "-u", FILE, str(tmp_path / "script.py"), "--a", "b c")
     files = [str(tmp_path / "out"), str(tmp_path / "err")]
     monkeypatch.setenv("ONLY_HERE", "agent")
     environment = {k: v for k, v in os.environ.items() if k != "ONLY_HERE"}
@@ -75,7 +76,7 @@ def test_a_spare_that_fails_to_start_does_not_end_running_ranks(
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    words = (sys.executable, "-u", "-m", RANK_MODULE, str(tmp_path / "script.py"))
+    words = (sys.executable, "-u", FILE, str(tmp_path / "script.py"))
     spares = Spares(delay_s=0.0)
     spares.start()
     assert spares._thread is not None
@@ -107,4 +108,4 @@ def _wait_until(happened: Callable[[], bool]) -> None:
 def test_an_unusual_command_is_left_alone() -> None:
     """Another interpreter, another program: the agent starts it itself."""
     spares = Spares()
-    assert spares.take(("numactl", "python", "-u", "-m", RANK_MODULE, "x.py"), {}, None, None) is None
+    assert spares.take(("numactl", "python", "-u", FILE, "x.py"), {}, None, None) is None

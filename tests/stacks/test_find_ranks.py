@@ -258,6 +258,7 @@ def test_a_rank_in_a_folder_named_allranks_is_found_and_our_own_tools_are_not() 
     ranks = [
         "/home/u/allranks/.venv/bin/python -u /home/u/allranks/examples/train.py --out /tmp/allranks out",
         "python -u -m allranks.launch.rank_entry train.py",
+        "python -u /home/u/.venv/lib/python3.11/site-packages/allranks/launch/rank_entry.py train.py",
         "python train.py --profiler py-spy",
     ]
     tools = [
@@ -357,6 +358,7 @@ def test_a_mapped_file_below_a_folder_of_another_user_is_looked_for_in_the_conta
         ("/home/me/my work/.venv/bin/python -m allranks watch -o out", True),
         ("/home/me/my work/.venv/bin/python /home/me/my work/.venv/bin/allranks run train.py", True),
         ("/home/me/my work/.venv/bin/python -u -m allranks.launch.rank_entry train.py", False),
+        ("/venv/bin/python -u /home/me/my work/allranks/launch/rank_entry.py train.py", False),
         ("/home/me/my work/.venv/bin/python train.py allranks", False),
         ("/usr/bin/python /data/train.py --with /usr/bin/py-spy", False),
     ],

@@ -143,12 +143,13 @@ def _run(
     snapshots = start_snapshot_server(token, torchrun, stack) if keep else ""
     environment = JobEnvironment(name, token, lighthouse, folder, snapshots, options.record)
     incidents = _incidents(options.incidents, folder)
-    log_dir = flag_value(torchrun, "--log-dir") or str(folder / "logs")
+    found = _logs(flag_value(torchrun, "--log-dir"), folder, stack)
+    log_dir = str(found or folder / "logs")
     facts = {
         "job": name, "lighthouse": lighthouse, "incidents": str(incidents.absolute()), "logs": str(Path(log_dir).absolute()),
     }  # fmt: skip
     write_job(folder, {**facts, "pid": os.getpid()})
-    logs = f"; logs in {log_dir}" if flag_value(torchrun, "--log-dir") else ""
+    logs = "" if found == folder / "logs" else f"; logs in {log_dir}" if found else "; no room for logs"
     _say(f"job {name}: black boxes{'' if logs else ', logs'} and job token in {folder}{logs}")
     if lighthouse and not options.lighthouse and may_have_several_nodes(torchrun):
         _say(ALONE)
@@ -157,7 +158,23 @@ def _run(
     if collector is not None:
         stack.callback(stop_timed_stacks, collector)
     job = NodeJob(options, settings, environment, folder, incidents, log_dir, stack)
-    return _run_replicas(job, script, torchrun) if options.replicas else _run_whole(job, [*torchrun, *script])
+    if options.replicas:
+        return _run_replicas(job, script, torchrun)
+    return _run_whole(job, [*torchrun, *script], str(found) if found else None)
+
+
+def _logs(given: str | None, folder: Path, stack: ExitStack) -> Path | None:
+    """Where the output of ranks goes beside the terminal, in files that are kept short unless the user chose the place."""
+    from allranks.supervise.logs import LogTrimmer, find_room
+
+    if given:
+        return Path(given)
+    found = find_room(folder)
+    if found is not None:
+        trimmer = LogTrimmer(found)
+        trimmer.start()
+        stack.callback(trimmer.close)
+    return found
 
 
 def _say(*lines: str) -> None:
@@ -221,7 +238,8 @@ def _folder(job: str, record: bool) -> Path:
     return folder
 
 
-def _run_whole(job: NodeJob, words: list[str]) -> int:
+def _run_whole(job: NodeJob, words: list[str], log_dir: str | None) -> int:
+    """Without `log_dir` ranks write to the terminal themselves."""
     from allranks.launch.whole_job import Launch, launch
 
     low, _, high = (flag_value(words, "--nnodes") or "1").partition(":")
@@ -232,7 +250,7 @@ def _run_whole(job: NodeJob, words: list[str]) -> int:
         agent = start_agent(job, watch)
         options, variables = job.options, job.environment.variables()
         code = launch(
-            Launch(tuple(words), variables, options.record, job.log_dir, options.quiet, options.spares, agent)
+            Launch(tuple(words), variables, options.record, log_dir, options.quiet, options.spares, agent)
         )
     if watch is None or code == 0 or (code in STOPPED and not watch.hung_at_end):
         return code
@@ -242,6 +260,7 @@ def _run_whole(job: NodeJob, words: list[str]) -> int:
 
 
 def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
+    from allranks.launch.rank_entry import FILE
     from allranks.supervise.replicas import ReplicaOptions, Supervisor
     from allranks.supervise.restarts import RestartOptions
 
@@ -249,7 +268,7 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
     elastic = job.settings.get("elastic") or {}
     restarts = flag_value(torchrun, "--max-restarts") or str(elastic.get("max_restarts", 100))
     module = ["-m"] if has_flag(torchrun, "--module", "-m") else []
-    entry = ["-m", "allranks.launch.rank_entry"] if job.environment.record else []
+    entry = [FILE] if job.environment.record else []
     plain = has_flag(torchrun, "--no-python")
     command = tuple(script) if plain else (sys.executable, "-u", *entry, *module, *script)
     supervisor = Supervisor(

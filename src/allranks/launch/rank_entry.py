@@ -1,6 +1,8 @@
 """The first code of a rank under `allranks run`: dies with its agent, records, then runs the user's script.
 
-python -m allranks.launch.rank_entry [-m] SCRIPT ARGS...
+python …/allranks/launch/rank_entry.py [-m] SCRIPT ARGS...
+
+Not with -m, which would put the working folder before Python's own: there may be a `queue.py` or a folder `torch` in it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import signal
 import sys
 import traceback
 
+FILE = os.path.abspath(__file__)
 PR_SET_PDEATHSIG = 1
 
 
@@ -22,12 +25,23 @@ def die_with_parent(agent_pid: int) -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
         return  # not Linux: the agent's own shutdown is all there is
-    if os.getppid() != agent_pid:
+    # a command in $PYTHON_EXEC may stand between the two
+    if os.getppid() != agent_pid and not os.environ.get("PYTHON_EXEC"):
         os._exit(128 + signal.SIGKILL)  # the agent died before the request was in place
+
+
+def _import_package() -> None:
+    """Imports the allranks that this file belongs to, and nothing else from where it is."""
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(FILE))))
+    try:
+        importlib.import_module("allranks")
+    finally:
+        del sys.path[0]
 
 
 def main() -> None:
     """Runs in the rank; never returns."""
+    _import_package()
     agent = os.environ.get("ALLRANKS_AGENT_PID")
     if agent and agent.isdigit():
         die_with_parent(int(agent))

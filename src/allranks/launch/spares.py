@@ -23,11 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from allranks.channel.worker import carefully
-from allranks.launch.rank_entry import die_with_parent, main
+from allranks.launch.rank_entry import FILE, die_with_parent, main
 
 log = logging.getLogger("allranks.agent")
 
-RANK_MODULE = "allranks.launch.rank_entry"
 SPARE_MODULE = "allranks.launch.spares"
 #: Spares are made when ranks have had time to get going: both import torch.
 DELAY_S = 5.0
@@ -96,9 +95,9 @@ class Spares:
             self._wanted = self._wanted + 1 if now - self._started_s < 1.0 else 1
             self._started_s = now
             self._changed.notify_all()
-        if tuple(words[:4]) != (sys.executable, "-u", "-m", RANK_MODULE):
+        if tuple(words[:3]) != (sys.executable, "-u", FILE):
             return None
-        message = {"argv": list(words[4:]), "environment": dict(environment), "out": stdout, "err": stderr}
+        message = {"argv": list(words[3:]), "environment": dict(environment), "out": stdout, "err": stderr}
         while (spare := self._pop()) is not None:
             if spare.give(json.dumps(message).encode()):
                 self.used += 1

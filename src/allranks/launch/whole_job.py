@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from allranks.channel.frames import outward_address, resolves
 from allranks.errors import InputError, require
 from allranks.launch import torchrun_patches as patches
-from allranks.launch.spares import RANK_MODULE, Spares
+from allranks.launch.rank_entry import FILE
+from allranks.launch.spares import Spares
 from allranks.launch.torchrun_patches import LaunchError
 from allranks.model.parsing import printable
 
@@ -46,7 +47,7 @@ class Launch:
     argv: tuple[str, ...]
     environment: dict[str, str]
     record: bool = True
-    log_dir: str | None = None
+    log_dir: str | None = None  # None: the output goes to no files
     quiet: bool = False  # ranks' output only to their log files
     spares: bool = True  # keep warm processes where a restart is possible
     node: NodeAgent | None = None  # is notified of ranks that start, end and fail
@@ -57,12 +58,13 @@ def launch(job: Launch) -> int:
     require("torch", feature="allranks run", extra="torch")
     os.environ.update({**_FIXES, **job.environment, "ALLRANKS_AGENT_PID": str(os.getpid())})
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     args = torchrun.parse_args(list(job.argv))
+    if _has_several_ranks(args):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does it too, in seven lines
     script = str(args.training_script)
     args = prepare(args, job)
     spares = Spares() if job.spares and job.record and may_restart(args) else None
@@ -75,7 +77,7 @@ def launch(job: Launch) -> int:
         with replaced.in_place():
             run_through_losses(args, replaced)
     except ChildFailedError as error:
-        print(str(error).replace(f"{RANK_MODULE} FAILED", f"{script} FAILED"), file=sys.stderr)
+        print(str(error).replace(f"{FILE} FAILED", f"{script} FAILED"), file=sys.stderr)
         return _child_code(error)
     except SignalException as error:
         return 128 + int(error.sigval)
@@ -142,6 +144,16 @@ def may_restart(args: Namespace) -> bool:
     return int(args.max_restarts) > 0 or (high not in ("", low))
 
 
+def _has_several_ranks(args: Namespace) -> bool:
+    """Whether this node has several ranks: a single one uses all cores."""
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return int(determine_local_world_size(args.nproc_per_node)) > 1
+    except ValueError:  # torchrun says it
+        return False
+
+
 def prepare(args: Namespace, job: Launch) -> Namespace:
     """Puts our rank entry before the user's script, and our defaults where the user chose none."""
     namespace = vars(args)
@@ -157,13 +169,17 @@ def prepare(args: Namespace, job: Launch) -> Namespace:
     if namespace.get("rdzv_backend") != "static" or namespace.get("standalone"):
         conf = {**(_ALONE_DEFAULTS if alone else _RENDEZVOUS_DEFAULTS), **conf}
         namespace["rdzv_conf"] = ",".join(f"{key}={value}" for key, value in conf.items())
-    if namespace.get("tee") in (None, "0") and namespace.get("redirects") in (None, "0"):
+    if (
+        namespace.get("tee") in (None, "0")
+        and namespace.get("redirects") in (None, "0")
+        and (job.quiet or job.log_dir)
+    ):
         namespace["redirects" if job.quiet else "tee"] = "3"
         namespace["log_dir"] = namespace.get("log_dir") or job.log_dir
     if job.record and not namespace.get("no_python") and not namespace.get("run_path"):
         module = ["-m"] if namespace.get("module") else []
         script, rest = namespace["training_script"], namespace["training_script_args"]
-        namespace["training_script"], namespace["module"] = RANK_MODULE, True
+        namespace["training_script"], namespace["module"] = FILE, False
         namespace["training_script_args"] = [*module, script, *rest]
     return args
 

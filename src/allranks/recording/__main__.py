@@ -9,8 +9,11 @@ Runs in the rank. The script sees the argv and `__main__` that it would have see
 
 from __future__ import annotations
 
+import builtins
 import hashlib
+import io
 import os
+import pkgutil
 import re
 import runpy
 import sys
@@ -18,7 +21,8 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 import allranks.recording
@@ -46,14 +50,7 @@ def main() -> None:
     sys.excepthook = partial(_show, sys.excepthook)
     recorder = _start()
     try:
-        if as_module:
-            sys.argv = words[1:]
-            sys.path[0] = os.getcwd()
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
+        _run(words)
     except (
         SystemExit,
         KeyboardInterrupt,
@@ -61,6 +58,36 @@ def main() -> None:
         if recorder is not None:
             recorder.note_exit(error)
         raise
+
+
+def _run(words: list[str]) -> None:
+    """As Python itself: in a module that stays `__main__` (exit handlers pickle its classes), with an absolute `__file__`."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    sys.argv, path = words, os.path.abspath(words[0])
+    if words[0] == "-m":
+        sys.argv = ["-m", *words[2:]]
+        _lead_path(os.getcwd())
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    elif pkgutil.get_importer(path) is not None:  # a folder, or an archive
+        _lead_path(path, safe=True)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+    else:
+        _lead_path(os.path.dirname(os.path.realpath(path)))
+        compiled = path.endswith(".pyc")
+        loader = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", path)
+        vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+        with io.open_code(path) as file:
+            code = loader.get_code("__main__") if compiled else compile(file.read(), path, "exec", 0, True)
+        exec(code, vars(main))  # type: ignore[arg-type]
+
+
+def _lead_path(folder: str, safe: bool = False) -> None:
+    """Puts `folder` where Python has put ours; with -P or $PYTHONSAFEPATH there is none, unless it is `safe`."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
+    elif safe:
+        sys.path.insert(0, folder)
 
 
 def _show(
@@ -115,7 +142,7 @@ def _starts_scripts(file: str) -> bool:
 def _start() -> Recorder | None:
     """The recorder; None where it cannot even be loaded: the script runs all the same."""
     try:
-        return allranks.recording.record()
+        return allranks.recording.record(late=True)
     except Exception as error:
         print(f"allranks: recording disabled: {error}; training continues", file=sys.stderr)
         return None

@@ -1464,6 +1464,14 @@ static int Method_init(Method *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
+/* What it has not itself, such as __name__, it has of what it stands for. */
+static PyObject *Method_getattr(PyObject *self, PyObject *name) {
+    PyObject *found = PyObject_GenericGetAttr(self, name);
+    if (found || !((Method *)self)->original || !PyErr_ExceptionMatches(PyExc_AttributeError)) return found;
+    PyErr_Clear();
+    return PyObject_GetAttr(((Method *)self)->original, name);
+}
+
 static PyMemberDef Method_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, vectorcall), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
@@ -1471,6 +1479,7 @@ static PyMemberDef Method_members[] = {
 
 static PyType_Slot Method_slots[] = {
     {Py_tp_init, Method_init},         {Py_tp_dealloc, Method_dealloc}, {Py_tp_descr_get, Method_get},
+    {Py_tp_getattro, Method_getattr},
     {Py_tp_call, PyVectorcall_Call},   {Py_tp_members, Method_members}, {Py_tp_doc, "A method of ProcessGroup or Work, recorded."},
     {0, NULL},
 };

@@ -6,6 +6,7 @@ program makes its first process group; the recorder starts just before. An error
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
@@ -21,33 +22,45 @@ CLASSES = ("ProcessGroup", "ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroup
 
 
 class Finder:
-    """Waits for the import of torch.distributed, and arms it then."""
+    """Waits in sys.meta_path for the import of a module, and calls `then(module)` behind it, once."""
 
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != MODULE:
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self._name = name
+        self._then = then
+        self._asking = False  # the other finders, which may ask all of them again
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Also called by a program that only wants to know whether the module is there."""
+        if name != self._name or self._asking:
             return None
-        sys.meta_path.remove(cls)
-        for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                _after_import(spec.loader)
-                return spec
+        self._asking = True
+        try:
+            for finder in [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    self._follow(spec.loader)
+                    return spec
+        finally:
+            self._asking = False
         return None
 
+    def _follow(self, loader: Any) -> None:
+        execute = getattr(loader, "exec_module", None)
 
-def _after_import(loader: Any) -> None:
-    execute = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)  # type: ignore[misc]
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                try:
+                    self._then(module)
+                except Exception:  # a torch that we do not know
+                    pass
 
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
-        execute(module)
         try:
-            arm(module)
-        except Exception:  # a torch that we do not know
+            loader.exec_module = exec_module
+        except AttributeError:  # no loader, or one that takes none
             pass
-
-    loader.exec_module = exec_module
 
 
 def arm(c10d: Any) -> None:
@@ -88,4 +101,5 @@ def _starting(start: Callable[[], None], kind: Any) -> Callable[..., None]:
     return __init__
 
 
-sys.meta_path.insert(0, Finder)
+if os.environ.get("ALLRANKS_RECORD") == "auto":
+    sys.meta_path.insert(0, Finder(MODULE, arm))

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,6 +123,8 @@ class Hook:
 
     def _wrap_method(self, owner: Any, method: str) -> None:
         original = getattr(owner, method)
+        if method in (*internals.TRAMPOLINE, "split_group", "reconfigure"):
+            original = internals.below_frame(original, method)
         if method in CALLS:
             wrapper = self._collective(original, method)
         elif method in ("split_group", "reconfigure"):
@@ -176,7 +179,7 @@ class Hook:
 
     def _replace(self, owner: object, name: str, wrapper: Function) -> None:
         original = vars(owner)[name]  # the descriptor itself: getattr would strip pybind's binding of self
-        if hasattr(wrapper, "__name__"):
+        if isinstance(wrapper, FunctionType):
             wrapper.__name__ = name
             wrapper.__doc__ = getattr(owner, name).__doc__
             internals.leave_graph(wrapper)

@@ -40,6 +40,7 @@ class RecorderOptions:
     dump_prefix: str = ""  # "" = next to the black box; else PREFIX + rank, as torch names its dumps
     dump_whole_name: bool = False  # the prefix is the whole file name (…DYNAMIC_FILE_NAME=1)
     dump_on: frozenset[str] = frozenset({"timeout", "exception"})  # of timeout, exception, exit
+    late: bool = False  # torch is hooked when the program imports it, and not now
     poll_s: float = 0.1  # how often the side thread looks for completed calls
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from allranks.blackbox.layout import Item, file_name, job_prefix
 from allranks.errors import NotRecording, require
 from allranks.model.parsing import without_secrets
 from allranks.model.trace import Rendezvous
+from allranks.recording.auto import Finder
 from allranks.recording.calls import ErrorGuard
 from allranks.recording.options import TORCH_ERRORS, RecorderOptions
 from allranks.recording.side_thread import SideThread, describe_exit, wake_agent
@@ -71,9 +72,15 @@ class Recorder:
         """Starts recording. Returns itself, off (see `active`) when the box cannot be made."""
         if self.box is not None or not self.options.enabled:
             return self
-        require("torch", feature="recording", extra="torch")
+        if not self.options.late:
+            require("torch", feature="recording", extra="torch")
+        self._try(self._start)
+        return self
+
+    def _try(self, step: Callable[[], None]) -> None:
+        """A step without which nothing is recorded."""
         try:
-            self._start()
+            step()
         except NotRecording as error:  # the same on the whole node: one rank says it
             if self.options.local_rank <= 0:
                 warn_once(f"recording disabled: {error}; training continues")
@@ -83,7 +90,6 @@ class Recorder:
             why = f"{type(error).__name__}: {error}"
             warn_once(f"recording disabled: {why}{'; ' if fix else ''}{fix}; training continues")
             self._told(self.close, "could not start")
-        return self
 
     def _start(self) -> None:
         self.box = self._open_box()
@@ -92,12 +98,22 @@ class Recorder:
         self._fill_header(self.box)
         self.writer = CallWriter(self.box, self.options)
         phases.attach(self.box)
-        from allranks.recording.hook import Hook
-
-        self._hook = Hook(self.writer, self._fault, self._met_group, self._joins)
-        self._hook.install()
+        if self.options.late and "torch" not in sys.modules:
+            sys.meta_path.insert(0, Finder("torch", lambda _: self._try(self._hook_torch)))
+        else:
+            self._hook_torch()
         self._watch = SideThread(self)
         self._watch.start()
+
+    def _hook_torch(self) -> None:
+        if self.box is None or not self.active:
+            return  # closed meanwhile, or in a forked child
+        from allranks.recording.hook import Hook
+
+        self._facts = {**self._facts, "versions": _versions()}
+        self.box.append(Item.META, self._facts)
+        self._hook = Hook(self._installed, self._fault, self._met_group, self._joins)
+        self._hook.install()
 
     def close(self, how: str = "closed") -> None:
         """Stops recording and unhooks torch; the file stays, marked with how it ended."""

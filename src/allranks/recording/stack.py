@@ -10,6 +10,7 @@ that autograd runs there, has no user frame: the frames of the main thread, whic
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -62,6 +63,7 @@ def library_roots() -> tuple[str, ...]:
     """Folders of code that is not the user's: Python's own, installed packages, torch wherever it is."""
     paths = [sysconfig.get_paths().get(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     torch = sys.modules.get("torch")
-    paths += [os.path.dirname(getattr(torch, "__file__", None) or "")]
+    spec = importlib.util.find_spec("torch") if torch is None else None
+    paths += [os.path.dirname(getattr(torch, "__file__", None) or getattr(spec, "origin", None) or "")]
     known = {path for path in paths if path}
     return tuple(sorted(path + os.sep for path in known | {os.path.realpath(path) for path in known}))

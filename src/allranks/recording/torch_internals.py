@@ -309,6 +309,23 @@ def leave_graph(function: Torch) -> None:
     function._torchdynamo_disable = True
 
 
+def below_frame(original: Callable[..., Torch], method: str) -> Callable[..., Torch]:
+    """`original` for subclasses of ProcessGroup in Python that leave it as it is. What C++ finds there it takes for a method of
+    theirs, as ours is none of pybind's, and it would call that without an end but for a frame of this name with `self`."""
+
+    def call(self: Torch, *args: Torch, **kwargs: Torch) -> Torch:
+        return original(self, *args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=method)
+    skip = _skipper()
+    if skip is not None:
+        with contextlib.suppress(*TORCH_ERRORS):
+            skip(call.__code__)
+    call.__doc__ = original.__doc__
+    call.__name__ = method
+    return call
+
+
 def hide_from_compiler(*modules: ModuleType) -> None:
     """Marks every function and method of these modules, and what they define inside."""
     skip = _skipper()

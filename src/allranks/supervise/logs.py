@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import resource
 import select
 import stat
 import threading
@@ -11,9 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from allranks.blackbox.files import fallback_folder, make_folder
+
 MAX_LINE_BYTES = 1 << 16
 MAX_WAITING_BYTES = 8 << 20  # of lines that the terminal has not taken yet
 CLOSE_S = 2.0
+ROOM_BYTES = 1 << 30  # that a file system must have for logs
+SCARCE_BYTES = ROOM_BYTES // 4  # with less than this, or with longer logs, their beginnings are given back
+KEPT_BYTES = 1 << 20  # of a log, then
+TRIM_S = 0.5
+_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
 class Terminal:
@@ -141,6 +151,56 @@ class LogPump:
         if self.terminal is not None:
             head = self.prefix.encode()
             self.terminal.write(b"".join(head + line + b"\n" for line in lines))
+
+
+def find_room(job: Path) -> Path | None:
+    """Where a job's logs go: below its folder, or on disk; None where ranks that write to files would run out of room one day."""
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return None
+    for folder in (job, fallback_folder(job.name)):
+        with contextlib.suppress(OSError):
+            make_folder(folder)
+            if _free(folder) >= ROOM_BYTES:
+                return folder / "logs"
+    return None
+
+
+def _free(folder: Path) -> int:
+    facts = os.statvfs(folder)
+    return facts.f_bavail * facts.f_frsize
+
+
+class LogTrimmer:
+    """Keeps our logs from filling memory or a disk while ranks write on. `start()` and `close()` own the thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="allranks-logs", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(TRIM_S):
+            with contextlib.suppress(OSError):  # a folder that is not there yet, or no longer
+                trim(self._folder)
+
+
+def trim(folder: Path, most: int = SCARCE_BYTES, scarce: int = SCARCE_BYTES) -> None:
+    """Gives back the room of all but the ends of long logs. Their length stays: who writes or reads one notices nothing."""
+    limit = 2 * KEPT_BYTES if _free(folder) < scarce else most
+    libc = ctypes.CDLL(None)
+    for path in folder.rglob("*.log"):
+        facts = path.stat()
+        if facts.st_blocks * 512 > limit:
+            with path.open("r+b") as file:
+                end = max(facts.st_size - max(KEPT_BYTES, limit // 4), 0)
+                libc.fallocate(file.fileno(), _PUNCH, ctypes.c_long(0), ctypes.c_long(end))
 
 
 def open_log(folder: Path | None, name: str) -> BinaryIO | None:
