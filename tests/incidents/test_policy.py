@@ -126,10 +126,14 @@ def test_a_hang_that_only_time_tells_waits_until_acting_is_cheaper() -> None:
 def test_a_longer_stall_and_a_surer_verdict_make_waiting_dearer() -> None:
     """A verdict of 95 % is right in 99 of 100 cases."""
     case = replace(WHOLE, stalled_s=15.0, act_s=100.0)
-    assert weigh(case).wait_s == pytest.approx(15.0 + 98.85)
+    assert weigh(case).wait_s == pytest.approx(15.0 + 100 * share_right(0.95))
     assert weigh(replace(case, confidence=0.5)).wait_s < weigh(case).wait_s
     doubtful = replace(case, certain=False)
-    assert weigh(doubtful).wait_s < weigh(replace(doubtful, stalled_s=60.0)).wait_s < 60.0 + 98.85
+    assert (
+        weigh(doubtful).wait_s
+        < weigh(replace(doubtful, stalled_s=60.0)).wait_s
+        < 60.0 + 100 * share_right(0.95)
+    )
 
 
 def test_what_a_confidence_means_is_what_was_counted() -> None:
