@@ -273,7 +273,9 @@ Each test makes the place fail. Those of the recorder's hooks and of its ends co
 | a backend or group class of another library | it is left alone, and recorded as far as that is possible | `tests/record/test_any_backend.py` |
 | the black box: its folder, its space, its descriptors | recording is off, with one warning | `tests/record/test_never_breaks.py`, `tests/record/test_odd_machines.py` |
 | progress marks and phases; the hook of exceptions; handlers of exits, forks and garbage collections | the program continues, with its own exit code and its own traceback | `tests/record/test_failing_ends.py` |
-| the import hook of `ALLRANKS_RECORD=auto` | the program starts without it | `tests/record/test_auto.py` |
+| the import hooks of `allranks run` and of `ALLRANKS_RECORD=auto` | the program starts without them | `tests/record/test_auto.py` |
+| the start of a script by `allranks run` | it runs as Python itself runs it | `tests/record/test_like_python.py` |
+| the files with the output of ranks | their beginnings are given back, or the output goes to the terminal only | `tests/supervise/test_log_room.py` |
 | the hook for torchcomms | it is off, with one warning | `tests/record/test_comm_hook.py` |
 | the methods of torchrun's agent that `allranks run` replaces | the job runs as under torchrun, with one warning | `tests/launch/test_torchrun_patches.py` |
 | the process group and the DDP of a `Manager` | the step fails and is made again | `tests/manager/test_failures.py` |

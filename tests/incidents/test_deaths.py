@@ -408,3 +408,19 @@ def test_what_the_agent_remembers_does_not_grow_with_the_deaths_of_weeks(
     dog.pipeline.start(lambda: None, "one more")
     assert len(dog.pipeline._threads) == 1
     dog.close()
+
+
+def test_a_death_that_only_the_end_of_the_watch_sees_has_its_signal(tmp_path: Path) -> None:
+    """torchrun had already waited for the rank, and the job ended before the next look: "exited without shutting down"."""
+    dog = watch(tmp_path, mode="whole_job", poll_s=3600.0)
+    looked = threading.Event()
+    dog.on_samples = lambda samples, ranks: looked.set()
+    dog.start()
+    assert looked.wait(60)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+        dog.exits.know(rank)
+        write_box(tmp_path / "boxes", 1, 7, start_ns=time.time_ns(), pid=rank.pid)
+        rank.kill()
+    dog.close()
+    (story,) = read_incidents(tmp_path / "incidents")
+    assert story["verdict"]["sentence"].startswith("rank 1 died of SIGKILL")

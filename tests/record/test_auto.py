@@ -21,7 +21,7 @@ import torch
 from torch.distributed import init_process_group
 import torch.distributed as dist
 role, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-limit = datetime.timedelta(seconds=120)
+limit = datetime.timedelta(seconds=300)
 
 def second(rank):
     store = dist.PrefixStore("weights", dist.FileStore(folder + "/weights", 2))

@@ -94,7 +94,7 @@ class Watch:
         if self._thread is not None:
             self._thread.join(timeout=END_S)
             self._thread = None
-            self.deaths.check(read_samples(self.options.folder), self.exits.endings, patience_s=0.0)
+            self.deaths.check(self._sample(), self.exits.endings, patience_s=0.0)
         if self._examining is not None:
             self._examining.join(timeout=END_S)
         self.exits.close()
@@ -116,9 +116,7 @@ class Watch:
     def look(self, now_s: float | None = None) -> Suspicion | None:
         """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
         now = time.monotonic() if now_s is None else now_s
-        samples = read_samples(self.options.folder)
-        still_ending = self.exits.note_dead(s.pid for s in samples if not s.alive)
-        samples = [replace(s, alive=True) if s.pid in still_ending else s for s in samples]
+        samples = self._sample()
         ending = self._note_ranks(samples)
         self.on_samples(samples, self.ranks)
         self.history.observe(now, samples)
@@ -134,6 +132,12 @@ class Watch:
         if examine is not None:
             self._examine(examine)
         return suspicion
+
+    def _sample(self) -> list[RankSample]:
+        """Reads the ranks, and how the dead ones ended."""
+        samples = read_samples(self.options.folder)
+        still_ending = self.exits.note_dead(s.pid for s in samples if not s.alive)
+        return [replace(s, alive=True) if s.pid in still_ending else s for s in samples]
 
     def _compare(self, now_s: float, samples: list[RankSample]) -> None:
         """Calls that differ are named before anybody has waited long; of replicas those inside each, and between them."""
