@@ -108,7 +108,7 @@ def writes_in_time(place: str, caplog: pytest.LogCaptureFixture) -> str:
 def test_a_damaged_file_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "h").write_bytes(b"not a database" * 1000)
     said = writes_in_time(str(tmp_path / "h"), caplog)
-    assert said.count("nodes are not remembered") == 1 and "not a database" in said
+    assert said.count("history not written") == 1 and "not a database" in said
     assert known_bad("n1", {"ALLRANKS_HISTORY": str(tmp_path / "h")}) is None
 
 
@@ -116,7 +116,7 @@ def test_a_missing_or_forbidden_folder_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert "nodes are not remembered" in writes_in_time(str(tmp_path / "file" / "h"), caplog)
+    assert "history not written" in writes_in_time(str(tmp_path / "file" / "h"), caplog)
     assert known_bad("n1", {"ALLRANKS_HISTORY": str(tmp_path / "none")}) is None
 
 

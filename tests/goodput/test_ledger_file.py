@@ -14,7 +14,7 @@ from allranks.ledger.accounts import Accounts
 from allranks.ledger.agent import LedgerKeeper
 from allranks.ledger.file import find_ledgers, ledger_path, line_of, read_ledger
 from allranks.ledger.records import Booked, Outage, Passed, Record, RunEnd, RunStart
-from allranks.ledger.report import Price, end_line, render_page, render_text, to_object
+from allranks.ledger.report import end_line, render_page, render_text, to_object
 from allranks.ledger.summary import account, by_window
 from goodput.timelines import T0, PaperRank
 
@@ -164,8 +164,8 @@ def test_a_month_of_a_large_job_is_small_and_read_in_seconds(tmp_path: Path) -> 
     assert found.ranks == 128
     assert found.rank_seconds == pytest.approx(found.running_s * 128, rel=0.005)
     assert sum(found.stalled_by.values()) == pytest.approx(found.seconds["stalled"])
-    assert "".join(render_text(found, Price(2.5), 86400.0))
-    assert len(render_page(found, Price(2.5), 0.0)) < 3 << 20
+    assert "".join(render_text(found, 2.5, 86400.0))
+    assert len(render_page(found, 2.5, 0.0)) < 3 << 20
 
 
 def test_the_windows_of_a_long_job_grow(tmp_path: Path) -> None:
@@ -189,16 +189,16 @@ def test_the_windows_of_a_long_job_grow(tmp_path: Path) -> None:
 def test_the_report_begins_with_the_answer(tmp_path: Path) -> None:
     keep(tmp_path, 120.0)
     found = account([read_ledger(path) for path in find_ledgers(tmp_path)])
-    assert next(iter(render_text(found, Price()))).startswith(
+    assert next(iter(render_text(found, 0.0))).startswith(
         "95.8% of the time of 4 ranks was useful training (step 115"
     )
     assert end_line(found).startswith("goodput 95.8%; starting 3.3%")
-    body = to_object(found, Price(2.0), 60.0)
+    body = to_object(found, 2.0, 60.0)
     assert body["goodput"] == pytest.approx(0.958, abs=0.01)
     assert sum(body["shares"].values()) == pytest.approx(1.0)  # type: ignore[attr-defined]
     windows = by_window(found, 60.0)
     assert sum(sum(states.values()) for _, states in windows) == pytest.approx(found.rank_seconds)
-    assert "<script>" in render_page(found, Price(2.0), T0)
+    assert "<script>" in render_page(found, 2.0, T0)
 
 
 def test_a_file_without_a_row_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from allranks.blackbox.phases import GC, PhaseMark
 from allranks.ledger import arrivals
-from allranks.ledger.agent import look_due_s
-from allranks.ledger.arrivals import find_blocking, find_meetings, find_waits, waits_in
+from allranks.ledger.agent import compare_interval_s
+from allranks.ledger.arrivals import find_blocking, find_collectives, find_waits, is_blocking
 from allranks.ledger.changes import ChangePoint, find_change
 from allranks.ledger.slow import Lateness, OwnTimes, find_slow, own_times, rank_change
 from allranks.model.trace import CALL, Flag, Frame, Group, RankTrace, State, TraceHeader
@@ -36,7 +36,7 @@ def record(
     factors: np.ndarray,
     hosts: Sequence[str] = ("a",) * 8,
     skew: Sequence[float] = (0.0,) * 8,
-    unwaited: Sequence[int] = (),
+    non_blocking: Sequence[int] = (),
     jitter: float = 0.005,
 ) -> tuple[list[RankTrace], float]:
     """Black boxes of a job whose rank r is `factors[r, s]` times as slow in step s, and how long its steps take."""
@@ -55,7 +55,7 @@ def record(
             end = max(at.values()) + COMM_S
             for rank in members:
                 rows[rank].append((groups.index(members) + 1, at[rank], end, seqs[members], step, number))
-                free[rank] = at[rank] if number in unwaited else end
+                free[rank] = at[rank] if number in non_blocking else end
     table = (Group(""), *(Group(f"g{number}", ranks=members) for number, members in enumerate(groups)))
     traces = []
     for rank in range(ranks):
@@ -119,16 +119,16 @@ def test_a_rank_that_became_slow_is_named_beside_evaluation_of_all_ranks_and_for
 
 
 @pytest.mark.parametrize("uneven", [0.01, 0.2], ids=["noise", "uneven inputs"])
-@pytest.mark.parametrize("unwaited", [(), (0, 1, 2, 3, 4, 5, 6, 7)], ids=["waits", "overlaps"])
-def test_a_call_that_ranks_do_not_wait_in_delays_nobody(unwaited: tuple[int, ...], uneven: float) -> None:
+@pytest.mark.parametrize("non_blocking", [(), (0, 1, 2, 3, 4, 5, 6, 7)], ids=["waits", "overlaps"])
+def test_a_call_that_ranks_do_not_wait_in_delays_nobody(non_blocking: tuple[int, ...], uneven: float) -> None:
     """A slow rank is a tenth slower, not a tenth for every call that overlaps with its computing."""
     plan: Plan = [*[(pair, 0.25) for _ in range(4) for pair in ((0, 1), (2, 3))], ((0, 1, 2, 3), 0.01)]
     factors = noise(5, ranks=4, width=uneven)
     factors[2, 60:] *= 1.1
-    traces, _ = record(plan, factors, unwaited=unwaited, jitter=0.02)
-    waits = [one.blocks.all() for one in find_meetings(traces) if len(one.ranks) == 2]
-    assert waits == [not unwaited] * 2
-    own = own_times(find_blocking(find_meetings(traces))).own
+    traces, _ = record(plan, factors, non_blocking=non_blocking, jitter=0.02)
+    waits = [one.blocks.all() for one in find_collectives(traces) if len(one.ranks) == 2]
+    assert waits == [not non_blocking] * 2
+    own = own_times(find_blocking(find_collectives(traces))).own
     assert np.median(own[2, 65:]) / np.median(own[[0, 1, 3], 65:]) == pytest.approx(
         1.1, abs=0.03 + uneven / 2
     )
@@ -147,7 +147,7 @@ def test_ranks_wait_in_each_gather_of_fsdp_although_the_last_layer_is_gathered_t
     traces, _ = record(plan, factors, jitter=0.04)
     for trace in traces:
         trace.calls["stack"] = trace.calls["stack"] // 4  # gathers, and the scatters of the backward pass
-    assert all(one.blocks.all() for one in find_meetings(traces))
+    assert all(one.blocks.all() for one in find_collectives(traces))
 
 
 def test_waits_of_a_window_need_only_its_calls_once_the_lines_are_known(
@@ -155,7 +155,7 @@ def test_waits_of_a_window_need_only_its_calls_once_the_lines_are_known(
 ) -> None:
     """The agent books them every few seconds: it does not judge the lines of all calls each time."""
     plan: Plan = [*[(pair, 0.25) for _ in range(4) for pair in ((0, 1), (2, 3))], ((0, 1, 2, 3), 0.01)]
-    traces, _ = record(plan, noise(5, ranks=4, steps=300, width=0.2), unwaited=range(8), jitter=0.02)
+    traces, _ = record(plan, noise(5, ranks=4, steps=300, width=0.2), non_blocking=range(8), jitter=0.02)
     begin, end = T0 + 25.0, T0 + 35.0
     whole = find_waits([traces], begin, end)
     lateness = Lateness()
@@ -163,14 +163,14 @@ def test_waits_of_a_window_need_only_its_calls_once_the_lines_are_known(
     matched: list[int] = []
     match = arrivals._match
 
-    def counted(name: str, lane: arrivals.Lane) -> arrivals.Meetings | None:
+    def counted(name: str, lane: arrivals.Lane) -> arrivals.Collectives | None:
         found = match(name, lane)
         matched.append(0 if found is None else found.arrived.shape[1])
         return found
 
     monkeypatch.setattr(arrivals, "_match", counted)
-    monkeypatch.setattr(arrivals, "find_unwaited", None)
-    part = find_waits([traces], begin, end, unwaited=lateness.unwaited)
+    monkeypatch.setattr(arrivals, "find_non_blocking", None)
+    part = find_waits([traces], begin, end, non_blocking=lateness.non_blocking)
     assert sum(matched) < 9 * (end - begin + 3) / STEP_S < 0.5 * 9 * 300
     for rank in range(4):
         expected = whole.during(rank, begin, end, end - begin)
@@ -181,7 +181,7 @@ def test_waits_of_a_group_that_meets_rarely_are_booked_too() -> None:
     """Two collectives of a group in a window are fewer than are needed to compare ranks; those before them help."""
     traces, _ = record(DDP, 40 * noise(5, width=0.2), jitter=0.02)  # one every eight seconds
     begin, end = T0 + 100.0, T0 + 110.0
-    found = find_waits([traces], begin, end), find_waits([traces], begin, end, unwaited=())
+    found = find_waits([traces], begin, end), find_waits([traces], begin, end, non_blocking=())
     whole, part = ([waits.during(rank, begin, end, end - begin) for rank in range(8)] for waits in found)
     assert any(whole) and part == [pytest.approx(one) for one in whole]
 
@@ -380,7 +380,7 @@ def test_steps_are_measured_anew_when_it_turns_out_that_ranks_do_not_wait() -> N
     plan: Plan = [*[(pair, 0.25) for _ in range(4) for pair in ((0, 1), (2, 3))], ((0, 1, 2, 3), 0.01)]
     factors = noise(12, ranks=4, steps=300)
     factors[2] *= 1.1
-    traces, _ = record(plan, factors, unwaited=range(8), jitter=0.02)
+    traces, _ = record(plan, factors, non_blocking=range(8), jitter=0.02)
     lateness = Lateness()
     for calls in range(62, 1500, 62):
         seen = [replace(trace, calls=trace.calls[max(0, calls - 700) : calls]) for trace in traces]
@@ -459,12 +459,17 @@ def test_garbage_collection_is_named_by_its_marks() -> None:
 
 def test_comparing_ranks_costs_the_agent_less_than_a_thousandth_of_a_core_for_each() -> None:
     """Ranks are compared after fifteen steps, but more rarely where it takes long; the first time, with imports, does not count."""
-    assert look_due_s(15, [], 4) == look_due_s(15, [9.0], 4) == look_due_s(15, [9.0, 0.004], 4) == 5.0
-    assert look_due_s(14, [], 4) == 30.0
+    assert (
+        compare_interval_s(15, [], 4)
+        == compare_interval_s(15, [9.0], 4)
+        == compare_interval_s(15, [9.0, 0.004], 4)
+        == 5.0
+    )
+    assert compare_interval_s(14, [], 4) == 30.0
     for cpu_s in (0.001, 0.005, 0.012):
         for ranks in (1, 8, 64):
-            assert cpu_s * ranks / look_due_s(1000, [cpu_s * ranks] * 2, ranks) <= 0.0004 * ranks
-    assert look_due_s(1000, [9.0, 9.0], 1) == 30.0
+            assert cpu_s * ranks / compare_interval_s(1000, [cpu_s * ranks] * 2, ranks) <= 0.0004 * ranks
+    assert compare_interval_s(1000, [9.0, 9.0], 1) == 30.0
 
 
 def lateness_of(own: np.ndarray, rank: int) -> ChangePoint | None:
@@ -511,4 +516,4 @@ def test_whether_ranks_wait_in_a_call_is_told_although_one_saves_now_and_then(
     after = np.maximum(chance.normal(0.125, 0.02, 300) - times * late, 0.0)
     before, late_before = chance.normal(0.1, 0.01, 300), np.abs(chance.normal(0, 0.01, 300))
     parts = [one - np.median(one) for one in (late, after, before, late_before)]
-    assert waits_in([np.stack(parts)]) == waits
+    assert is_blocking([np.stack(parts)]) == waits

@@ -73,7 +73,7 @@ def test_a_death_in_whole_job_mode_opens_one_incident_for_all_that_follows(tmp_p
 def test_broken_connections_are_reported_although_the_job_was_started_again_meanwhile(tmp_path: Path) -> None:
     """Warm processes take over within the second in which a better cause may still show."""
     dog = watch(tmp_path)
-    dog.deaths.echo_patience_s = lambda: 60.0
+    dog.deaths.patience_s = lambda: 60.0
     broken = b"exception: RuntimeError: gloo: Connection closed"
     for rank in (0, 1):
         now = time.time_ns()
@@ -101,7 +101,7 @@ def test_a_rank_that_aborted_is_reported_although_the_one_that_complained_first_
     The evidence is of the attempt that failed, also when only some have been started again.
     """
     dog = watch(tmp_path)
-    dog.deaths.echo_patience_s = lambda: 60.0
+    dog.deaths.patience_s = lambda: 60.0
     now = time.time_ns()
     broken = {"closed": b"exception: RuntimeError: gloo: Connection closed", "closed_ns": now}
     for rank, closed in ((0, broken), (1, {})):
@@ -110,7 +110,7 @@ def test_a_rank_that_aborted_is_reported_although_the_one_that_complained_first_
     dog.exits.endings[GONE + 1] = Ending(GONE + 1, -signal.SIGABRT, time.time())
     dog.look()
     dog.pipeline.explained.add([GONE])
-    dog.deaths.echo_patience_s = lambda: 0.0
+    dog.deaths.patience_s = lambda: 0.0
     for rank in range(restarted):
         write_box(tmp_path / "boxes", rank, 0, calls=2, start_ns=time.time_ns())
     dog.look()
@@ -125,7 +125,7 @@ def test_a_killed_rank_that_is_still_being_taken_down_is_waited_for_when_another
 ) -> None:
     """The memory of its GPU takes seconds; rank 0 raises at once. Nobody may be told that no rank had died."""
     dog = watch(tmp_path)
-    dog.deaths.echo_patience_s = lambda: 0.0
+    dog.deaths.patience_s = lambda: 0.0
     now = time.time_ns()
     broken = {"closed": b"exception: DistBackendError: NCCL error: Connection closed", "closed_ns": now}
     killed = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -150,7 +150,7 @@ def test_connections_that_break_because_another_node_was_stopped_are_no_incident
 ) -> None:
     """Ctrl-C in one of two launchers: its agent says good-bye before its ranks end, and the log of the other says so."""
     dog = watch(tmp_path)
-    dog.deaths.echo_patience_s = lambda: 0.0
+    dog.deaths.patience_s = lambda: 0.0
     agent = NodeAgent(dog)
     broken = b"exception: RuntimeError: gloo: Connection closed by peer"
     dog.deaths.note_stopped("agent-b")
@@ -166,7 +166,7 @@ def test_ranks_that_another_agent_of_this_host_asked_to_end_are_no_incident(tmp_
     """Two launchers of one job share its folder; torchrun kills ranks that do not end in time. Later ranks are others."""
     ours = watch(tmp_path)
     write_box(tmp_path / "boxes", 2, 7, start_ns=time.time_ns(), pid=GONE)
-    pipeline.Explained().tell([GONE], tmp_path / "boxes")
+    pipeline.Explained().share([GONE], tmp_path / "boxes")
     ours.look()
     assert read_incidents(tmp_path / "incidents") == []
     write_box(tmp_path / "boxes", 3, 7, start_ns=time.time_ns(), pid=GONE)
@@ -321,7 +321,7 @@ def test_a_kill_of_the_kernel_for_lack_of_memory_is_said(
         assert opened is not None
     dog.close()
     starved, killed = read_incidents(tmp_path / "incidents")
-    assert starved["reason"] == "rank 0 died of SIGKILL: the kernel ended it for lack of memory"
+    assert starved["reason"] == "rank 0 died of SIGKILL: the kernel killed it for lack of memory"
     assert killed["reason"] == "rank 1 died of SIGKILL"
     assert [moment["name"] for moment in killed["timeline"]][-3:] == ["died", "noticed", "evidence"]
 

@@ -250,8 +250,8 @@ def test_the_folder_of_a_job_shows_no_files_of_our_own_as_passed_over(
     (tmp_path / "logs").mkdir()
     for name, text in {"job.json": "{}", "token": "secret", "logs/stderr.log": ""}.items():
         (tmp_path / name).write_text(text)
-    Explained().tell([], tmp_path)  # stopped when no rank ran any more
-    Explained().tell([7], tmp_path / "logs")
+    Explained().share([], tmp_path)  # stopped when no rank ran any more
+    Explained().share([7], tmp_path / "logs")
     main(["diagnose", str(tmp_path)])
     assert "files" not in capsys.readouterr().out
     main(["diagnose", str(tmp_path), "-v"])

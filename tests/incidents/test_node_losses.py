@@ -84,7 +84,7 @@ def test_a_node_that_dies_with_its_agent_is_told_once_with_its_ranks(tmp_path: P
     (story,) = read_incidents(tmp_path / "incidents")
     boxes = {box.name for box in (tmp_path / "incidents" / story["id"] / "boxes").iterdir()}
     assert boxes == {"0.box", "1.box", "4.box"}
-    assert "black boxes of ranks 2, 3: they lie on the lost node" in story["missing"]
+    assert "black boxes of ranks 2, 3: they are on the lost node" in story["missing"]
 
 
 def test_a_lighthouse_that_goes_with_its_node_is_missed_and_one_agent_tells_it(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_lighthouse_that_goes_with_its_node_is_missed_and_one_agent_tells_it(t
         assert (story["node"], story["ranks"]) == ("h", [0, 1])
         assert "its agent held the lighthouse" in story["reason"]
         deadline = time.monotonic() + 60
-        while "told by agent-a" not in (tmp_path / "c.log").read_text():  # it may notice later than a
+        while "filed by agent-a" not in (tmp_path / "c.log").read_text():  # it may notice later than a
             assert time.monotonic() < deadline
             time.sleep(0.02)
     assert len(read_incidents(tmp_path / "incidents")) == 1

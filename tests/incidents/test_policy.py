@@ -63,7 +63,7 @@ def test_a_replica_that_has_trained_is_ended_only_if_it_surely_hangs() -> None:
     left = replace(REPLICA, cause="shutdown_join", leaving=True, certain=False, stalled_s=500.0)
     assert kind(replace(left, leaving=False)) == "evict"
     action = decide_action(1000.0, left, PolicyState(), PolicyOptions())
-    assert action.kind == "collect" and "finished the training and may still save" in action.reason
+    assert action.kind == "collect" and "finished training and may still save" in action.reason
     assert kind(replace(left, certain=True)) == "evict"
     assert (
         kind(replace(left, certain=True, mode="whole_job"), options=PolicyOptions(enabled=True))

@@ -70,6 +70,6 @@ def test_pauses_and_places_are_described(tmp_path: Path) -> None:
     assert describe_pauses(marks, 1000.0) == []
     load = (StackFrame("load", "data.py", 31), StackFrame("main", "train.py", 7))
     other = (StackFrame("main", "train.py", 8),)
-    assert describe_places([load, load, other])[0] == "in 2 of 3 looks at data.py:31 in load"
+    assert describe_places([load, load, other])[0] == "in 2 of 3 samples at data.py:31 in load"
     write_stacks(tmp_path / "s.txt", [load, load, other])
     assert (tmp_path / "s.txt").read_text().splitlines()[0] == "train.py:7 in main;data.py:31 in load 2"

@@ -96,7 +96,7 @@ def test_a_hang_of_a_plain_torchrun_job_is_noticed_with_rank_and_line(tmp_path: 
     found, lines = watch(tmp_path, [*torchrun, str(script)])
     assert (found["hung"], found["culprits"]) == (True, [1]), found
     assert "load_batch" in str(found["sentence"])
-    assert any("have no black box" in line and "Not seen" in line for line in lines), lines
+    assert any("have no black box" in line and "is not noticed" in line for line in lines), lines
 
 
 def test_a_stuck_worker_of_a_server_is_noticed_and_unclear_is_not_healthy(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_look_that_fails_does_not_touch_the_job(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 7
     assert "failed" in done.stderr or "could not be written" in done.stderr
-    assert "no stacks can be kept there" in done.stderr.partition("\n")[0]  # before anything is lost
+    assert "stacks cannot be written there" in done.stderr.partition("\n")[0]  # before anything is lost
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -244,7 +244,7 @@ def test_a_hang_of_a_plain_job_is_collected_and_what_cannot_be_seen_is_said(tmp_
             lines.append(line)
             if line.startswith("{"):
                 break
-        assert any("have no black box" in line and "Not seen" in line for line in lines)
+        assert any("have no black box" in line and "is not noticed" in line for line in lines)
         assert json.loads(lines[-1])["reason"].startswith("no progress for ")
     finally:
         process.terminate()

@@ -17,7 +17,7 @@ from allranks.incidents.judge import correct
 from allranks.incidents.pipeline import IncidentPipeline, WatchOptions
 from allranks.model.diagnosis import Diagnosis, Finding
 from allranks.watch import calls as calls_module
-from allranks.watch.calls import MAX_NAMED, CallComparison, CallWindows, choose_windows, read_calls
+from allranks.watch.calls import MAX_REPORTED, CallComparison, CallWindows, choose_windows, read_calls
 from allranks.watch.samples import RankSample, read_samples
 from diagnose.gallery_module import gallery
 
@@ -91,10 +91,10 @@ def test_nodes_tell_the_same_hashes_while_their_ranks_make_the_same_calls(
     here.note(1.0, traces[:2])
     there.note(1.0, traces[2:])
     everybody.note(1.0, traces)
-    assert here.told and not everybody.told
-    common = [(key, w) for key in here.told for w in here.told[key] if w in there.told.get(key, ())]
+    assert here.hashes and not everybody.hashes
+    common = [(key, w) for key in here.hashes for w in here.hashes[key] if w in there.hashes.get(key, ())]
     assert len(common) > 2
-    assert all(here.told[key][w] == there.told[key][w] for key, w in common) == same
+    assert all(here.hashes[key][w] == there.hashes[key][w] for key, w in common) == same
 
 
 def test_nodes_that_look_at_different_times_choose_the_same_windows() -> None:
@@ -107,7 +107,7 @@ def test_files_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     """A box that was removed, and one that is none."""
     (tmp_path / "x.box").write_bytes(b"no box")
     assert read_calls([str(tmp_path / "gone.box"), str(tmp_path / "x.box")]) == []
-    assert MAX_NAMED > 0
+    assert MAX_REPORTED > 0
 
 
 def test_the_incident_that_follows_tells_of_the_difference(

@@ -64,7 +64,7 @@ def test_a_death_is_told_from_an_end_that_was_asked_for(tmp_path: Path) -> None:
 
 def test_who_only_echoes_another_end_is_not_the_first() -> None:
     """A broken connection is reported earlier than the death that broke it was seen, and is still not the cause."""
-    echo = Death(0, 10, 1.0, "raised RuntimeError", "", "Connection closed by peer", echo=True)
+    echo = Death(0, 10, 1.0, "raised RuntimeError", "", "Connection closed by peer", secondary=True)
     cause = Death(2, 12, 1.2, "died of SIGKILL")
     later = Death(1, 11, 1.5, "raised ValueError")
     assert find_first([echo, later, cause]) == cause
@@ -178,7 +178,7 @@ def test_a_rank_that_gave_up_after_another_had_gone_is_not_the_first(tmp_path: P
     write_box(tmp_path, 0, 5, exit_message=closed, closed=closed[:63], closed_ns=10**9)
     write_box(tmp_path, 1, 5, closed=b"exit code 2 (sys.exit at train.py:7): no data", closed_ns=2 * 10**9)
     deaths = find_deaths(read_samples(tmp_path), {}, since_ns=1)
-    assert [death.echo for death in deaths] == [True, False]
+    assert [death.secondary for death in deaths] == [True, False]
     first = find_first(deaths)
     assert first is not None
     assert first.sentence == "rank 1 exited with code 2 (sys.exit) at train.py:7: no data"

@@ -27,7 +27,7 @@ def test_an_error_of_the_program_is_no_broken_connection_whatever_its_text_names
 ) -> None:
     """A TypeError that mentions NCCL was taken for the end of a peer, and the job was restarted for ever."""
     (death,) = find_deaths([sample(0, 3, closed=said, closed_ns=5)], {}, since_ns=0)
-    assert death.echo is follows
+    assert death.secondary is follows
 
 
 def test_a_rank_that_left_with_code_zero_is_named_when_the_others_lost_it() -> None:
@@ -39,7 +39,7 @@ def test_a_rank_that_left_with_code_zero_is_named_when_the_others_lost_it() -> N
     endings = {left.pid: Ending(left.pid, 0, 4.0)}
     assert find_deaths([left, sample(0, 3)], endings, since_ns=0) == []
     first = find_first(find_deaths([left, lost], endings, since_ns=0))
-    assert first is not None and (first.rank, first.echo) == (1, False)
+    assert first is not None and (first.rank, first.secondary) == (1, False)
     assert first.sentence == "rank 1 exited with code 0 while the others needed it (os._exit)"
     own = sample(0, 3, closed="exception: ValueError (t.py:5): no such label", closed_ns=5)
     assert [death.rank for death in find_deaths([left, own], endings, since_ns=0)] == [0]
@@ -54,4 +54,4 @@ def test_a_refused_connection_of_the_program_is_not_one_between_ranks() -> None:
         ("DistNetworkError", True),
     ):
         (death,) = find_deaths([sample(0, 3, closed=said.format(kind))], {}, since_ns=0)
-        assert death.echo and death.of_torch is of_torch
+        assert death.secondary and death.of_torch is of_torch

@@ -169,7 +169,7 @@ def test_a_look_reads_only_what_has_run_since_the_last_one(
         def look() -> tuple[set[int], set[str]]:
             """The processes that were read, and the functions in which the job was found."""
             runs.write_text("")
-            found = sidecar._look()
+            found = sidecar._inspect()
             read = {int(line.split()[-1]) for line in runs.read_text().splitlines()}
             return read, {t.user.name for p in found.processes for t in p.threads if t.user is not None}
 

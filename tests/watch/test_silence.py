@@ -13,10 +13,8 @@ from allranks.watch.silence import (
     MANAGER_TIMEOUT_S,
     NoticeOptions,
     NoticeState,
-    extend_deadline,
     left_behind,
     limit_s,
-    mark_resumed,
     not_retrying,
     notice,
     observe,
@@ -126,7 +124,7 @@ def test_the_second_look_comes_soon_and_later_ones_half_a_limit_apart_until_prog
     """After a look that did not settle it the same silence is not examined again at once; progress resets it."""
     now, state = trained(step_s=0.1)
     stuck = [sample(r, 29) for r in range(3)]
-    state = extend_deadline(observe(now + 11, state, stuck, OPTIONS))
+    state = replace(observe(now + 11, state, stuck, OPTIONS), extended=1)
     assert [limit_s(replace(state, extended=times), OPTIONS) for times in range(5)] == [10, 12.5, 15, 20, 25]
     assert look(now + 12, state, stuck)[0] is False
     assert look(now + 13, state, stuck)[0] is True
@@ -206,7 +204,7 @@ def test_a_rank_that_has_done_its_last_step_is_not_left_behind() -> None:
 def test_a_silence_that_an_action_ended_does_not_make_the_job_look_slow() -> None:
     """The survivors waited 12 s for the culprit; the next hang is noticed as soon as the first."""
     now, state = trained(step_s=0.1)
-    state = mark_resumed(state, now + 12)
+    state = replace(state, acted_s=now + 12)
     state = observe(now + 12.1, state, [sample(r, 30) for r in range(3)], OPTIONS)
     assert limit_s(state, OPTIONS) == 10
     state = observe(now + 22.1, state, [sample(r, 31) for r in range(3)], OPTIONS)
@@ -455,7 +453,7 @@ def test_a_program_that_only_starts_others_is_never_suspected() -> None:
     driver = sample(0, -1, calls_started=0, calls_completed=0)
     state = observe(0.0, NoticeState(), [driver], OPTIONS)
     suspected, reason = look(10_000.0, state, [driver])
-    assert not suspected and "only starts others" in reason
+    assert not suspected and "only starts other processes" in reason
     joining = replace(driver, joined=True)  # waits for a rank that does not come
     assert look(10_000.0, state, [joining])[0]
     assert look(10_000.0, observe(0.0, state, [driver, sample(1, 3)], OPTIONS), [driver, sample(1, 3)])[0]

@@ -1,8 +1,8 @@
-"""The `allranks` command: finds the sub-command's file, turns errors into exit codes. Only cli prints or exits.
+"""The `allranks` command: dispatches to the sub-command's file, and turns errors into exit codes. Only cli prints or exits.
 
-Each sub-command is one file with FLAGS or ACTIONS (what it takes, as allranks.cli.parser.declare reads it) and
-`main(args) -> int`; its one line of help is here. A file imports what it needs for its work inside functions: `--help` takes 30 ms.
-Exit codes: 0 nothing wrong, 1 fault found, 2 could not run.
+Each sub-command is a file with FLAGS or ACTIONS (see allranks.cli.parser.declare) and `main(args) -> int`; its one-line help is
+here. Files import what they need inside functions, so that `--help` takes 30 ms. Exit codes: 0 nothing wrong, 1 fault found,
+2 could not run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import os
 import sys
 
-TYPE_CHECKING = False  # as type checkers know it, without the cost of importing typing
+TYPE_CHECKING = False  # known to type checkers; importing typing would take longer
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
@@ -66,14 +66,14 @@ COMMANDS = {
     for names in GROUPS.values()
     for name, text in names.items()
 }
-#: Commands that read dumps with numpy; their start-up time counts.
+#: Commands that read dumps with numpy, and must start fast.
 READING = frozenset({"diagnose", "frtrace", "dump", "replay"})
-#: Commands that may use obstore: one was aborted behind its answer, most likely by threads that met the interpreter's end.
+#: Commands that may use obstore, whose threads can abort the interpreter at its end.
 STORING = frozenset({"checkpoint", "doctor"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; never raises for what the user can fix."""
+    """Runs a command and returns its exit code. Never raises for errors that the user can fix."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in words if not word.startswith("-")), None)
     program = f"allranks {name}" if name in COMMANDS else "allranks"
@@ -100,7 +100,7 @@ def _main(words: list[str], name: str | None) -> int:
     parser = make_parser(name, alone=words[0] == name)
     if name in COMMANDS:
         module = importlib.import_module(f"allranks.cli.{COMMANDS[name][0]}")
-        if hasattr(module, "arrange_words"):  # `run` takes another command's flags as they are
+        if hasattr(module, "arrange_words"):  # `run` also takes flags of torchrun
             words = module.arrange_words(words)
     args = parser.parse_args(words)
     if args.command is None:
@@ -111,33 +111,30 @@ def _main(words: list[str], name: str | None) -> int:
 
 
 def _explain(program: str, error: Exception) -> int:
-    """What happened and what to do, on stderr. A traceback only where the error is ours."""
+    """Prints the error and its hint on stderr, with a traceback only for bugs."""
     from allranks.errors import AllranksError
     from allranks.model.parsing import printable, without_secrets
 
     hint = getattr(error, "hint", "")
     if isinstance(error, OSError) and not isinstance(error, AllranksError) and error.errno == errno.ENOSPC:
-        _drop_output()  # else the interpreter tries once more
-        hint = "The output is not complete."
+        _drop_output()  # else the interpreter would try to write it again
+        hint = "The output is incomplete."
     elif not isinstance(error, AllranksError | PermissionError | FileNotFoundError):
         import traceback
 
         traceback.print_exc()
         print(f"{program}: this is a bug in allranks; please report it with the lines above", file=sys.stderr)
         return 2
-    if isinstance(error, FileNotFoundError) and not error.filename and not _has_working_folder():
-        error, hint = (
-            FileNotFoundError("the working folder was removed"),
-            "Go to another one (cd), then start again.",
-        )
     text = str(error)
     if isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
         if isinstance(error, PermissionError) and not hint:
-            hint = "Is it yours? `ls -ld` shows who may use it."
-    # "allranks run needs the extra …"
-    said = f"{program}: {text}".replace(f"{program}: {program} ", f"{program} ")
-    for line in f"{said}\n{hint}".rstrip().split("\n"):
+            hint = "Is it yours? `ls -ld` shows its owner and permissions."
+    if isinstance(error, FileNotFoundError) and not error.filename and not _has_working_folder():
+        text, hint = "the working folder was removed", "Change to another folder (cd), then start again."
+    # text may begin with the program's name: "allranks run needs the extra …"
+    text = f"{program}: {text}".replace(f"{program}: {program} ", f"{program} ")
+    for line in f"{text}\n{hint}".rstrip().split("\n"):
         print(printable(without_secrets(line)), file=sys.stderr)
     return 2
 
@@ -150,14 +147,14 @@ def _has_working_folder() -> bool:
 
 
 def _drop_output() -> None:
-    """Nobody reads stdout any more: what is still buffered goes nowhere."""
+    """Discards buffered output after stdout was closed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run() -> None:
-    """Console entry point. A reading command never collects garbage and ends without taking apart what it has read:
-    with the rings of a thousand ranks in memory both take longer than the diagnosis. The threads of numpy's linear
-    algebra would spin for longer than a small diagnosis takes."""
+    """Console entry point. Reading commands run without garbage collection and exit without freeing memory, since with the rings
+    of a thousand ranks both take longer than the diagnosis. OpenBLAS gets one thread, since its threads spin for longer than a
+    small diagnosis takes."""
     _prepare_output()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in READING:
@@ -170,14 +167,14 @@ def run() -> None:
     os._exit(code)
 
 
-#: What a terminal that knows only ASCII gets instead.
+#: Replacements for terminals that only support ASCII.
 ASCII = dict(zip("…→←─│├└·µ◄×", ("...", "->", "<-", "-", "|", "|", "`", "-", "u", "<", "x"), strict=True))
 
 
 def _prepare_output() -> None:
-    """Output never fails for what it cannot show; a stream that was closed swallows what is written."""
+    """Makes output robust: unsupported characters are replaced, closed streams discard output."""
     codecs.register_error("allranks", _as_ascii)
-    # A socket would get a free one of these numbers, and torch's store aborts the job when it closes that.
+    # otherwise a socket may get one of these numbers, and torch's store aborts the job when it closes that
     for number in range(3):
         try:
             os.fstat(number)
@@ -191,16 +188,16 @@ def _prepare_output() -> None:
 
 
 def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Bytes of a file name as they are, our signs by ASCII, all else by its number."""
+    """Replaces a character: bytes of file names are unchanged, known ones become ASCII, others their number."""
     assert isinstance(error, UnicodeEncodeError)
-    sign = error.object[error.start]
-    if "\udc80" <= sign <= "\udcff":
-        return bytes([ord(sign) - 0xDC00]), error.start + 1
-    return ASCII.get(sign) or f"\\u{ord(sign):04x}", error.start + 1
+    char = error.object[error.start]
+    if "\udc80" <= char <= "\udcff":
+        return bytes([ord(char) - 0xDC00]), error.start + 1
+    return ASCII.get(char) or f"\\u{ord(char):04x}", error.start + 1
 
 
 def program_help() -> str:
-    """What `allranks --help` prints: commands by what people come for."""
+    """The text of `allranks --help`: commands by purpose."""
     about = "Finds out why a distributed PyTorch job hangs, and keeps it training when\nmachines fail."
     lines = ["usage: allranks COMMAND …", "", about, ""]
     for heading, names in GROUPS.items():
@@ -217,12 +214,12 @@ def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
 
 
 def _unknown(name: str) -> int:
-    """Says so, with the names that are near."""
+    """Reports an unknown command, with similar names."""
     from difflib import get_close_matches
 
-    below = ("evict", "readmit", "collect")  # the words of messages and of the page
+    actions = ("evict", "readmit", "collect")  # of `allranks lighthouse`
     near = get_close_matches(name, COMMANDS, 3, 0.6)
-    near = [f"`allranks lighthouse {one}`" for one in get_close_matches(name, below, 1, 0.8)] or near
+    near = [f"`allranks lighthouse {one}`" for one in get_close_matches(name, actions, 1, 0.8)] or near
     print(f"allranks: there is no command {name!r}", file=sys.stderr)
     hint = f"Did you mean {' or '.join(near)}?" if near else "`allranks --help` lists the commands."
     print(hint, file=sys.stderr)

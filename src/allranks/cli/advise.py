@@ -1,4 +1,4 @@
-"""`allranks advise`: what would raise the goodput of a job, from its own ledger."""
+"""`allranks advise`: changes that would raise the goodput of a job, from its ledger."""
 
 from __future__ import annotations
 
@@ -13,30 +13,24 @@ FLAGS = (LedgerFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 nothing to change, 1 there is advice, 2 no ledger."""
+    """0 no advice, 1 advice, 2 no ledger."""
     from allranks.api.functions import job_accounts
     from allranks.ledger.advice import advise, find_intervals
 
     flags = read_flags(LedgerFlags, args)
-    accounts = job_accounts(flags.jobs, moment_of(flags.since))
-    found = {one.job: advise(one) for one in accounts}
-    if flags.json:
-        body = [
-            {
-                "schema": 1,
-                "job": one.job,
-                "goodput": one.goodput,
-                "advice": [asdict(line) for line in found[one.job]],
-                "intervals": [asdict(line) for line in find_intervals(one)],
-            }
-            for one in accounts
+    found = [(one, advise(one)) for one in job_accounts(flags.jobs, moment_of(flags.since))]
+    body: list[dict[str, object]] = []
+    for one, advice in found:
+        facts = {"advice": [asdict(line) for line in advice]}
+        facts["intervals"] = [asdict(line) for line in find_intervals(one)]
+        body.append({"schema": 1, "job": one.job, "goodput": one.goodput, **facts})
+        prefix = f"{one.job}: " if len(found) > 1 else ""
+        lines = [f"{prefix}+{line.gain:.1%}: {line.what}.\n    {line.why}." for line in advice]
+        lines = lines or [
+            f"{prefix}{one.goodput:.1%} useful; no change would gain more than 0.2% of the time."
         ]
+        if not flags.json:
+            print("\n".join(lines))
+    if flags.json:
         print(json.dumps(body[0] if len(body) == 1 else body))
-        return 1 if any(found.values()) else 0
-    for one in accounts:
-        prefix = f"{one.job}: " if len(accounts) > 1 else ""
-        if not found[one.job]:
-            print(f"{prefix}{one.goodput:.1%} useful; no change is worth more than 0.2% of the time.")
-        for line in found[one.job]:
-            print(f"{prefix}+{line.gain:.1%}: {line.what}.\n    {line.why}.")
-    return 1 if any(found.values()) else 0
+    return 1 if any(advice for _, advice in found) else 0

@@ -27,7 +27,7 @@ ONE = "one checkpoint (STORE/NAME), or a store: then its newest"
 
 @dataclass(frozen=True)
 class _Flags:
-    """What every action takes."""
+    """Options of every action."""
 
     options: tuple[str, ...] = option(
         (),
@@ -72,8 +72,8 @@ class _PruneFlags(_OfStore):
         required=True,
         at_least=1,
     )
-    dry_run: bool = option(False, "only say what would go")
-    no_verify: bool = option(False, "do not read the newest first; a damaged one then counts as kept")
+    dry_run: bool = option(False, "only report what would be removed")
+    no_verify: bool = option(False, "do not verify the newest first; a damaged one then counts as kept")
 
     def __post_init__(self) -> None:
         check_options(self, "--")
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
         where = error.filename or getattr(args, "store", None) or getattr(args, "checkpoint", "")
         hint = "Is the address right, and reachable?"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "how full it is: df -h"
+            hint = "`df -h` shows the free space."
         raise InputError(f"cannot {args.action} {where}: {reason_of(error)}", hint=hint) from error
 
 
@@ -124,11 +124,8 @@ def _ls(args: _OfStore) -> int:
 def _table(address: str, found: list[Listed]) -> Iterator[str]:
     from allranks.checkpoint.manifest import IS_NEWER
 
-    yield (
-        f"{'STEP':>10} {'SIZE':>9} {'RANKS':>5} {'SAVED':<19} NAME"
-        if found
-        else f"no checkpoints in {address}"
-    )
+    heading = f"{'STEP':>10} {'SIZE':>9} {'RANKS':>5} {'SAVED':<19} NAME"
+    yield heading if found else f"no checkpoints in {address}"
     for one in found:
         if one.problem:
             state = "newer version" if IS_NEWER in one.problem else "damaged"
@@ -174,7 +171,7 @@ def _verify(args: _VerifyFlags) -> int:
             results.append(result)
             if result.problems and args.quarantine and not result.newer:
                 moved[result.path] = store.quarantine(name, "; ".join(result.problems))
-    if not results:  # a mistyped address must not pass for "all is well"
+    if not results:  # a mistyped address is not "ok"
         raise InputError(f"no checkpoints in '{args.checkpoint}'", hint="is the address right?")
     good = not any(result.problems for result in results)
     entries = [{**asdict(result), "quarantined": moved.get(result.path, "")} for result in results]
@@ -320,7 +317,7 @@ def _store_and_names(address: str, options: tuple[str, ...]) -> Iterator[tuple[S
     head, tail = split_address(address if "://" in address else str(Path(address).absolute()))
     if tail and ("://" in head or Path(head).is_dir()):
         with _store(head, options) as store:
-            # by its name it is meant to be a checkpoint: without a manifest a bad one, not an empty store
+            # with this name and without a manifest it is a damaged checkpoint, not an empty store
             if tail.startswith("checkpoint_step_") or has_manifest(store, tail):
                 yield store, [tail]
                 return
@@ -341,7 +338,7 @@ def _bytes_of(store: Store, name: str) -> int:
 
 @contextmanager
 def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Shows how much is done; the function takes the bytes since its last call."""
+    """Shows a progress bar; the yielded function takes the bytes since its last call."""
     bar, done = ProgressBar(title, quiet=quiet), 0
 
     def progress(more: int) -> None:
@@ -361,11 +358,7 @@ ACTIONS: Actions = {
     "verify": ("read every byte and compare every checksum; exit 1 if damaged", _VerifyFlags, _verify),
     "copy": ("copy a checkpoint to another store, verified on the way", _CopyFlags, _copy),
     "prune": ("remove old checkpoints; never the last good one, nor one being read", _PruneFlags, _prune),
-    "set-aside": (
-        "take all checkpoints out of sight, so that a job starts from scratch; deletes nothing",
-        _OfStore,
-        _set_aside,
-    ),
+    "set-aside": ("move all checkpoints aside, so that a job starts from scratch", _OfStore, _set_aside),
     "export": ("write one file: .safetensors (the model) or .pt (everything)", _ExportFlags, _export),
     "import": (
         "make a checkpoint of a .pt, a .safetensors or a folder of Hugging Face's Trainer",

@@ -1,14 +1,15 @@
-"""`allranks completion bash|zsh|fish`: a script that completes commands, flags, files and the names of jobs."""
+"""`allranks completion bash|zsh|fish`: a script that completes commands, flags, files and names of jobs."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
 
+from allranks.cli import COMMANDS, make_parser
 from allranks.model.options import argument, option
 
 SHELLS = ("bash", "zsh", "fish")
-JOBS = ("status", "top", "page")  # their argument is the name of a job
+JOBS = ("status", "top", "page")  # commands that take the name of a job
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _flags() -> dict[str, list[tuple[str, str]]]:
     """command -> (word, help) of its flags and actions."""
-    from allranks.cli import COMMANDS, make_parser
-
     found = {}
     for name in COMMANDS:
         parser = make_parser(name, alone=True)
@@ -77,8 +76,6 @@ complete -o filenames -F _allranks allranks
 
 
 def _zsh() -> str:
-    from allranks.cli import COMMANDS
-
     commands = "\n".join(f"    {_zsh_word(name, text)}" for name, (_, text) in COMMANDS.items())
     cases = []
     for name, words in _flags().items():
@@ -112,8 +109,6 @@ def _zsh_word(word: str, text: str) -> str:
 
 
 def _fish() -> str:
-    from allranks.cli import COMMANDS
-
     lines = ["# fish completion of allranks"]
     for name, (_, text) in COMMANDS.items():
         lines.append(f"complete -c allranks -n __fish_use_subcommand -f -a {name} -d {_fish_text(text)}")

@@ -1,4 +1,4 @@
-"""`allranks config check|show|schema`: is this job file right, what does it amount to, what may it hold."""
+"""`allranks config check|show|schema`: checks a job file, prints it with defaults, or prints its schema."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class CheckFlags(FileFlags):
 
 @dataclass(frozen=True)
 class SchemaFlags:
-    """There is nothing to choose: the schema is always JSON."""
+    """No options: the schema is always JSON."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: the file is right; 1: it has errors; 2: it cannot be read."""
+    """0: the file is valid; 1: it has errors; 2: it cannot be read."""
     return run_action(ACTIONS, args)
 
 

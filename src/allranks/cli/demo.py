@@ -35,7 +35,7 @@ FLAGS = (DemoFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 when everything held, 1 when something fell short."""
+    """0 when every result is as promised, else 1."""
     import tempfile
 
     require("torch", feature="allranks demo", extra="torch")
@@ -68,18 +68,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _proved(result: DemoResult) -> Iterator[tuple[bool, str]]:
-    """(whether it held, what) for every promise."""
+    """(whether it held, result) for every promise."""
     hang, kill = result.drill.faults
     sentence = (hang.verdict or {}).get("sentence", "none")
     yield bool(hang.verdict_right), f"hang of rank {hang.rank}: {sentence}"
     recovered = f"the others continued training {_after(hang.recovered_s)} after the fault"
     yield True, f"noticed after {_after(hang.noticed_s)}, {recovered}"
     next_step = f"next step {_after(kill.recovered_s)} after the fault"
-    yield (
-        bool(kill.verdict_right),
-        f"kill -9 of rank {kill.rank}: noticed after {_after(kill.noticed_s)}, {next_step}",
-    )
-    same = "all replicas held bit-identical parameters at every step"
+    killed = f"kill -9 of rank {kill.rank}: noticed after {_after(kill.noticed_s)}"
+    yield bool(kill.verdict_right), f"{killed}, {next_step}"
+    same = "all replicas had bit-identical parameters at every step"
     yield result.identical, same if result.identical else "replicas differ"
     difference = result.loss_difference
     if difference is None:

@@ -1,4 +1,4 @@
-"""`allranks diagnose PATH…`: why the job hangs, from dumps of any origin."""
+"""`allranks diagnose PATH…`: finds out why a job hangs, from dumps of any kind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _output, _reading = partial(option, group="output"), partial(option, group="what
 
 @dataclass(frozen=True)
 class DiagnoseFlags:
-    """What to read and what to write."""
+    """The files to read and to write."""
 
     paths: tuple[str, ...] = argument(
         (),
@@ -142,7 +142,7 @@ def _diagnose(
 
 
 def _without_own_files(paths: list[str], loaded: LoadResult) -> LoadResult:
-    """In the folder of a job, what `allranks run` keeps beside the black boxes does not count as a skipped dump."""
+    """Drops notes about other files of `allranks run` in the folder of a job."""
     from allranks.incidents.job_overview import JOB_FILE
 
     if not all((Path(path) / JOB_FILE).is_file() for path in paths):
@@ -152,7 +152,7 @@ def _without_own_files(paths: list[str], loaded: LoadResult) -> LoadResult:
 
 
 def _box_folder(name: str) -> str:
-    """A path as it is; for the name of a job of this node, the folder of its black boxes."""
+    """A path unchanged; for the name of a job of this node, the folder of its black boxes."""
     if name == "-":
         raise InputError(
             "standard input is not read: dumps are several files", hint="Give their folder, or an archive."
@@ -212,7 +212,7 @@ def _print(options: DiagnoseFlags, result: Diagnosis) -> None:
 
 
 def _write_files(options: DiagnoseFlags, result: Diagnosis, traces: list[RankTrace]) -> list[str]:
-    """Writes what was asked for; returns what could not be written, which must not cost the verdict."""
+    """Writes the requested files; returns errors, so that the verdict is still printed."""
     from allranks.report import as_json
 
     wanted: list[tuple[str, Iterable[str | bytes]]] = []

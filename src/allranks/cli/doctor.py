@@ -1,4 +1,4 @@
-"""`allranks doctor`: checks before a job, `… compare` between its nodes, `… explain LOG…` the first cause after one."""
+"""`allranks doctor`: checks a node before a job, compares nodes (`compare`), and finds the first cause in logs (`explain`)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class DoctorFlags:
     what: tuple[str, ...] = argument(
         (),
         "explain LOG…: find the first cause in logs (files, folders, - for standard input); compare ANSWER…: "
-        "what differs between nodes, from their `doctor --json`",
+        "show differences between nodes, from their `doctor --json`",
         metavar="explain LOG | compare ANSWER",
     )
-    config: Path | None = option(None, "job configuration: check what it names too", metavar="FILE")
+    config: Path | None = option(None, "also check the folders and services of this job file", metavar="FILE")
     json: bool = option(False, "print one JSON object")
 
 
@@ -70,9 +70,8 @@ def _compare(flags: DoctorFlags) -> int:
     from allranks.doctor.nodes import compare, read_files
 
     if len(flags.what) < 2:
-        raise InputError(
-            "no answers were given", hint="srun -N 4 allranks doctor --json | allranks doctor compare -"
-        )
+        hint = "srun -N 4 allranks doctor --json | allranks doctor compare -"
+        raise InputError("no answers were given", hint=hint)
     return _report(compare(read_files(flags.what[1:], sys.stdin)), flags.json)
 
 
@@ -87,7 +86,7 @@ def _report(found: list[Check], as_json: bool, facts: Mapping[str, object] | Non
 
 
 def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
-    """Adds what a job configuration names: folders, bucket, etcd."""
+    """Adds the folders, the bucket and the etcd of a job file."""
     from allranks.elastic.config import load_config
 
     config = load_config(path)
@@ -105,7 +104,7 @@ def _with_config(options: DoctorOptions, path: Path) -> DoctorOptions:
 
 
 def render_checks(found: list[Check], colour: bool) -> Iterator[str]:
-    """The table, problems last so that they stand above the prompt."""
+    """The table, with problems last, just above the prompt."""
     order = {"skipped": 0, "ok": 1, "warning": 2, "problem": 3}
     width = max((len(check.name) for check in found), default=0)
     for check in sorted(found, key=lambda c: order[c.status]):
@@ -126,9 +125,8 @@ def _explain(flags: DoctorFlags) -> int:
 
     paths = flags.what[1:]
     if not paths:
-        raise InputError(
-            "no log was given", hint="allranks doctor explain LOG… (files, folders, or - for standard input)"
-        )
+        hint = "allranks doctor explain LOG… (files, folders, or - for standard input)"
+        raise InputError("no log was given", hint=hint)
     if paths == ("-",):
         lines = (parse_line("-", number, text.rstrip("\n")) for number, text in enumerate(sys.stdin, 1))
         found = explain(lines)
@@ -147,7 +145,7 @@ def _explain(flags: DoctorFlags) -> int:
 
 
 def render_explanation(found: Explanation) -> Iterator[str]:
-    """The cause first, what followed from it after."""
+    """The first cause, then its consequences and other matches."""
     if found.first is None:
         yield f"no known failure in {count(found.lines, 'line')}"
     else:

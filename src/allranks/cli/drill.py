@@ -1,4 +1,4 @@
-"""`allranks drill`: runs a job under a fault plan and reports what was noticed and what it cost."""
+"""`allranks drill`: runs a job under a fault plan, and reports what was noticed and what it cost."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ def _epilog() -> str:
     from allranks.drill.self_faults import FAULTS
 
     lines = (f"  {kind:<12}{fault.text}" for kind, fault in FAULTS.items())
-    return (
-        "\n".join([PLAN.rstrip(), *(textwrap.fill(line, 80, subsequent_indent=" " * 14) for line in lines)])
-        + "\n"
-    )
+    kinds = "\n".join(textwrap.fill(line, 80, subsequent_indent=" " * 14) for line in lines)
+    return f"{PLAN.rstrip()}\n{kinds}\n"
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ EPILOG = _epilog()
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 every fault fired, was noticed and survived; 1 something fell short; 2 could not run."""
+    """0 every fault fired, was noticed and survived; 1 otherwise; 2 could not run."""
     import tempfile
 
     from allranks.drill.plan import read_plan
@@ -69,9 +67,8 @@ def main(args: argparse.Namespace) -> int:
 
     command, flags = words_after(args), read_flags(DrillFlags, args)
     if not command:
-        raise InputError(
-            "no command was given", hint="allranks drill --plan FILE -- allranks run --replicas 2 train.py"
-        )
+        hint = "allranks drill --plan FILE -- allranks run --replicas 2 train.py"
+        raise InputError("no command was given", hint=hint)
     ranks, per_replica = find_size(command)
     plan = read_plan(args.plan, ranks=flags.ranks or ranks, ranks_per_replica=per_replica)
     folder = flags.folder or Path(tempfile.mkdtemp(prefix="allranks-drill-"))
@@ -83,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def find_size(command: Sequence[str]) -> tuple[int | None, int]:
-    """(ranks, ranks per replica) as far as the command tells."""
+    """(ranks, ranks per replica), from the command's flags."""
     from allranks.launch.command_line import flag_value
 
     per = int(flag_value(command, "--nproc-per-replica") or 1)
@@ -105,7 +102,7 @@ def render(result: dict[str, object]) -> Iterator[str]:
         if fault["noticed_s"] is not None:
             noticed = f"noticed after {fault['noticed_s']:.3f} s"
         if fault["recovered_s"] is not None:
-            recovered = f"training went on after {fault['recovered_s']:.3f} s"
+            recovered = f"training continued after {fault['recovered_s']:.3f} s"
         right = {True: "verdict right", False: "verdict WRONG", None: "no verdict"}[fault["verdict_right"]]
         yield f"{fault['kind']} of rank {fault['rank']} at step {fault['step']}: {noticed}, {recovered}, {right}"
         if fault["verdict"]:

@@ -1,10 +1,11 @@
-"""`allranks dump`: takes the black boxes of a job from outside, without help from its ranks, or converts dumps. Prints what it
-wrote."""
+"""`allranks dump`: copies the black boxes of a job, without help from its ranks, or converts dumps."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks.api.debug_server import is_address
@@ -15,8 +16,6 @@ from allranks.model.options import argument, option
 from allranks.model.parsing import printable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from allranks.blackbox.header import Header
 
 ENDINGS = {".json": "json", ".pickle": "pickle", ".pkl": "pickle"}
@@ -24,7 +23,7 @@ ENDINGS = {".json": "json", ".pickle": "pickle", ".pkl": "pickle"}
 
 @dataclass(frozen=True)
 class DumpFlags:
-    """Which boxes, and what becomes of them. All of them are off or empty unless given."""
+    """The boxes to copy, and the format. All options are off or empty by default."""
 
     paths: tuple[str, ...] = argument(
         (),
@@ -63,7 +62,7 @@ FLAGS = (DumpFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Writes one file per rank; 1 when a file is damaged, 2 when there is nothing to take."""
+    """Writes one file per rank; 1 when a file is damaged, 2 when there is no box."""
     import tempfile
 
     args.path = args.paths[0] if args.paths else None
@@ -82,9 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _are_files(args: argparse.Namespace) -> bool:
-    """Whether files are given that are not simply copied: dumps of others, several of them, or one new file is wanted."""
-    from pathlib import Path
-
+    """Whether the arguments are files to convert: dumps, several files, or an output file with a known ending."""
     from allranks.blackbox.reader import find_boxes
 
     paths = [Path(path) for path in args.paths if not is_address(path)]
@@ -107,9 +104,7 @@ def _put(path: Path, data: str | bytes, force: bool, mode: int = 0o600) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Writes each rank's calls in another format. 0 all were written, 1 some files were damaged or left out, 2 could not run."""
-    from pathlib import Path
-
+    """Writes each rank's calls in another format; 1 when some files were damaged or left out."""
     from allranks.load import LoadOptions, load_paths
     from allranks.model.torch_dump import to_torch_json, to_torch_pickle
 
@@ -137,9 +132,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _fetch_from_server(args: argparse.Namespace) -> int:
-    """What torch's debug server of a job tells."""
-    from pathlib import Path
-
+    """Fetches the dumps of torch's debug server of a job."""
     from allranks.api.debug_server import fetch
 
     folder = Path(args.output or "allranks-dump-debug-server")
@@ -153,9 +146,7 @@ def _fetch_from_server(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace, folder: str) -> str:
-    """The boxes of all nodes, in a folder of this one."""
-    from pathlib import Path
-
+    """Gathers the boxes of all nodes in a folder; returns its path."""
     from allranks.incidents.peers import find_lighthouse, gather_everywhere
 
     lighthouse = find_lighthouse(args.job)
@@ -185,14 +176,14 @@ def _dump(args: argparse.Namespace) -> int:
     silent = [h.rank for h in headers if args.native and h.rank not in asked]
     if silent:
         note(
-            f"allranks dump: {ranks_text(silent)} cannot be asked: there is no pipe {args.native}RANK.pipe. Start the job with "
+            f"allranks dump: no NCCL dump of {ranks_text(silent)}: there is no pipe {args.native}RANK.pipe. Start the job with "
             f"TORCH_NCCL_DEBUG_INFO_PIPE_FILE={args.native} and TORCH_NCCL_DUMP_ON_TIMEOUT=1"
         )
     return 0
 
 
 def _choose(args: argparse.Namespace) -> list[Header]:
-    """The boxes that were asked for: of the newest attempt of each rank, unless all are wanted."""
+    """The chosen boxes: of the newest attempt of each rank, unless all attempts are requested."""
     from allranks.blackbox.files import hint_at_other_users, recorded_users
     from allranks.blackbox.layout import job_prefix
 
@@ -209,7 +200,7 @@ def _choose(args: argparse.Namespace) -> list[Header]:
         words = [f"job {args.job}"] if args.job else []
         words += [f"pid {pid}" for pid in args.pid or ()] + [f"rank {rank}" for rank in args.rank or ()]
         hint = f"Is the job recorded (allranks.record() or allranks run)? {hint_at_other_users(recorded_users())}"
-        hint += " `allranks dump --list` shows what there is." if words else ""
+        hint += " `allranks dump --list` lists all boxes." if words else ""
         name = ", ".join(words) or args.path or "any job"
         raise InputError(f"no black box of {name} on this machine", hint=" ".join(hint.split()))
     if args.list:
@@ -222,7 +213,7 @@ def _choose(args: argparse.Namespace) -> list[Header]:
 
 
 def _only_job(headers: list[Header]) -> list[Header]:
-    """The boxes of the one job that runs here, or of the only one that there is."""
+    """The boxes of the only running job on this machine, or of the only recorded one."""
     running = {header.path.parent for header in headers if _state(header) == "running"}
     jobs = running or {header.path.parent for header in headers}
     if len(jobs) > 1:
@@ -235,15 +226,12 @@ def _only_job(headers: list[Header]) -> list[Header]:
 
 
 def _of_these_processes(headers: list[Header]) -> list[Header]:
-    """Without the boxes of ended processes whose number a running one has now."""
+    """Without boxes of ended processes whose pid a running process has now."""
     running = {header.pid for header in headers if _state(header) == "running"}
     return [header for header in headers if header.pid not in running or _state(header) == "running"]
 
 
 def _sources(args: argparse.Namespace) -> list[Path]:
-    import os
-    from pathlib import Path
-
     from allranks.blackbox.files import job_folders
     from allranks.blackbox.reader import boxes_of_process, processes
     from allranks.incidents.job_overview import find_job
@@ -253,8 +241,8 @@ def _sources(args: argparse.Namespace) -> list[Path]:
     chosen = os.environ.get("ALLRANKS_DIR")
     folders = [Path(chosen)] if chosen else []
     folders += job_folders() if args.job or not chosen else []
-    living = args.pid or (processes() if args.job else ())  # these tell where their boxes are
-    return [*folders, *(box for pid in living for box in boxes_of_process(pid))]
+    running = args.pid or (processes() if args.job else ())
+    return [*folders, *(box for pid in running for box in boxes_of_process(pid))]
 
 
 def _headers(path: Path) -> list[Header]:
@@ -266,7 +254,7 @@ def _headers(path: Path) -> list[Header]:
         try:
             found.append(read_header(box))
         except InputError as error:
-            note(f"allranks dump: passed over {box}: {error}")
+            note(f"allranks dump: skipped {box}: {error}")
     return found
 
 
@@ -283,14 +271,12 @@ def _newest(headers: list[Header]) -> list[Header]:
 def _state(header: Header) -> str:
     from allranks.blackbox.header import is_alive
 
-    if header.closed:  # the process may run on without a recorder
+    if header.closed:  # the process may still run, without a recorder
         return header.closed
     return "running" if is_alive(header.pid, header.start_ticks) else "exited without shutting down"
 
 
 def _write(args: argparse.Namespace, headers: list[Header]) -> list[dict[str, object]]:
-    from pathlib import Path
-
     from allranks.recording.dump import dump_bytes
 
     folder = Path(args.output or f"allranks-dump-{headers[0].path.parent.name}")

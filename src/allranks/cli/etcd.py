@@ -1,4 +1,4 @@
-"""`allranks etcd start|status|stop`: an etcd for rendezvous and for a standby lighthouse, without containers."""
+"""`allranks etcd start|status|stop`: runs an etcd for rendezvous and for a standby lighthouse, without containers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ FLAGS = (EtcdFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command: 0 running (or stopped as asked), 1 not running, 2 could not."""
+    """0 running (or stopped as requested), 1 not running, 2 could not run."""
     from allranks.launch import etcd_server
 
     flags = read_flags(EtcdFlags, args)
     folder = flags.folder or etcd_server.default_folder()
     if flags.action == "stop":
         stopped = etcd_server.stop(folder)
-        answer(flags.json, {"stopped": stopped}, "etcd stopped" if stopped else "no etcd of ours was running")
+        text = "etcd stopped" if stopped else f"no etcd was running in {folder}"
+        answer(flags.json, {"stopped": stopped}, text)
         return 0
     server = etcd_server.read(folder) if flags.action == "status" else None
     if flags.action == "start":

@@ -1,7 +1,5 @@
-"""`allranks frtrace`: torchfrtrace's command line and output, for scripts that parse it. Results go to stderr, as there.
-
-Exits 0 when it ran, whatever it found, as torchfrtrace does; 2 when it could not run. `allranks diagnose` is the
-command for people, with exit codes that tell. Filters work with every kind of output, not only with -j.
+"""`allranks frtrace`: torchfrtrace's command line and output, for scripts that parse it. Like torchfrtrace, it prints results on
+stderr and exits 0 whatever it finds (2 when it could not run). Unlike there, filters work with every kind of output, not only -j.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 
 @dataclass(frozen=True)
 class LedgerFlags:
-    """Which ledgers, and which part of them."""
+    """The ledgers to read."""
 
     jobs: tuple[str, ...] = argument(
         (),
@@ -42,14 +42,14 @@ FLAGS = (GoodputFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 when there is a ledger, 2 when there is none."""
+    """0 with a ledger, 2 without one."""
     from allranks.api.functions import job_accounts
-    from allranks.ledger.report import Price, render_page, render_text, to_object
+    from allranks.ledger.report import render_page, render_text, to_object
 
-    gc.disable()  # a month has a million small objects, none of which is garbage
+    gc.disable()  # the ledger of a month has a million small objects and no garbage
     flags = read_flags(GoodputFlags, args)
     check_target(flags.html, flags.force)
-    price = Price(flags.gpu_hour or 0.0)
+    price = flags.gpu_hour or 0.0
     window_s = seconds_of(flags.window) if flags.window else 0.0
     accounts = job_accounts(flags.jobs, moment_of(flags.since))
     if flags.html:

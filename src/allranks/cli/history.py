@@ -1,4 +1,4 @@
-"""`allranks history`: what nodes did in earlier jobs, and which of them fail again and again."""
+"""`allranks history`: incidents of nodes in earlier jobs, and which nodes fail repeatedly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLAGS = (HistoryFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 no bad node, 1 there are some, 2 the history cannot be read. --slurm-exclude: always 0."""
+    """0 no bad node, 1 bad nodes, 2 the history cannot be read. With --slurm-exclude always 0."""
     from allranks.api.functions import job_accounts
     from allranks.ledger.history import NodeHistory, default_place
 

@@ -90,16 +90,16 @@ def _build(args: BuildFlags) -> int:
     facts = {"schema": 1, "index": result.path, "total_tokens": done.tokens, "documents": done.documents}
     facts |= {"skipped": done.skipped, "bytes": done.bytes_total, "elapsed_s": round(done.elapsed_s, 3)}
     facts |= {"fresh": result.fresh}
-    said = f"{result.path} is up to date: {done.tokens:,} tokens"
+    line = f"{result.path} is up to date: {done.tokens:,} tokens"
     if result.fresh:
         skipped = f", {done.skipped:,} records left out" if done.skipped else ""
-        said = f"Wrote {result.path}: {done.tokens:,} tokens of {count(done.documents, 'document')}{skipped}"
-    answer(args.json, facts, said)
+        line = f"Wrote {result.path}: {done.tokens:,} tokens of {count(done.documents, 'document')}{skipped}"
+    answer(args.json, facts, line)
     return 0
 
 
 def _expanded(patterns: list[str]) -> tuple[str, ...]:
-    """Patterns that the shell left alone; sorted, each file once."""
+    """Expands patterns; each file once."""
     found: list[str] = []
     for pattern in patterns:
         names = sorted(glob.glob(pattern)) if any(c in pattern for c in "*?[") else [pattern]

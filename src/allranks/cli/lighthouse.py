@@ -1,4 +1,4 @@
-"""`allranks lighthouse`: runs a lighthouse, or talks to one that runs (status, evict, readmit, collect)."""
+"""`allranks lighthouse`: runs a lighthouse, or controls a running one (status, evict, readmit, collect)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _server = partial(option, group="server")
 
 @dataclass(frozen=True)
 class LighthouseFlags:
-    """What the command takes besides the options of the quorum and of the server."""
+    """Options of the command besides those of the quorum and of the server."""
 
     action: str = argument("serve", "what to do", choices=("serve", "status", "evict", "readmit", "collect"))
     address: str | None = argument(
@@ -83,53 +83,47 @@ def main(args: argparse.Namespace) -> int:
             f"{action} needs a job and one replica",
             hint=f"For example: allranks lighthouse {action} my-job replica-3. `allranks lighthouse status my-job` lists the replicas.",
         )
-    from allranks.incidents.job_overview import TOKEN_FILE, lighthouse_of, read_job_token
-
-    address, folder = lighthouse_of(args.address)
-    token_file = options.token_file
-    if not token_file and folder is not None and read_job_token(folder):
-        token_file = str(folder / TOKEN_FILE)
-    return _act(action, options, read_flags(ServerOptions, args), address, token_file, args.replica)
-
-
-def _act(
-    action: str,
-    options: LighthouseFlags,
-    tls: ServerOptions,
-    address: str,
-    token_file: str,
-    replicas: list[str],
-) -> int:
-    from allranks.channel.keys import read_token
-    from allranks.lighthouse.client.client import Client, ClientOptions
-
-    token, left = "", default_token_file(address)
-    if token_file:
-        token = read_token(Path(token_file))
-    elif not (os.environ.get("ALLRANKS_TOKEN") or os.environ.get("ALLRANKS_TOKEN_FILE")) and left.exists():
-        token = read_token(left, own=True)  # those of the environment are read by the client
-    who = ClientOptions((address,), token, role="observer", replica="")
-    who = replace(who, ca=options.ca, certificate=tls.certificate, key=tls.key)
-    client = Client(who).start(timeout_s=5.0)
+    client = _connect(options, args)
     try:
         status = client.status()
         if action == "status":
             return _show_status(status, options.json)
-        # a replica that the lighthouse does not know is a mistake; only one that is there can be evicted
+        # only present replicas can be evicted
         here = {row["replica"] for row in status["replicas"] if row["state"] != "observer"}
         known = sorted(here if action == "evict" else here | {*status["lost"], *status["evicted"]})
-        if unknown := [name for name in replicas if name not in known]:
+        if unknown := [name for name in args.replica if name not in known]:
             hint = f"Known: {', '.join(known)}." if known else "No replica has joined this lighthouse."
             raise InputError(f"no replica {unknown[0]!r} is known", hint=hint)
-        facts, text = _change(client, action, replicas, options.reason or "requested on the command line")
+        facts, text = _change(client, action, args.replica, options.reason or "requested on the command line")
     finally:
         client.close()
     answer(options.json, facts, text)
     return 0
 
 
+def _connect(options: LighthouseFlags, args: argparse.Namespace) -> Client:
+    """A client with the token of --token-file, of the job's folder, of the environment (read by the client), or of a lighthouse
+    on this machine."""
+    from allranks.channel.keys import read_token
+    from allranks.incidents.job_overview import TOKEN_FILE, lighthouse_of, read_job_token
+    from allranks.lighthouse.client.client import Client, ClientOptions
+
+    address, folder = lighthouse_of(args.address)
+    tls, token_file, token = read_flags(ServerOptions, args), options.token_file, ""
+    if not token_file and folder is not None and read_job_token(folder):
+        token_file = str(folder / TOKEN_FILE)
+    in_environment = os.environ.get("ALLRANKS_TOKEN") or os.environ.get("ALLRANKS_TOKEN_FILE")
+    if token_file:
+        token = read_token(Path(token_file))
+    elif not in_environment and (left := default_token_file(address)).exists():
+        token = read_token(left, own=True)
+    who = ClientOptions((address,), token, replica="", role="observer")
+    who = replace(who, ca=options.ca, certificate=tls.certificate, key=tls.key)
+    return Client(who).start(timeout_s=5.0)
+
+
 def _change(client: Client, action: str, replicas: list[str], reason: str) -> tuple[dict[str, str], str]:
-    """Does it, and returns what was done, for programs and for people."""
+    """Carries out an action; returns its result as JSON and as text."""
     if action == "collect":
         incident = client.collect(reason, replicas)
         return {"incident": incident}, f"collecting evidence: incident {incident}"
@@ -142,13 +136,13 @@ def _change(client: Client, action: str, replicas: list[str], reason: str) -> tu
 
 
 def default_token_file(address: str) -> Path:
-    """Where a lighthouse leaves the token that it made, for commands of the same user on the same machine."""
+    """Where a lighthouse writes a generated token, for commands of the same user on this machine."""
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/allranks-{os.getuid()}"
     return Path(base) / f"lighthouse-{address.rpartition(':')[2]}.token"
 
 
 def _show_status(status: dict[str, Any], as_json: bool) -> int:
-    """Exit 0 when all members are there, 1 when one is lost or nothing trains although replicas wait for a quorum."""
+    """Exit code 0, or 1 when a member is lost, or replicas wait for a quorum without any training."""
     answer(as_json, status, _status_lines(status))
     return int(bool(status["lost"]) or bool(status["waiting"] and not status["quorum"]))
 
@@ -161,7 +155,7 @@ def _status_lines(status: dict[str, Any]) -> Iterator[str]:
     if status["waiting"]:
         yield f"waiting: {printable(status['waiting'])}"
     for row in status["replicas"]:
-        if row["state"] != "observer":  # these are agents, and this very command
+        if row["state"] != "observer":  # agents and this command
             step = f"step {row['step']:,}" if row["step"] >= 0 else ""
             who = f"{row['replica']:<24} {row['state']:<10} {row['node']:<20}"
             yield f"  {who} {step:<12} heard {row['heard_s']:.1f} s ago"

@@ -51,17 +51,17 @@ def serve(options: LighthouseFlags, args: argparse.Namespace) -> int:
         text, hint = explain_listen(error, options.bind)
         raise InputError(text, hint=hint) from error
     finally:
-        # replicas that were there to the last come back to the next lighthouse here, with the same token
+        # present replicas will reconnect to the next lighthouse here with the same token
         known = lighthouse.service.state.replicas.values() if lighthouse.service else ()
         alone = all(replica.observer for replica in known)
         if token_file is None and lighthouse.address and alone:
-            with suppress(OSError):  # it could not be written either
+            with suppress(OSError):
                 default_token_file(lighthouse.address).unlink(missing_ok=True)
     return 130 if caught == signal.SIGINT else 0
 
 
 def _serve_until_signal(lighthouse: Lighthouse, announce: Callable[[], None]) -> int:
-    """Returns the first signal."""
+    """Serves until a signal, and returns it."""
     stop = asyncio.Event()
     caught: list[int] = []
 
@@ -86,7 +86,7 @@ def _serve_until_signal(lighthouse: Lighthouse, announce: Callable[[], None]) ->
 def make_lighthouse(
     options: LighthouseFlags, args: argparse.Namespace, token: str, on_grpc: Callable[[str], None]
 ) -> Lighthouse:
-    """The lighthouse that the command line describes; `on_grpc` gets the address of its gRPC port."""
+    """The lighthouse with these options; `on_grpc` gets the address of its gRPC port."""
     host, port = _split(options.bind)
     timeout_s = Options.heartbeat_timeout_s if args.heartbeat_timeout_s is None else args.heartbeat_timeout_s
     grace = {name: min(getattr(Options, name), timeout_s) for name in ("grace_s", "reset_grace_s")}
@@ -117,14 +117,14 @@ def _split(text: str) -> tuple[str, int]:
 
 
 def server_token(options: LighthouseFlags) -> tuple[str, Path | None, bool]:
-    """(token, its file or None when it still has to be written, whether it was made just now)."""
+    """(token, its file or None if it is not written yet, whether it was generated now)."""
     if options.no_token:
         return "", None, False
     if not options.token_file and (token := os.environ.get("ALLRANKS_TOKEN")):
         return token, None, False
     if path := options.token_file or os.environ.get("ALLRANKS_TOKEN_FILE"):
         return read_token(Path(path)), Path(path), False
-    try:  # that of a lighthouse at this address that was killed: its replicas know no other
+    try:  # of a killed lighthouse at this address: its replicas still use it
         return read_token(default_token_file(options.bind), own=True), None, False
     except ConfigurationError:
         return secrets.token_urlsafe(24), None, True
@@ -133,13 +133,13 @@ def server_token(options: LighthouseFlags) -> tuple[str, Path | None, bool]:
 def _announce(
     options: LighthouseFlags, lighthouse: Lighthouse, token: str, token_file: Path | None, grpc: str
 ) -> None:
-    if not token:  # one that was killed at this port may have left its own, which commands would use
+    if not token:  # a killed lighthouse at this port may have left a token, which commands would use
         with suppress(OSError):
             default_token_file(lighthouse.address).unlink()
     if token and token_file is None:
         token_file = default_token_file(lighthouse.address)
         try:
-            _leave_token(token_file, token)
+            _write_token(token_file, token)
         except InputError as error:
             if token != os.environ.get("ALLRANKS_TOKEN"):
                 raise
@@ -155,8 +155,8 @@ def _announce(
     print(json.dumps(line) if options.json else f"lighthouse at {lighthouse.address}{where}", flush=True)
 
 
-def _leave_token(path: Path, token: str) -> None:
-    """For commands of this user; not in a folder that belongs to another user."""
+def _write_token(path: Path, token: str) -> None:
+    """Writes the token for commands of this user, unless the folder belongs to another user."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         own, link_by = path.parent.stat().st_uid == os.getuid(), path.parent.lstat().st_uid
@@ -165,6 +165,6 @@ def _leave_token(path: Path, token: str) -> None:
         write_token(path, token)
     except OSError as error:
         raise InputError(
-            f"cannot leave the job token in {path}: {error.strerror or error}",
+            f"cannot write the job token to {path}: {error.strerror or error}",
             hint="Give --token-file or $ALLRANKS_TOKEN, or set $XDG_RUNTIME_DIR to a folder that can be written.",
         ) from error

@@ -1,6 +1,6 @@
 """`allranks mcp`: jobs, status, diagnose, stacks, incidents, logs and goodput as tools for an AI agent, over MCP on stdio.
 
-Each tool is a command of ours with `--json`, run as a process of its own: what an agent sees is what a person sees.
+Each tool runs an `allranks` command with `--json` in a separate process.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from allranks.model.options import option
 if TYPE_CHECKING:
     from mcp.server import MCPServer
 
-LIMIT_S = 300.0  # of one tool
+LIMIT_S = 300.0  # per call
 MEANING = {0: "nothing wrong", 1: "fault found", 2: "could not run"}
 
 
 @dataclass(frozen=True)
 class McpFlags:
-    """What the command takes."""
-
     allow_actions: bool = option(False, "also offer tools that change a job: evict and readmit a replica")
     skill: bool = option(False, "print the skill file for agents that use the commands, and end")
 
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a tool returns: the command, its exit code in words, and its JSON."""
+    """The result of a tool."""
 
     command: str
-    outcome: str  # nothing wrong, fault found, could not run
+    outcome: str  # of its exit code: nothing wrong, fault found, could not run
     result: dict[str, object]
     error: str = ""
 
@@ -46,7 +44,7 @@ EPILOG = "Read-only without --allow-actions. Needs: pip install 'allranks[mcp]'\
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serves until its standard input ends."""
+    """Serves until the end of standard input."""
     flags = read_flags(McpFlags, args)
     if flags.skill:
         from importlib import resources
@@ -59,10 +57,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def call(*words: str) -> ToolAnswer:
-    """Runs one of our commands and reads its JSON."""
-    shown = " ".join(["allranks", *words])
+    """Runs an `allranks` command and reads its JSON."""
     import subprocess
 
+    shown = " ".join(["allranks", *words])
     try:
         done = subprocess.run(
             [sys.executable, "-m", "allranks", *words],
@@ -75,13 +73,12 @@ def call(*words: str) -> ToolAnswer:
     except ValueError:
         found = {"text": done.stdout}
     outcome = MEANING.get(done.returncode, f"exit code {done.returncode}")
-    return ToolAnswer(
-        shown, outcome, found if isinstance(found, dict) else {"rows": found}, done.stderr.strip()
-    )
+    result = found if isinstance(found, dict) else {"rows": found}
+    return ToolAnswer(shown, outcome, result, done.stderr.strip())
 
 
 def make_server(*, allow_actions: bool = False) -> MCPServer:
-    """The tools, as a server that is not started."""
+    """A server with the tools, not started."""
     from mcp.server import MCPServer
     from mcp.types import ToolAnnotations
 

@@ -1,8 +1,7 @@
-"""The parsers of the commands: examples in every help, and the argument that was meant where one is not known.
+"""The parsers of the commands, with examples in every help, and suggestions for unknown arguments.
 
-`add_flags` makes the flags of a command from an options class (allranks.model.options): names, kinds, bounds, help,
-defaults. A flag that is not given leaves None, so that a job file or a variable of the environment can speak before the
-default.
+`add_flags` makes the flags of a command from an options class (allranks.model.options): names, kinds, bounds, help, defaults. A
+flag that is not given is None, so that a job file or an environment variable comes before the default.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from allranks.cli import COMMANDS, program_help
 from allranks.errors import ConfigurationError, InputError
 from allranks.model.options import Meaning, default_of, meanings, missed
 
-#: command -> lines to copy; the help of an action shows those of its own.
+#: command -> examples; the help of an action shows only its own.
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "diagnose": (
         "allranks diagnose dumps/                     # the rank, the line, the cause",
@@ -139,7 +138,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument that is not known is answered with the one that was meant."""
+    """Suggests similar arguments for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         from difflib import get_close_matches
@@ -162,8 +161,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, "\n".join([*lines, f"`{self.prog} --help` explains it.\n"]))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Paths may stand on both sides of a flag. Words that are not known are the sub-command's to explain: it
-        knows the flags that were meant."""
+        """Accepts paths on both sides of a flag. The sub-command's parser reports unknown words, since it has its flags."""
         found, unknown = self.parse_known_args(args, namespace)
         inner = self._inner(found)
         lists = [action.dest for action in inner._positionals._group_actions if action.nargs in ("+", "*")]
@@ -183,15 +181,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Program(_Parser):
-    """The program's own help: commands by what people come for."""
+    """Has the program's own help: commands by purpose."""
 
     def format_help(self) -> str:
         return program_help()
 
 
 def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
-    """The parser; only the chosen sub-command's module is imported for its arguments. `alone`: the command is the
-    first word, so that nobody can ask for the list of the others."""
+    """The parser. Only the module of the chosen sub-command is imported. `alone`: the command is the first word, so that the
+    other commands are not needed."""
     parser = _Program(prog="allranks")
     parser.add_argument("--version", action="version", version=f"allranks {allranks.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
@@ -206,9 +204,8 @@ def make_parser(chosen: str | None, *, alone: bool) -> argparse.ArgumentParser:
 
 
 def declare(parser: argparse.ArgumentParser, module: Any) -> None:
-    """What a command takes, from its module: ACTIONS (name -> help, options class, function), or FLAGS: classes or objects,
-    each alone or with the names that are meant. EPILOG, USAGE: more of the help. With `arrange_words` there are words of
-    another command."""
+    """Adds the arguments of a command from its module: ACTIONS (name -> help, options class, function), or FLAGS (options classes or
+    objects, each with optional names), EPILOG and USAGE. A module with `arrange_words` takes the words of another command."""
     parser.epilog, parser.usage = getattr(module, "EPILOG", None), getattr(module, "USAGE", None)
     for part in getattr(module, "FLAGS", ()):
         add_flags(parser, *(part if isinstance(part, tuple) else (part,)))
@@ -225,13 +222,13 @@ Actions = Mapping[str, tuple[str, type, Callable[[Any], int]]]
 
 
 def run_action(actions: Actions, args: argparse.Namespace) -> int:
-    """Calls the function of the chosen action with its options."""
+    """Runs the chosen action with its options."""
     _, flags, run = actions[args.action]
     return run(read_flags(flags, args))
 
 
 def words_after(args: argparse.Namespace) -> list[str]:
-    """The words of another command, without the dashes before them."""
+    """The words of another command, without the leading dashes."""
     words: list[str] = args.words
     return words[1:] if words[:1] == ["--"] else words
 
@@ -242,13 +239,13 @@ def with_heading(options: type) -> tuple[type, tuple[str, ...]]:
 
 
 def _examples(prog: str) -> tuple[str, ...]:
-    """Lines to copy, of a command or one of its actions."""
+    """The examples of a command or one of its actions."""
     lines = EXAMPLES.get(prog.split()[1], ()) if " " in prog else ()
     return tuple(line for line in lines if prog in line)
 
 
 def _add_examples(parser: argparse.ArgumentParser, about: str) -> None:
-    """The help of a command and of its actions: what it does, the arguments, what the module adds, examples."""
+    """Adds description, epilog and examples to the help of a command and of its actions."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(f"{about[0].upper()}{about[1:]}.", 80)
     examples = "examples:\n" + "\n".join(f"  {line}" for line in _examples(parser.prog))
@@ -263,8 +260,8 @@ Options = TypeVar("Options")
 
 
 def add_flags(parser: argparse.ArgumentParser, options: Any, names: Collection[str] = ()) -> None:
-    """Adds a flag for every option of a class, or for those of these names, under their headings. An object instead of its class
-    has the defaults that the help shows."""
+    """Adds a flag for every option of a class, or for those with these names, under their headings. An object instead of a class
+    sets the defaults."""
     kinds = typing.get_type_hints(options if isinstance(options, type) else type(options))
     groups: dict[str, argparse._ArgumentGroup | argparse.ArgumentParser] = {
         **{group.title or "": group for group in parser._action_groups},
@@ -309,7 +306,7 @@ def takes_value(options: type) -> dict[str, bool]:
 def read_flags(
     options: type[Options], args: argparse.Namespace, base: Options | None = None, **more: Any
 ) -> Options:
-    """The options: flags that were given, else `base`, else the environment, else the defaults. `more` wins."""
+    """The options: from `more`, else given flags, else `base` or the environment, else the defaults."""
     found = {} if base is not None else from_variables(options, os.environ)
     for one, meaning in meanings(options):
         value = getattr(args, one.name, None)
@@ -323,7 +320,7 @@ def read_flags(
 
 
 def from_variables(options: type, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What variables of the environment say."""
+    """The options that are set by environment variables."""
     kinds = typing.get_type_hints(options)
     found = {}
     for one, meaning in meanings(options):
@@ -339,7 +336,7 @@ def from_variables(options: type, environment: Mapping[str, str]) -> dict[str, A
 
 
 def _settings(default: Any, meaning: Meaning, hint: Any) -> dict[str, Any]:
-    """What argparse must know of a flag."""
+    """The settings of a flag for argparse."""
     text = meaning.help + (f", or ${meaning.environment}" if meaning.environment else "")
     if bool in _members(hint):
         if default is True:
@@ -376,13 +373,13 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", _seconds: "MS"}
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types of a union but None; a plain type is alone."""
+    """The types of a union without None; a plain type alone."""
     whole = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return tuple(kind for kind in whole if kind is not type(None))
 
 
 def _kind(hint: Any) -> Callable[[str], Any]:
-    """What makes one value from its text."""
+    """The type that converts the text of one value."""
     kind = _members(hint)[-1]
     if typing.get_origin(kind) is tuple:
         kind = typing.get_args(kind)[0]

@@ -1,4 +1,4 @@
-"""`allranks record -- COMMAND` and `allranks record --env`: records in every Python process that a command starts."""
+"""`allranks record -- COMMAND` and `allranks record --env`: records every Python process that a command starts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ def main(args: argparse.Namespace) -> int:
     """Prints the variables, or becomes the command."""
     flags, words = read_flags(RecordFlags, args), words_after(args)
     if bool(words) == flags.env:
-        raise InputError(
-            "give a command or --env, one of them", hint="allranks record -- python -m mypackage.train"
-        )
+        hint = "allranks record -- python -m mypackage.train"
+        raise InputError("give either a command or --env", hint=hint)
     if not any(Path(folder, PTH).is_file() for folder in _site_folders()):
         raise InputError(
-            f"{PTH} is not beside the installed package: processes cannot record by themselves",
+            f"{PTH} is not installed next to the package: processes cannot record by themselves",
             hint="Install allranks again with pip. allranks.record() in the script works without it.",
         )
     check_folder(flags.output)
@@ -62,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def variables(flags: RecordFlags, environment: dict[str, str]) -> dict[str, str]:
-    """What is set for the command."""
+    """The variables for the command."""
     known = environment.get("ALLRANKS_JOB_ID") or environment.get("SLURM_JOB_ID")
     found = {
         "ALLRANKS_RECORD": "auto",

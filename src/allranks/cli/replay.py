@@ -1,4 +1,4 @@
-"""`allranks replay PATH…`: a recorded hang as one Python file that hangs in the same way on any machine with torch."""
+"""`allranks replay PATH…`: writes a recorded hang as a Python file that hangs in the same way on any machine with torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ _flag = partial(option, group="output")
 
 @dataclass(frozen=True)
 class ReplayFlags:
-    """Where the file goes, how many processes it starts, and whether it is run."""
-
     paths: tuple[str, ...] = argument(
         (), "the folder of an incident; or black boxes and dumps of a job", metavar="PATH", required=True
     )
     output: str = _flag("replay.py", "the file to write", flags="-o --output", metavar="FILE")
     run: bool = _flag(False, "run it under the recorder, and check that cause and ranks are the same")
     processes: int = _flag(
-        16, "of a larger job only the ranks that matter are repeated, so many at most", at_least=2, at_most=64
+        16, "repeat at most this many ranks, those that matter for the verdict", at_least=2, at_most=64
     )
     json: bool = _flag(False, "one JSON object on stdout")
     force: bool = _flag(False, "overwrite an existing file")
@@ -60,11 +58,11 @@ def main(args: argparse.Namespace) -> int:
         return 0
     from allranks.drill.replay import run_replay
 
-    with at_work(f"{len(plan.ranks)} processes repeat the calls"):
+    with at_work(f"repeating the calls in {len(plan.ranks)} processes"):
         result = run_replay(plan, Path(options.output).resolve())
     facts |= {"same": result.same, "cause": result.cause, "named": list(result.ranks)}
-    told = "the replay hangs in the same way" if result.same else "the replay ends otherwise"
-    answer(options.json, facts, f"{told}: {result.sentence}")
+    outcome = "the replay hangs in the same way" if result.same else "the replay ends differently"
+    answer(options.json, facts, f"{outcome}: {result.sentence}")
     return 0 if result.same else 1
 
 
@@ -74,7 +72,7 @@ def _about(plan: ReplayPlan, name: str) -> str:
 
 
 def make_plan(paths: list[str], processes: int) -> ReplayPlan:
-    """What the files of a job tell, as the calls of a few processes."""
+    """The calls of a few processes, from the files of a job."""
     from allranks.diagnosis import diagnose
     from allranks.diagnosis.align import align, forget_past_quorums
     from allranks.diagnosis.replay import plan_replay
@@ -84,7 +82,7 @@ def make_plan(paths: list[str], processes: int) -> ReplayPlan:
     if not any(len(trace.calls) or trace.progress.inside for trace in loaded.traces):
         bad = [f"  {note.path}: {note.note or note.kind}" for note in loaded.files if note.status != "ok"]
         raise InputError(
-            f"{', '.join(paths)}: no recorded call in these files, so nothing can be repeated",
+            f"{', '.join(paths)}: these files hold no recorded call, so nothing can be repeated",
             hint="\n".join(bad[:20]),
         )
     seen, options = _circumstances(paths, loaded)
@@ -95,7 +93,7 @@ def make_plan(paths: list[str], processes: int) -> ReplayPlan:
 
 
 def _circumstances(paths: list[str], loaded: LoadResult) -> tuple[list[RankNow], DiagnoseOptions]:
-    """(ranks whose process was gone, when the files were taken). Stacks do not count: a replay repeats calls."""
+    """(ranks whose process was gone, options with the time of the files). Stacks do not count: a replay repeats calls."""
     from allranks.diagnosis import DiagnoseOptions
     from allranks.incidents.evidence import find_evidence, is_incident, read_incident
 

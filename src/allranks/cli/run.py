@@ -1,4 +1,4 @@
-"""`allranks run`: torchrun's command line, plus recording, watching, and replicas that outlive each other."""
+"""`allranks run`: torchrun's command line, plus recording, hang detection, and replicas that survive each other's failures."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ Every flag of torchrun is accepted: --nnodes, --nproc-per-node, --standalone,
 """
 
 MIN_OPEN_FILES = 256
-#: Exit codes of a job that somebody stopped: it has not failed.
+#: Exit codes of a job that was stopped by a signal and has not failed.
 STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-#: our flags -> takes a value. The other words before the script are torchrun's.
+#: our flags -> whether they take a value. The other words before the script are torchrun's.
 OURS = {**takes_value(RunFlags), "-h": False, "--help": False}
 FLAGS = (RunFlags,)
 
@@ -65,7 +65,7 @@ USAGE = "allranks run [our flags] [torchrun flags] SCRIPT ARGS…"
 
 
 def arrange_words(words: Sequence[str]) -> list[str]:
-    """Puts our flags first, so that argparse needs to know nothing of torchrun's."""
+    """Puts our flags first, so that argparse does not need torchrun's."""
     mine, theirs, script = arrange(words[1:], OURS)
     return [words[0], *mine, "--", *theirs, "--", *script]
 
@@ -81,26 +81,24 @@ def main(args: argparse.Namespace) -> int:
     options, script = with_job_file(options, args, settings, script)
     in_file = (settings.get("recovery") or {}).get("webhooks") or ()
     options = replace(options, webhook=webhook_addresses(options.webhook, in_file, os.environ))
-    # what torch and other libraries note for themselves, as at an interrupted start, is not ours to show
+    # the level is set for our logger only: lines of torch and other libraries are not shown
     logging.basicConfig(stream=sys.stderr, format="[allranks %(asctime)s] %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("allranks").setLevel(logging.DEBUG if options.verbose else logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines of ranks stay whole when several processes write
-    # not imported: replicas do that themselves
     if options.record and importlib.util.find_spec("torch") is None:
         raise MissingExtra("allranks run", "torch")
     if not script:
-        raise InputError(
-            "no script was given", hint="allranks run --standalone --nproc-per-node 2 train.py (see --help)"
-        )
+        hint = "allranks run --standalone --nproc-per-node 2 train.py (see --help)"
+        raise InputError("no script was given", hint=hint)
     _need_open_files()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, every exit code would be read as 0
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, every exit code would be 0
     with ExitStack() as stack:
         return _run(options, settings, torchrun, script, stack)
 
 
 def _need_open_files() -> None:
-    """Raises the soft limit where it is too low for a job; an error where that is not allowed."""
+    """Raises the soft limit if it is too low for a job; InputError if that is not allowed."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (1 << 20 if limit == resource.RLIM_INFINITY else limit for limit in limits)
     if soft < MIN_OPEN_FILES <= hard:
@@ -129,7 +127,7 @@ def _run(
     name = find_job_name(options.job, os.environ, torchrun, settings, script[0])
     torchrun = obey_timeout([*_torchrun_from(settings, torchrun), *torchrun])
     need_etcd_v2(flag_value(torchrun, "--rdzv-backend"))
-    # before anything is started or written: one error message now instead of a traceback of every rank
+    # checked before anything is started: one error message instead of a traceback of every rank
     if not has_flag(torchrun, "--module", "-m", "--no-python") and not Path(script[0]).exists():
         hint = f"The path counts from {Path.cwd()}. For a module: allranks run -m MODULE."
         raise InputError(f"there is no script {script[0]}", hint=hint)
@@ -164,7 +162,7 @@ def _run(
 
 
 def _logs(given: str | None, folder: Path, stack: ExitStack) -> Path | None:
-    """Where the output of ranks goes beside the terminal, in files that are kept short unless the user chose the place."""
+    """The folder for the output of ranks. Files in a folder that the user has not chosen are truncated when they grow."""
     from allranks.supervise.logs import LogTrimmer, find_room
 
     if given:
@@ -183,9 +181,9 @@ def _say(*lines: str) -> None:
 
 
 def _incidents(wanted: Path | None, folder: Path) -> Path:
-    """Where incidents go: below the black boxes when the folder cannot be written, or another user could put links there.
+    """The folder for incidents: below the black boxes if the wanted one cannot be written, or another user could add links.
 
-    In a place like /tmp it is made at once, before another user can.
+    In a folder like /tmp it is created at once, before another user can create it.
     """
     chosen = wanted or Path("allranks-incidents")
     whole = chosen.absolute()
@@ -204,9 +202,9 @@ def _incidents(wanted: Path | None, folder: Path) -> Path:
 
 
 def _of_another(folder: Path) -> Path | None:
-    """The part of a path through which another user could lead what is written below it elsewhere; None when there is none.
+    """The part of a path by which another user could redirect writes; None if there is none.
 
-    Root checks the whole path; others trust the owners of what is above the folder's parent (a project, a home).
+    Root checks the whole path; other users trust the owners of folders above the parent (a project, a home).
     """
     parts = [path for path in (folder, *folder.parents) if os.path.lexists(path)]
     for path in parts if os.getuid() == 0 else [p for p in parts if p in (folder, folder.parent)]:
@@ -220,7 +218,7 @@ def _of_another(folder: Path) -> Path | None:
 
 
 def _folder(job: str, record: bool) -> Path:
-    """Where this job's black boxes, logs and token go: ALLRANKS_DIR, or the default when that cannot be used."""
+    """The folder for this job's black boxes, logs and token: ALLRANKS_DIR, or the default if that cannot be used."""
     from allranks.blackbox.files import MAX_LEFT_BYTES, remove_finished, usable_folder
 
     wanted = os.environ.get("ALLRANKS_DIR")
@@ -243,8 +241,8 @@ def _run_whole(job: NodeJob, words: list[str], log_dir: str | None) -> int:
     from allranks.launch.whole_job import Launch, launch
 
     low, _, high = (flag_value(words, "--nnodes") or "1").partition(":")
-    elastic = high not in ("", low)  # it can continue with fewer nodes than it has
-    with ExitStack() as stack:  # the watch ends here: its verdict is final then
+    elastic = high not in ("", low)  # the job can continue with fewer nodes
+    with ExitStack() as stack:  # ends the watch, so that its verdict is final
         job = replace(job, stack=stack)
         watch = start_watch(job, "whole_job", elastic)
         agent = start_agent(job, watch)
@@ -255,7 +253,7 @@ def _run_whole(job: NodeJob, words: list[str], log_dir: str | None) -> int:
     if watch is None or code == 0 or (code in STOPPED and not watch.hung_at_end):
         return code
     if watch.pipeline.publisher.last:
-        _say(watch.pipeline.publisher.last)  # below torchrun's report, which has no line of the program
+        _say(watch.pipeline.publisher.last)  # below torchrun's report, which does not name a line
     return code
 
 
@@ -291,7 +289,7 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
         )
     )
     last: list[str] = []
-    job.stack.callback(lambda: _say(*last))  # after what the parts say when they end
+    job.stack.callback(lambda: _say(*last))  # after the last lines of the parts
     agent = start_agent(job, start_watch(job, "replica"), supervisor)
     if agent.client is not None and options.lighthouse:
         first = options.first_replica or 0
@@ -306,7 +304,7 @@ def _run_replicas(job: NodeJob, script: list[str], torchrun: list[str]) -> int:
 
 
 def _stopped(number: int, folder: Path) -> str:
-    """ "Stopped by Ctrl-C at step 11,500."; the step is the last one that a rank has marked."""
+    """ "Stopped by Ctrl-C at step 11,500.", with the last step mark of any rank."""
     from allranks.watch.samples import read_samples
 
     cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -315,7 +313,7 @@ def _stopped(number: int, folder: Path) -> str:
 
 
 def _state_loss(job: NodeJob) -> dict[str, str]:
-    """What managers do when all holders of the state are gone; without a flag they stop if the script has checkpoints."""
+    """The managers' action when all holders of the state are gone; by default they stop if checkpoints are configured."""
     wanted = job.options.on_state_loss or ("stop" if configured_tiers(job.settings) else "")
     return {"ALLRANKS_ON_STATE_LOSS": wanted} if wanted else {}
 
@@ -326,8 +324,9 @@ def _start_fresh(options: RunFlags, folder: Path) -> None:
         return
     if options.replicas and options.lighthouse:
         raise InputError(
-            "--fresh is not for replicas of several nodes: a node that joins later would set the others' checkpoints aside",
-            hint="once, before the first node starts: allranks checkpoint set-aside STORE",
+            "--fresh does not work with replicas on several nodes: a node that joins later would set the others' "
+            "checkpoints aside",
+            hint="Once, before the first node starts: allranks checkpoint set-aside STORE",
         )
     from allranks.checkpoint.group import FRESH_VARIABLE, MARK
 
@@ -338,15 +337,13 @@ def _start_fresh(options: RunFlags, folder: Path) -> None:
 def _lighthouse(
     options: RunFlags, settings: Settings, token: str, stack: ExitStack, job: str, folder: Path
 ) -> str:
-    """The address of the lighthouse to use; starts one in this process unless another is given."""
+    """The address of the lighthouse; starts one in this process unless an address is given."""
     if options.lighthouse:
         return options.lighthouse
+    if not options.start_lighthouse and options.replicas:
+        hint = "Leave out --no-lighthouse, or pass --lighthouse HOST:PORT."
+        raise InputError("replicas need a lighthouse", hint=hint)
     if not options.start_lighthouse:
-        if options.replicas:
-            raise InputError(
-                "replicas need a lighthouse",
-                hint="Leave out --no-lighthouse, or pass --lighthouse HOST:PORT.",
-            )
         return ""
     replicas = options.total_replicas or options.replicas or 0
     return embed_lighthouse(options.bind, token, options.min_replicas, replicas, settings, stack, job, folder)
@@ -366,9 +363,9 @@ def may_have_several_nodes(words: list[str]) -> bool:
 def find_job_name(
     given: str, environment: Mapping[str, str], torchrun: list[str], settings: Settings, script: str
 ) -> str:
-    """--job, $ALLRANKS_JOB_ID, the rendezvous id, else a name of its own.
+    """--job, $ALLRANKS_JOB_ID, the rendezvous id, else a generated name.
 
-    A job file always has a rendezvous id. Its default names a job only where nodes share a rendezvous and must agree.
+    A job file always has a rendezvous id. Its default is used only if nodes share a rendezvous and need the same name.
     """
     from allranks.elastic.world import ElasticTrainingConfig
 
@@ -382,12 +379,11 @@ def find_job_name(
         or ("" if default else elastic.get("rdzv_id"))
         or f"{Path(script).stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
     )
-    # The name goes into JSON, and the C locale cannot encode an umlaut.
-    return str(name).encode(errors="replace").decode()
+    return str(name).encode(errors="replace").decode()  # without surrogates of the C locale, for JSON
 
 
 def _torchrun_from(settings: Settings, given: list[str]) -> list[str]:
-    """torchrun's flags from the `elastic` section, where the command line has none."""
+    """torchrun's flags from the `elastic` section, unless the command line has them."""
     elastic = settings.get("elastic") or {}
     if not elastic:
         return []

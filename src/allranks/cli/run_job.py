@@ -1,5 +1,5 @@
-"""One `allranks run`: its flags, what it takes from the job file (flags that were given win over it), and what it starts
-around the ranks: lighthouse, watch, agent, snapshot server. In the agent's process.
+"""The parts of `allranks run`: its flags, its options from the job file, and the services that it starts next to the ranks:
+lighthouse, watch, agent, snapshot server. Runs in the agent's process.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from allranks.watch.silence import NoticeOptions
 
 
-Settings = Mapping[str, Any]  # the job file as plain data; {} without one
-_HEARD_S = 0.3  # a process that was heard so long after we came lives
-_TAKEN_S = 10.0  # a dead one is forgotten by then
+Settings = Mapping[str, Any]  # the job file as plain data; {} without a job file
+_HEARD_S = 0.3  # a process that is heard this long after our start is alive
+_TAKEN_S = 10.0  # the lighthouse removes a dead process within this time
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class RunFlags:
     )
     recovery: str | None = option(
         None,
-        "what to do about a hang: act (evict or restart), only report what would be done, only collect evidence, nothing (default in replica mode: on, else dry-run)",
+        "what to do about a hang: act (evict or restart), only report the action, only collect evidence, nothing (default in replica mode: on, else dry-run)",
         choices=("on", "dry-run", "collect", "off"),
     )
     notice_s: float | None = option(
@@ -127,7 +128,7 @@ class RunFlags:
         check_options(self)
 
 
-#: Keys of the `elastic` section and the flag of torchrun that each one is.
+#: Keys of the `elastic` section -> torchrun's flags.
 OF_ELASTIC = {
     "nproc_per_node": "--nproc-per-node",
     "rdzv_backend": "--rdzv-backend",
@@ -138,7 +139,7 @@ OF_ELASTIC = {
 
 
 def read_settings(path: Path) -> Settings:
-    """The job file as plain data, checked as a whole; keys that are not read are reported."""
+    """The job file as plain data, checked completely; unused keys are reported."""
     from allranks.elastic.config import check, load_config
 
     found = load_config(path).to_dict()
@@ -148,20 +149,18 @@ def read_settings(path: Path) -> Settings:
 
 
 def chosen_flags(path: Path) -> set[str]:
-    """The flags of torchrun that the file itself sets, defaults aside."""
+    """The flags of torchrun that the file sets, without defaults."""
     from allranks.elastic.config import load_config
 
-    written = load_config(path).written
-    keys = {key.removeprefix("elastic.") for key in written if key.startswith("elastic.")}
-    return {OF_ELASTIC[key] for key in keys & set(OF_ELASTIC)} | (
-        {"--nnodes"} if "max_nodes" in keys else set()
-    )
+    flags = {**OF_ELASTIC, "max_nodes": "--nnodes"}
+    keys = (key.removeprefix("elastic.") for key in load_config(path).written if key.startswith("elastic."))
+    return {flags[key] for key in keys if key in flags}
 
 
 def with_job_file(
     options: RunFlags, args: argparse.Namespace, settings: Settings, script: list[str]
 ) -> tuple[RunFlags, list[str]]:
-    """The options with what the file says where no flag was given, and the script with its arguments."""
+    """The options, from the file where no flag was given, and the script with its arguments."""
     if not settings:
         return options, script
     lighthouse, training = settings["lighthouse"], settings["training"]
@@ -188,14 +187,14 @@ def heartbeats(settings: Settings) -> str:
 
 
 def options_in(settings: Settings, section: str, options: type) -> dict[str, Any]:
-    """What a section of the job file says of the options of a class."""
+    """The options of a class that a section of the job file sets."""
     written = settings.get(section) or {}
     found = {one.name: written.get(key_of(one)) for one, _ in meanings(options)}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
-    """The policy of the closed loop; `how` is --recovery or None."""
+    """The policy for incidents; `how` is --recovery or None."""
     from allranks.incidents.policy import PolicyOptions
 
     mode = how or (settings.get("recovery") or {}).get("mode")
@@ -205,9 +204,9 @@ def policy_options(how: str | None, settings: Settings) -> PolicyOptions:
 
 
 def manager_timeout_s(environment: Mapping[str, str]) -> float:
-    """After how long managers of this job may give a collective up, unless the script says otherwise.
+    """The time after which managers of this job abort a collective, unless the script sets another.
 
-    Never more than the default: a group that the script makes itself has that one, whatever the manager's is.
+    Never more than the default, which groups made by the script have in any case.
     """
     from allranks.watch.silence import MANAGER_TIMEOUT_S
 
@@ -221,7 +220,7 @@ def manager_timeout_s(environment: Mapping[str, str]) -> float:
 
 
 def notice_options(floor_s: float | None, settings: Settings, retry_s: float | None = None) -> NoticeOptions:
-    """When silence is investigated; `floor_s` was asked for, `retry_s` is the managers' timeout in replica mode."""
+    """When silence is investigated. `floor_s` is --notice-s; `retry_s` is the managers' timeout in replica mode."""
     from allranks.watch.silence import NoticeOptions
 
     found = options_in(settings, "debug", NoticeOptions)
@@ -238,17 +237,17 @@ class NodeJob:
     folder: Path  # black boxes, logs, token
     incidents: Path
     log_dir: str
-    stack: ExitStack  # ends what was started
+    stack: ExitStack  # ends everything that was started
 
 
 def configured_tiers(settings: Settings) -> list[str]:
-    """Where the checkpoints of a job file go, other than memory."""
+    """The targets of a job file's checkpoints, except memory."""
     section = settings.get("checkpoint") or {}
     return [str(section[key]) for key in ("nvme_path", "s3_bucket") if section.get(key)]
 
 
 def describe_protection(options: RunFlags, settings: Settings) -> str:
-    """What keeps the state of this job when processes die."""
+    """How the state of this job survives the death of processes."""
     tiers = configured_tiers(settings)
     count = options.total_replicas or options.replicas or 0
     copies = f"each of {count} replicas holds the whole state" if count > 1 else ""
@@ -270,7 +269,7 @@ def embed_lighthouse(
     job: str = "",
     folder: Path | None = None,
 ) -> str:
-    """Starts a lighthouse until the stack ends, and returns its address. `replicas` are expected; 0: unknown."""
+    """Starts a lighthouse that runs until the stack ends; returns its address. `replicas`: expected number, 0: not known."""
     from allranks.incidents.job_overview import TOKEN_FILE
     from allranks.lighthouse.history import FILE_NAME
     from allranks.lighthouse.options import Options, ServerOptions
@@ -282,7 +281,7 @@ def embed_lighthouse(
         server = replace(server, history=str(folder / FILE_NAME), token_path=str(folder / TOKEN_FILE))
     found = options_in(settings, "lighthouse", Options) | {"min_replicas": min_replicas or 1}
     options = Options(**found, expect_replicas=replicas)
-    # not what this process logs itself: incidents, and the address
+    # without incidents and the address, which this process logs itself
     logging.getLogger("allranks.lighthouse").addFilter(
         lambda line: getattr(line, "event", "") != "incident" and not str(line.msg).startswith("listening on")
     )
@@ -295,7 +294,7 @@ def embed_lighthouse(
 def webhook_addresses(
     flags: Sequence[str], settings: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Where incidents are sent: the flags, else the job file, else ALLRANKS_WEBHOOK, which `ps` does not show."""
+    """The webhooks: from the flags, else the job file, else ALLRANKS_WEBHOOK, which `ps` does not show."""
     found = tuple(flags or settings or environment.get("ALLRANKS_WEBHOOK", "").split())
     if found:
         from allranks.incidents.publish import check_address
@@ -306,12 +305,10 @@ def webhook_addresses(
 
 
 def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | None:
-    """What detects hangs of this node's ranks; None when nothing is recorded or nobody wants it."""
+    """The watch over this node's ranks; None without --watch or --record."""
     options = job.options
     if not (options.watch and options.record):
         return None
-    import socket
-
     from allranks.incidents.loop import Watch
     from allranks.incidents.pipeline import WatchOptions
 
@@ -344,9 +341,7 @@ def start_watch(job: NodeJob, mode: Mode, may_leave: bool = False) -> Watch | No
 
 
 def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
-    """Books where the ranks' time goes, beside the incidents."""
-    import socket
-
+    """Starts the ledger, next to the incidents."""
     from allranks.ledger.agent import LedgerKeeper
     from allranks.ledger.history import start_history
     from allranks.lighthouse.metrics import SPENT
@@ -362,7 +357,7 @@ def keep_ledger(job: NodeJob, watch: Watch, mode: Mode) -> None:
 
 
 def _end_ledger(keeper: LedgerKeeper) -> None:
-    """After the watch has ended: the last rows, and one line on the terminal."""
+    """Writes the last rows and a line on the terminal, after the end of the watch."""
     from allranks.ledger.report import end_line
 
     found = keeper.close()
@@ -371,7 +366,7 @@ def _end_ledger(keeper: LedgerKeeper) -> None:
 
 
 def start_agent(job: NodeJob, watch: Watch | None, supervisor: Supervisor | None = None) -> NodeAgent:
-    """The agent of this node, connected to the lighthouse and through it to the agents of other nodes."""
+    """Starts the agent of this node, connected to the lighthouse and thereby to the agents of other nodes."""
     from allranks.incidents.peers import PeerAgents
     from allranks.launch.node_agent import NodeAgent
 
@@ -384,11 +379,9 @@ def start_agent(job: NodeJob, watch: Watch | None, supervisor: Supervisor | None
 
 
 def _client(environment: JobEnvironment, stack: ExitStack) -> Client | None:
-    """The agent's own connection to the lighthouse; None when there is none or it does not answer."""
+    """The agent's connection to the lighthouse; None without a lighthouse, or when it does not answer."""
     if not environment.lighthouse:
         return None
-    import socket
-
     from allranks.lighthouse.client.client import Client, ClientOptions
     from allranks.model.cluster import AGENT
 
@@ -399,8 +392,8 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Client | None:
         client.start(timeout_s=5.0)
     except AllranksError as error:
         logging.getLogger("allranks.agent").warning(
-            "%s. The job runs without it: no page, and each node judges hangs by its own ranks. Check --lighthouse and "
-            "ALLRANKS_LIGHTHOUSE",
+            "%s. The job runs without a lighthouse: there is no page, and each node judges hangs by its own ranks. Check "
+            "--lighthouse and ALLRANKS_LIGHTHOUSE",
             error,
         )
         return None
@@ -409,9 +402,9 @@ def _client(environment: JobEnvironment, stack: ExitStack) -> Client | None:
 
 
 def refuse_taken_numbers(client: Client, numbers: range) -> None:
-    """An error when processes of another `allranks run` have these replicas' names and live: before any rank is started.
+    """InputError when living processes of another `allranks run` have these replicas' names, before any rank is started.
 
-    One that was killed a moment ago is gone soon; one that lives is heard again.
+    The lighthouse soon removes processes that were just killed; living ones are heard again.
     """
     from allranks.launch.node_agent import replica_name, replica_number
 

@@ -1,4 +1,4 @@
-"""`allranks slow`: what slow ranks cost each step, from black boxes or dumps, and why they are slow."""
+"""`allranks slow`: the cost of slow ranks per step, and why they are slow, from black boxes or dumps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FLAGS = (SlowFlags,)
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 no rank slows the others down, 1 one does, 2 it cannot be told."""
+    """0 no rank slows the others down, 1 one does, 2 not enough data."""
     from allranks.ledger.slow import find_slow
 
     flags = read_flags(SlowFlags, args)
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if found is None:
         raise InputError(
             f"too few steps or collectives in common to compare, in the dumps of {count(len(traces), 'rank')}",
-            hint="Give the black boxes or dumps of all ranks, of a time in which the job trained.",
+            hint="Give the black boxes or dumps of all ranks, from a time in which the job trained.",
         )
     error = abs(found.replayed_s / max(found.step_s, 1e-9) - 1)
     lines = [f"  without {one.who}: {one.gain:.0%} faster steps" for one in found.what_ifs[1:5]]
@@ -53,20 +53,18 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _traces(words: list[str]) -> tuple[list[RankTrace], list[Path]]:
-    """The traces, and where they were found."""
+    """The traces and their paths."""
     from allranks.incidents.job_overview import find_job
     from allranks.load import LoadOptions, load_paths
 
-    paths = (
-        words
-        if words and all(Path(word).exists() for word in words)
-        else [str(find_job(words[0] if words else None))]
-    )
-    return list(load_paths(paths, LoadOptions()).traces), [Path(path) for path in paths]
+    paths = [Path(word) for word in words]
+    if not paths or not all(path.exists() for path in paths):
+        paths = [find_job(words[0] if words else None)]
+    return list(load_paths([str(path) for path in paths], LoadOptions()).traces), paths
 
 
 def read_marks(paths: list[Path]) -> dict[int, tuple[PhaseMark, ...]]:
-    """Saves, pauses and other phases in the black boxes at these places, by rank; of several boxes of a rank the newest."""
+    """The phases of each rank, such as saves and pauses, from its newest black box in these paths."""
     from allranks.blackbox.header import HEADER_BYTES, parse_header, read_regular
     from allranks.blackbox.phases import read_phases
 

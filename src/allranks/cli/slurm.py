@@ -1,4 +1,4 @@
-"""`allranks slurm submit|wrap|collect`: one agent per node under Slurm, and stacks out of a running job."""
+"""`allranks slurm submit|wrap|collect`: starts one agent per node under Slurm, and collects stacks of a running job."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import os
 import shlex
 import shutil
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -57,10 +59,8 @@ USAGE = "allranks slurm ACTION [options] [arguments of `run` or `stacks`]"
 
 
 def arrange_words(words: Sequence[str]) -> list[str]:
-    """Our flags first; everything from the first word that is not ours belongs to `run` or `stacks`.
-
-    The flags go before the action: argparse would take what follows it as the rest.
-    """
+    """Puts our flags before the action, since argparse reads all words after it as the rest. Everything from the first other word on
+    belongs to `run` or `stacks`."""
     takes = {**takes_value(SlurmFlags), "-h": False, "--help": False}
     head, action, rest = list(words[:1]), list(words[1:2]), list(words[2:])
     while rest and rest[0].startswith("-"):
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
             raise InputError("no job was given", hint="allranks slurm collect JOBID [-o DIR]")
         from allranks.launch import slurm
 
-        nodes = len(slurm.find_nodes(words[0])) or None  # else srun would start one collector only
+        nodes = len(slurm.find_nodes(words[0])) or None  # otherwise srun would start only one collector
         return _call(flags, slurm.collect_words(words[0], nodes, words[1:], command, flags.srun), {})
     return _submit(flags, words, command)
 
@@ -104,9 +104,7 @@ def _wrap(flags: SlurmFlags, words: list[str], command: str) -> int:
 
 
 def _lighthouse(allocation: Allocation, flags: list[str], stack: ExitStack) -> dict[str, str]:
-    """One lighthouse and one token for the agents of all nodes, as the variables that tell them."""
-    import socket
-
+    """Starts a lighthouse for the agents of all nodes; returns the variables with its address and the token."""
     found = {"ALLRANKS_TOKEN": job_token(os.environ)}
     if has_flag(flags, "--lighthouse", "--no-lighthouse") or os.environ.get("ALLRANKS_LIGHTHOUSE"):
         return found
@@ -126,8 +124,6 @@ def _call(flags: SlurmFlags, line: list[str], variables: dict[str, str]) -> int:
     if flags.dry_run:
         print(shlex.join(line))
         return 0
-    import subprocess
-
     _need("srun")
     return subprocess.call(line, env={**os.environ, **variables})
 
@@ -145,8 +141,6 @@ def _submit(flags: SlurmFlags, words: list[str], command: str) -> int:
     if flags.dry_run:
         print(script, end="")
         return 0
-    import subprocess
-
     _need("sbatch")
     done = subprocess.run(["sbatch", "--parsable"], input=script, text=True, capture_output=True, check=False)
     if done.returncode:
@@ -159,14 +153,14 @@ def _submit(flags: SlurmFlags, words: list[str], command: str) -> int:
 
 
 def bad_nodes() -> str:
-    """The nodes that failed again and again, as Slurm's --exclude takes them; "" for none, and without a history."""
+    """The nodes that fail repeatedly, for Slurm's --exclude; "" for none, and without a history."""
     from allranks.ledger.history import NodeHistory, default_place
 
     place = default_place(os.environ)
     try:
         return ",".join(one.node for one in NodeHistory(place).bad_nodes(time.time())) if place else ""
     except OSError as error:
-        note(f"[allranks] no node is left out: {error}")
+        note(f"[allranks] no node is excluded: {error}")
         return ""
 
 

@@ -1,4 +1,4 @@
-"""`allranks stacks`: what is every rank doing, live on this node or from captures made earlier."""
+"""`allranks stacks`: shows what every rank is doing, live on this node or from earlier captures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _output = partial(option, group="output")
 
 @dataclass(frozen=True)
 class StacksFlags:
-    """What to sample and what to write. The samples themselves are described by DebugOptions."""
+    """The processes to sample and the files to write. DebugOptions has the options of the samples."""
 
     of_job: tuple[str, ...] = argument(
         (),
@@ -108,7 +108,7 @@ FLAGS = (StacksFlags, (DEFAULTS, ("rounds", "interval_s", "cuda_gdb")))
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 nothing is hung, 1 a hung job or an unclear one, 2 could not look."""
+    """0 nothing is hung, 1 a hung job or an unclear one, 2 could not run."""
     from allranks.stacktraces import Stillness, classify, read_capture
 
     options, begun = read_flags(StacksFlags, args), None
@@ -145,7 +145,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _below(options: StacksFlags) -> tuple[list[ProcessEntry], bool]:
-    """All processes of --pid and below, where they are several of Python; whether they are known as ranks."""
+    """(all processes of --pid and below, [] unless several are Python; whether they are known as ranks)"""
     from allranks.stacktraces import Selection, find_targets, tree
     from allranks.stacktraces.find import is_rank_title
 
@@ -161,8 +161,8 @@ def _below(options: StacksFlags) -> tuple[list[ProcessEntry], bool]:
 
 
 def _begin_tree(options: StacksFlags) -> TreeLook | None:
-    """Where --pid names processes that are not ranks, a look at all below them begins before that at the ranks, which then
-    stops nobody: so nobody waits for two."""
+    """If --pid names processes that are not ranks, starts the inspection of all processes below before the ranks are sampled, so
+    that both run at the same time. The ranks are then sampled without stopping them."""
     from allranks.stacktraces import tree
 
     stops = options.native_frames or options.gdb or options.faulthandler or options.gpu_core_dump
@@ -177,15 +177,15 @@ def _begin_tree(options: StacksFlags) -> TreeLook | None:
 def _tree_instead(
     options: StacksFlags, reports: Collection[StacksReport], begun: TreeLook | None
 ) -> JobLook | None:
-    """Where --pid names a process that is not a rank, all processes below it; where the state of its ranks is unclear, too, if
-    these processes are stuck."""
+    """The inspection of all processes below --pid, if that process is not a rank, or if the state of its ranks is unclear and the
+    inspection shows that they are stuck."""
     from allranks.diagnosis.process_verdict import explain_processes
     from allranks.stacktraces import tree
 
     hung = [report.hung for report in reports]
     if False in hung:
         return None
-    if begun is not None:  # --rounds and --interval are those of the ranks
+    if begun is not None:
         time.sleep(max(0.0, begun.began + options.for_s - time.monotonic()))
         begun.sample()
         return begun.finish()
@@ -198,13 +198,13 @@ def _tree_instead(
 
 
 def _several_roles(options: StacksFlags, given: list[str]) -> int | None:
-    """The exit code where all processes of a job are asked for; None where its ranks are."""
+    """Shows all processes of a job and returns the exit code; None when only its ranks are requested."""
     from allranks.stacktraces import tree
 
     if given and all(Path(one).is_dir() and any(Path(one).rglob(tree.LOOK)) for one in given):
         return show_tree(tree.read_looks(given), options.html, options.json, options.role)
     chosen = any((options.pid, options.name, options.job, options.folder, options.container, given))
-    # Ranks of Ray's actors are known only by their black boxes: without these all processes are shown.
+    # ranks in Ray's actors are recognised only by their black boxes: without these all processes are shown
     alone = not chosen and not options.all_nodes and tree.only_roles()
     if options.tree or options.ray or options.bundle or alone:
         pids = options.pid or tuple(tree.find_roots(options.ray))
@@ -249,7 +249,7 @@ def show_tree(look: JobLook, html: str, as_json: bool, role: str = "", more: Jso
 
 
 def _from_server(address: str) -> Capture:
-    """The stacks that torch's debug server of a job gives."""
+    """Fetches the stacks of torch's debug server of a job."""
     import tempfile
 
     from allranks.stacktraces import read_capture
@@ -261,7 +261,7 @@ def _from_server(address: str) -> Capture:
 
 
 def _known_name(given: str, must: bool) -> str:
-    """The name of the recorded job that is meant; what was given, where it may be the number of a Slurm job."""
+    """The name of the recorded job that matches; unless `must`, a name without a match, as of a Slurm job, is returned unchanged."""
     from allranks.incidents.job_overview import find_job, read_job
 
     try:
@@ -324,7 +324,7 @@ def _file_name(job: str) -> str:
 
 
 def _sample_all_nodes(options: StacksFlags, args: argparse.Namespace) -> Capture:
-    """Samples every node of a job, joined into one capture: through its agents, or a Slurm step."""
+    """Samples every node of a job into one capture, through its agents or a Slurm step."""
     import tempfile
 
     from allranks.incidents.peers import find_lighthouse, gather_everywhere
@@ -369,7 +369,7 @@ def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Cap
     command = shutil.which("allranks") or str(Path(sys.executable).parent / "allranks")
     nodes = find_nodes(job)
     if not nodes:
-        _say(f"the nodes of job {job} are not known (squeue does not list it): srun chooses which are asked")
+        _say(f"the nodes of job {job} are not known (squeue does not list it): srun chooses the nodes")
     done = subprocess.run(
         collect_words(job, len(nodes) or None, words, command), stdout=subprocess.DEVNULL, check=False
     )
@@ -383,7 +383,7 @@ def _sample_through_slurm(options: StacksFlags, args: argparse.Namespace) -> Cap
 
 
 def _folder(name: str, force: bool) -> Path | None:
-    """The output folder. Several nodes of a Slurm step share a file system: each gets a folder of its own."""
+    """The output folder. Each node of a Slurm step gets its own folder, since they share a file system."""
     import socket
 
     if not name:
@@ -436,7 +436,7 @@ def _show(options: StacksFlags, captures: dict[str, Capture], reports: dict[str,
 
 
 def finding_json(finding: ProcessFinding, look: JobLook, role: str = "") -> Json:
-    """The public shape; fields may be added, never taken away."""
+    """The public JSON; fields may be added, never removed."""
     return {
         "schema": 1,
         "state": finding.state,

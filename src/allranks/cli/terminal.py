@@ -1,4 +1,4 @@
-"""What commands share: colour or not, a sign of life on everything longer than a second, files written as a whole."""
+"""Shared by commands: output, colour, progress, and writing files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from allranks.model.files import replacing
 from allranks.model.formatting import FLAG
 from allranks.model.parsing import printable
 
-LONG_S = 1.0  # what takes longer shows that it is at work
+LONG_S = 1.0  # longer work shows progress
 _CLEAR = "\r\x1b[K"  # the line under the cursor
 _PAINT = re.compile(r"\x1b\[[0-9;]*m")
 _WHOLE = re.compile(rf"`[^`]{{1,36}}`|{FLAG.pattern}")
@@ -29,7 +29,7 @@ _OURS = re.compile(r"(\x1b\[(?:[0-2]|3[1-6])m|[\n\t])")
 
 
 def answer(as_json: bool, facts: Mapping[str, object], lines: str | Iterable[str]) -> None:
-    """Prints what was found: one JSON object for programs, or lines for people."""
+    """Prints one JSON object, or lines of text."""
     if as_json:
         print(json.dumps({"schema": 1, **facts}))
         return
@@ -38,15 +38,15 @@ def answer(as_json: bool, facts: Mapping[str, object], lines: str | Iterable[str
 
 
 def harmless(text: str) -> str:
-    """Without control characters, which names of others would steer the terminal with; lines and our own colours stay."""
+    """Replaces control characters, except line ends and our colours, since names may contain escape sequences."""
     if text.isprintable():
         return text
-    parts = _OURS.split(text)  # every second one is ours
+    parts = _OURS.split(text)  # odd parts are ours
     return "".join(part if i % 2 else printable(part, len(part)) for i, part in enumerate(parts))
 
 
 def fold(line: str) -> list[str]:
-    """The line in lines of the terminal, broken between words; one line where the output is not a terminal."""
+    """Wraps a line to the width of the terminal; unchanged if the output is not a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     plain = _PAINT.sub("", line)
     if not width or len(plain) <= width:
@@ -58,7 +58,7 @@ def fold(line: str) -> list[str]:
 
 
 def wrap(text: str, width: int, indent: str = "  ") -> list[str]:
-    """The text in lines of this width, broken between words; a flag stays with its command, and a short command in one line."""
+    """Wraps a text between words. Short commands, and flags with their values, stay on one line."""
     glued = _WHOLE.sub(lambda found: found[0].replace(" ", _GLUE), text)
     lines = textwrap.wrap(
         glued, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -67,12 +67,12 @@ def wrap(text: str, width: int, indent: str = "  ") -> list[str]:
 
 
 def note(text: str) -> None:
-    """A line on stderr."""
+    """Prints a line on stderr."""
     print(harmless(text), file=sys.stderr, flush=True)
 
 
 def use_color(stream: TextIO | None = None) -> bool:
-    """Whether to write in colour: NO_COLOR and FORCE_COLOR decide before the terminal does."""
+    """Whether to use colour: by NO_COLOR, FORCE_COLOR, then the terminal."""
     stream = stream or sys.stdout
     if os.environ.get("NO_COLOR"):
         return False
@@ -83,7 +83,7 @@ def use_color(stream: TextIO | None = None) -> bool:
 
 @contextmanager
 def at_work(label: str) -> Iterator[None]:
-    """Shows "label … 3 s" on a terminal's stderr while something takes long, and takes it away in the end."""
+    """Shows "label … 3 s" on a terminal's stderr during long work, and clears it at the end."""
     if not sys.stderr.isatty():
         yield
         return
@@ -102,19 +102,19 @@ def at_work(label: str) -> Iterator[None]:
     finally:
         done.set()
         worker.join()
-        if pause != LONG_S:  # something was shown
+        if pause != LONG_S:  # the label is shown
             print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
 class ProgressBar:
-    """One line on a terminal's stderr, redrawn at most ten times a second and taken away by `clear`; nothing elsewhere."""
+    """A progress line on a terminal's stderr, redrawn at most ten times a second; `clear` removes it."""
 
     def __init__(self, title: str = "", *, quiet: bool = False) -> None:
         self._title, self._visible = f"{title} " if title else "", not quiet and sys.stderr.isatty()
         self._began, self._drawn = time.monotonic(), 0.0
 
     def show(self, done: int, total: int, text: str = "") -> None:
-        """Draws the bar and what stands behind it."""
+        """Draws the bar, followed by the text."""
         now = time.monotonic()
         if not self._visible or (now - self._drawn < 0.1 and done < total):
             return
@@ -134,7 +134,7 @@ class ProgressBar:
 
 
 def check_target(name: str, force: bool) -> None:
-    """Raises when this file cannot be written, before work is done for it; "" means none."""
+    """InputError when this file cannot be written, before any work; "" means no file."""
     path = Path(name)
     if not name:
         return
@@ -147,7 +147,7 @@ def check_target(name: str, force: bool) -> None:
 
 
 def check_folder(name: str) -> None:
-    """Raises when this folder can be neither written to nor made; "" means none."""
+    """InputError when this folder can neither be written nor created; "" means no folder."""
     path = Path(name).absolute()
     nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
     if name and not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
@@ -156,7 +156,7 @@ def check_folder(name: str) -> None:
 
 
 def write_whole(name: str, parts: Iterable[str | bytes]) -> None:
-    """A file that is there as a whole or not at all; gzipped when its name says so."""
+    """Writes a file completely or not at all; gzipped if its name ends with .gz."""
     import gzip
 
     target = Path(name)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from allranks.watch.role_sidecar import RoleReport
     from allranks.watch.sidecar import Collection
 
-#: The options of a collection that have a flag; the others are for the job file.
+#: Options of a collection with a flag; the others are for the job file only.
 OF_WATCH = ("wait_s", "output_dir", "at_s", "no_progress_s", "slow_ms", "rounds", "interval_s", "cuda_gdb")
 
 
 @dataclass(frozen=True)
 class WatchFlags:
-    """What the command takes besides the options of a collection."""
+    """Options of the command besides those of a collection."""
 
     words: tuple[str, ...] = argument((), "the job to start and watch", nargs="...", metavar="-- COMMAND")
     pid: tuple[int, ...] = option((), "watch this process and its children instead; repeatable", metavar="P")
@@ -53,51 +53,45 @@ def main(args: argparse.Namespace) -> int:
 
     words = words_after(args)
     if bool(words) == bool(args.pid):
-        raise InputError(
-            "give a command or --pid, one of them",
-            hint="allranks watch -- torchrun --nproc-per-node 8 train.py",
-        )
+        hint = "allranks watch -- torchrun --nproc-per-node 8 train.py"
+        raise InputError("give either a command or --pid", hint=hint)
     base = read_debug_options(args.config) if args.config else DebugOptions()
     options = read_flags(DebugOptions, args, base)
 
-    def show(done: Collection) -> None:
-        report = done.report
+    def show(done: Collection | RoleReport, verdict: str, sentence: str, **facts: object) -> None:
+        row = {"reason": done.reason, "folder": str(done.folder), **facts, "sentence": sentence}
         if args.json:
-            row: dict[str, object] = {"reason": done.reason, "folder": str(done.folder), "hung": report.hung}
-            note(json.dumps({**row, "culprits": list(report.culprits), "sentence": report.sentence}))
+            note(json.dumps(row))
             return
-        word = {True: "HUNG", False: "not hung", None: "unclear"}[report.hung]
-        _say(f"{word}: {report.sentence}")
+        _say(f"{verdict}: {sentence}")
         _say(f"Wrote {done.folder}")
 
+    def show_ranks(done: Collection) -> None:
+        found = done.report
+        verdict = {True: "HUNG", False: "not hung", None: "unclear"}[found.hung]
+        show(done, verdict, found.sentence, hung=found.hung, culprits=list(found.culprits))
+
     def show_roles(done: RoleReport) -> None:
-        finding = done.finding
-        if args.json:
-            row = {"reason": done.reason, "folder": str(done.folder), "state": finding.state}
-            note(
-                json.dumps(
-                    {**row, "guilty": [asdict(g) for g in finding.guilty], "sentence": finding.sentence}
-                )
-            )
-            return
-        _say(f"STUCK: {finding.sentence}")
-        _say(f"Wrote {done.folder}")
+        found = done.finding
+        guilty = [asdict(one) for one in found.guilty]
+        show(done, "STUCK", found.sentence, state=found.state, guilty=guilty)
 
     folder = options.folder()
     try:
         check_folder(str(folder))
     except InputError as error:  # the job runs nevertheless
-        _say(f"{error}: no stacks can be kept there. -o DIR names another folder")
-    sidecar = (
-        RoleSidecar(options, folder, _say, show_roles) if args.tree else Sidecar(options, folder, _say, show)
-    )
+        _say(f"{error}: stacks cannot be written there. Give another folder with -o DIR")
+    if args.tree:
+        sidecar: Sidecar = RoleSidecar(options, folder, _say, show_roles)
+    else:
+        sidecar = Sidecar(options, folder, _say, show_ranks)
     if words:
         sidecar.start_command(words)
     else:
         sidecar.take(args.pid)
     try:
         return sidecar.run()
-    except KeyboardInterrupt:  # a signal is how a watch of other processes ends
+    except KeyboardInterrupt:  # ends a watch of running processes
         _say("stopped")
         return 130
 

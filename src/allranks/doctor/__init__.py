@@ -1,9 +1,7 @@
-"""Checks before a job, and explanations of its logs after it.
+"""Checks of a node before a job, and explanations of a job's logs.
 
-Here: what is looked at before a job: each check returns findings with the exact hint. Runs on one node.
-
-A check never raises and never waits without limit. `ok` needs no reading, `warning` may cost time later,
-`problem` will stop the job or lose its evidence.
+This module runs the checks. Each returns findings with a hint to copy, never raises, and never waits without a limit. A
+`warning` may cost time later, a `problem` will stop the job or lose its evidence.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Literal
 from allranks.model.options import option
 
 Status = Literal["ok", "warning", "problem", "skipped"]
+CLOCK_LIMIT_S = 2.0  # largest difference between clocks
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Check:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the job will use; None or empty means: look at the environment, or skip."""
+    """What the job will use. None or empty: read from the environment, or not checked."""
 
     etcd: str = option("", "rendezvous etcd to check, several separated by commas", metavar="HOST:PORT")
     lighthouse: str = option("", "lighthouse to check", metavar="HOST:PORT")
@@ -46,7 +45,7 @@ class DoctorOptions:
 
 
 def run_checks(options: DoctorOptions) -> list[Check]:
-    """All checks, in the order in which a person would look."""
+    """Runs all checks."""
     from allranks.doctor import evidence, machine, services
 
     found: list[Check] = []
@@ -60,7 +59,7 @@ def run_checks(options: DoctorOptions) -> list[Check]:
     ):
         try:
             found += part(options)
-        except Exception as error:  # a broken check must not hide the others
+        except Exception as error:  # a bug in one check must not hide the others
             text = f"the check itself failed: {type(error).__name__}: {error}"
             found.append(Check(part.__name__.removeprefix("check_"), "warning", text))
     return found

@@ -1,4 +1,4 @@
-"""Checks of what will be needed after a hang: tools that read stacks, permission, recorder settings."""
+"""Checks of what an investigation of a hang needs: tools that read stacks, permissions, recorder settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_BOX_BYTES = 32 << 20  # a few boxes
 
 
 def check_stack_tools(options: DoctorOptions) -> list[Check]:
-    """py-spy is there and may read other processes; cuda-gdb where there are GPUs."""
+    """py-spy is installed and may read other processes; cuda-gdb is installed on nodes with GPUs."""
     found = [Check("py-spy", "ok", "found")]
     if find_pyspy() is None:
         text = "not found: no Python stacks when a rank hangs"
@@ -57,8 +57,8 @@ _SETTINGS: tuple[tuple[str, frozenset[str], Status, str], ...] = (
     ("TORCH_FR_BUFFER_SIZE", frozenset({"0"}), "warning", "torch's own flight recorder is off (allranks records anyway, torch's ring adds CUDA timing)"),
     ("TORCH_NCCL_TRACE_BUFFER_SIZE", frozenset({"0"}), "warning", "torch's own flight recorder is off (allranks records anyway, torch's ring adds CUDA timing)"),
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", _OFF, "warning", "a timed-out rank writes no dump"),
-    ("TORCH_NCCL_ENABLE_MONITORING", _OFF, "warning", "a watchdog that hangs itself is not noticed, and writes no dump"),
-    ("NCCL_RAS_ENABLE", _OFF, "warning", "NCCL's RAS is off: the cheapest look at a GPU hang is lost"),
+    ("TORCH_NCCL_ENABLE_MONITORING", _OFF, "warning", "a watchdog that hangs is not noticed, and writes no dump"),
+    ("NCCL_RAS_ENABLE", _OFF, "warning", "NCCL's RAS is off: the cheapest evidence of a GPU hang is lost"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, "problem", "a failed collective waits for ever"),
     ("NCCL_ASYNC_ERROR_HANDLING", _OFF, "problem", "a failed collective waits for ever"),
     ("TORCH_NCCL_BLOCKING_WAIT", _ON, "warning", "ranks wait inside every collective, and a timeout only raises: no dump"),
@@ -67,7 +67,7 @@ _SETTINGS: tuple[tuple[str, frozenset[str], Status, str], ...] = (
 )  # fmt: skip
 
 _TRUTH = frozenset({"0", "n", "no", "f", "false", "1", "y", "yes", "t", "true"})
-#: variable -> the words that torch knows
+#: variable -> the values that torch accepts
 _WORDS: dict[str, frozenset[str]] = {
     "TORCH_DISTRIBUTED_DEBUG": frozenset({"off", "info", "detail"}),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": _TRUTH,
@@ -81,19 +81,19 @@ _NUMBERS = (
 
 
 def _misread() -> list[Check]:
-    """Variables whose value torch cannot read: every rank ends with an error, or takes another number."""
+    """Variables with values that torch cannot read: every rank raises, or reads another number."""
     found = []
     for name in (*_WORDS, *_NUMBERS):
         value, words = os.environ.get(name, "").strip(), _WORDS.get(name)
         if value and (value.lower() not in words if words else not value.isdigit()):
-            cost = "torch refuses it in every rank" if words else "torch refuses it or takes only its digits"
+            cost = "torch rejects it in every rank" if words else "torch rejects it or reads only its digits"
             hint = f"one of {', '.join(sorted(words))}" if words else "a whole number"
             found.append(Check(name, "problem", f"is {value!r}: {cost}", f"set it to {hint}"))
     return found
 
 
 def check_torch_settings(options: DoctorOptions) -> list[Check]:
-    """Variables that throw evidence away, or turn a hang into a silent wait."""
+    """Variables that lose evidence, or turn a hang into a silent wait."""
     get = os.environ.get
     found = [
         Check(name, status, f"is {get(name)!r}: {cost}", f"unset {name}")
@@ -112,7 +112,7 @@ def check_torch_settings(options: DoctorOptions) -> list[Check]:
 
 
 def _check_dump_folder(name: str, folder: Path) -> list[Check]:
-    """torch does not make the folder of its dumps; without it they are lost."""
+    """torch does not create the folder of its dumps; without it they are lost."""
     if not folder.exists():
         text = f"torch's dumps go to {folder}, which does not exist: they are lost"
         return [Check(name, "problem", text, f"mkdir -p {folder}")]
@@ -123,7 +123,7 @@ def _check_dump_folder(name: str, folder: Path) -> list[Check]:
 
 
 def check_recorder(options: DoctorOptions) -> list[Check]:
-    """The recorder's part in C was built when allranks was installed."""
+    """The recorder's C extension was built when allranks was installed."""
     from allranks.recording.options import fast
 
     try:
@@ -134,11 +134,11 @@ def check_recorder(options: DoctorOptions) -> list[Check]:
             "pip install --force-reinstall --no-deps --no-binary allranks allranks"
         )
         return [Check("recorder", "problem", f"nothing is recorded: {error}", hint)]
-    return [Check("recorder", "ok", "its part in C is there")]
+    return [Check("recorder", "ok", "its C extension is installed")]
 
 
 def check_recorder_folder(options: DoctorOptions) -> list[Check]:
-    """Black boxes can be written where they will go."""
+    """The folder of the black boxes can be written."""
     named = os.environ.get("ALLRANKS_DIR")
     folder = Path(named or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()))
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

@@ -1,8 +1,8 @@
-"""Finds the first cause in the logs of all ranks and explains it. Pure but for `read_lines`.
+"""Finds the first cause in the logs of all ranks and explains it. Pure, except for `read_lines`.
 
-The last of 4,096 stack traces is never the cause. A line that explains a failure by itself ("root") beats
-lines that follow from something else ("symptom"); among equals the earliest time wins, then the rank that the
-launcher saw fail first, then the order of lines. A line without a time is as old as the one before it in its log.
+A line that explains a failure by itself ("root") counts before lines that follow from another failure ("symptom"). Then the
+earliest time counts, then the rank that the launcher saw fail first, then the order of lines. A line without a time has that of
+the previous line of its log.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from allranks.model.parsing import without_secrets
 
 Level = Literal["root", "symptom", "warning"]
 MAX_LINE = 4000
-BLOCK = 256  # lines that are looked at together
-#: Bytes of one packed log that are read: a small file may unpack to any size.
-MAX_UNPACKED = 512 << 20
+BLOCK = 256  # lines that are searched together
+MAX_UNPACKED = 512 << 20  # bytes read of a compressed log, which may unpack to any size
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a log, with what could be read from it."""
+    """A line of a log, with its rank and time."""
 
     path: str
     number: int
@@ -60,7 +59,7 @@ class LogLine:
 
 @dataclass(frozen=True)
 class Match:
-    """A line that a pattern knows."""
+    """A line that matches a pattern."""
 
     pattern: Pattern
     line: LogLine
@@ -70,10 +69,10 @@ class Match:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The first cause, what followed from it, and what else is worth saying."""
+    """The first cause, and the other matches."""
 
     first: Match | None
-    others: tuple[tuple[Match, int], ...] = ()  # first match of each further pattern, with its count
+    others: tuple[tuple[Match, int], ...] = ()  # first match of each other pattern, with its count
     lines: int = 0
     files: tuple[str, ...] = field(default=())
     unreadable: tuple[tuple[str, str], ...] = ()
@@ -81,7 +80,7 @@ class Explanation:
 
 @cache
 def patterns() -> tuple[Pattern, ...]:
-    """The known failures, in the order of the file; a generic one stands after the special ones."""
+    """The known failures, in the order of the file: special ones before generic ones."""
     text = resources.files("allranks.doctor").joinpath("patterns.yaml").read_text()
     return tuple(Pattern(**entry) for entry in yaml.safe_load(text))
 
@@ -89,7 +88,7 @@ def patterns() -> tuple[Pattern, ...]:
 class _Known(NamedTuple):
     pattern: Pattern
     regex: re.Pattern[str]
-    words: tuple[str, ...]  # a line that it knows has one of these, in lower case
+    words: tuple[str, ...]  # every matching line contains one of these, in lower case
 
     def may_know(self, lower: str) -> bool:
         return not self.words or any(word in lower for word in self.words)
@@ -101,7 +100,7 @@ def _known() -> tuple[_Known, ...]:
 
 
 def match_line(line: LogLine) -> Match | None:
-    """The first pattern that knows this line."""
+    """The match of the first pattern for this line."""
     known = _find_known(line, _known())
     return _match(line, known) if known is not None else None
 
@@ -121,7 +120,7 @@ def _match(line: LogLine, known: _Known) -> Match:
 
 
 def _in_blocks(lines: Iterable[LogLine]) -> Iterator[tuple[LogLine, tuple[_Known, ...]]]:
-    """Each line with the patterns that may know a line of its block: in most blocks there are few."""
+    """Each line with the patterns that may match a line of its block, which are few in most blocks."""
     rest = iter(lines)
     while block := tuple(islice(rest, BLOCK)):
         lower = "\n".join(line.text[:MAX_LINE] for line in block).lower()
@@ -130,8 +129,8 @@ def _in_blocks(lines: Iterable[LogLine]) -> Iterator[tuple[LogLine, tuple[_Known
 
 
 def explain(lines: Iterable[LogLine]) -> Explanation:
-    """The explanation of a whole set of logs."""
-    firsts: dict[tuple[str, int | None], Match] = {}  # of each pattern in each rank
+    """Explains a set of logs."""
+    firsts: dict[tuple[str, int | None], Match] = {}  # by pattern and rank
     counts: Counter[str] = Counter()
     launcher, watchdogs = _Launcher(), _Watchdogs()
     total = 0
@@ -147,7 +146,7 @@ def explain(lines: Iterable[LogLine]) -> Explanation:
         if key not in firsts or _earlier(line, firsts[key].line):
             firsts[key] = _match(line, known)
     ordered = sorted(firsts.values(), key=lambda match: _weight(match, launcher.blamed))
-    first = _long_before(ordered) or next(iter(ordered), None)  # a warning only where there is nothing worse
+    first = _long_before(ordered) or next(iter(ordered), None)
     if first is not None and first.pattern.id in _OF_WATCHDOG:
         first = watchdogs.explain(first)
     seen = {first.pattern.id} if first is not None else set()
@@ -157,7 +156,7 @@ def explain(lines: Iterable[LogLine]) -> Explanation:
 
 @dataclass
 class _Launcher:
-    """torchrun's summary names the rank that it saw fail first, two lines below its heading."""
+    """The rank that failed first, from torchrun's summary: two lines below its heading."""
 
     blamed: int | None = None
     _in_summary: bool = False
@@ -171,23 +170,23 @@ class _Launcher:
 
 @dataclass(frozen=True)
 class _Status:
-    """How far a rank came in a group, as its watchdog printed it."""
+    """A rank's progress in a group, as printed by its watchdog."""
 
     line: LogLine
-    stuck: int | None  # the call that timed out; None: another rank's did
+    stuck: int | None  # the call that timed out; None: only calls of other ranks did
     entered: int
     completed: int
 
 
 @dataclass
 class _Watchdogs:
-    """What the NCCL watchdogs of all ranks print at a timeout, compared: who never entered the call?"""
+    """Compares the output of the NCCL watchdogs of all ranks at a timeout, to find ranks that never entered the call."""
 
     groups: dict[str, dict[int, _Status]] = field(default_factory=dict)
 
     def read(self, line: LogLine) -> None:
         found = _WORKS.search(line.text) if "nqueued" in line.text and line.rank is not None else None
-        if found is None or line.rank is None or "periodically" in line.text:  # then the job still ran
+        if found is None or line.rank is None or "periodically" in line.text:  # of a running job
             return
         stuck = int(found["stuck"]) if found["stuck"] else None
         status = _Status(line, stuck, int(found["entered"]), int(found["completed"]))
@@ -196,10 +195,10 @@ class _Watchdogs:
             ranks[line.rank] = status
 
     def explain(self, first: Match) -> Match:
-        """The match with the ranks named that are behind, where the numbers of a group tell."""
+        """The match, with the ranks that are behind, if the numbers of a group show them."""
         for group, ranks in sorted(self.groups.items(), key=lambda item: -len(item[1])):
             stuck = min((one.stuck for one in ranks.values() if one.stuck is not None), default=None)
-            # Sends and receives have numbers of their own, which may pass those of the collectives.
+            # sends and receives have separate numbers, which may exceed those of the collectives
             if stuck is None or any(one.completed > one.entered for one in ranks.values()):
                 continue
             behind = [rank for rank, one in ranks.items() if one.entered < stuck]
@@ -222,7 +221,7 @@ def _behind(call: str, behind: list[int], waiting: list[int]) -> tuple[str, str]
 
 
 def _long_before(ordered: list[Match]) -> Match | None:
-    """An exception that no pattern knows, if it came well before the cause that one knows: that one followed."""
+    """A generic exception that came well before the first specific cause, which then is a consequence."""
     roots = [m for m in ordered if m.pattern.level == "root"]
     if not roots or roots[0].line.at is None or roots[0].pattern.id in _GENERIC:
         return None
@@ -232,10 +231,8 @@ def _long_before(ordered: list[Match]) -> Match | None:
 
 
 def read_lines(paths: Iterable[Path], unreadable: list[tuple[str, str]] | None = None) -> Iterator[LogLine]:
-    """The lines of log files and folders of them (plain or gz), with rank and time where the line has them.
-
-    What cannot be read, or not to the end, is added to `unreadable` with the reason; the others are read.
-    """
+    """The lines of log files and folders of them (plain or gz). Files that cannot be read, or not to the end, are added to
+    `unreadable` with the reason."""
 
     def note(error: OSError) -> None:
         if unreadable is not None:
@@ -252,7 +249,7 @@ def read_lines(paths: Iterable[Path], unreadable: list[tuple[str, str]] | None =
 
 
 def parse_line(path: str, number: int, text: str, rank: int | None = None) -> LogLine:
-    """Reads rank and time out of a line's head."""
+    """Reads rank and time from the head of a line."""
     text = _ANSI.sub("", text)
     found = _RANK.match(text)
     if found:
@@ -262,11 +259,11 @@ def parse_line(path: str, number: int, text: str, rank: int | None = None) -> Lo
 
 
 _GENERIC = frozenset({"python_exception", "assertion"})
-#: Patterns of lines that a watchdog prints because a collective timed out, on whichever rank.
+#: Patterns of lines that any rank's watchdog prints after a timeout of a collective.
 _OF_WATCHDOG = frozenset({"watchdog_timeout", "nccl_dump_signal"})
 _BEHIND_HINT = (
-    "Look at what {ranks} did instead: the end of the log, and the line by `allranks diagnose FOLDER` with black boxes or "
-    "Flight Recorder dumps; next time by `allranks stacks` before the job is killed."
+    "Check what {ranks} did instead: the end of the log, or `allranks diagnose FOLDER` with black boxes or Flight Recorder "
+    "dumps. Next time run `allranks stacks` before the job is killed."
 )
 #: torch 2.4 to 2.15: "[PG 1 Rank 0]" or "[PG ID 0 PG GUID 0(default_pg) Rank 0]", then the numbers of the group's calls.
 _WORKS = re.compile(
@@ -297,11 +294,11 @@ def _file_lines(file: Path) -> Iterator[LogLine]:
 
 
 class _TooLong(Exception):
-    """A packed log that unpacks to more than anybody reads."""
+    """A compressed log is larger than MAX_UNPACKED."""
 
 
 def _bounded(log: BinaryIO, limit: int | None) -> Iterator[bytes]:
-    """The lines, each cut to what is looked at: memory does not grow with a line, nor with a packed file."""
+    """The lines, truncated, so that memory is bounded for long lines and compressed files."""
     read, inside = 0, False
     while piece := log.readline(1 << 16):
         read += len(piece)
@@ -323,7 +320,7 @@ def _time(text: str) -> float | None:
 
 
 def _weight(match: Match, blamed: int | None) -> tuple[int, int, float, bool, int, str]:
-    """Sort key: roots first, the generic exception after the special ones, then time, then rank, then place."""
+    """Sort key: level, generic patterns last, time, blamed rank, position."""
     level = {"root": 0, "symptom": 1, "warning": 2}[match.pattern.level]
     generic = int(match.pattern.id in _GENERIC and match.line.rank != blamed)
     at = match.line.at if match.line.at is not None else float("inf")
@@ -345,7 +342,7 @@ def _fill(text: str, facts: dict[str, str]) -> str:
 
 
 def _find_parser() -> ModuleType | None:
-    """How the interpreter reads an expression: not a public module, and not needed for right answers."""
+    """The interpreter's parser of regular expressions. It is not public, and needed for speed only."""
     try:
         return importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
     except ImportError:
@@ -353,13 +350,14 @@ def _find_parser() -> ModuleType | None:
 
 
 def needed_words(expression: str) -> tuple[str, ...]:
-    """Looking for them is much faster than the expression. In lower case; every line that matches has at least one of them. Empty: nothing is known."""
+    """Words in lower case of which every matching line contains at least one: searching for them is much faster than the
+    expression. Empty if there are none."""
     parser = _find_parser()
     return tuple(sorted(_needed(parser.parse(expression)))) if parser is not None else ()
 
 
 def _needed(parts: Iterable[tuple[object, object]]) -> frozenset[str]:
-    """Of a sequence: the best of what each of its parts needs."""
+    """The best set of needed words among the parts of a sequence."""
     found, run = [], ""
     for kind, argument in parts:
         if str(kind) == "LITERAL" and isinstance(argument, int):

@@ -1,4 +1,4 @@
-"""What must be the same on all nodes of a job: each node reports it, one of them compares.
+"""Compares the facts of all nodes of a job that must be the same.
 
 srun -N 4 allranks doctor --json | allranks doctor compare -
 """
@@ -12,31 +12,30 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from allranks.doctor import Check
+from allranks.doctor import CLOCK_LIMIT_S, Check
 from allranks.errors import InputError
 from allranks.stacktraces.gpus import query_gpus
 
 _ONE_IMAGE = "Use one image or environment"
-#: fact -> (what differs costs, the fix)
+#: fact -> (cost of a difference, fix)
 _MUST_AGREE = {
     "nccl": (
         "ncclCommInitRank fails or hangs between different NCCL versions",
         "pip install the same nvidia-nccl package everywhere, or use one image",
     ),
-    "torch": ("ranks of different torch versions do not talk to each other", _ONE_IMAGE),
-    "allranks": ("agents and lighthouse of different versions may refuse each other", _ONE_IMAGE),
+    "torch": ("ranks of different torch versions cannot communicate", _ONE_IMAGE),
+    "allranks": ("agents and lighthouse of different versions may reject each other", _ONE_IMAGE),
     "cuda": ("kernels differ between nodes", _ONE_IMAGE),
 }
 _SHOULD_AGREE = {
-    "python": ("pickled objects may not be read elsewhere", _ONE_IMAGE),
-    "driver": ("the slowest or oldest driver decides what works", "Install the same driver on all nodes"),
-    "gpus": ("ranks get different hardware: the slowest decides", "Choose nodes of one kind"),
+    "python": ("pickled objects may be unreadable on other nodes", _ONE_IMAGE),
+    "driver": ("the oldest driver limits all nodes", "Install the same driver on all nodes"),
+    "gpus": ("ranks get different hardware: the slowest limits all", "Choose nodes of one kind"),
 }
-CLOCK_LIMIT_S = 2.0
 
 
 def read_facts(clock_offset_s: float | None = None) -> dict[str, str | float | None]:
-    """What this node tells the others; `clock_offset_s` is against the lighthouse, None when it was not asked."""
+    """The facts of this node. `clock_offset_s` is relative to the lighthouse; None if not measured."""
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -50,7 +49,7 @@ def read_facts(clock_offset_s: float | None = None) -> dict[str, str | float | N
 
 
 def read_answers(lines: Iterable[str], name: str) -> list[dict[str, object]]:
-    """The `facts` of doctor answers: one JSON object per line, or one alone over many lines."""
+    """The `facts` of doctor's output: one JSON object per line, or a single object over several lines."""
     text = "\n".join(lines)
     try:
         found = [json.loads(text)]
@@ -58,15 +57,15 @@ def read_answers(lines: Iterable[str], name: str) -> list[dict[str, object]]:
         try:
             found = [json.loads(line) for line in text.splitlines() if line.strip()]
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{name} holds no answers of `allranks doctor --json`: {error}") from error
+            raise InputError(f"{name} holds no output of `allranks doctor --json`: {error}") from error
     facts = [answer.get("facts") for answer in found if isinstance(answer, dict)]
     if not facts or not all(isinstance(each, dict) for each in facts):
-        raise InputError(f"{name} holds no answers of `allranks doctor --json`")
+        raise InputError(f"{name} holds no output of `allranks doctor --json`")
     return facts  # type: ignore[return-value]
 
 
 def compare(nodes: Sequence[Mapping[str, object]]) -> list[Check]:
-    """One check per fact, and the clocks."""
+    """One check per fact, and one of the clocks."""
     found = [_agree(nodes, fact, "problem", *words) for fact, words in _MUST_AGREE.items()]
     found += [_agree(nodes, fact, "warning", *words) for fact, words in _SHOULD_AGREE.items()]
     return [*found, _clocks(nodes)]
@@ -118,7 +117,7 @@ def _gpus() -> dict[str, str | None]:
 
 
 def read_files(paths: Sequence[str], stdin: Iterable[str]) -> list[dict[str, object]]:
-    """The facts in files, or in standard input for "-"."""
+    """The facts in files; "-" is standard input."""
     found = []
     for path in paths:
         if path == "-":

@@ -1,7 +1,7 @@
-"""Whether stacks of other processes can be read: tried, as py-spy will try it, on a child by another child.
+"""Tests whether stacks of other processes can be read, as py-spy does: one child reads another.
 
-Under Yama a process may read its descendants and nobody else's: what the agent starts to read a rank is the rank's
-sibling. Run as a program it reads one byte of a process: ptrace.py PID ADDRESS; exit 0 when it could.
+Under Yama a process may read only its descendants, and the reader that the agent starts is a sibling of the ranks. As a program,
+`ptrace.py PID ADDRESS` reads one byte of a process and exits 0 on success.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Span(ctypes.Structure):
 
 
 def may_read_siblings() -> bool | None:
-    """True or False; None when it could not be tried."""
+    """The result of the test; None when it could not run."""
     text = "import ctypes, sys; b = ctypes.create_string_buffer(b'x'); print(ctypes.addressof(b), flush=True); sys.stdin.read()"
     command = [sys.executable, "-I", "-S", "-c", text]
     try:
@@ -27,9 +27,8 @@ def may_read_siblings() -> bool | None:
             try:
                 address = sibling.stdout.readline().strip()
                 reader = [sys.executable, "-I", "-S", __file__, str(sibling.pid), address]
-                return (
-                    subprocess.run(reader, timeout=LIMIT_S, capture_output=True, check=False).returncode == 0
-                )
+                done = subprocess.run(reader, timeout=LIMIT_S, capture_output=True, check=False)
+                return done.returncode == 0
             finally:
                 sibling.stdin.close()
                 sibling.kill()

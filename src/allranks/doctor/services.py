@@ -1,4 +1,4 @@
-"""Checks of what the job connects to: ports, etcd, lighthouse, object store, clocks."""
+"""Checks of the services of a job: ports, etcd, lighthouse, object store, clocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import time
 import urllib.parse
 
 from allranks.channel import web_client
-from allranks.doctor import Check, DoctorOptions
+from allranks.doctor import CLOCK_LIMIT_S, Check, DoctorOptions
 from allranks.errors import AllranksError, EtcdError
 from allranks.etcd import Etcd, parse_endpoints
 
-CLOCK_LIMIT_S = 2.0
 STALE_S = 3.0
 
 
@@ -35,13 +34,13 @@ def _check_port(port: int) -> Check:
         try:
             probe.bind(("", port))
         except OSError as error:
-            hint = f"ss -ltnp 'sport = :{port}' shows who holds it; end it or choose another port"
+            hint = f"ss -ltnp 'sport = :{port}' shows the process; end it or choose another port"
             return Check(name, "problem", f"cannot be used: {error.strerror}", hint)
     return Check(name, "ok", "free")
 
 
 def check_etcd(options: DoctorOptions) -> list[Check]:
-    """etcd answers, is one cluster with a leader, and holds no closed rendezvous of an old run."""
+    """etcd answers, has a leader, and holds no stale rendezvous."""
     if not options.etcd:
         return [Check("etcd", "skipped", "none given (--etcd HOST:PORT)")]
     try:
@@ -75,7 +74,7 @@ def _no_address(name: str, text: str, why: str) -> Check:
 
 
 def _stale_keys(etcd: Etcd) -> list[Check]:
-    """A rendezvous of a job that runs is written every second; one that nobody writes is of a run that is over."""
+    """Keys of ended runs. A running job writes its rendezvous every second."""
     prefix = "/allranks/rdzv/"
     before = etcd.get_prefix(prefix)
     if not before:
@@ -89,8 +88,8 @@ def _stale_keys(etcd: Etcd) -> list[Check]:
         return found
     names = [key.removeprefix(prefix) for key in old]
     text = (
-        f"stale: nobody has written {', '.join(names[:5])}{' …' if len(names) > 5 else ''} for {STALE_S:g} s; "
-        "a new job with the same --rdzv-id may join what is over"
+        f"stale: no process has written {', '.join(names[:5])}{' …' if len(names) > 5 else ''} for {STALE_S:g} s; "
+        "a new job with the same --rdzv-id may join the ended one"
     )
     remove = f"etcdctl del --prefix {prefix}{names[0]} (they expire by themselves within a day)"
     hint = f"Use a new --rdzv-id, or remove it: {remove}"
@@ -119,13 +118,13 @@ def check_lighthouse(options: DoctorOptions) -> list[Check]:
 
 
 def _lighthouse(options: DoctorOptions) -> str:
-    """HOST:PORT of the first lighthouse that was given; "" for none."""
+    """HOST:PORT of the first given lighthouse; "" for none."""
     address = options.lighthouse or os.environ.get("ALLRANKS_LIGHTHOUSE", "")
     return address.split(",")[0].removeprefix("http://")
 
 
 def check_object_store(options: DoctorOptions) -> list[Check]:
-    """Put, read, list and delete one small object, and name the permission that is missing."""
+    """A small object can be put, read, listed and deleted; else names the missing permission."""
     if not options.s3:
         return [Check("object store", "skipped", "none given (--s3 BUCKET)")]
     from allranks.checkpoint.stores import StoreSpec, hint_for, reason_of
@@ -153,17 +152,17 @@ def check_object_store(options: DoctorOptions) -> list[Check]:
 
 
 def check_clock(options: DoctorOptions) -> list[Check]:
-    """This node's clock: kept by NTP, and against the lighthouse's (timelines of incidents compare clocks of nodes)."""
+    """This node's clock is synchronised, and agrees with the lighthouse's: timelines of incidents need this."""
     found = []
     if _unsynchronised():
-        text = "the kernel says that nothing keeps this node's clock right"
+        text = "not synchronised, according to the kernel"
         found.append(Check("clock", "warning", text, "Start chrony or systemd-timesyncd on this node"))
     if not _lighthouse(options):
-        text = "kept by NTP (give --lighthouse to compare it with the others)"
+        text = "synchronised by NTP (give --lighthouse to compare it with the lighthouse's)"
         return found or [Check("clock", "ok", text)]
     offset = clock_offset_s(options)
     if offset is None:
-        return [*found, Check("clock", "skipped", "the lighthouse did not tell its time")]
+        return [*found, Check("clock", "skipped", "the lighthouse did not report its time")]
     if abs(offset) > CLOCK_LIMIT_S:
         text = f"{offset:+.1f} s against the lighthouse"
         return [*found, Check("clock", "problem", text, "Start chrony or ntpd on this node")]
@@ -171,19 +170,19 @@ def check_clock(options: DoctorOptions) -> list[Check]:
 
 
 def clock_offset_s(options: DoctorOptions) -> float | None:
-    """Seconds by which this node is ahead of the lighthouse (its answers tell whole seconds); None without an answer."""
+    """Seconds by which this node is ahead of the lighthouse, to about a second; None without an answer."""
     first = _lighthouse(options)
     if not first:
         return None
     try:
-        said = web_client.get(first, "/healthz", options.timeout_s).time_s()
+        theirs = web_client.get(first, "/healthz", options.timeout_s).time_s()
     except (OSError, ValueError):
         return None
-    return None if said is None else time.time() - said
+    return None if theirs is None else time.time() - theirs
 
 
 def _unsynchronised() -> bool:
-    """adjtimex(2) without changing anything; it answers 5 when the clock is not synchronised."""
+    """adjtimex(2) without changes returns 5 when the clock is not synchronised."""
     try:
         return bool(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) == 5)
     except (OSError, AttributeError):

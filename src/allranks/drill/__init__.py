@@ -1,1 +1,1 @@
-"""Fault plans and drills: real faults in a real job, and what was noticed. Also the demo."""
+"""Fault plans and drills: real faults in a real job, and how they were noticed. Also the demo."""

@@ -1,7 +1,6 @@
 """The demo: one job, a hang, a kill, two recoveries, and the proof.
 
-Runs in the command; ranks are real processes under `allranks run`. Everything it says is read from what the job
-left behind, nothing is assumed.
+Runs in the command; ranks are real processes under `allranks run`. All results are read from the files of the job.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Say = Callable[[str, str], None]  # (kind of line, text)
 @dataclass(frozen=True)
 class DemoOptions:
     folder: Path
-    steps: int = 3000  # at most; training ends soon after both replicas have come back
+    steps: int = 3000  # at most; training ends soon after both replicas have healed
     pace_s: float = 0.1
     hang_at: int = 40
     kill_at: int = 150
@@ -37,14 +36,14 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo proved."""
+    """The result of the demo."""
 
     drill: DrillResult
-    loss_difference: float | None  # largest distance to the undisturbed curve
+    loss_difference: float | None  # largest difference from the undisturbed curve
     losses: tuple[float, ...]
     reference: tuple[float, ...]
     identical: bool
-    story: str  # path of the hang's page
+    story: str  # path of the page of the hang
 
     @property
     def good(self) -> bool:
@@ -76,17 +75,17 @@ def run_demo(options: DemoOptions, say: Say) -> DemoResult:
     difference = max((abs(a - b) for a, b in zip(losses, reference, strict=True)), default=None)
     if reference:
         say("text", f"{len(reference)} steps: loss {reference[0]:.3f} → {reference[-1]:.3f}")
-    told = drill.faults[0].incident
-    story = str(folder / "incidents" / told / "story.html") if told else ""
+    incident = drill.faults[0].incident
+    story = str(folder / "incidents" / incident / "story.html") if incident else ""
     return DemoResult(drill, difference, tuple(losses), reference, bool(drill.identical_replicas), story)
 
 
-def _ending(folder: Path, out: Path, say: Say) -> Say:
-    """Hears the story and lets training end 20 steps after both culprits have healed."""
-    # two stories, which a slow machine may interleave
+def _stop_when_healed(folder: Path, out: Path, say: Say) -> Say:
+    """Passes the story on to `say`, and ends training 20 steps after both culprits have healed."""
+    # the lines of each story in order; a slow machine may interleave the two stories
     waiting = [["verdict: ", "rank 2 healed"], ["died of SIGKILL", "rank 1 healed"]]
 
-    def hear(kind: str, text: str) -> None:
+    def follow(kind: str, text: str) -> None:
         say(kind, text)
         for story in [story for story in waiting if story[0] in text]:
             story.pop(0)
@@ -95,7 +94,7 @@ def _ending(folder: Path, out: Path, say: Say) -> Say:
                 if not waiting:
                     (out / "stop_at").write_text(str(len(_losses(folder)) + 20))
 
-    return hear
+    return follow
 
 
 def _drill(options: DemoOptions, out: Path, say: Say) -> DrillResult:
@@ -107,14 +106,14 @@ def _drill(options: DemoOptions, out: Path, say: Say) -> DrillResult:
         "allranks", "run", "--replicas", str(REPLICAS), "--notice-s", str(options.notice_s), "--job", f"demo-{time.time_ns()}",
         str(TRAIN), "--steps", str(options.steps), "--pace-s", str(options.pace_s), "--out", str(out),
     ]  # fmt: skip
-    read = _follow(folder / "output.log", _ending(folder, out, say))
+    read = _follow(folder / "output.log", _stop_when_healed(folder, out, say))
     result = run_drill(plan, command, folder, timeout_s=options.timeout_s, quiet=True, until=read)
     read()
     return result
 
 
 def _follow(path: Path, say: Say) -> Callable[[], bool]:
-    """Says what matters of the lines that were added to the job's output since the last call. Never asks for its end."""
+    """A function that passes new lines of the story in the job's output to `say`. It returns False, to continue."""
     position, rest = 0, ""
 
     def read() -> bool:
@@ -145,7 +144,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
 
 
 def notable(line: str) -> Iterator[tuple[str, str]]:
-    """The line of a job's output as (kind, text), if it belongs to the story."""
+    """(kind, text) of a line of the job's output that belongs to the story."""
     for pattern, kind, shown in _RULES:
         if found := re.search(pattern, line):
             yield kind, found.expand(shown)
@@ -153,7 +152,7 @@ def notable(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _losses(folder: Path) -> list[float]:
-    """The committed losses by step, as the replicas reported them to the drill."""
+    """The committed losses by step, as the replicas reported them."""
     entries = (entry for entries in read_marks(folder).values() for entry in entries if "loss" in entry)
     losses = {entry["at_step"]: entry["loss"] for entry in entries}
     return [losses[step] for step in sorted(losses)]

@@ -1,8 +1,8 @@
-"""The demo's training script: a small character-level transformer on a shipped text, in replicas with a Manager.
+"""The demo's training script: a small character-level transformer, in replicas with a Manager.
 
-The global batch of a step is a pure function of the step and is divided over the participating replicas, each share
-weighted by its size: whatever happens to replicas, every step sees the same samples and the loss curve is the
-undisturbed one (up to the order of floating-point sums).
+The global batch is a pure function of the step and is divided among the participating replicas, with shares weighted by size.
+So every step sees the same samples whatever happens to replicas, and the loss curve equals the undisturbed one up to the order
+of floating-point sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ State = dict[str, dict[str, object]]
 
 
 def shipped_text() -> str:
-    """A text with structure to learn: sums, written out. Made, not copied."""
+    """A generated text with structure to learn: sums in words."""
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     lines = [f"{words[a]} and {words[b]} make {a + b}." for a in range(11) for b in range(11)]
     return " ".join(lines)
@@ -76,7 +76,7 @@ class Text:
 def train_step(
     manager: Manager, model: nn.Module, optimizer: Optimizer, text: Text
 ) -> tuple[int, float] | None:
-    """One step on this replica's share; its number and the global loss when it took part and all committed."""
+    """One step on this replica's share; returns its number and the global loss if it was committed with this replica."""
     optimizer.zero_grad()
     step, count, index = manager.current_step(), manager.num_participants(), manager.participating_rank()
     mine = text.starts(step)[index::count] if index is not None else text.starts(step)[:1]
@@ -100,7 +100,7 @@ def digest(model: nn.Module) -> str:
 
 
 def report(step: int, loss: float, model: nn.Module) -> None:
-    """Reports a committed step to the drill that it runs in, if it does."""
+    """Reports a committed step to the drill, if there is one."""
     if os.environ.get("ALLRANKS_DRILL"):
         from allranks.drill.preload import tell
 
@@ -125,7 +125,7 @@ def reference_losses(steps: int) -> list[float]:
 
 
 def last_step(limit: int, out: Path) -> int:
-    """--steps, or what `stop_at` in --out says; it must be written well ahead, so that all replicas see it."""
+    """--steps, or the step in the file `stop_at`, which is written well ahead so that all replicas read it."""
     try:
         return min(limit, int((out / "stop_at").read_text()))
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ def main() -> None:
     args = _arguments()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)  # sums in another order differ by 1e-16: small for hours
+    torch.set_default_dtype(torch.float64)  # sums in another order differ by only 1e-16
     if args.reference:
         (args.out / "reference.json").write_text(json.dumps(reference_losses(args.steps)))
     else:

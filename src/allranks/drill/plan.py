@@ -1,4 +1,4 @@
-"""A fault plan: what is to go wrong, in which rank, at which step. Read from YAML or JSON; pure but for reading.
+"""A fault plan: which faults to inject, in which rank, at which step. Read from YAML or JSON; pure except for reading.
 
 seed: 7
 faults:
@@ -6,9 +6,9 @@ faults:
   - {kind: hang, replica: random, at_step: [20, 30], for_s: 60}
   - {kind: kill, rank: 1, at_step: 0, at: heal}
 
-`at` is the phase in which the fault strikes: "step" (default, at the mark), "heal" (a replica that joins loads its state),
-"regroup" (the first step in a new group, or one that is begun again; after a restart: the first step), or one that the script names with
-`allranks.drill.preload.reach("save")`. Faults of other phases than "step" wait until those before them have fired.
+`at` is the phase of the fault: "step" (default, at the mark), "heal" (a joining replica loads its state), "regroup" (the first
+step in a new group, a retried step, or the first step after a restart), or a name that the script passes to
+`allranks.drill.preload.reach("save")`. Faults in phases other than "step" wait until all faults before them have fired.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXAMPLE = "faults:\n  - {kind: kill, rank: 1, at_step: 12}"
 
 @dataclass(frozen=True)
 class DrillFault:
-    """One fault, fully decided. `rank` is the global rank; `for_s` 0 means for ever."""
+    """One fault without random parts. `rank` is the global rank; `for_s` 0 means for ever."""
 
     kind: str
     rank: int
@@ -50,7 +50,7 @@ class DrillPlan:
 
 
 def read_plan(path: Path, *, ranks: int | None = None, ranks_per_replica: int = 1) -> DrillPlan:
-    """Reads a plan and decides everything random in it; every mistake is an InputError that names its place."""
+    """Reads a plan and draws its random parts. InputError, with its place, for every mistake."""
     try:
         content = read_yaml(path.read_text())
     except OSError as error:
@@ -64,7 +64,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault as it is written."""
+    """A fault as written in the file."""
 
     kind: str
     rank: _Number | Literal["random"] | None = None
@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _rank(one: _Fault, place: str, dice: random.Random, ranks: int | None, per_replica: int) -> int:
-    """The global rank that is meant; of a replica its first one."""
+    """The global rank of a fault; for a replica, its first rank."""
     if (one.rank is None) == (one.replica is None):
         raise InputError(f"{place}: give either rank or replica")
     each = per_replica if one.rank is None else 1

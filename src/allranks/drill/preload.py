@@ -1,8 +1,8 @@
 """Preloaded into the ranks of a drill (ALLRANKS_PRELOAD): fires the plan's faults at the progress mark.
 
-Runs in the rank. The plan is `plan.json` in the folder $ALLRANKS_DRILL; a fault fires once in the life of the
-drill, also of restarted processes; each mark of each rank is one line of `steps.RANK.PID`. In replicas each step that the managed
-optimizer applied is reported with a fingerprint of its parameters, so that replicas can be compared.
+Runs in the rank. The plan is `plan.json` in the folder $ALLRANKS_DRILL. A fault fires once per drill, restarted processes
+included. Each mark of a rank is a line in `steps.RANK.PID`. Replicas report each step that the managed optimizer applied, with a
+fingerprint of the parameters.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from allranks.recording.recorder import Recorder
 if TYPE_CHECKING:
     from allranks.manager.optimizer import OptimizerWrapper
 
-MOST_BYTES = 64 << 20  # of parameters that are fingerprinted
+MAX_BYTES = 64 << 20  # of parameters with a fingerprint
 _folder = Path(os.environ["ALLRANKS_DRILL"])
 _faults = [DrillFault(**fault) for fault in json.loads((_folder / "plan.json").read_text())["faults"]]
 _original = Recorder.step
 _begun: set[int] = set()  # steps that this process has marked
-_groups = 0  # of replicas, made by this process
-_marked_in = 0  # how many of them there were at the last mark
+_groups = 0  # groups of replicas that this process has made
+_marked_in = 0  # number of groups at the last mark
 
 
 @cache
 def _rank() -> int:
-    """Asked for late: a warm process learns which rank it is long after it has imported this."""
+    """Read late, since a warm process gets its rank long after this import."""
     return int(os.environ.get("ALLRANKS_RANK") or os.environ.get("RANK") or 0)
 
 
@@ -44,7 +44,7 @@ def _marks() -> TextIO:
 
 
 def tell(**facts: object) -> None:
-    """A script may report what the drill cannot see: digest="…", samples=[…], loss=…; see `allranks drill --help`."""
+    """Reports facts to the drill. Scripts call it with digest="…", samples=[…], loss=…; see `allranks drill --help`."""
     _marks().write(json.dumps({"at": time.time(), **facts}) + "\n")
 
 
@@ -67,7 +67,7 @@ def _step(recorder: Recorder, number: int, *given: Any, **named: Any) -> None:
 
 
 def reach(phase: str) -> None:
-    """The rank is in this phase: fires what is due there. Scripts call it for phases of their own ("save")."""
+    """Fires the faults that are due in this phase. Scripts call it for their own phases ("save")."""
     step = max(_begun, default=0)
     for index, fault in enumerate(_faults):
         if fault.rank != _rank() or fault.at != phase or fault.kind == "slow":
@@ -78,7 +78,7 @@ def reach(phase: str) -> None:
 
 
 def _fire(index: int, step: int) -> bool:
-    """True for the first caller over all lives of all ranks; leaves the time and step on disk first."""
+    """True for the first call of all processes; writes time and step to disk first."""
     path = _folder / f"fired.{index}"
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -90,7 +90,7 @@ def _fire(index: int, step: int) -> bool:
 
 
 def _fingerprint(optimizer: OptimizerWrapper) -> str | None:
-    """Of all parameters as they are in this rank; None when there are too many to do it in every step."""
+    """A hash of this rank's parameters; None if they are too large to hash in every step."""
     import torch
 
     seen, total = hashlib.blake2b(digest_size=8), 0
@@ -98,7 +98,7 @@ def _fingerprint(optimizer: OptimizerWrapper) -> str | None:
         for value in group["params"]:
             local = value.to_local() if hasattr(value, "to_local") else value
             total += local.numel() * local.element_size()
-            if total > MOST_BYTES:
+            if total > MAX_BYTES:
                 return None
             seen.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()
@@ -120,7 +120,9 @@ def _watch_replicas() -> None:
     def step(optimizer: OptimizerWrapper, closure: Callable[[], float] | None = None) -> bool:
         applied = ordinary(optimizer, closure)
         if applied and (state := _fingerprint(optimizer)) is not None:
-            made = optimizer.manager.current_step() - 1  # known only now: it may have healed on the way
+            made = (
+                optimizer.manager.current_step() - 1
+            )  # known only now: the replica may have healed meanwhile
             tell(at_step=made, state=state, part=int(os.environ.get("RANK", "0")))
         return applied
 

@@ -1,8 +1,8 @@
-"""Real ranks in real processes, cheaply: fork the caller, which has imported torch already.
+"""Real ranks in forked processes of a caller that has imported torch.
 
-`import torch` costs seconds and 230 MB per process; a fork costs milliseconds and 18 MB. The caller must
-not have started torch threads of its own (no process group, no DataLoader in the parent). Runs in the test
-process; each rank is a child that runs `function(rank, world_size, *args)` and sends back its result.
+`import torch` costs seconds and 230 MB per process; a fork costs milliseconds and 18 MB. The caller must not have started torch
+threads (no process group, no DataLoader). Each rank is a child that runs `function(rank, world_size, *args)` and returns its
+result.
 
     with Ranks(train, world_size=4) as ranks:
         ranks.wait_for("ready")         # every rank called signal("ready")
@@ -34,14 +34,14 @@ _mark: Callable[[str], None] | None = None
 
 
 def signal(name: str) -> None:
-    """Called in a rank: tells the parent that this rank has reached `name`."""
+    """Notifies the parent that this rank has reached `name`. Called in a rank."""
     if _mark is not None:
         _mark(name)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended. `exit_code` is negative for a signal; `error` holds the traceback text."""
+    """How a rank ended. `exit_code` is negative for a signal; `error` holds the traceback."""
 
     rank: int
     exit_code: int
@@ -51,12 +51,12 @@ class Outcome:
 
 @dataclass
 class Ranks:
-    """A set of forked ranks. `start()` forks, `close()` kills what is left and reaps it."""
+    """A set of forked ranks. `start()` forks them, `close()` kills and reaps the remaining ones."""
 
     function: Callable[..., Any]
     world_size: int
     args: tuple[Any, ...] = ()
-    backend: str | None = "gloo"  # None: no process group is made
+    backend: str | None = "gloo"  # None: without a process group
     env: dict[str, str] = field(default_factory=dict)
     timeout_s: float = 60.0  # of the process group
     pids: dict[int, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Ranks:
             self._fork(rank, self._port.number)
 
     def wait_for(self, name: str, ranks: list[int] | None = None, timeout_s: float = 30.0) -> None:
-        """Waits until the given ranks (default: all) have called `signal(name)`."""
+        """Waits until these ranks (default: all) have called `signal(name)`."""
         wanted = set(range(self.world_size) if ranks is None else ranks)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -92,11 +92,10 @@ class Ranks:
             time.sleep(0.005)
 
     def kill(self, rank: int, number: int = signals.SIGKILL) -> None:
-        """Sends a signal to one rank that this object started."""
         os.kill(self.pids[rank], number)
 
     def join(self, timeout_s: float = 60.0) -> dict[int, Outcome]:
-        """Waits for all ranks; ranks still running at the limit are killed and reported with exit -9."""
+        """Waits for all ranks; ranks that still run at the limit are killed and have exit code -9."""
         deadline = time.monotonic() + timeout_s
         return {rank: self._collect(rank, deadline) for rank in sorted(self.pids)}
 
@@ -109,7 +108,6 @@ class Ranks:
         return [outcomes[rank].value for rank in sorted(outcomes)]
 
     def close(self) -> None:
-        """Kills and reaps every rank that is left."""
         for rank in list(self.pids):
             self._collect(rank, 0.0)
         if self._folder is not None:
@@ -137,12 +135,12 @@ class Ranks:
         global _mark
         code = 1
         try:
-            gc.freeze()  # what the parent has not yet collected is not ours to close: its descriptors may be in use here
+            gc.freeze()  # garbage of the parent may hold descriptors that are in use here
             if torch := sys.modules.get(
                 "torch"
-            ):  # a backward's threads, all at once, must not renew the fork's pool
+            ):  # renews the thread pool before the threads of a backward do
                 torch.set_num_threads(torch.get_num_threads())
-            # A child of pytest must not run its handlers or be interrupted by its alarm.
+            # without the handlers and the alarm of pytest
             signals.setitimer(signals.ITIMER_REAL, 0)
             for number in (signals.SIGALRM, signals.SIGINT, signals.SIGTERM):
                 signals.signal(number, signals.SIG_DFL)
@@ -173,7 +171,7 @@ class Ranks:
         import torch.distributed as dist
 
         dist.init_process_group(self.backend, timeout=timedelta(seconds=self.timeout_s))
-        # one that ends before all are connected would break the connections that others still make
+        # a rank that ends before all are connected would break connections that others still make
         self._mark_path(rank, "connected").touch()
         self.wait_for("connected", timeout_s=self.timeout_s)
         value = self.function(rank, self.world_size, *self.args)
@@ -182,7 +180,7 @@ class Ranks:
         return value
 
     def _collect(self, rank: int, deadline: float) -> Outcome:
-        """Reads the result pipe to its end, then reaps the process; kills it at the deadline."""
+        """Reads the result, then reaps the process; kills it at the deadline."""
         pid, fd = self.pids.pop(rank), self._pipes.pop(rank)
         chunks = []
         while True:

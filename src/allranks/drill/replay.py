@@ -1,7 +1,4 @@
-"""Runs a replay under the recorder and judges it: does the small program hang as the recorded job did?
-
-The processes are forked from the caller, which imports torch once.
-"""
+"""Runs a replay under the recorder, and checks that it hangs like the recorded job. Forks the processes from the caller."""
 
 from __future__ import annotations
 
@@ -20,22 +17,21 @@ from allranks.diagnosis.replay import ReplayPlan
 from allranks.drill.ranks import Ranks
 from allranks.load import LoadOptions, load_paths
 from allranks.model.diagnosis import Diagnosis, RankNow
-from allranks.watch.samples import RankSample, read_samples
+from allranks.watch.samples import read_samples
 
-QUIET_S = 1.5  # nothing has moved for so long
+QUIET_S = 1.5  # without progress, the replay hangs
 START_S, LIMIT_S = 60.0, 120.0
-#: Frames of a call's stack that are kept.
-STACK_DEPTH = "40"
+STACK_DEPTH = "40"  # recorded frames per call
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What became of a replay."""
+    """The verdict on a replay."""
 
     diagnosis: Diagnosis
     cause: str
-    ranks: tuple[int, ...]  # of the recorded job
-    same: bool  # as the record's verdict
+    ranks: tuple[int, ...]  # numbers in the recorded job
+    same: bool  # equal to the verdict on the recorded job
 
     @property
     def sentence(self) -> str:
@@ -44,7 +40,7 @@ class ReplayResult:
 
 
 def run_replay(plan: ReplayPlan, script: Path) -> ReplayResult:
-    """Runs it until nothing moves, and compares the verdict with the record's."""
+    """Runs the script until it makes no progress, and compares the verdict with the recorded job's."""
     import torch.distributed  # noqa: F401  # before the fork
 
     with tempfile.TemporaryDirectory(prefix="allranks-replay-") as name:
@@ -61,7 +57,7 @@ def run_replay(plan: ReplayPlan, script: Path) -> ReplayResult:
 
 
 def _record(rank: int, world: int, script: str) -> None:
-    """A process: records, and runs the script as if it had been started by itself."""
+    """Runs the script under the recorder, in a rank."""
     from allranks.recording import record
 
     null = os.open(os.devnull, os.O_WRONLY)
@@ -73,13 +69,13 @@ def _record(rank: int, world: int, script: str) -> None:
     except SystemExit:
         pass
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # the recorder's, which notes how the rank ended
+        sys.excepthook(*sys.exc_info())  # of the recorder, which stores the exception
         os._exit(1)
     recorder.close("exit")
 
 
 def _wait(folder: Path, pids: Sequence[int]) -> None:
-    """Until nothing moves any more, or all processes have ended."""
+    """Waits until no rank makes progress, or all processes have ended."""
     last: list[tuple[int, tuple[int, int, int], bool]] = []
     begin = moved = time.monotonic()
     while (now := time.monotonic()) - begin < LIMIT_S:
@@ -95,16 +91,12 @@ def _wait(folder: Path, pids: Sequence[int]) -> None:
 
 
 def _judge(plan: ReplayPlan, folder: Path, pids: dict[int, int]) -> Diagnosis:
-    """From the black boxes, without those of ranks that left no file."""
+    """The diagnosis of the black boxes, without those of ranks that the recorded job has no file of."""
     ended = [rank for rank, pid in pids.items() if process_state(pid) in ("Z", "X", "")]
-    lost = set(plan.unrecorded)
-    boxes = [sample.path for sample in _with_files(folder) if sample.rank not in lost]
-    over = len(ended) == len(pids)
-    gone = [RankNow(rank, "gone", "", "its process is gone") for rank in ended if rank not in lost]
+    recorded = set(range(len(pids))) - set(plan.unrecorded)
+    boxes = [sample.path for sample in read_samples(folder) if sample.rank in recorded]
+    finished = len(ended) == len(pids)
+    gone = [RankNow(rank, "gone", "", "its process is gone") for rank in ended if rank in recorded]
     loaded = load_paths(boxes, LoadOptions(allow_nothing=True))
-    options = DiagnoseOptions(now_ns=0 if over else time.time_ns(), ended=over)
-    return diagnose(loaded.traces, loaded.files, stacks=() if over else gone, options=options)
-
-
-def _with_files(folder: Path) -> list[RankSample]:
-    return [sample for sample in read_samples(folder) if sample.rank >= 0]
+    options = DiagnoseOptions(now_ns=0 if finished else time.time_ns(), ended=finished)
+    return diagnose(loaded.traces, loaded.files, stacks=() if finished else gone, options=options)

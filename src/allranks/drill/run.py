@@ -1,4 +1,4 @@
-"""Runs a command under a fault plan and tells what was noticed, when, whether the verdict was right, what it cost."""
+"""Runs a command under a fault plan, and reports what was noticed, when, with which verdict, and what it cost."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from allranks.incidents.folder import Story, read_incidents
 SCHEMA = 1
 ALARMS = ("hang", "death", "partition")
 _REPORTS: tuple[Literal["digest", "state"], ...] = ("digest", "state")
-MATCH_S = 600.0  # an incident later than this after a fault is not of that fault
+MATCH_S = 600.0  # an incident later than this is not of the fault
 
 
 class DrillMark(TypedDict, total=False):
-    """One line of a rank's report: a step that it began, or one that it committed."""
+    """One line of a rank's report: a step that was begun, or committed."""
 
     at: float
     pid: int
     step: int  # begun
     at_step: int  # committed
-    digest: str  # as the script says
-    state: str  # as the drill sees it
+    digest: str  # from the script
+    state: str  # hash of the parameters, from the drill
     loss: float
     part: int
     samples: list[int]
@@ -55,7 +55,7 @@ Marks = dict[int, list[DrillMark]]  # by rank
 
 @dataclass(frozen=True)
 class FaultResult:
-    """What became of one fault; None = it did not happen or is unknown."""
+    """The result of one fault; None = it did not happen or is not known."""
 
     kind: str
     rank: int
@@ -70,7 +70,7 @@ class FaultResult:
 
 @dataclass(frozen=True)
 class DrillResult:
-    """The whole drill, in the shape of docs/reference/json.md."""
+    """The result of a drill (docs/reference/json.md)."""
 
     faults: tuple[FaultResult, ...]
     exit_code: int
@@ -96,16 +96,12 @@ def run_drill(
     quiet: bool = False,
     until: Callable[[], bool] = lambda: False,
 ) -> DrillResult:
-    """Runs the command with the plan's faults preloaded into its ranks, to its end, the limit, or `until`."""
+    """Runs the command with the plan's faults preloaded into its ranks, until its end, the limit, or `until`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(plan.to_json())
     preload = ",".join(filter(None, (os.environ.get("ALLRANKS_PRELOAD"), "allranks.drill.preload")))
-    own = {"ALLRANKS_DRILL": str(folder.absolute()), "ALLRANKS_PRELOAD": preload}
-    environment = {
-        "ALLRANKS_HISTORY": "off",
-        **os.environ,
-        **own,
-    }  # planted faults are not those of this node
+    environment = {"ALLRANKS_HISTORY": "off"} | os.environ  # injected faults are not faults of this node
+    environment |= {"ALLRANKS_DRILL": str(folder.absolute()), "ALLRANKS_PRELOAD": preload}
     words = with_incidents(command, folder / "incidents")
     with open(folder / "output.log", "wb") as log:
         target = log if quiet else sys.stderr
@@ -121,7 +117,7 @@ def run_drill(
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float, until: Callable[[], bool]) -> int:
-    """Its exit code; 124 when it was not finished in time or when `until` was true first."""
+    """The exit code; 124 after the timeout, or when `until` became true."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and not until():
         try:
@@ -132,7 +128,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float, until: Callable[[]
 
 
 def with_incidents(command: list[str], incidents: Path) -> list[str]:
-    """Tells `allranks run` where incidents go; a plain script is put under `allranks run` first."""
+    """Adds the folder of incidents to `allranks run`; a plain script is started with `allranks run`."""
     words = list(command)
     if words and (words[0].endswith(".py")):
         words = [sys.executable, "-m", "allranks", "run", "--standalone", *words]
@@ -145,7 +141,7 @@ def with_incidents(command: list[str], incidents: Path) -> list[str]:
 
 
 def judge_drill(plan: DrillPlan, folder: Path, exit_code: int) -> DrillResult:
-    """Reads what the ranks and the agent left behind, and compares it with the plan."""
+    """Compares the files of the ranks and the agent with the plan."""
     incidents = read_incidents(folder / "incidents")
     marks = read_marks(folder)
     fired: list[FiredFault | None] = []
@@ -170,7 +166,7 @@ def judge_drill(plan: DrillPlan, folder: Path, exit_code: int) -> DrillResult:
 
 
 def read_marks(folder: Path) -> Marks:
-    """Rank -> what it reported, in time order, over all its lives; each entry knows its pid."""
+    """Rank -> its marks in order of time, of all its processes."""
     found: Marks = {}
     for path in folder.glob("steps.*"):
         _, rank, pid = path.name.split(".")
@@ -178,7 +174,7 @@ def read_marks(folder: Path) -> Marks:
             try:
                 entry: DrillMark = json.loads(line)
             except ValueError:
-                continue  # cut short by a kill
+                continue  # truncated by a kill
             entry["pid"] = int(pid)
             found.setdefault(int(rank), []).append(entry)
     for entries in found.values():
@@ -189,8 +185,8 @@ def read_marks(folder: Path) -> Marks:
 def match_incidents(
     faults: Sequence[DrillFault], fired_at: Sequence[float | None], incidents: Sequence[Story]
 ) -> dict[int, Story]:
-    """Fault -> its incident. Those that name a fault's rank and cause are its own before any other may have them:
-    a fault that training survived without an incident does not take the next one's."""
+    """Fault -> its incident. Incidents with the rank and cause of a fault are matched first, so that a fault without an incident
+    does not take that of the next fault."""
     own: dict[int, Story] = {}
     for exact in (True, False):
         for index, (fault, at) in enumerate(zip(faults, fired_at, strict=True)):
@@ -211,10 +207,10 @@ def match_incidents(
 
 
 def is_right(fault: DrillFault, verdict: Story | None) -> bool:
-    """Whether the verdict names the fault's rank, it alone, and a cause that the fault has."""
+    """Whether the verdict names only the fault's rank, and a cause of the fault."""
     found = verdict or {}
     ranks = found.get("ranks")
-    # of a cut between all that is left, no rank is guilty
+    # no rank is guilty of a partition between all remaining ranks
     named = ranks == [fault.rank] or (fault.kind == "partition" and ranks == [])
     # a rank that restores its state has made no call yet
     causes = FAULTS[fault.kind].causes | ({"not_started"} if fault.at == "heal" else set())
@@ -246,7 +242,7 @@ def _noticed(incident: Story) -> float:
 
 
 def _recovered(fault: DrillFault, at: float, marks: Marks) -> float | None:
-    """From the fault until a survivor began a step that it had not begun before."""
+    """Seconds from the fault until a survivor began a new step."""
     times = []
     for rank, entries in marks.items():
         if rank == fault.rank:
@@ -258,10 +254,8 @@ def _recovered(fault: DrillFault, at: float, marks: Marks) -> float | None:
 
 
 def find_identical(marks: Marks) -> bool | None:
-    """Whether all ranks that reported on a step reported the same; None without two reports.
-
-    The script's own `digest` is compared with its like, and so is the `state` that the recorder hashed without its help.
-    """
+    """Whether all reports of a step agree, for `digest` (from the script) and `state` (from the drill); None without two
+    reports of a step."""
     seen: dict[tuple[str, int, int], list[str]] = {}
     for entry in itertools.chain.from_iterable(marks.values()):
         for name in _REPORTS:
@@ -272,14 +266,14 @@ def find_identical(marks: Marks) -> bool | None:
 
 
 def find_lost_steps(marks: Marks) -> int | None:
-    """Steps that no rank began, below the last one that any began."""
+    """Number of steps that no rank began, below the last begun step."""
     steps = {entry["step"] for entry in itertools.chain.from_iterable(marks.values()) if "step" in entry}
     return (max(steps) - min(steps) + 1 - len(steps)) if steps else None
 
 
 def _samples(marks: Marks) -> dict[str, int | None]:
-    """Lost and repeated samples, from the scripts' own reports of committed samples."""
-    steps: dict[int, set[int]] = {}  # of each sample
+    """Lost and repeated samples, from the scripts' reports of committed samples."""
+    steps: dict[int, set[int]] = {}  # by sample
     total: int | None = None
     for entry in itertools.chain.from_iterable(marks.values()):
         for sample in entry.get("samples", ()):
@@ -294,10 +288,8 @@ def _samples(marks: Marks) -> dict[str, int | None]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP end the command as Ctrl-C does: through `finally`, so that its job ends with it.
-
-    Ctrl-C is heard also in a shell's background job, which is started with SIGINT ignored.
-    """
+    """Inside, SIGTERM and SIGHUP end the command like Ctrl-C, through `finally`, so that its job ends too. Ctrl-C works even if
+    the command was started with SIGINT ignored, as a shell's background job is."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -315,7 +307,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole session of the command, politely first."""
+    """Ends the whole session of the command, with SIGTERM first."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return

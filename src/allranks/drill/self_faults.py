@@ -1,4 +1,4 @@
-"""Faults that a rank commits against itself: each is the real thing, not an imitation of its symptoms."""
+"""Real faults that a rank injects into itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 PIDFD_GETFD = 438  # the system call's number on every architecture
 PARTITION_S = 3.0
-STEP = "step"  # the phase in which a fault strikes unless its plan names another
+STEP = "step"  # the default phase of a fault
 
 
 def inject(kind: str, for_s: float) -> None:
-    """Does it. Returns only for faults that end (slow, pause, or a hang with a limit)."""
+    """Injects a fault. Returns only for faults that end (slow, pause, or a hang with a limit)."""
     FAULTS[kind].act(for_s)
 
 
@@ -30,7 +30,7 @@ def _stop(for_s: float) -> None:
 
 
 def load_batch_from_slow_storage(for_s: float) -> None:
-    """Looks like user code that waits for storage."""
+    """Named like user code that waits for storage."""
     time.sleep(for_s or 1e9)
 
 
@@ -115,7 +115,7 @@ def _file_lock(for_s: float) -> None:
 
     with tempfile.NamedTemporaryFile() as held, open(held.name) as wanted:
         fcntl.flock(held, fcntl.LOCK_EX)
-        fcntl.flock(wanted, fcntl.LOCK_EX)  # another opening of the same file: waits for the first
+        fcntl.flock(wanted, fcntl.LOCK_EX)  # waits for the first descriptor of the same file
 
 
 def _network(for_s: float) -> None:
@@ -146,7 +146,7 @@ def _recv(for_s: float) -> None:
 
 
 def _pause(for_s: float) -> None:
-    """Burns CPU without Python progress, as a long collection of garbage does."""
+    """Uses CPU without Python progress, like a long garbage collection."""
     deadline = time.monotonic() + (for_s or 3.0)
     numbers = list(range(200_000))
     while time.monotonic() < deadline:
@@ -154,9 +154,9 @@ def _pause(for_s: float) -> None:
 
 
 def _partition(for_s: float) -> None:
-    """Cuts every TCP connection of this rank and its helpers for a while.
+    """Cuts all TCP connections of this rank and its helpers for some seconds.
 
-    Connections that the rank makes anew are cut again; helpers are stopped first, so that they make none.
+    New connections of the rank are cut again; helpers are stopped first, so that they make none.
     """
     from allranks.stacktraces.procfs import children_of
 
@@ -177,7 +177,7 @@ def _partition(for_s: float) -> None:
 
 
 def _stop_for(pids: list[int], seconds: float) -> None:
-    """Stops processes; another one wakes them, also when this rank has ended meanwhile."""
+    """Stops processes. A separate process continues them, even if this rank has ended."""
     import subprocess
 
     names = " ".join(map(str, pids))
@@ -188,7 +188,7 @@ def _stop_for(pids: list[int], seconds: float) -> None:
 
 
 def _cut_connections(pid: int) -> int:
-    """Shuts all connections of a process; returns how many there were."""
+    """Shuts down all connections of a process; returns their number."""
     try:
         copies = [_copy_of(pid, int(name)) for name in os.listdir(f"/proc/{pid}/fd")]
     except OSError:
@@ -197,7 +197,7 @@ def _cut_connections(pid: int) -> int:
 
 
 def _shut(fd: int) -> bool:
-    """Shuts the connection behind a descriptor that is ours to close; anything else is left alone."""
+    """Shuts down the connection of a descriptor and closes the descriptor; False if it is not a TCP connection."""
     import socket
 
     try:
@@ -234,7 +234,7 @@ def _copy_of(pid: int, fd: int) -> int:
 
 
 class FaultKind(NamedTuple):
-    """`act(for_s)` does it; `causes` are those that a right verdict may name, none if no verdict is expected."""
+    """`act(for_s)` injects the fault; `causes` are the causes of a right verdict, none if no verdict is expected."""
 
     act: Callable[[float], object]
     text: str
@@ -257,15 +257,15 @@ FAULTS = {
     "loader": FaultKind(_loader, "a DataLoader worker process sleeps", _HANG | {"dataloader_wait"}),
     "subprocess": FaultKind(_subprocess, "the rank waits for a subprocess", _HANG | {"subprocess_wait"}),
     "queue": FaultKind(_queue, "the rank waits on an empty queue", _HANG | {"queue_wait"}),
-    "fifo": FaultKind(_fifo, "the rank writes to a pipe that nobody reads", _HANG | {"checkpoint_io", "pipe_write_blocked"}),
+    "fifo": FaultKind(_fifo, "the rank writes to a pipe without a reader", _HANG | {"checkpoint_io", "pipe_write_blocked"}),
     "file_lock": FaultKind(_file_lock, "the rank waits for a file lock", _HANG | {"file_lock_wait"}),
     "network": FaultKind(_network, "the rank reads from a server that is silent", _HANG | {"network_io"}),
     "store": FaultKind(_store, "the rank waits for a key of a store", _HANG | {"store_wait"}),
-    "recv": FaultKind(_recv, "the rank receives what nobody sends (needs a process group)", _HANG | {"p2p_mismatch", "p2p_wait"}),
-    "extra": FaultKind(_extra, "the rank makes a collective that no other makes (needs a process group)", frozenset({"extra_collective", "size_mismatch", "type_mismatch"})),
+    "recv": FaultKind(_recv, "the rank receives a message that no rank sends (needs a process group)", _HANG | {"p2p_mismatch", "p2p_wait"}),
+    "extra": FaultKind(_extra, "the rank makes an extra collective (needs a process group)", frozenset({"extra_collective", "size_mismatch", "type_mismatch"})),
     "slow": FaultKind(lambda for_s: time.sleep(for_s or 1.0), "each step of the rank takes longer", _NOTHING),
     "pause": FaultKind(_pause, "one long garbage-collector-like pause", _NOTHING),
-    "leave": FaultKind(lambda for_s: sys.exit(0), "the rank leaves politely", _NOTHING),
+    "leave": FaultKind(lambda for_s: sys.exit(0), "the rank exits with code 0", _NOTHING),
     "partition": FaultKind(_partition, "the connections of the rank and its helpers are cut", frozenset({"missing_rank", "none_finished", "rank_died"})),
 }  # fmt: skip
 

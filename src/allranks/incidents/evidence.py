@@ -1,8 +1,8 @@
-"""Evidence of a job, gathered from whatever files there are, for the one judge (incidents/judge.py).
+"""Reads the evidence of a job from files, for the judge (incidents/judge.py).
 
-An incident's folder holds black boxes, stacks and observed.json: how a process ended, which ranks have not moved since
-before a regroup, when the copies were taken. Any other folder, or a mix of files and archives, may hold dumps, stack
-captures, logs and answers of NCCL; processes that are gone are seen in /proc.
+An incident's folder holds black boxes, stacks and observed.json: how a process ended, which ranks have made no progress since
+a regroup, when the copies were made. Any other folder, or a mix of files and archives, may hold dumps, stack captures, logs and
+answers of NCCL. /proc shows which processes of this machine are gone.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 FILE = "observed.json"
 MAX_TEXT_BYTES = 4 << 20
-#: Files of captures, as `allranks stacks` and people name them.
+#: Names of capture files, of `allranks stacks` and other tools.
 _CAPTURE = re.compile(
     r"^bundle\.json$|^rank\d+(?:\.child\d+)?\.(?:pyspy|proc|gdb|cuda|pystack|faulthandler|progress\.jsonl)"
     r"|^(?:pyspy|cudagdb)_.+_\d+\.txt$"
 )
 _LOG = re.compile(r"\.(?:log|out|err|txt)$|^std(?:out|err)")
 _LOG_RANK = re.compile(r"rank[_.-]?(\d{1,7})|[_/](\d{1,7})/std(?:out|err)")
-#: The last line of a traceback, perhaps behind torch's prefix; how a program in C++ ends; what shells and kernels say of a death.
+#: The last line of a traceback, with or without torch's prefix; the end of a C++ program; messages of shells and kernels.
 _ENDED = re.compile(
     r"^(?:\[rank(\d{1,7})\]:\s*)?((?:[\w.]+(?:Error|Exception|Interrupt)\b[^\n]{0,300})"
     r"|terminate called after throwing an instance of '[^'\n]{1,100}'(?:\s+what\(\):\s*[^\n]{0,300})?"
@@ -61,30 +61,29 @@ _ENDED = re.compile(
 
 @dataclass(frozen=True)
 class Observed:
-    """What the agent knew of an incident besides black boxes and stacks."""
+    """What the agent observed of an incident besides black boxes and stacks. Stored as observed.json."""
 
     taken_ns: int = 0  # epoch: when the black boxes were copied
     gone: tuple[int, ...] = ()  # ranks whose process exited without shutting down
-    told: Finding | None = None  # what is known without a diagnosis: a death, a cut connection, a lost node
-    reason: str = ""  # why it was opened
+    told: Finding | None = None  # known without a diagnosis: a death, a cut connection, a lost node
+    reason: str = ""  # of the incident
     quiet_s: float = 0.0
-    unmoved: tuple[int, ...] = ()  # ranks that have not begun their step again, while others have
+    unmoved: tuple[int, ...] = ()  # ranks that have not retried their step, while others have
     marked: tuple[int, ...] = ()  # ranks that have made steps
-    behind: tuple[int, ...] = ()  # ranks that the others go on without
+    behind: tuple[int, ...] = ()  # ranks that the others continue without
     still_s: float = 10.0  # the silence that this job's watch takes for a stall
     looping: bool = False  # collectives are completed, steps are not
     left: tuple[int, ...] = ()  # ranks whose program ended by itself
     diverged: Finding | None = None  # calls that differed while the job still ran
-    outcome: str = ""  # a stall that is not, or not yet, a hang: what it is or was
-    ended: bool = False  # the stall is over, and the ranks move again
+    outcome: str = ""  # of a stall that is not, or not yet, a hang
+    ended: bool = False  # the stall has ended, and the ranks move again
 
     def write(self, folder: Path) -> None:
-        """Keeps it with the evidence."""
         write_atomically(folder / FILE, json.dumps(asdict(self)))
 
 
 def read_observed(folder: Path) -> Observed | None:
-    """What the agent kept; None when there is nothing, or nothing readable."""
+    """What the agent observed; None when the file is missing or unreadable."""
     try:
         return from_json((folder / FILE).read_bytes(), Observed)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -93,24 +92,24 @@ def read_observed(folder: Path) -> Observed | None:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known of a job."""
+    """All evidence of a job."""
 
     traces: Sequence[RankTrace] = ()
-    files: Sequence[FileNote] = ()  # every file, with those that were used named as such
-    seen: tuple[RankNow, ...] = ()  # one entry per rank of which something is known
+    files: Sequence[FileNote] = ()  # every file, with its use
+    seen: tuple[RankNow, ...] = ()  # what stacks, logs and /proc show of ranks
     reports: tuple[StacksReport, ...] = ()
     logs: dict[int, str] = field(default_factory=dict)  # rank -> how its log ends, as a sentence
-    ras: tuple[str, ...] = ()  # what NCCL's RAS service reported, as sentences
+    ras: tuple[str, ...] = ()  # sentences about the report of NCCL's RAS service
     observed: Observed | None = None  # None: not the folder of an incident
-    now_ns: int = 0  # epoch: when the black boxes were as they are; 0: nothing tells
-    ended: bool = False  # all processes are gone, and nothing tells since when
+    now_ns: int = 0  # epoch: time of the state in the black boxes; 0: not known
+    ended: bool = False  # all processes are gone, at an unknown time
     captures: tuple[Capture, ...] = ()
-    missing: tuple[str, ...] = ()  # what could not be used
+    missing: tuple[str, ...] = ()  # evidence that could not be read
     copied: bool = False  # `now_ns` is the time of copies: the job may have stopped long before
 
     @property
     def report(self) -> StacksReport | None:
-        """What the stacks say; of several captures the one that says most."""
+        """The report of the stacks; of several captures a hung one, else that with the most ranks."""
         return max(self.reports, key=lambda one: (one.hung is True, len(one.ranks)), default=None)
 
 
@@ -120,7 +119,7 @@ def is_incident(roots: Sequence[str]) -> bool:
 
 
 def read_incident(folder: Path) -> Evidence:
-    """What lies in an incident's folder."""
+    """Reads the folder of an incident."""
     observed = read_observed(folder) or Observed()
     missing: list[str] = []
     loaded = attempt("black boxes", lambda: load_paths([str(folder / "boxes")], LoadOptions()), missing)
@@ -175,19 +174,19 @@ def nearest_line(state: RankState) -> str:
 
 
 def attempt(what: str, work: Callable[[], T], missing: list[str]) -> T | None:
-    """One part of the evidence; if it cannot be read the rest still counts, and `missing` says so."""
+    """Reads one part of the evidence. A failure is added to `missing`, and the rest still counts."""
     try:
         return work()
     except (AllranksError, OSError) as error:
         missing.append(f"{what}: {error}")
-    except Exception as error:  # a mistake of ours
+    except Exception as error:  # a bug of ours
         log.exception("%s could not be read", what)
         missing.append(f"{what}: {error!r}")
     return None
 
 
 def find_evidence(loaded: LoadResult, traces: list[RankTrace], roots: list[str]) -> Evidence:
-    """Everything in the files. Notes name files as seen from one of the `roots`."""
+    """Reads all evidence in the files. Notes name files relative to one of the `roots`."""
     paths = _Paths(roots)
     missing: list[str] = []
     with ExitStack() as stack:
@@ -216,7 +215,7 @@ def _find_evidence(
             found.setdefault(rank, _rank_now(state, native=True))
     logs, ras = _texts(loaded.files, paths, used)
     here = {trace.header.rank for trace in traces}
-    for rank, text in logs.items():  # of a rank without a dump its log is all there is
+    for rank, text in logs.items():  # of a rank without a dump
         if rank not in found and rank not in here and not is_secondary(text):
             found[rank] = RankNow(rank, "gone", "", f"its log ends with: {text}")
     files = [
@@ -239,19 +238,19 @@ def _classify(captures: Sequence[Capture]) -> tuple[StacksReport, ...]:
 
 
 class _Paths:
-    """Where the files of a load are: notes name them as seen from one of the roots, or in an archive."""
+    """Finds the files that notes name, relative to one of the roots or in an archive."""
 
     def __init__(self, roots: list[str]) -> None:
         self.roots = roots
         self._unpacked: dict[str, str] = {}
 
     def find(self, path: str) -> str:
-        """A file that can be opened; "" when there is none."""
+        """The path of a file that can be opened; "" when there is none."""
         paths = (path, *(os.path.join(root, path) for root in self.roots))
         return self._unpacked.get(path) or next((one for one in paths if os.path.isfile(one)), "")
 
     def unpack(self, files: list[FileNote], folder: str) -> None:
-        """Files of the archives that are not dumps, into a folder."""
+        """Unpacks the files of archives that are not dumps into a folder."""
         wanted: dict[str, set[str]] = {}
         for note in files:
             if note.status != "ok" and (archive := archive_of(note.path)):
@@ -264,7 +263,7 @@ class _Paths:
 def _texts(
     files: list[FileNote], paths: _Paths, used: dict[str, str]
 ) -> tuple[dict[int, str], tuple[str, ...]]:
-    """(how the logs of ranks end, what NCCL RAS reported) among the files that are plain text."""
+    """(the ends of ranks' logs, the report of NCCL RAS) from the plain text files."""
     logs: dict[int, str] = {}
     reported: list[str] = []
     for note in files:
@@ -291,14 +290,14 @@ def _texts(
 
 
 def _is_post_mortem(traces: list[RankTrace]) -> bool:
-    """Whether all black boxes are of this machine and their processes are gone: then nothing runs any more."""
+    """Whether all black boxes are of processes of this machine that are gone."""
     boxes = _local_boxes(traces)
     return bool(boxes) and len(boxes) == len(traces) and not any(_is_running(trace) for trace in boxes)
 
 
 def _taken_ns(traces: list[RankTrace], roots: list[str]) -> tuple[int, bool]:
-    """When black boxes were as they are, and whether that is the time of copies: now, where one of them is still written to; the time of the copies where
-    none is; 0 when nothing tells (a copy that kept the time of the original)."""
+    """(time of the state in the black boxes, whether that is the time of copies): now if a process still writes to one of them,
+    else the time of the copies; 0 if unknown, as for copies with the time of the original."""
     from allranks.blackbox.reader import boxes_of_process
 
     boxes = [trace for trace in traces if trace.kind.startswith("black box")]
@@ -306,7 +305,7 @@ def _taken_ns(traces: list[RankTrace], roots: list[str]) -> tuple[int, bool]:
     for trace in _local_boxes(boxes):
         pid, file = trace.header.pid, files.get(trace.path)
         if _is_running(trace) and file is not None:
-            # whether the process writes to this very file; taken for true where we may not look
+            # does the process write to this file? assumed if its maps may not be read
             hidden = not os.access(f"/proc/{pid}/maps", os.R_OK)
             if hidden or any(os.path.samefile(box, file) for box in boxes_of_process(pid)):
                 return time.time_ns(), False
@@ -316,7 +315,7 @@ def _taken_ns(traces: list[RankTrace], roots: list[str]) -> tuple[int, bool]:
 
 
 def _gone(traces: list[RankTrace]) -> list[RankNow]:
-    """Ranks of this machine whose process is gone while others still run. When all are gone it tells nothing."""
+    """Ranks of this machine whose process is gone while others still run. If all are gone, that is no evidence."""
     if _is_post_mortem(traces):
         return []
     return [
@@ -340,7 +339,7 @@ def _is_running(trace: RankTrace) -> bool:
 def _captures(
     files: list[FileNote], paths: _Paths, used: dict[str, str], missing: list[str]
 ) -> list[Capture]:
-    """The captures among the files, one for all folders that do not repeat a rank; notes which files they were made of."""
+    """The captures among the files, joined if no rank is in two of them. Adds their files to `used`."""
     found = [
         note.path for note in files if note.kind == "stacks" or _CAPTURE.search(os.path.basename(note.path))
     ]
@@ -362,7 +361,6 @@ def _captures(
     if (by_content := read_by_content(sorted(others.items()))).processes:
         captures.append(by_content)
         used.update(dict.fromkeys(others, "stacks"))
-    # parts of one, by folder or node, where no rank is in two of them
     ranks = [process.rank for capture in captures for process in capture.processes if process.child is None]
     whole = 0 < len(ranks) == len(set(ranks))
     return [join(captures)] if whole else captures

@@ -1,4 +1,4 @@
-"""The incident folder: evidence and story, written so that a crash leaves the last whole version.
+"""The incident folder: evidence and story. A crash leaves the last complete version.
 
 FOLDER/ID/incident.json   the story so far (model.incident), rewritten atomically
 FOLDER/ID/boxes/          black boxes of every rank, copied before anything is killed
@@ -37,14 +37,14 @@ log = logging.getLogger("allranks.agent")
 T = TypeVar("T")
 
 MAX_STORY_BYTES = 64 << 20
-MAX_SHOWN = 10  # incidents that are offered
-Story = dict[str, Any]  # an incident, or a part of one, as its file has it (docs/reference/json.md)
+MAX_SHOWN = 10  # incidents that a hint lists
+Story = dict[str, Any]  # an incident, or a part of it, as in its file (docs/reference/json.md)
 MAX_REMEMBERED = 200  # incidents, processes and the like in the agent's memory
 MAX_BYTES = 2 << 30  # of all incidents in one folder
 
 
 class Changes(TypedDict, total=False):
-    """Facts of an incident that become known while it is open (model/diagnosis.py)."""
+    """Fields of an incident that may change while it is open (model/diagnosis.py)."""
 
     kind: Kind
     reason: str
@@ -60,35 +60,35 @@ class Changes(TypedDict, total=False):
 
 @dataclass
 class IncidentFolder:
-    """Writes one incident. `current` always equals what is on disk."""
+    """Writes one incident. `current` always equals the file."""
 
     path: Path
     current: Incident
     _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
     def update(self, *moments: Moment, **changes: Unpack[Changes]) -> Incident:
-        """Adds moments and facts, and writes the file. May be called from any thread."""
+        """Adds moments, durations and other facts, and writes the file. May be called from any thread."""
         with self._lock:
             timeline = tuple(sorted((*self.current.timeline, *moments), key=lambda moment: moment.at))
+            changes["durations_s"] = self.current.durations_s | changes.get("durations_s", {})
             self.current = replace(self.current, timeline=timeline, **changes)
-            write_atomically(
-                self.path / "incident.json", json.dumps(as_json.incident(self.current), indent=1)
-            )
+            story = json.dumps(as_json.incident(self.current), indent=1)
+            write_atomically(self.path / "incident.json", story)
             return self.current
 
     def discard(self) -> None:
-        """It is another node's incident: nothing stays here."""
+        """Removes the folder: another node leads the incident."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def keep_newest(remembered: dict[T, Any], limit: int = MAX_REMEMBERED) -> None:
-    """Forgets the oldest entries: a job runs for weeks."""
+    """Removes the oldest entries, since a job may run for weeks."""
     while len(remembered) > limit:
         del remembered[next(iter(remembered))]
 
 
 def copy_boxes(boxes: list[Path], target: Path) -> list[str]:
-    """Copies black boxes into a folder; returns what could not be copied."""
+    """Copies black boxes into a folder; returns a sentence for each one that could not be copied."""
     target.mkdir(parents=True, exist_ok=True)
     missing = []
     for box in boxes:
@@ -114,20 +114,19 @@ def open_incident(
     ranks: tuple[int, ...] = (),
     step: int = -1,
 ) -> IncidentFolder:
-    """Makes a new folder with an id that sorts by time."""
+    """Creates the folder of a new incident."""
     now = time.time()
     path = _make_folder(folder, new_id(kind, now))
-    name = path.name
-    incident = Incident(name, kind, job, now, reason, node, ranks, step, folder=str(path.absolute()))
+    incident = Incident(path.name, kind, job, now, reason, node, ranks, step, folder=str(path.absolute()))
     opened = IncidentFolder(path, incident)
     opened.update()
-    for removed in remove_oldest(folder, name):
+    for removed in remove_oldest(folder, path.name):
         log.warning("%s was removed: closed incidents take more than %d MiB", removed, MAX_BYTES >> 20)
     return opened
 
 
 def _make_folder(folder: Path, stem: str) -> Path:
-    """A new one that nobody else has."""
+    """Creates a folder with a new name."""
     for number in range(1000):
         path = folder / (stem + (f"-{number}" if number else ""))
         try:
@@ -139,7 +138,7 @@ def _make_folder(folder: Path, stem: str) -> Path:
 
 
 def remove_oldest(folder: Path, keep: str, max_bytes: int = MAX_BYTES) -> list[Path]:
-    """Removes closed incidents, the oldest first, until all together are within the limit; returns what was removed."""
+    """Removes closed incidents, the oldest first, until all together are within the limit; returns the removed folders."""
     stories = {path: story for path, story in _stories(folder) if not path.is_symlink()}
     sizes = {path: folder_bytes(path)[0] for path in stories}
     removed: list[Path] = []
@@ -153,12 +152,12 @@ def remove_oldest(folder: Path, keep: str, max_bytes: int = MAX_BYTES) -> list[P
 
 
 def read_incidents(folder: Path) -> list[Story]:
-    """All incidents of a folder, oldest first; unreadable ones are passed over."""
+    """All incidents of a folder, oldest first; unreadable ones are skipped."""
     return [story for _, story in _stories(folder)]
 
 
 def one_incident(path: Path) -> Path:
-    """The incident of a folder that holds one, as `allranks run` makes it; of several none is meant. Another path is what it is."""
+    """The incident in a folder of incidents that holds only one; any other path as it is. InputError for several incidents."""
     found = list(_stories(path))
     if len(found) < 2:
         return found[0][0] if found else path
@@ -172,7 +171,7 @@ def one_incident(path: Path) -> Path:
 
 
 def _stories(folder: Path) -> Iterator[tuple[Path, Story]]:
-    """Each incident's own folder and what its file says. Others may write to the folder: anything may lie there."""
+    """Each incident's own folder and story. Other users may write to the folder, so unreadable files are skipped."""
     for path in sorted(folder.glob("*/incident.json")):
         try:
             if stat.S_ISREG(path.stat().st_mode) and path.stat().st_size <= MAX_STORY_BYTES:

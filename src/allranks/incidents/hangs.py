@@ -1,8 +1,8 @@
-"""From a suspicion to an action: evidence, verdict, policy, story. Runs on the thread that the watch gives it.
+"""From a suspicion to an action: evidence, verdict, policy, story. Runs on a thread that the watch starts.
 
-It takes seconds, and the watch continues meanwhile: a death is noticed while something else is examined. Evidence is on
-disk before anything is asked of the actor. On several nodes one agent leads an incident and the others send their part.
-A hang that nobody ends stays one incident: its case stays open until the job moves or its processes change.
+An examination takes seconds, during which the watch continues to notice deaths. Evidence is on disk before the actor is called.
+On several nodes one agent leads an incident and the others send their part. A hang that continues stays one incident: its case
+is open until the job makes progress or its processes change.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from allranks.watch.silence import ProgressHistory, Suspicion
 
 log = logging.getLogger("allranks.agent")
 
-# a hang without an action is examined again after this long at the earliest, where one may be taken
-AGAIN_S = 30.0
-MAX_LOOKS = 32  # of one case: ranks that call each other (RPC) are a stall for as long as the job lasts
-LASTED_S = 10.0  # how often the duration of a hang is written
+AGAIN_S = 30.0  # shortest time until a hang without an action is examined again
+MAX_LOOKS = 32  # kept per case: ranks that call each other (RPC) are a stall for as long as the job lasts
+LASTED_S = 10.0  # between two writes of the duration of a hang
 
 UNKNOWN = StallOutcome("stalled", "")
 
@@ -49,16 +48,16 @@ Examine = Callable[[], None]
 
 @dataclass
 class HangCase:
-    """A suspicion that is being examined, or a hang that was answered and continues."""
+    """A suspicion under examination, or a hang that was answered and continues."""
 
     opened: IncidentFolder
-    processes: frozenset[ProcessId]  # of the suspects: a new process is a new case
-    since_s: float = 0.0  # monotonic: of the last progress before it
-    lead: str = ""  # the agent that leads the incident, if it is another's
+    processes: frozenset[ProcessId]  # of the suspects; other processes are a new case
+    since_s: float = 0.0  # monotonic: the last progress before the stall
+    lead: str = ""  # the agent that leads the incident, if it is another node's
     looks: list[Look] = field(default_factory=list)
-    next_s: float = 0.0  # monotonic: not before
-    next_quiet_s: float = 0.0  # not before the silence has lasted so long
-    took_s: float = 0.0  # the last look
+    next_s: float = 0.0  # monotonic: no examination before this time
+    next_quiet_s: float = 0.0  # no examination before the silence has lasted this long
+    took_s: float = 0.0  # duration of the last examination
     outcome: StallOutcome = UNKNOWN  # of the looks so far
     answered: bool = False  # published, and the policy has decided
     lasted_s: float = 0.0  # as last written
@@ -71,30 +70,30 @@ class HangCase:
         return f"stalled for {duration(quiet_s)}" + (f": {what}" if what else "")
 
     def prolong(self, quiet_s: float) -> None:
-        """Writes how long the hang has lasted, now and then."""
+        """Writes how long the hang has lasted, every LASTED_S."""
         if not self.lead and quiet_s - self.lasted_s >= LASTED_S:
             self.lasted_s = quiet_s
-            self.opened.update(durations_s={**self.opened.current.durations_s, "lasted": quiet_s})
+            self.opened.update(durations_s={"lasted": quiet_s})
 
 
 @dataclass
 class HangInvestigator:
-    """At most one standstill and one replica left behind at a time. Not for two threads at once."""
+    """Examines at most one standstill and one replica left behind at a time. Not thread-safe."""
 
     pipeline: IncidentPipeline
     history: ProgressHistory
     deaths: DeathIncidents
     policy: PolicyState = field(default_factory=PolicyState)
-    standstill: HangCase | None = None  # nobody moves
-    behind: HangCase | None = None  # one rank does not move, the others do
-    _went_on: HangCase | None = None  # the last standstill that was none: some rank made progress
+    standstill: HangCase | None = None  # no rank makes progress
+    behind: HangCase | None = None  # one replica makes no progress, the others do
+    _ended: HangCase | None = None  # the last standstill that ended with progress of a rank
 
     def __post_init__(self) -> None:
         self.options = self.pipeline.options
 
     @property
     def motion(self) -> tuple[Motion, str]:
-        """What the ranks of the job do, and the sentence for it. From any thread."""
+        """The state of the job, and its reason. From any thread."""
         case = self.standstill
         if case is None:
             return "moving", ""
@@ -104,22 +103,22 @@ class HangInvestigator:
         return "stalled", case.outcome.reason or incident.reason
 
     def suspect(self, now_s: float, samples: list[RankSample]) -> tuple[Suspicion | None, Examine | None]:
-        """What looks wrong, and the examination that it asks for now; quick."""
+        """A suspicion, and its examination if one is due. Quick."""
         suspicion = self.history.standstill(now_s, samples)
-        self._forget_what_is_over(suspicion, samples)
+        self._forget_ended(suspicion, samples)
         if suspicion is not None:
             return suspicion, (lambda: self._examine(suspicion, samples)) if self._due(suspicion) else None
         return self._suspect_behind(now_s, samples) if self.options.mode == "replica" else (None, None)
 
     def close(self) -> None:
-        """The job is over: what was not settled is reported as that."""
+        """Reports open stalls when the job ends."""
         for case in (self.standstill, self.behind):
             if case is not None and case.outcome.state != "hung" and not case.lead:
                 self._close(case, "the job ended", moves=False)
 
-    # nobody moves
+    # no rank makes progress
 
-    def _forget_what_is_over(self, suspicion: Suspicion | None, samples: list[RankSample]) -> None:
+    def _forget_ended(self, suspicion: Suspicion | None, samples: list[RankSample]) -> None:
         case = self.standstill
         if case is None:
             return
@@ -128,7 +127,7 @@ class HangInvestigator:
             self.standstill = None
             if not settled:
                 self._close(case, "the ranks move again")
-                self._went_on = case
+                self._ended = case
         elif settled and (case.processes != _processes(samples) or self._is_gone(case.lead)):
             self.standstill = None
 
@@ -159,19 +158,19 @@ class HangInvestigator:
         now = [] if self.options.whole_job else read_samples(self.options.folder)
         observed = Observed(unmoved=self.history.not_retrying(now) if now else (), looping=suspicion.by_step)
         found = self._inspect(case, suspicion, samples, samples, observed, gathering)
-        if case.outcome.state == "stalled" and not suspicion.by_step:
+        state = case.outcome.state
+        if state == "stalled" and not suspicion.by_step:
             self.history.extend_deadline()
-        elif case.outcome.state == "ended":
-            self.standstill, self._went_on = None, case
-        elif (
-            case.outcome.state == "hung" and self._answer(case, found, samples) and case.opened.current.acted
-        ):
+        elif state == "ended":
+            self.standstill, self._ended = None, case
+        elif state == "hung" and self._answer(case, found, samples) and case.opened.current.acted:
             self.standstill = None
-            # what the action ends takes its time: a new suspicion needs a whole further limit
-            self.history.extend_deadline(times=5)
+            self.history.extend_deadline(
+                times=5
+            )  # the action takes time: a whole limit until a new suspicion
 
     def _follow(self, case: HangCase, gathering: Gathering) -> None:
-        """Another node noticed the same before us: it explains and acts, and has our part."""
+        """Another node noticed the stall first: it explains and acts, and this node has sent its part."""
         log.warning("%s of %s: this node sends its part", gathering.incident, gathering.lead)
         if not case.looks:
             case.opened.discard()
@@ -183,9 +182,9 @@ class HangInvestigator:
     def _suspect_behind(
         self, now_s: float, samples: list[RankSample]
     ) -> tuple[Suspicion | None, Examine | None]:
-        """Replicas that the others have given up stall beside a job that moves."""
+        """A suspicion of replicas that stall while the others continue without them."""
         fresh = [s for s in samples if not self.pipeline.explained.covers(s)]
-        stalled = [p for case in (self._went_on, self.behind) if case is not None for p in case.processes]
+        stalled = [p for case in (self._ended, self.behind) if case is not None for p in case.processes]
         suspicion = self.history.left_behind(now_s, fresh, stalled)
         suspects = self._of_one_replica(suspicion, fresh)
         if self.behind is not None and self.behind.processes != _processes(suspects):
@@ -210,12 +209,12 @@ class HangInvestigator:
             self.pipeline.explained.add(s.pid for s in suspects)
 
     def _reopen(self, suspicion: Suspicion, suspects: list[RankSample]) -> IncidentFolder | None:
-        """The standstill that this began as: the others have given up these ranks and continue."""
-        case, self._went_on = self._went_on, None
+        """The incident of the standstill before the others continued without these ranks."""
+        case, self._ended = self._ended, None
         if case is None or not _processes(suspects) <= case.processes:
             return None
         if case.opened.current.opened < time.time() - suspicion.quiet_s:
-            return None  # the suspects have moved since
+            return None  # the suspects have made progress since
         case.opened.update(Moment("left behind", time.time(), suspicion.reason), closed=None)
         return case.opened
 
@@ -249,9 +248,9 @@ class HangInvestigator:
         observed: Observed,
         gathering: Gathering | None = None,
     ) -> Examination:
-        """One more look: boxes of all ranks, stacks of the suspects, others' parts; the verdict on them, and what it is."""
+        """One more look: boxes of all ranks, stacks of the suspects and parts of other nodes, and their verdict."""
         begin, opened = time.monotonic(), case.opened
-        if case.looks:  # at the first one they have just been copied
+        if case.looks:  # at the first look the boxes have just been copied
             self.pipeline.keep_boxes(opened, samples)
         else:
             log.warning("%s: stalled: %s", opened.current.id, suspicion.reason)
@@ -264,18 +263,18 @@ class HangInvestigator:
             alive = sum(s.alive for s in suspects)
             parts = f", parts of {len(gathering.agents)} other nodes" if gathering else ""
             text = f"{len(samples)} black boxes, stacks of {alive} ranks{parts}"
-            durations = {**opened.current.durations_s, "evidence": time.monotonic() - begin}
+            durations = {"evidence": time.monotonic() - begin}
             opened.update(Moment("evidence", time.time(), text), durations_s=durations)
         case.took_s = time.monotonic() - begin
         self._judge(case, replace(suspicion, quiet_s=suspicion.quiet_s + case.took_s), found, suspects)
-        loop = case.outcome.reason if case.outcome.livelock else ""  # nobody is guilty
+        loop = case.outcome.reason if case.outcome.livelock else ""  # no rank is guilty
         corrected = self.pipeline.settle(opened, looping=loop) if loop else None
         return found if corrected is None else replace(found, diagnosis=corrected)
 
     def _judge(
         self, case: HangCase, suspicion: Suspicion, found: Examination, suspects: list[RankSample]
     ) -> None:
-        """What it is after one more look."""
+        """The outcome of the case after one more look."""
         notice, alive = self.options.notice, [sample for sample in suspects if sample.alive]
         limits = limits_of(notice.floor_s, notice.cap_s, self.history.longest_s, self.history.trained)
         if wait_s := left_s(suspicion.quiet_s, limits, case.outcome.hung_at_s):
@@ -285,8 +284,7 @@ class HangInvestigator:
         if (ended := find_ended(suspects, after, found.ranks, self.options.whole_job)) is not None:
             case.outcome = StallOutcome("ended", f"rank {ended} ended while it was inspected")
         elif alive and all(map(self.pipeline.asked_to_end.covers, alive)):
-            # stacks of an interpreter that ends tell nothing
-            case.outcome = StallOutcome("ended", "the job was stopped")
+            case.outcome = StallOutcome("ended", "the job was stopped")  # stacks at exit prove nothing
         else:
             del case.looks[:-MAX_LOOKS]
             case.looks.append(self._look(suspicion, found, suspects, {s.rank: s for s in after}))
@@ -299,7 +297,7 @@ class HangInvestigator:
         further = stalled and len(case.looks) > 1
         at_s = case.outcome.hung_at_s
         case.next_quiet_s = next_look_s(suspicion.quiet_s, limits, case.took_s, at_s) if further else 0.0
-        if stalled and (suspicion.by_step or case is self.behind):  # else the deadline is extended
+        if stalled and (suspicion.by_step or case is self.behind):  # otherwise the deadline is extended
             case.next_s = time.monotonic() + self.options.notice.floor_s / 2
         known = {moment.text for moment in case.opened.current.timeline}
         if stalled and len(case.looks) > 1 and case.outcome.reason not in known:
@@ -314,10 +312,8 @@ class HangInvestigator:
     ) -> Look:
         progress = self.options.notice.progress
         pairs = [(s, now[s.rank]) for s in suspects if s.rank in now]
-        if suspicion.by_step:
-            moved = any(a.step != b.step for a, b in pairs)
-        else:
-            moved = any(progress(a) != progress(b) for a, b in pairs)
+        by_step = suspicion.by_step
+        moved = any(a.step != b.step if by_step else progress(a) != progress(b) for a, b in pairs)
         evidence = found.evidence
         observed = evidence.observed or Observed()
         return Look(
@@ -333,7 +329,7 @@ class HangInvestigator:
         )
 
     def _answer(self, case: HangCase, found: Examination, samples: list[RankSample]) -> bool:
-        """Decides and acts; False when the action must wait for the back-off after the one before."""
+        """Decides and acts; False when the action must wait for the back-off after the last one."""
         opened, reason = case.opened, case.outcome.reason
         verdict = found.verdict or Finding("", (), reason)
         left_s = back_off_left_s(time.monotonic(), self.policy, self.options.policy)
@@ -346,12 +342,12 @@ class HangInvestigator:
         case.next_s = time.monotonic() + max(AGAIN_S, case.looks[-1].quiet_s)
         before = opened.current.action if case.answered else None
         if before is not None and (before.kind, before.ranks) == (action.kind, action.ranks):
-            return True  # nothing new
+            return True
         moments = (Moment("hung", time.time(), reason), Moment("verdict", time.time(), verdict.sentence))
         opened.update(*moments, kind="hang", verdict=found.verdict, ranks=found.ranks, action=action)
         log.error("%s: hung: %s", opened.current.id, reason)
         self.pipeline.publisher.log(opened)
-        self.pipeline.publisher.publish(opened)  # the story so far is safe before anything is killed
+        self.pipeline.publisher.publish(opened)  # before anything is killed
         self._act(opened, action, samples)
         self.pipeline.publisher.publish(opened)
         restarted = self.options.whole_job and opened.current.acted
@@ -383,21 +379,19 @@ class HangInvestigator:
 
     def _act(self, opened: IncidentFolder, action: Action, samples: list[RankSample]) -> None:
         if self.pipeline.acts(action):
-            of = self.options.replica_of
-            ending = {of(rank) for rank in action.ranks}  # the ends of these processes need no incident
-            self.pipeline.explained.add(
-                s.pid for s in samples if self.options.whole_job or of(s.rank) in ending
-            )
+            of, whole = self.options.replica_of, self.options.whole_job
+            ending = {of(rank) for rank in action.ranks}
+            self.pipeline.explained.add(s.pid for s in samples if whole or of(s.rank) in ending)
             self.history.mark_resumed()
             self.policy = self.policy.after(time.monotonic(), action.replica, self.options.policy.window_s)
         self.pipeline.act(opened, action)
 
     def _close(self, case: HangCase, reason: str, moves: bool = True) -> None:
-        """Ends the record of a stall with what it turned out to be: nothing wrong only if the ranks move again."""
+        """Closes the incident of a stall. It was no fault only if the ranks move again."""
         opened, now = case.opened, time.time()
         if opened.current.kind == "stall":
             self.pipeline.settle(opened, ended := f"{case.stalled}; {reason}", ended=moves)
-            durations = {**opened.current.durations_s, "lasted": now - opened.current.opened}
+            durations = {"lasted": now - opened.current.opened}
             opened.update(Moment("ended", now, ended), closed=now, durations_s=durations)
             log.warning("%s: %s", opened.current.id, ended)
             self.pipeline.publisher.publish(opened)
@@ -406,14 +400,14 @@ class HangInvestigator:
 def find_ended(
     before: Sequence[RankSample], after: Sequence[RankSample], guilty: Sequence[int], whole_job: bool
 ) -> int | None:
-    """A rank whose end settles what was being examined: any of a whole job, else one of those named. None: all live."""
+    """A rank whose end settles the examination: any rank in whole-job mode, else a guilty one. None: all are alive."""
     alive = _processes(after)
     ended = [s.rank for s in before if s.alive and s.process not in alive]
     return next((rank for rank in ended if whole_job or rank in guilty), None)
 
 
 def has_left_training(samples: Sequence[RankSample]) -> bool:
-    """Whether these ranks have shut their manager down."""
+    """Whether these ranks have shut down their managers."""
     return bool(samples) and all(
         any(phase.name == "leaving" and not phase.end_ns for phase in sample.phases) for sample in samples
     )

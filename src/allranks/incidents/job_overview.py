@@ -1,5 +1,5 @@
-"""Reads the state of a job from outside: black boxes, the job's own file, incidents, the lighthouse. Runs in the command;
-the agent reads from the same boxes who waits for whom."""
+"""Reads the state of a job from outside: black boxes, the job's file, incidents, the lighthouse. Runs in commands; the agent
+uses it to find which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from allranks.watch.samples import SILENT_S, RankSample, letter_of, read_sample,
 
 JOB_FILE, TOKEN_FILE = "job.json", "token"
 MAX_JOB_BYTES = 1 << 20
-ANSWER_S = 5.0  # a lighthouse that takes longer to accept a connection is taken for gone
+ANSWER_S = 5.0  # limit for a connection to the lighthouse
 
 
 def write_job(folder: Path, facts: Mapping[str, object]) -> None:
-    """What `allranks run` leaves in the job's folder for others to find."""
+    """Writes the job's file, by which commands find its lighthouse, logs and incidents."""
     (folder / JOB_FILE).write_text(json.dumps(facts))
 
 
 def set_aside_earlier(folder: Path) -> None:
-    """Before a run writes here: renames the boxes of dead ranks of an earlier run of the same name."""
+    """Renames the boxes of dead ranks of an earlier run of the same name, before a new run starts."""
     agent = read_job(folder).get("pid")
     if isinstance(agent, int) and is_alive(agent, 0):
-        return  # another agent of this job: its dead ranks are evidence
+        return  # another agent of this job runs: its dead ranks are evidence
     for path in folder.glob("*.box"):
         sample = read_sample(path)
         if sample is not None and not sample.alive:
-            with contextlib.suppress(FileNotFoundError):  # another agent that starts on this host was faster
+            with contextlib.suppress(FileNotFoundError):  # another starting agent of this host was faster
                 path.replace(path.with_name(f"{path.name}.earlier"))
 
 
 def read_job(folder: Path) -> dict[str, object]:
-    """The job's own file, or {}; of a folder that others sent, anything may be in it."""
+    """The job's file, or {}. The folder may come from another machine: its content is not trusted."""
     path = folder / JOB_FILE
     try:
         if not path.is_file() or path.stat().st_size > MAX_JOB_BYTES:
@@ -63,32 +63,39 @@ def read_job(folder: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
+def incidents_folder(folder: Path) -> Path:
+    """Where the incidents of a job go."""
+    return Path(str(read_job(folder).get("incidents") or folder / "incidents"))
+
+
 def find_job(name: str | None) -> Path:
-    """The folder of a job: by path, by name or a part of it that only one has, else the newest of this user that runs
-    here; if none does, the newest."""
+    """The folder of a job: by path, by name or a unique part of it; without a name the newest running job of this user, else
+    the newest job."""
     if name and (path := Path(name)).is_dir() and ("/" in name or _last_written(path)):
         return path
     folders = recorded_jobs()
+    if not name and not folders:
+        raise InputError("no recorded job on this node", hint=_other_jobs(None))
     if not name:
-        return _newest_running(folders)
+        return next((folder for folder in folders if any(s.alive for s in read_samples(folder))), folders[0])
     exact = [folder for folder in folders if name in (folder.name, read_job(folder).get("job"))]
     part = [folder for folder in folders if name in folder.name]
     if exact or len(part) == 1:
         return (exact or part)[0]
     if part:
         raise InputError(f"{len(part)} jobs match {name!r}", hint=f"One of: {_some(part)}.")
-    raise InputError(f"no job {name!r} on this node", hint=_meant(name))
+    raise InputError(f"no job {name!r} on this node", hint=_other_jobs(name))
 
 
 def lighthouse_of(given: str | None) -> tuple[str, Path | None]:
-    """(address, folder of the job) by HOST:PORT, or by a job on this node as `find_job` finds it; that one must answer."""
+    """(address, folder of the job) for HOST:PORT, or for a job on this node, whose lighthouse must answer."""
     host, _, port = (given or "").rpartition(":")
     if given and host and port.isdigit():
         return given, None
     folder = find_job(given)
     address = str(read_job(folder).get("lighthouse") or "").split(",")[0]
     if not address:
-        hint = "`allranks run` starts one unless --no-lighthouse is given. Of one elsewhere give HOST:PORT."
+        hint = "`allranks run` starts one unless --no-lighthouse is given. Give HOST:PORT of one elsewhere."
         raise InputError(f"job {folder.name} has no lighthouse", hint=hint)
     host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
     try:
@@ -102,29 +109,23 @@ def lighthouse_of(given: str | None) -> tuple[str, Path | None]:
     return address, folder
 
 
-def _newest_running(folders: list[Path]) -> Path:
-    if not folders:
-        raise InputError("no recorded job on this node", hint=_meant(None))
-    return next((folder for folder in folders if any(s.alive for s in read_samples(folder))), folders[0])
-
-
 def _last_written(folder: Path) -> float:
-    """When a box of the job, or its own file, was written last; 0.0 for a folder that holds neither."""
+    """Time of the last write to a box or the file of the job; 0.0 for a folder without them."""
     return max(
         (path.stat().st_mtime for path in (*folder.glob("*.box"), *folder.glob(JOB_FILE))), default=0.0
     )
 
 
 def read_job_token(folder: Path) -> str:
-    """The job token, as `allranks run` leaves it for commands of the same user; "" when there is none."""
+    """The job token, for commands of the same user; "" when there is none."""
     try:
         return (folder / TOKEN_FILE).read_text().strip()
     except OSError:
         return ""
 
 
-def _meant(name: str | None) -> str:
-    """What else there is, the nearest names first."""
+def _other_jobs(name: str | None) -> str:
+    """A hint: similar names, or all jobs."""
     known = recorded_jobs()
     near = get_close_matches(name or "", [folder.name for folder in known], 3, 0.5)
     if near:
@@ -147,7 +148,7 @@ def _some(folders: list[Path]) -> str:
 
 @dataclass(frozen=True)
 class LighthouseView:
-    """What the lighthouse of the job says; empty when it does not answer."""
+    """The lighthouse's view of the job; empty when it does not answer."""
 
     line: StateLine | None = None
     incidents: tuple[Story, ...] = ()
@@ -156,23 +157,18 @@ class LighthouseView:
 
 @dataclass
 class Overview:
-    """Repeated looks at one job; remembers the last one to tell speed."""
+    """Repeated views of one job. The last one gives the speed."""
 
     folder: Path
-    _before: dict[int, tuple[float, int]] = field(default_factory=dict)
+    _before: dict[int, tuple[float, int]] = field(default_factory=dict)  # rank -> time, step
 
     def look(self) -> JobView:
         now = time.time()
         facts = read_job(self.folder)
         samples = read_samples(self.folder)
-        traces = (
-            {
-                t.header.rank: t
-                for t in load_paths([s.path for s in samples], LoadOptions(allow_nothing=True)).traces
-            }
-            if samples
-            else {}
-        )
+        paths = [sample.path for sample in samples]
+        loaded = load_paths(paths, LoadOptions(allow_nothing=True)).traces if paths else []
+        traces = {trace.header.rank: trace for trace in loaded}
         open_ = {rank: find_open(trace) for rank, trace in traces.items() if rank is not None}
         rows = [self._row(sample, now, traces.get(sample.rank), open_) for sample in samples]
         lighthouse = str(facts.get("lighthouse", ""))
@@ -180,9 +176,11 @@ class Overview:
         seen = ask_lighthouse(lighthouse) if any(row.alive for row in rows) else LighthouseView()
         incidents: Sequence[Story] = seen.incidents
         if seen.line is None:
-            told = read_incidents(Path(str(facts.get("incidents") or self.folder / "incidents")))
-            incidents = [incident for incident in told if incident.get("job") == job]
-        line = seen.line or describe(local_facts(rows, incidents, watched=_agent_runs(facts)))
+            known = read_incidents(incidents_folder(self.folder))
+            incidents = [incident for incident in known if incident.get("job") == job]
+        pid = facts.get("pid")
+        watched = isinstance(pid, int) and is_alive(pid)
+        line = seen.line or describe(local_facts(rows, incidents, watched=watched))
         if seen.line is None and lighthouse and any(row.alive for row in rows):
             line = replace(line, text=f"{line.text} (the lighthouse at {lighthouse} does not answer)")
         return JobView(
@@ -221,18 +219,15 @@ class Overview:
 
 
 def find_open(trace: RankTrace) -> dict[tuple[str, int], str]:
-    """The calls of a rank that are not finished, oldest first: (group, sequence) -> a short text."""
+    """The unfinished calls of a rank, oldest first: (group, sequence) -> a short text."""
     calls = trace.calls
     unknowable = int(Flag.CAPTURED | Flag.COALESCED_PART | Flag.P2P)
     chosen = np.flatnonzero((calls["state"] <= State.STARTED) & ((calls["flags"] & unknowable) == 0))
     found = {}
-    for index in chosen[:4]:
-        call = calls[index]
-        group = trace.groups[int(call["group"])]
+    for call in calls[chosen[:4]]:
+        group, seq = trace.groups[int(call["group"])], int(call["seq"])
         name = group.desc if group.desc not in ("", "undefined") else group.name
-        found[(group.name, int(call["seq"]))] = (
-            f"{trace.names[int(call['op'])]} #{int(call['seq'])} of {name}"
-        )
+        found[group.name, seq] = f"{trace.names[int(call['op'])]} #{seq} of {name}"
     return found
 
 
@@ -245,19 +240,16 @@ def find_absent(
 
 
 def find_open_hang(folder: Path) -> Path | None:
-    """The folder of the newest hang or stall of a job that nobody has ended; None when there is none."""
+    """The folder of the newest open hang or stall of a job; None when there is none."""
     facts = read_job(folder)
-    told = read_incidents(Path(str(facts.get("incidents") or folder / "incidents"))) if facts else []
-    open_ = [
-        i
-        for i in told
-        if i.get("kind") in ("hang", "stall") and not i.get("closed") and i.get("job") == facts.get("job")
-    ]
+    known = read_incidents(incidents_folder(folder)) if facts else []
+    known = [i for i in known if i.get("job") == facts.get("job") and not i.get("closed")]
+    open_ = [i for i in known if i.get("kind") in ("hang", "stall")]
     return Path(str(open_[-1].get("folder"))) if open_ else None
 
 
 def ask_lighthouse(address: str) -> LighthouseView:
-    """What its page shows, as it shows it."""
+    """The facts of the lighthouse's page."""
     if not address:
         return LighthouseView()
     try:
@@ -265,15 +257,15 @@ def ask_lighthouse(address: str) -> LighthouseView:
         view = web_client.get(first, "/api/page", timeout_s=0.5).object()
         layout = web_client.get(first, "/api/nodes", timeout_s=0.5).object()
         line = view["line"]
-        words = StateLine(*(printable(str(line[key])) for key in ("state", "level", "text")))  # type: ignore[arg-type]
+        state = StateLine(*(printable(str(line[key])) for key in ("state", "level", "text")))  # type: ignore[arg-type]
         incidents = tuple(one for one in reversed(view["incidents"]) if one.get("kind") != "request")
-        return LighthouseView(words, incidents, tuple(layout["nodes"]))
+        return LighthouseView(state, incidents, tuple(layout["nodes"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return LighthouseView()
 
 
 def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bool) -> JobFacts:
-    """The same without a lighthouse, from black boxes and the folder of incidents; `watched`: its agent runs."""
+    """The facts of a job without a lighthouse, from black boxes and the folder of incidents. `watched`: the agent runs."""
     opened = tuple(
         OpenIncident(str(one.get("kind")), _sentence(one), _result(one))
         for one in incidents
@@ -298,13 +290,8 @@ def local_facts(rows: Sequence[RankRow], incidents: Iterable[Story], watched: bo
     )
 
 
-def _agent_runs(facts: Mapping[str, object]) -> bool:
-    pid = facts.get("pid")
-    return isinstance(pid, int) and is_alive(pid)
-
-
 def with_nodes(rows: Sequence[RankRow], nodes: Iterable[Mapping[str, Any]]) -> tuple[RankRow, ...]:
-    """The ranks of this node, with those of the others as their agents report them; each with its GPU."""
+    """Adds the ranks of other nodes, as their agents report them, and each rank's GPU."""
     known, found = {row.rank: row for row in rows}, {row.rank: row for row in rows}
     for node in nodes:
         gpus = {pid: gpu for gpu in node.get("gpus", ()) for pid in gpu.get("pids", ())}
@@ -323,8 +310,8 @@ def with_nodes(rows: Sequence[RankRow], nodes: Iterable[Mapping[str, Any]]) -> t
 
 def _sentence(incident: Story) -> str:
     verdict = incident.get("verdict")
-    said = isinstance(verdict, dict) and verdict.get("sentence")
-    return str(said or incident.get("sentence") or incident.get("reason") or "")
+    sentence = isinstance(verdict, dict) and verdict.get("sentence")
+    return str(sentence or incident.get("sentence") or incident.get("reason") or "")
 
 
 def _result(incident: Story) -> str:
@@ -338,19 +325,19 @@ def _incident_line(incident: Story) -> str:
 
 
 def find_motion(opened: Iterable[OpenIncident]) -> Motion:
-    """What the open incidents say of a job."""
+    """The motion of a job by its open incidents."""
     kinds = {incident.kind for incident in opened if not incident.outcome}
     return "hung" if "hang" in kinds else "stalled" if "stall" in kinds else "moving"
 
 
 def has_come(trace: RankTrace, group: str, sequence: int) -> bool:
-    """Whether a rank has begun a call of a group; it may have finished its part."""
+    """Whether a rank has begun, and perhaps finished, a call of a group."""
     numbers = [index for index, one in enumerate(trace.groups) if one.name == group]
     return bool((np.isin(trace.calls["group"], numbers) & (trace.calls["seq"] >= sequence)).any())
 
 
 def who_waits(traces: Iterable[RankTrace]) -> str:
-    """ "ranks 0, 1 wait for rank 2 in all_reduce #12 of default_pg": of the call in which most wait."""
+    """ "ranks 0, 1 wait for rank 2 in all_reduce #12 of default_pg", for the call in which most ranks wait."""
     known = {trace.header.rank: trace for trace in traces if trace.header.rank is not None}
     open_ = {rank: find_open(trace) for rank, trace in known.items()}
     calls: dict[tuple[str, int], list[int]] = {}

@@ -1,8 +1,7 @@
-"""The one judge: evidence in, one diagnosis out. Pure, but for `judge_dumps`, which looks for the evidence.
+"""Evidence in, one diagnosis out. Pure, except for `judge_dumps`, which reads the evidence.
 
-The agent judges an incident with it; `allranks diagnose` and `allranks.diagnose()` judge any folder with it: the same
-evidence gives the same verdict. Dumps and stacks are compared first (diagnose/); what the agent saw besides them corrects
-that.
+The agent, `allranks diagnose` and `allranks.diagnose()` use the same judge, so the same evidence gives the same verdict. Dumps and
+stacks are compared first (diagnosis/); other observations of the agent correct the result.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from allranks.model.formatting import ranks_text
 from allranks.model.stacks import WAITS, RankState, StacksReport
 from allranks.model.trace import Frame, RankTrace
 
-_DOUBTFUL = ("not_started", "none_finished")  # verdicts of boxes that stacks may know better
+_DOUBTFUL = ("not_started", "none_finished")  # verdicts of boxes that stacks may overrule
 _MAY_WAIT_IN_CUDA = ("native_call", "checkpoint_io")
-_CANNOT_RECORD = ("stopped", "gil_held_native")  # nor, if it is stopped, take part in a call that it has made
-TRUSTED = 0.6  # of a verdict from stacks: less does not overrule the black boxes
+_CANNOT_RECORD = ("stopped", "gil_held_native")  # a stopped rank takes no part in its calls either
+TRUSTED = 0.6  # least confidence of a verdict from stacks that overrules the black boxes
 
 
 def judge(evidence: Evidence, options: DiagnoseOptions | None = None) -> Diagnosis:
-    """The verdict on all evidence, with the ranks of several worlds by their roles."""
+    """The verdict on all evidence. Ranks of several worlds have the names of their roles."""
     return with_names(_judge(evidence, options), next((t.header.worlds for t in evidence.traces), ()))
 
 
@@ -60,7 +59,7 @@ def _judge(evidence: Evidence, options: DiagnoseOptions | None) -> Diagnosis:
 
 
 def _as_pause(result: Diagnosis, observed: Observed) -> Diagnosis:
-    """A stall that ended, or that is not known to be a hang: what would explain a hang is not a fault."""
+    """The diagnosis of a stall that ended, or is not known to be a hang: a pause instead of a fault."""
     verdict = result.verdict
     status: Status = "ok" if observed.ended else "unclear"
     named = verdict.ranks if verdict is not None else ()
@@ -70,7 +69,7 @@ def _as_pause(result: Diagnosis, observed: Observed) -> Diagnosis:
 
 
 def correct(diagnosis: Diagnosis, report: StacksReport | None, observed: Observed) -> Diagnosis:
-    """The diagnosis of boxes and stacks, corrected by what the agent saw."""
+    """The diagnosis of boxes and stacks, corrected by the agent's observations."""
     better = _correct(diagnosis.verdict, diagnosis.findings, report, observed)
     if better is None:
         return diagnosis
@@ -83,7 +82,7 @@ def correct(diagnosis: Diagnosis, report: StacksReport | None, observed: Observe
 def _correct(
     found: Finding | None, findings: tuple[Finding, ...], report: StacksReport | None, observed: Observed
 ) -> Finding | None:
-    """What the agent knows better than the boxes; None when it does not."""
+    """A better verdict from the agent's observations; None if there is none."""
     if observed.told is not None:
         return _of_death(found, findings, observed.told, observed.left)
     if observed.looping:
@@ -91,7 +90,7 @@ def _correct(
     if observed.behind:
         return accuse(observed.behind, report, observed.reason)
     if observed.diverged is not None and (found is None or found.cause == "none_finished"):
-        return observed.diverged  # the rings have lost it since, and the calls behind it hang
+        return observed.diverged  # the rings no longer hold these calls, and later calls hang
     if observed.unmoved or (found is not None and found.ranks and found.cause in _DOUBTFUL):
         return _unmoved(found, report, observed) or _own_line(found, report)
     if found is not None and found.ranks:
@@ -103,36 +102,36 @@ def _correct(
 def _of_death(
     found: Finding | None, findings: tuple[Finding, ...], told: Finding, left: tuple[int, ...]
 ) -> Finding | None:
-    """A death that was seen, unless the calls explain it, or a rank that ended its program while others needed it."""
+    """The observed death, unless the calls explain it, or a rank ended its program while other ranks needed it."""
     if found is not None and (_explains(found, told) or _broke_off(found, told, left)):
         return None
     return next((f for f in findings if _is_own_mistake(f, told)), told)
 
 
 def _explains(found: Finding, told: Finding) -> bool:
-    """Whether a rank died of what another did: calls that do not match are found in the boxes of all.
+    """Whether the calls of another rank explain a death, as calls that do not match do.
 
-    A call that others have not made yet is not a cause: they could not, after a rank had died of itself. A rank without a
-    word of its own that died in a call which does not fit another's died of that.
+    A call that other ranks have not made yet is not a cause, since they could not after the death. A rank without an error of
+    its own that died in a mismatched call died of the mismatch.
     """
     met = bool(told.ranks) and set(told.ranks) <= set(found.waiting) and not told.where
     if found.cause == "missing_rank":
         return found.met_another and met
-    if found.cause == "call_error":  # one that its program survived
+    if found.cause == "call_error":  # the program survived it
         return found.met_another and set(told.ranks) <= {*found.ranks, *found.waiting}
     early = found.cause == "extra_collective" and found.ranks != told.ranks and told.confidence == 1.0
     return found.cause in PROGRAM_FAULT and (met or not early)
 
 
 def _broke_off(found: Finding, told: Finding, left: tuple[int, ...]) -> bool:
-    """Whether connections broke since a rank had ended its program, and the others were in a call that it never made."""
+    """Whether connections broke because a rank ended its program while the others were in a call that it never made."""
     ended = bool(found.ranks) and set(found.ranks) <= set(left)
     lacking = found.cause in ("missing_rank", "not_started")
     return told.cause == "none_finished" and not told.ranks and lacking and ended
 
 
 def _is_own_mistake(found: Finding, told: Finding) -> bool:
-    """Whether a rank that ended without a word of its own had made a call that does not match: that was its end."""
+    """Whether a rank that ended without an error had made a mismatched call, which explains its end."""
     ended = told.cause == "rank_died" and not told.where
     differs = found.cause in PROGRAM_FAULT or found.met_another
     mistake = differs and found.ranks == told.ranks and found.confidence >= TRUSTED
@@ -140,9 +139,9 @@ def _is_own_mistake(found: Finding, told: Finding) -> bool:
 
 
 def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> Finding | None:
-    """The verdict on ranks that do not move while others do; None when no stack could be read.
+    """The verdict on ranks without progress while others make progress; None without stacks.
 
-    Those that wait for another rank are not the cause; when all do, nobody is accused with confidence.
+    A rank that waits for another rank is not the cause. If all of them wait, the confidence is low.
     """
     states = [report.ranks[rank] for rank in ranks if rank in report.ranks] if report is not None else []
     if not states:
@@ -157,15 +156,14 @@ def accuse(ranks: tuple[int, ...], report: StacksReport | None, reason: str) -> 
 
 
 def _waits_alone(state: RankState, report: StacksReport) -> bool:
-    """Whether a rank waits for a key of a store and no other rank does: nobody is making a group, the wait is its own."""
+    """Whether only this rank waits for a key of a store: then no group is being made, and the wait is its own."""
     others = {s.cause for rank, s in report.ranks.items() if rank != state.rank}
     return state.cause == "store_wait" and not others & {"store_wait", "rendezvous_wait"}
 
 
 def _unmoved(found: Finding | None, report: StacksReport | None, observed: Observed) -> Finding | None:
-    """After a regroup the boxes show new groups and new calls: who has not moved since before it is the suspect,
-    who has made steps is not "not started", and a rank that is stopped or holds the GIL could not record the end of its
-    last call. Only stacks that show no wait for another rank count."""
+    """The verdict on ranks without progress since a regroup, from their stacks. Ranks with steps are not "not started", and a rank
+    that is stopped or holds the GIL cannot record the end of its last call. Ranks that wait for another rank are not suspects."""
     named, suspects = set(found.ranks if found else ()), observed.unmoved
     if found is not None and named and named <= set(suspects or named):
         doubtful = found.cause == "none_finished" or (
@@ -180,10 +178,10 @@ def _unmoved(found: Finding | None, report: StacksReport | None, observed: Obser
 
 
 def _odd_one(named: set[int], report: StacksReport | None) -> tuple[int, ...]:
-    """The one rank that surely waits for nobody, where several could not record the end of a call.
+    """The only rank that is certainly not waiting for another rank, where several could not record the end of a call.
 
-    Ranks that wait for it in NCCL may block in a CUDA call that keeps the GIL, a copy for a checkpoint, say: nothing is
-    recorded then, and no wait is seen.
+    Ranks that wait for it in NCCL may block in a CUDA call that holds the GIL, such as a copy for a checkpoint. Then they record
+    nothing, and their stacks show no wait.
     """
     ranks = report.ranks if report is not None else {}
     if any(ranks[rank].cause in WAITS for rank in named if rank in ranks):
@@ -194,7 +192,7 @@ def _odd_one(named: set[int], report: StacksReport | None) -> tuple[int, ...]:
 
 
 def _own_line(found: Finding | None, report: StacksReport | None) -> Finding | None:
-    """A rank that never came to its first call has left no line in its box; its stack has one."""
+    """Adds the line of a rank before its first call, which only its stack has."""
     ranks = found.ranks if found is not None and found.cause == "not_started" and report is not None else ()
     states = [report.ranks[rank] for rank in ranks if report is not None and rank in report.ranks]
     line = nearest_line(states[0]) if states and states[0].cause not in WAITS else ""
@@ -205,8 +203,8 @@ def _own_line(found: Finding | None, report: StacksReport | None) -> Finding | N
 
 
 def _from_stacks(report: StacksReport | None) -> Finding | None:
-    """A verdict from stacks alone, when the black boxes name nobody. Who waits elsewhere is only odd; a process that is
-    stopped, or whose C code holds the GIL, is what others wait for although their CUDA calls look like work."""
+    """A verdict from stacks alone, when the black boxes blame no rank. A different wait gives a low confidence. A stopped process,
+    or one whose C code holds the GIL, blocks the others even if their CUDA calls seem to work."""
     if report is None or not report.culprits:
         return _nested_calls(report) if report is not None else None
     mute = tuple(rank for rank in report.culprits if report.ranks[rank].cause in _CANNOT_RECORD)
@@ -222,7 +220,7 @@ def _from_stacks(report: StacksReport | None) -> Finding | None:
 
 
 def _nested_calls(report: StacksReport) -> Finding | None:
-    """Remote calls that wait for further ones while every rank waits for another."""
+    """Remote calls that wait for further remote calls while every rank waits for another rank."""
     states = report.ranks.values()
     nested = [s for s in states if s.cause == "p2p_wait" and s.stack and s.stack[-1].name == "_run_function"]
     if len(nested) < 2 or not all(state.cause in WAITS for state in states):
@@ -234,9 +232,9 @@ def _nested_calls(report: StacksReport) -> Finding | None:
 
 
 def _judge_stacks(result: Diagnosis, report: StacksReport) -> Diagnosis:
-    """The diagnosis where there is no dump: what the stacks say."""
+    """The diagnosis without dumps, from the stacks."""
     culprits = tuple(rank for rank in report.culprits if report.ranks[rank].cause != "unknown")
-    if not culprits:  # nobody is accused because a capture of it could not be read
+    if not culprits:  # an unreadable capture is no reason to blame a rank
         seen = Finding("unclear", (), report.sentence, severity="warning", confidence=0.2)
         read = any(state.stack for state in report.ranks.values())
         findings: tuple[Finding, ...] = (seen,) if read and report.hung is not False else ()
@@ -265,11 +263,11 @@ def _judge_stacks(result: Diagnosis, report: StacksReport) -> Diagnosis:
 
 
 def _with_logs(result: Diagnosis, evidence: Evidence) -> Diagnosis:
-    """The diagnosis with what logs and NCCL say of the guilty ranks."""
+    """Adds evidence from logs and from NCCL about the guilty ranks."""
     if result.verdict is None:
         return result
     named = [rank for rank in result.verdict.ranks if rank in evidence.logs]
-    if result.verdict.cause == "rank_died":  # others noticed that it was gone
+    if result.verdict.cause == "rank_died":  # with the secondary errors of two other ranks
         others = [rank for rank, text in evidence.logs.items() if is_secondary(text)]
         named += [rank for rank in others if rank not in named][:2]
     lines = [f"the log of rank {rank} ends with: {evidence.logs[rank]}" for rank in named]
@@ -286,7 +284,7 @@ def _frames(state: RankState) -> tuple[Frame, ...]:
 
 
 def _later_calls(traces: Sequence[RankTrace], observed: Observed) -> bool:
-    """Whether the ranks went on after the agent looked: a stall whose agent was killed is never closed."""
+    """Whether the ranks made calls after the agent's last sample: a stall stays open if the agent was killed."""
     return any(len(t.calls) and int(t.calls["created_ns"].max()) > observed.taken_ns for t in traces)
 
 
@@ -298,27 +296,26 @@ def judge_dumps(
     *,
     chosen: bool = False,
 ) -> Diagnosis:
-    """The diagnosis of loaded dumps together with everything that lies beside them.
+    """The diagnosis of loaded dumps and all other evidence next to them.
 
-    The folder of an incident, and a job of which a hang or a stall is open, are judged by what the agent saw, unless a
-    part of the dumps was `chosen`.
+    For the folder of an incident, and for a job with an open hang or stall, the evidence of the agent counts, unless a part of the
+    dumps was `chosen`.
     """
     hang = None if chosen or len(roots) != 1 else find_open_hang(Path(roots[0]))
     kept = read_incident(hang or Path(roots[0])) if hang is not None or is_incident(roots) else Evidence()
     stall = kept.observed.outcome if hang is not None and kept.observed is not None else ""
     if chosen or kept.observed is None or (stall and _later_calls(traces, kept.observed)):
         evidence, stall = find_evidence(loaded, traces, roots), ""
-    else:  # in a stall: who is waited for now, hang or not
-        evidence = replace(
-            kept, observed=replace(kept.observed, outcome="" if stall else kept.observed.outcome)
-        )
+    else:  # in a stall the verdict names the ranks that others wait for now
+        outcome = "" if stall else kept.observed.outcome
+        evidence = replace(kept, observed=replace(kept.observed, outcome=outcome))
     for line in evidence.missing:
         print(f"left out: {line}", file=sys.stderr)
     result = judge(evidence, how)
     if stall:
-        told = Finding("pause", (), f"not known to be a hang; {stall}", confidence=1.0)
+        pause = Finding("pause", (), f"not known to be a hang; {stall}", confidence=1.0)
         status: Status = result.status if result.verdict is not None else "unclear"
-        result = replace(result, status=status, findings=(*result.findings, told))
+        result = replace(result, status=status, findings=(*result.findings, pause))
     names = {name for group in result.groups for name in (group.label, group.name, group.desc)}
     if traces and (absent := how.pg_filters - names):
         known = sorted({group.desc or group.name for trace in traces for group in trace.groups})

@@ -1,8 +1,7 @@
-"""The agent's watch over one node's ranks: notices deaths and stalls, and has them examined.
+"""The agent's watch over one node's ranks: notices deaths and stalls, and starts their examination.
 
-One thread per node, named allranks-watch, which never waits for anything but the ranks: it is woken by deaths, and a
-suspicion is examined on a thread of its own (allranks-examine). It never touches a rank by itself: actions go to the
-`Actor` that the launcher gives it.
+One thread per node, allranks-watch, samples the ranks and is woken by deaths. A suspicion is examined on another thread
+(allranks-examine). Actions on ranks go to the launcher's `Actor`.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from allranks.watch.silence import ProgressHistory, Suspicion
 
 log = logging.getLogger("allranks.agent")
 
-CLOSE_S, CLOSE_POLL_S = 5.0, 0.05  # after an incident recovery is checked more often, for a while
-END_S = 30.0  # how long the end of the job waits for an examination
+CLOSE_S, CLOSE_POLL_S = 5.0, 0.05  # recovery is checked more often for this long after an incident
+END_S = 30.0  # limit for an examination at the end of the job
 FAILED = "hang check failed; will retry"
-EVERYBODY = -1  # the comparison of all ranks
-PARTS_S, LOOKS = 3.0, 2  # how long boxes of other nodes are waited for; a difference must show twice
-COMPARED = "calls of ranks may differ: they are compared"
+ALL = -1  # the comparison of all ranks
+PARTS_S, TIMES = 3.0, 2  # limit for boxes of other nodes; a difference must show this many times
+COMPARED = "calls of ranks may differ: comparing them"
 ANCESTORS = 8  # a rank may be a grandchild of its agent (a shell, numactl)
 
 
@@ -50,17 +49,17 @@ class Watch:
 
     options: WatchOptions
     actor: Actor | None = None
-    #: highest step, calls finished by all ranks of this node, whether they move, and the sentence for it
+    #: gets the highest step, the completed calls of all ranks of this node, the state of the job and its reason
     on_look: Callable[[int, int, Motion, str], None] = lambda step, calls, motion, reason: None
-    #: every sample of the ranks, and which of them are this agent's: for the ledger
+    #: gets every sample, and the running ranks of this agent; for the ledger
     on_samples: Callable[[Sequence[RankSample], Sequence[int]], None] = lambda samples, ours: None
     pipeline: IncidentPipeline = field(init=False)
     history: ProgressHistory = field(init=False)
     deaths: DeathIncidents = field(init=False)
     hangs: HangInvestigator = field(init=False)
     slow: SlowRanks = field(init=False)
-    ranks: tuple[int, ...] = ()  # of this agent that ran at the last turn
-    hung_at_end: bool = False  # whether the job hung when its ranks were asked to end
+    ranks: tuple[int, ...] = ()  # running ranks of this agent
+    hung_at_end: bool = False  # the job hung when its ranks were asked to end
     exits: ExitWatcher = field(default_factory=ExitWatcher)
     windows: CallWindows = field(default_factory=CallWindows)
     _calls: defaultdict[int, CallComparison] = field(default_factory=lambda: defaultdict(CallComparison))
@@ -79,10 +78,10 @@ class Watch:
         self.deaths = DeathIncidents(self.pipeline)
         self.hangs = HangInvestigator(self.pipeline, self.history, self.deaths)
         self.slow = SlowRanks(self.pipeline)
-        self._nodes.of_replicas = self._calls[EVERYBODY].of_replicas = not self.options.whole_job
+        self._nodes.of_replicas = self._calls[ALL].of_replicas = not self.options.whole_job
 
     def start(self) -> None:
-        self.deaths.in_background = True
+        self.pipeline.background = True
         self.exits.start()
         self._thread = threading.Thread(target=self._run, name="allranks-watch", daemon=True)
         self._thread.start()
@@ -102,19 +101,19 @@ class Watch:
         self.pipeline.close()
 
     def join(self, peers: PeerAgents | None, on_incident: Callable[[Incident], None]) -> None:
-        """Before `start`: the other nodes' agents, and who is notified of incidents."""
+        """Before `start`: sets the agents of other nodes, and the receiver of incidents."""
         self.pipeline.peers = peers
-        self._calls[EVERYBODY].windows = self.windows if peers is not None else None
+        self._calls[ALL].windows = self.windows if peers is not None else None
         self.pipeline.publisher.on_incident = on_incident
 
     def expect_end(self, pids: Iterable[int]) -> None:
-        """These ranks are being asked to end: that they do, or take their time, is not an incident. From any thread."""
+        """These ranks are being asked to end: their end, however slow, is not an incident. From any thread."""
         self.hung_at_end = self.hangs.motion[0] == "hung"
         self.pipeline.asked_to_end.add(asked := tuple(pids))
-        self.pipeline.explained.tell(asked, self.options.folder)
+        self.pipeline.explained.share(asked, self.options.folder)
 
     def look(self, now_s: float | None = None) -> Suspicion | None:
-        """One turn: read, report deaths, decide. A suspicion is examined beside it (before `start`: in this call)."""
+        """One turn: samples the ranks, reports deaths, starts the examination of a suspicion."""
         now = time.monotonic() if now_s is None else now_s
         samples = self._sample()
         ending = self._note_ranks(samples)
@@ -130,7 +129,7 @@ class Watch:
             return None
         suspicion, examine = self.hangs.suspect(now, samples)
         if examine is not None:
-            self._examine(examine)
+            self._examining = self.pipeline.run(examine, "allranks-examine")
         return suspicion
 
     def _sample(self) -> list[RankSample]:
@@ -140,15 +139,15 @@ class Watch:
         return [replace(s, alive=True) if s.pid in still_ending else s for s in samples]
 
     def _compare(self, now_s: float, samples: list[RankSample]) -> None:
-        """Calls that differ are named before anybody has waited long; of replicas those inside each, and between them."""
+        """Reports calls that differ before a rank has waited long: inside each replica, and between all ranks."""
         options, worlds = self.options, defaultdict[int, list[RankSample]](list)
         for sample in [] if options.whole_job else samples:
             worlds[options.replica_of(sample.rank)].append(sample)
-        worlds[EVERYBODY] = samples
+        worlds[ALL] = samples
         for number, ranks in worlds.items():
             found = self._calls[number].look(now_s, ranks)
-            if found is not None and number == EVERYBODY and self.pipeline.peers is not None:
-                self.windows.local = found  # which ranks are the odd ones is seen with those of other nodes
+            if found is not None and number == ALL and self.pipeline.peers is not None:
+                self.windows.local = found  # the majority is known only with the ranks of other nodes
             else:
                 self._note_divergence(found)
 
@@ -158,7 +157,7 @@ class Watch:
             self.history.note_divergence()
 
     def compare_nodes(self, agents: tuple[str, ...]) -> None:
-        """Calls of our ranks and those of other agents may differ: they are read and compared. From any thread; quick."""
+        """Compares the calls of this node's ranks with those of other agents. From any thread; quick."""
         if self.pipeline.peers is not None and self._comparing.acquire(blocking=False):
             peers = self.pipeline.peers
             self.pipeline.start(lambda: self._compare_nodes(peers, agents), "allranks-compare")
@@ -166,30 +165,28 @@ class Watch:
     def _compare_nodes(self, peers: PeerAgents, agents: tuple[str, ...]) -> None:
         local, self.windows.local = self.windows.local, None
         try:
-            for _ in range(LOOKS):
+            for _ in range(TIMES):
                 with tempfile.TemporaryDirectory(prefix="allranks-calls-") as name:
-                    incident = f"calls-{time.time_ns():x}"
-                    asked = peers.ask(
-                        incident, COMPARED, Path(name), stacks=False, alone=False, agents=agents
-                    )
+                    folder, id = Path(name), f"calls-{time.time_ns():x}"
+                    asked = peers.ask(id, COMPARED, folder, stacks=False, alone=False, agents=agents)
                     if asked is None or not asked.agents:
                         self._note_divergence(local)
                         return
                     peers.wait(asked, PARTS_S)
-                    self._note_divergence(self._nodes.judge(self._of_all_nodes(Path(name))))
+                    self._note_divergence(self._nodes.judge(self._read_all_calls(folder)))
         finally:
             self._comparing.release()
 
-    def _of_all_nodes(self, folder: Path) -> list[RankTrace]:
-        """The newest calls of our ranks and of those whose boxes are in the folder."""
+    def _read_all_calls(self, folder: Path) -> list[RankTrace]:
+        """The newest calls of this node's ranks and of the boxes in the folder."""
         samples = [*read_samples(folder / "boxes"), *read_samples(self.options.folder)]
-        newest = {sample.rank: sample.path for sample in samples}  # two agents of one host have the same ones
+        newest = {sample.rank: sample.path for sample in samples}  # two agents of one host share their boxes
         traces = read_calls(list(newest.values()))
         attempt = max((trace.header.attempt for trace in traces), default=0)
         return [t for t in traces if t.header.attempt == attempt or not self.options.whole_job]
 
     def _note_ranks(self, samples: list[RankSample]) -> bool:
-        """Reports which ranks run; whether all that run have been asked to end."""
+        """Reports the running ranks; True when all of them have been asked to end."""
         running = [s for s in samples if s.alive and not s.closed]
         ours = [s for s in running if self._is_ours(s)]
         self._ours = {s.process: self._ours[s.process] for s in running}
@@ -200,14 +197,8 @@ class Watch:
             self.on_look(max(s.step for s in running), calls, *self.hangs.motion)
         return bool(running) and all(self.pipeline.asked_to_end.covers(s) for s in ours or running)
 
-    def _examine(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            work()
-            return
-        self._examining = self.pipeline.start(work, "allranks-examine")
-
     def _is_ours(self, sample: RankSample) -> bool:
-        """Whether it is a process of this agent: two agents of one host share the job's folder."""
+        """Whether this agent started the process: two agents of one host share the job's folder."""
         if sample.process not in self._ours:
             self._ours[sample.process] = _descends(sample.pid, os.getpid())
         return self._ours[sample.process]

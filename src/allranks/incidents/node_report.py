@@ -1,7 +1,7 @@
-"""Reports to the lighthouse what each rank of this node does, for the page. Runs in the agent, on two threads.
+"""Reports the state of this node's ranks and GPUs to the lighthouse, for the page. Runs in the agent, on two threads.
 
-Headers of black boxes are read once a second; the boxes themselves only while ranks are silent, and now and then for the
-process groups. nvidia-smi is asked every 15 s where there is one.
+Headers of black boxes are read once a second. The boxes themselves are read only while ranks are silent, and every few minutes
+for the process groups. nvidia-smi is run every 15 s where it is installed.
 """
 
 from __future__ import annotations
@@ -28,24 +28,21 @@ from allranks.watch.samples import SILENT_S, RankSample, letter_of, read_samples
 
 log = logging.getLogger("allranks.agent")
 
-BOXES_S, GROUPS_S, GPUS_S = (
-    2.0,
-    300.0,
-    15.0,
-)  # how often boxes are read while ranks are silent; for groups; GPUs
+BOXES_S, GROUPS_S = 2.0, 300.0  # between two readings of boxes: while ranks are silent, else for groups
+GPUS_S = 15.0
 MAX_GROUPS = 64
 GPU_QUERY = "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,name"
-#: Dense bf16 operations per second by a part of the name, the longer one first.
+#: Part of a GPU's name -> dense bf16 operations per second; longer names first.
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 
 
 @dataclass(frozen=True)
 class BoxFacts:
-    """What only the boxes themselves tell: the call that a rank is in, the process groups, and who waits for whom."""
+    """Facts from the boxes themselves, beyond their headers."""
 
-    places: Mapping[int, str] = field(default_factory=dict)
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    waiting: str = ""
+    places: Mapping[int, str] = field(default_factory=dict)  # rank -> its open call
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # name -> ranks
+    waiting: str = ""  # which ranks wait for which
 
 
 def build_report(
@@ -58,7 +55,7 @@ def build_report(
     now: float,
     asleep: Callable[[int], bool] = sleeps,
 ) -> NodeReport:
-    """The report of these ranks; `before` are the samples of the report before."""
+    """The report of these ranks; `before` are the samples of the previous report."""
     losses = [sample.loss for sample in samples if sample.loss]
     return NodeReport(
         agent=agent,
@@ -80,7 +77,7 @@ def build_report(
 
 
 def work_of(samples: Sequence[RankSample], gpus: Sequence[GpuReport]) -> StepWork:
-    """What these ranks do in a step. Each rank has one GPU, so the peak is known where all GPUs are of one kind."""
+    """Tokens and operations per step of these ranks. The peak is known if all GPUs are of one kind; each rank has one."""
     alive = [sample for sample in samples if sample.alive]
     kinds = {gpu.name for gpu in gpus}
     peak = next((peak for word, peak in PEAKS.items() if len(kinds) == 1 and word in min(kinds)), 0.0)
@@ -89,14 +86,14 @@ def work_of(samples: Sequence[RankSample], gpus: Sequence[GpuReport]) -> StepWor
 
 
 def step_time(before: RankSample | None, now: RankSample) -> float:
-    """Seconds per step between two samples of one process; 0.0 when it made none."""
+    """Seconds per step between two samples of one process; 0.0 without a step."""
     if before is None or before.process != now.process or not 0 <= before.step < now.step:
         return 0.0
     return round((now.step_ns - before.step_ns) / 1e9 / (now.step - before.step), 6)
 
 
 def resident_mb(pid: int) -> int:
-    """The memory that a process has in use; 0 when that cannot be read."""
+    """Resident memory of a process; 0 when it cannot be read."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 // 1_000_000
     except (OSError, IndexError, ValueError):
@@ -104,7 +101,7 @@ def resident_mb(pid: int) -> int:
 
 
 def read_boxes(traces: Sequence[RankTrace], running: Collection[int]) -> BoxFacts:
-    """The open call of each rank, the groups of more than one rank by their names, who of those that run waits for whom."""
+    """The open call of each rank, the groups of several ranks, and which of the running ranks wait for which."""
     places: dict[int, str] = {}
     groups: dict[str, tuple[int, ...]] = {}
     for trace in traces:
@@ -118,7 +115,7 @@ def read_boxes(traces: Sequence[RankTrace], running: Collection[int]) -> BoxFact
 
 
 def read_gpus() -> tuple[GpuReport, ...]:
-    """The GPUs of this node with the processes that use them; () without a driver."""
+    """The GPUs of this node and their processes; () without a driver."""
     users: dict[str, list[int]] = {}
     for row in query_gpus("--query-compute-apps=pid,gpu_uuid"):
         if row[0].isdigit():
@@ -127,7 +124,7 @@ def read_gpus() -> tuple[GpuReport, ...]:
 
 
 def parse_gpus(rows: Sequence[Sequence[str]], users: Mapping[str, Sequence[int]]) -> tuple[GpuReport, ...]:
-    """What nvidia-smi answered; "[N/A]" where a card is divided."""
+    """Reads the rows of nvidia-smi; partitioned GPUs report "[N/A]"."""
 
     def number(text: str) -> int:
         try:
@@ -135,33 +132,23 @@ def parse_gpus(rows: Sequence[Sequence[str]], users: Mapping[str, Sequence[int]]
         except ValueError:
             return -1
 
-    return tuple(
-        GpuReport(
-            int(row[0]),
-            number(row[2]),
-            number(row[3]),
-            number(row[4]),
-            number(row[5]),
-            number(row[6]),
-            tuple(users.get(row[1], ())),
-            row[7],
-        )
-        for row in rows
-        if len(row) >= 8 and row[0].isdigit()
-    )
+    def gpu(row: Sequence[str]) -> GpuReport:
+        busy, used, total, heat, power = map(number, row[2:7])
+        return GpuReport(int(row[0]), busy, used, total, heat, power, tuple(users.get(row[1], ())), row[7])
+
+    return tuple(gpu(row) for row in rows if len(row) >= 8 and row[0].isdigit())
 
 
 @dataclass
 class NodeReporter:
-    """`start()` and `close()` own the threads. `ranks` are those of this agent that run now."""
+    """`start()` and `close()` own the threads. `ranks` returns the running ranks of this agent."""
 
     client: Client
     folder: Path
     node: str
     ranks: Callable[[], tuple[int, ...]]
     calls: CallWindows = field(default_factory=CallWindows)
-    # these agents' calls may differ from ours
-    on_compare: Callable[[tuple[str, ...]], None] = lambda agents: None
+    on_compare: Callable[[tuple[str, ...]], None] = lambda agents: None  # their calls may differ from ours
     _known: set[int] = field(default_factory=set)
     _before: dict[int, RankSample] = field(default_factory=dict)
     _boxes: BoxFacts = field(default_factory=BoxFacts)
@@ -200,10 +187,10 @@ class NodeReporter:
             self.on_compare(wanted.compare)
 
     def look(self) -> NodeReport:
-        """One report."""
+        """Makes one report."""
         now = time.time()
         self._known.update(self.ranks())
-        # of several worlds the launcher knows only its own
+        # the launcher knows only its own world, so ranks with names of other worlds count too
         samples = [one for one in read_samples(self.folder) if one.name or one.rank in self._known]
         self._read_boxes(samples, now)
         report = build_report(
@@ -211,12 +198,14 @@ class NodeReporter:
         )
         self._before = {sample.rank: sample for sample in samples}
         token = self.folder / TOKEN_FILE
-        told, differs = self.calls.told, self.calls.local is not None
-        return replace(report, token_file=str(token) if token.exists() else "", windows=told, differs=differs)
+        windows, differs = self.calls.hashes, self.calls.local is not None
+        return replace(
+            report, token_file=str(token) if token.exists() else "", windows=windows, differs=differs
+        )
 
     @property
     def waiting(self) -> str:
-        """Which ranks wait for which; "" while they move. From any thread."""
+        """Which ranks wait for which; "" while the job moves. From any thread."""
         return self._boxes.waiting
 
     def _read_boxes(self, samples: Sequence[RankSample], now: float) -> None:

@@ -1,12 +1,10 @@
-"""The agents of the job's other nodes: asks them for their part of an incident, and sends them ours. Runs in the agent.
+"""Asks the agents of the job's other nodes for their part of an incident, and sends them this node's part. Runs in the agent.
 
-All nodes notice a hang of the job at about the same time. The lighthouse lets one of them lead: it gathers the parts
-of all, explains and acts. The others send their part and continue watching. A command asks all agents of a running job
-in the same way (`gather_everywhere`).
+All nodes notice a hang at about the same time. The lighthouse lets one agent lead: it gathers all parts, explains and acts. The
+others send their part and continue watching. A command gathers parts of a running job in the same way (`gather_everywhere`).
 
-The leader takes parts only from those who prove that they know the job token, only of an incident that is
-waited for, once from each sender, and never more than a part may have. A part is one packed file: boxes/, stacks/AGENT/,
-and part.json with what is missing. It may neither leave its folder nor grow beyond the limit when it is unpacked.
+The leader accepts a part only with a proof of the job token, only for an incident that it gathers, once per sender, and up to a
+size limit. A part is a zip file with boxes/, stacks/AGENT/ and part.json (missing evidence). Unpacking checks names and size.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ MAX_PACKED_BYTES = 64 << 20
 MAX_BYTES = 512 << 20
 FACTS = "part.json"
 UPLOAD_S = 20.0
-#: What unpacking a part may end with that is damaged, or made to harm.
+#: Errors of unpacking a damaged or malicious part.
 BAD_PART = (zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, RuntimeError, OSError)
-PURPOSE = "evidence"  # names the key that both sides prove
+PURPOSE = "evidence"  # of the key for these connections
 MAX_REQUEST_BYTES = 16 << 10
 MAX_REMEMBERED = 100  # incidents
-PARTS_S = 30.0  # how long the parts of others are waited for
-EARLY_S = 2.0  # a part may arrive before its leader has opened a folder for it
+PARTS_S = 30.0  # limit for the parts of other nodes
+EARLY_S = 2.0  # a part may arrive this long before the leader expects it
 
 
 @dataclass(frozen=True)
@@ -61,20 +59,19 @@ class _Facts:
 @dataclass
 class _Awaited:
     folder: Path
-    heard: set[str] = field(default_factory=set)
-    taking: set[str] = field(default_factory=set)  # senders whose part is being unpacked
+    received: set[str] = field(default_factory=set)  # senders
+    unpacking: set[str] = field(default_factory=set)  # senders
     missing: list[str] = field(default_factory=list)
 
 
 class PeerAgents:
-    """Asks and is asked. `client` belongs to the caller; the socket for parts is opened when it is first needed."""
+    """The agents of other nodes. `client` belongs to the caller; the socket for parts is opened on first use."""
 
     def __init__(self, client: Client, token: str) -> None:
         self.client = client
         self.token = token
-        self.gone: set[str] = set()  # agents that are not waited for any more
-        # incidents of others that we gave our part of, the newest last
-        self._asked: deque[str] = deque(maxlen=MAX_REMEMBERED)
+        self.gone: set[str] = set()  # agents that send no more parts
+        self._contributed: deque[str] = deque(maxlen=MAX_REMEMBERED)  # incidents that other agents lead
         self._awaited: dict[str, _Awaited] = {}
         self._changed = threading.Condition()
         self._members: MemberServer | None = None
@@ -82,11 +79,11 @@ class PeerAgents:
 
     @property
     def name(self) -> str:
-        """How the lighthouse calls us."""
+        """This agent's name at the lighthouse."""
         return self.client.options.replica
 
     def open(self) -> str:
-        """Where parts go: HOST:PORT."""
+        """The address for parts, HOST:PORT."""
         if self._members is None:
             host = frames.own_address(self.client.lighthouse or self.client.options.addresses[0])
             listener = frames.listen(host, 0)
@@ -96,12 +93,11 @@ class PeerAgents:
         return self._address
 
     def close(self) -> None:
-        """Takes nothing any more."""
         if self._members is not None:
             self._members.close()
             self._members = None
 
-    # an incident that we lead
+    # incidents that this agent leads
 
     def ask(
         self,
@@ -114,21 +110,13 @@ class PeerAgents:
         follow_s: float = FOLLOW_S,
         agents: tuple[str, ...] = (),
     ) -> Gathering | None:
-        """Who leads, and who else was asked; None when the lighthouse cannot say (then we are on our own). If we lead, the
-        parts of the others (of all, or of these `agents`) go to the folder."""
+        """The leader of the incident and the agents that were asked; None without a connection to the lighthouse. If this agent
+        leads, the parts of all others, or of `agents`, go to the folder."""
         if not self.client.connected:
             return None
         try:
-            wanted = CollectEvidence(
-                incident,
-                reason,
-                agents,
-                lead=self.name,
-                upload=self.open(),
-                stacks=stacks,
-                alone=alone,
-                follow_s=follow_s,
-            )
+            lead, upload = self.name, self.open()
+            wanted = CollectEvidence(incident, reason, agents, lead, upload, stacks, alone, follow_s)
             found = self.client.gather(wanted)
         except (AllranksError, OSError) as error:
             log.warning("the other agents could not be asked: %s", error)
@@ -138,39 +126,39 @@ class PeerAgents:
         return found
 
     def expect(self, incident: str, folder: Path) -> None:
-        """From now on parts of this incident are put into the folder."""
+        """Accepts parts of this incident into the folder from now on."""
         with self._changed:
             self._awaited[incident] = _Awaited(folder)
             self._changed.notify_all()
 
     def wait(self, gathering: Gathering, limit_s: float = PARTS_S) -> list[str]:
-        """Until all parts are there or the limit; returns what is missing, as sentences."""
+        """Waits for all parts, up to the limit; returns a sentence for everything that is missing."""
         with self._changed:
             awaited, senders = self._awaited[gathering.incident], set(gathering.agents)
-            self._changed.wait_for(lambda: senders <= awaited.heard | self.gone, limit_s)
+            self._changed.wait_for(lambda: senders <= awaited.received | self.gone, limit_s)
             del self._awaited[gathering.incident]
             why = {True: ", it is gone", False: f" within {limit_s:g} s"}
-            silent = [f"{one}: no evidence{why[one in self.gone]}" for one in sorted(senders - awaited.heard)]
-            return [*awaited.missing, *silent]
+            absent = sorted(senders - awaited.received)
+            return [*awaited.missing, *(f"{one}: no evidence{why[one in self.gone]}" for one in absent)]
 
     def give_up(self, agent: str) -> None:
-        """An agent is gone: its part will not come."""
+        """Stops waiting for parts of an agent that is gone."""
         with self._changed:
             self.gone.add(agent)
             self._changed.notify_all()
 
     def take(self, incident: str, sender: str, data: bytes, reply: Callable[[bool], None]) -> None:
-        """A part has come; `reply` gets False when nobody waits for it (any more). A fast one waits until it is expected.
-        The part counts after the reply: what waits for it may close the connection then."""
+        """Unpacks a part. An early part waits until it is expected; `reply` gets False for an unexpected one. The part counts after
+        the reply, since a waiting thread may then close the connection."""
         with self._changed:
             self._changed.wait_for(lambda: incident in self._awaited, timeout=EARLY_S)
             awaited = self._awaited.get(incident)
-            wanted = awaited is not None and sender not in awaited.heard | awaited.taking
+            wanted = awaited is not None and sender not in awaited.received | awaited.unpacking
             if awaited is not None and wanted:
-                awaited.taking.add(sender)
+                awaited.unpacking.add(sender)
         if awaited is None or not wanted:
             return reply(False)
-        try:  # without the lock: a slow disk must not hold up the thread that calls `give_up`
+        try:  # without the lock: a slow disk must not delay `give_up`
             missing = unpack_part(data, awaited.folder)
         except AllranksError as error:
             missing = [str(error)]
@@ -179,14 +167,14 @@ class PeerAgents:
         finally:
             with self._changed:
                 awaited.missing += [f"{sender}: {item}" for item in missing]
-                awaited.heard.add(sender)
+                awaited.received.add(sender)
                 self._changed.notify_all()
 
     def _serve(self, connection: socket.socket, purpose: str) -> None:
-        """One part: who sends what, the bytes, and the answer."""
+        """Receives one part: a request, the bytes, the answer."""
         connection.settimeout(UPLOAD_S)
-        told = frames.receive_json(connection, MAX_REQUEST_BYTES)
-        size = int(told["bytes"])
+        request = frames.receive_json(connection, MAX_REQUEST_BYTES)
+        size = int(request["bytes"])
         if size > MAX_PACKED_BYTES + (1 << 20):
             frames.send_json(connection, {"ok": False, "why": f"a part of {size} bytes is too large"})
             return
@@ -196,34 +184,33 @@ class PeerAgents:
             raise ChannelError("a part came with the wrong checksum")
 
         def reply(taken: bool) -> None:
-            why = "" if taken else "nobody waits for it any more"
+            why = "" if taken else "the part is not expected, or no longer"
             frames.send_json(connection, {"ok": taken, "why": why})
 
-        self.take(str(told["incident"]), str(told["sender"]), bytes(data), reply)
+        self.take(str(request["incident"]), str(request["sender"]), bytes(data), reply)
 
-    # an incident that another leads
+    # incidents that another agent leads
 
     def contribute(self, wanted: CollectEvidence, collect: Callable[[Path, bool], list[str]]) -> None:
-        """`collect(folder, stacks)` gathers our part, which goes to the leader."""
-        self._asked.append(wanted.incident)
+        """Sends this node's part, gathered by `collect(folder, stacks)`, to the leader."""
+        incident = wanted.incident
+        self._contributed.append(incident)
         with tempfile.TemporaryDirectory(prefix="allranks-part-") as name:
             missing = collect(Path(name), wanted.stacks)
             try:
-                send_part(
-                    wanted.upload, wanted.incident, self.name, self.token, pack_part(Path(name), missing)
-                )
+                send_part(wanted.upload, incident, self.name, self.token, pack_part(Path(name), missing))
             except OSError as error:
-                log.warning("%s: our part could not be sent to %s: %s", wanted.incident, wanted.upload, error)
+                log.warning("%s: evidence not sent to %s: %s", incident, wanted.upload, error)
                 return
-        log.info("%s: our part was sent to %s", wanted.incident, wanted.lead)
+        log.info("%s: evidence sent to %s", incident, wanted.lead)
 
     def took_part_in(self, incident: str) -> bool:
-        """Whether we gave our part of this incident to another's gathering."""
-        return incident in self._asked
+        """Whether this agent has sent its part of an incident that another agent leads."""
+        return incident in self._contributed
 
 
 def send_part(upload: str, incident: str, sender: str, token: str, data: bytes) -> None:
-    """Sends a part to another agent; OSError when it cannot be done in time."""
+    """Sends a part to another agent; OSError when that fails or takes too long."""
     with socket.create_connection(frames.split_address(upload), UPLOAD_S) as sock:
         greet_as_client(sock, Keyring(token).for_purpose(PURPOSE))
         frames.send_json(sock, {"incident": incident, "sender": sender, "bytes": len(data)})
@@ -236,9 +223,8 @@ def send_part(upload: str, incident: str, sender: str, token: str, data: bytes) 
 
 
 def pack_part(folder: Path, missing: list[str], *, limit: int = MAX_PACKED_BYTES) -> bytes:
-    """All files of a folder, boxes first; those beyond the limit are named in part.json instead."""
-    out = io.BytesIO()
-    missing = list(missing)
+    """Packs all files of a folder, boxes first, up to the limit; part.json lists the others."""
+    out, missing = io.BytesIO(), list(missing)
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as pack:
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             name = path.relative_to(folder).as_posix()
@@ -248,7 +234,7 @@ def pack_part(folder: Path, missing: list[str], *, limit: int = MAX_PACKED_BYTES
                 missing.append(f"{name}: {error.strerror or error}")
                 continue
             if out.tell() + len(data) > limit:
-                missing.append(f"{name}: left out, the part is limited to {limit >> 20} MiB")
+                missing.append(f"{name}: left out, a part is limited to {limit >> 20} MiB")
             else:
                 pack.writestr(name, data)
         pack.writestr(FACTS, json.dumps({"missing": missing}))
@@ -256,7 +242,7 @@ def pack_part(folder: Path, missing: list[str], *, limit: int = MAX_PACKED_BYTES
 
 
 def unpack_part(data: bytes, folder: Path, *, limit: int = MAX_BYTES) -> list[str]:
-    """Puts a part into an incident folder; returns what its node could not give. InputError for a bad part."""
+    """Unpacks a part into an incident folder; returns what its node could not collect. InputError for a bad part."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as pack:
             entries = [entry for entry in pack.infolist() if not entry.is_dir()]
@@ -278,20 +264,20 @@ def _write(folder: Path, pack: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
         raise InputError(f"a part with a file {entry.filename!r}")
     target = folder / place
     target.parent.mkdir(parents=True, exist_ok=True)
-    with pack.open(entry) as packed, target.open("wb") as file:  # piece by piece: it may be large
+    with pack.open(entry) as packed, target.open("wb") as file:
         shutil.copyfileobj(packed, file)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Who was asked, and sentences about what did not come; what came is in boxes/ and stacks/AGENT/ of the folder."""
+    """The result of `gather_everywhere`; the evidence is in boxes/ and stacks/AGENT/ of the folder."""
 
-    agents: tuple[str, ...]
-    missing: tuple[str, ...]
+    agents: tuple[str, ...]  # that were asked
+    missing: tuple[str, ...]  # sentences
 
 
 def find_lighthouse(job: str | None) -> tuple[str, str] | None:
-    """(address, token) of the lighthouse of a job that runs on this node, or of the environment; None without one."""
+    """(address, token) of the lighthouse in the environment, or of a running job on this node; None without one."""
     address = os.environ.get("ALLRANKS_LIGHTHOUSE", "")
     if address:
         return address, find_token()
@@ -302,7 +288,7 @@ def find_lighthouse(job: str | None) -> tuple[str, str] | None:
     facts = read_job(folder)
     address, agent = str(facts.get("lighthouse") or ""), facts.get("pid")
     if not isinstance(agent, int) or process_state(agent) in ("", "Z", "X"):
-        return None  # the job is over
+        return None  # the job has ended
     try:
         token = read_token(folder / "token")
     except ConfigurationError:
@@ -313,7 +299,7 @@ def find_lighthouse(job: str | None) -> tuple[str, str] | None:
 def gather_everywhere(
     lighthouse: tuple[str, str], folder: Path, *, stacks: bool, limit_s: float = PARTS_S
 ) -> Gathered:
-    """Asks every agent of the job and puts what they send into the folder; AllranksError when none can be asked."""
+    """Gathers the parts of all agents of the job in the folder; AllranksError when there is no agent."""
     address, token = lighthouse
     host = socket.gethostname()
     name = f"command-{host}-{os.getpid()}"

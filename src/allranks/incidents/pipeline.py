@@ -1,9 +1,8 @@
-"""The steps that every incident goes through: open, evidence, verdict, action, publication. Runs in the agent.
+"""The steps of every incident: open, evidence, verdict, action, publication. Runs in the agent.
 
-An event starts it: a suspicion (hangs.py), a death, a cut connection or a lost node (deaths.py), or a request. Each of these
-files turns its event into calls of `IncidentPipeline`, which is shared by all of them, and so are the two things that all must
-agree on: which ends are explained already (`Explained`), and which incidents have been answered and wait until the survivors
-train again (`Recoveries`).
+A suspicion (hangs.py), a death, a cut connection or a lost node (deaths.py), a slow rank (slow.py) or a request starts an
+incident. All of them share one `IncidentPipeline`, with the processes whose end is already explained (`Explained`) and the
+incidents that wait until the survivors train again (`Recoveries`).
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ PATIENCE_S = 600.0
 @dataclass(frozen=True)
 class _Awaited:
     opened: IncidentFolder
-    before: dict[int, RankSample]  # of the ranks that must go on
+    before: dict[int, RankSample]  # of the ranks that must make progress
     since_s: float
-    new_only: bool  # only new processes count: the old ones may do a last step before they end
+    new_only: bool  # only new processes count: old ones may finish a step before they end
     patience_s: float = PATIENCE_S
-    out: dict[int, RankSample] = field(default_factory=dict)  # that were lost and should come back
-    recovered: bool = False  # the others train again
+    lost: dict[int, RankSample] = field(default_factory=dict)  # ranks that should come back
+    recovered: bool = False  # the other ranks train again
 
 
 @dataclass
 class Recoveries:
-    """All incidents that wait for progress."""
+    """Incidents that wait for progress."""
 
     _waiting: list[_Awaited] = field(default_factory=list)
-    _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # of the last ones
+    _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=9))  # the last recoveries
 
     @property
     def usual_s(self) -> float:
-        """How long this job takes to train again after an action; 0.0 when none has been seen."""
+        """How long this job takes to train again after an action; 0.0 before the first action."""
         return median(self._took_s) if self._took_s else 0.0
 
     def add(
@@ -76,61 +75,51 @@ class Recoveries:
         new_only: bool = False,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """From now on. When all went at once, their next processes count; with `new_only`, always."""
-        out = set(guilty)
-        survivors = {s.rank: s for s in samples if s.rank not in out and s.alive and not s.closed}
-        everybody = {s.rank: s for s in samples}
-        lost = {rank: s for rank, s in everybody.items() if rank in out} if survivors and not new_only else {}
-        before, now_s = survivors or everybody, time.monotonic()
+        """Waits for progress of the ranks that are not guilty. Without survivors, or with `new_only`, new processes of all
+        ranks must make progress."""
+        guilty = set(guilty)
+        survivors = {s.rank: s for s in samples if s.rank not in guilty and s.alive and not s.closed}
+        ranks = {s.rank: s for s in samples}
+        lost = {rank: s for rank, s in ranks.items() if rank in guilty} if survivors and not new_only else {}
+        before, now_s = survivors or ranks, time.monotonic()
         self._waiting.append(_Awaited(opened, before, now_s, new_only, patience_s, lost))
 
     def recent(self, for_s: float) -> bool:
-        """Whether something has been answered within this time and has not recovered: worth a closer look."""
+        """Whether an incident was answered within this time and has not recovered."""
         now_s = time.monotonic()
         return any(now_s - one.since_s < for_s for one in self._waiting if not one.recovered)
 
     def open(self) -> list[IncidentFolder]:
-        """Those that have not recovered."""
+        """The incidents that have not recovered."""
         return [waiting.opened for waiting in self._waiting if not waiting.recovered]
 
     def look(self, samples: list[RankSample]) -> Iterator[IncidentFolder]:
-        """Closes and gives back those whose survivors all train again; forgets those that never will."""
+        """Closes and yields the incidents whose ranks all train again; drops those that have waited too long."""
         now = {s.rank: s for s in samples}
         for waiting in list(self._waiting):
-            before, opened = waiting.before, waiting.opened
-            moved = [r for r, old in before.items() if r in now and _further(now[r], old, waiting.new_only)]
-            took = time.monotonic() - waiting.since_s
+            before, opened, now_s = waiting.before, waiting.opened, time.monotonic()
+            moved = [r for r, old in before.items() if r in now and _trains(now[r], old, waiting.new_only)]
+            took = now_s - waiting.since_s
             if before and len(moved) == len(before):
                 self._waiting.remove(waiting)
-                step = max(now[rank].step for rank in moved)
-                text = f"{_count(moved)} again" + (f", at step {step:,}" if step >= 0 else "")
-                if waiting.recovered:  # now those that were lost are back too: the story is complete
-                    opened.update(Moment("back", time.time(), text))
+                step, at = max(now[rank].step for rank in moved), time.time()
+                train = "1 rank trains" if len(moved) == 1 else f"{len(moved)} ranks train"
+                text = f"{train} again" + (f", at step {step:,}" if step >= 0 else "")
+                if waiting.recovered:
+                    opened.update(Moment("back", at, text))
                 else:
-                    durations = {**opened.current.durations_s, "recovered": took}
-                    opened.update(
-                        Moment("recovered", time.time(), text), closed=time.time(), durations_s=durations
-                    )
-                    self._expect_back(waiting)
+                    opened.update(Moment("recovered", at, text), closed=at, durations_s={"recovered": took})
+                    if waiting.lost:  # these ranks should come back in new processes
+                        self._waiting.append(_Awaited(opened, waiting.lost, now_s, True, recovered=True))
                     if opened.current.acted or opened.current.kind == "death":
                         self._took_s.append(took)
                 yield opened
             elif not before or took > waiting.patience_s:
                 self._waiting.remove(waiting)
 
-    def _expect_back(self, waiting: _Awaited) -> None:
-        """The ranks that were lost should train again, in new processes."""
-        if waiting.out:
-            now_s = time.monotonic()
-            self._waiting.append(_Awaited(waiting.opened, waiting.out, now_s, True, recovered=True))
 
-
-def _count(ranks: list[int]) -> str:
-    return "1 rank trains" if len(ranks) == 1 else f"{len(ranks)} ranks train"
-
-
-def _further(now: RankSample, before: RankSample, new_only: bool) -> bool:
-    """More completed calls or steps than before (a new process counts from zero again and also trains)."""
+def _trains(now: RankSample, before: RankSample, new_only: bool) -> bool:
+    """Whether a rank has completed more calls or steps than before. A new process counts from zero."""
     if new_only or now.calls_started < before.calls_started:
         return now.process != before.process and now.calls_completed > 0
     return now.step > before.step or now.calls_completed > before.calls_completed
@@ -138,14 +127,14 @@ def _further(now: RankSample, before: RankSample, new_only: bool) -> bool:
 
 log = logging.getLogger("allranks.agent")
 
-EXPLAIN_S = 3.0  # after a death: first the launcher starts the ranks again, then it is explained
+EXPLAIN_S = 3.0  # after a death, the launcher restarts the ranks before the examination
 JOIN_S = 30.0
 
 
 @dataclass(frozen=True)
 class WatchOptions:
     folder: Path  # black boxes of the job on this node
-    incidents: Path  # where incident folders go; shared between nodes if there are several
+    incidents: Path  # parent of the incident folders; shared by all nodes
     job: str
     node: str = ""
     mode: Mode = "whole_job"
@@ -164,45 +153,43 @@ class WatchOptions:
         return self.mode == "whole_job"
 
     def replica_of(self, rank: int) -> int:
-        """The replica that a rank belongs to."""
         return rank // self.ranks_per_replica
 
 
-MAX_NOTED = 100_000  # processes; of one node's newest
+MAX_EXPLAINED = 100_000  # processes
 ASKED_TO_END = "asked_to_end"  # a file in the job's folder: pids, and when they were asked
 
 
 @dataclass
 class Explained:
-    """The one owner of "already explained": processes whose end needs no incident of its own, since it was asked for,
-    follows from another's, or has one. May be used from any thread.
+    """Processes whose end needs no incident, since it was requested, follows from another end, or has one. Thread-safe.
 
-    A process is a pid and a time: one that was started after its pid was noted is another process.
+    A process that started after its pid was added is another process.
     """
 
-    _noted: dict[int, int] = field(default_factory=dict)  # pid -> epoch nanoseconds
+    _added: dict[int, int] = field(default_factory=dict)  # pid -> epoch nanoseconds
 
     def add(self, pids: Iterable[int]) -> None:
-        self._noted.update(dict.fromkeys(pids, time.time_ns()))
-        keep_newest(self._noted, MAX_NOTED)
+        self._added.update(dict.fromkeys(pids, time.time_ns()))
+        keep_newest(self._added, MAX_EXPLAINED)
 
-    def tell(self, pids: Iterable[int], folder: Path) -> None:
-        """Adds them, also for the other agents of this host that share the job's folder."""
+    def share(self, pids: Iterable[int], folder: Path) -> None:
+        """Adds processes, also for the other agents of this host that use the job's folder."""
         self.add(pids := tuple(pids))
         if not pids:
             return
         with contextlib.suppress(OSError), open(folder / ASKED_TO_END, "a") as file:
-            file.write("".join(f"{pid} {self._noted[pid]}\n" for pid in pids))
+            file.write("".join(f"{pid} {self._added[pid]}\n" for pid in pids))
 
-    def hear(self, folder: Path) -> None:
-        """Adds what the other agents of this host told."""
+    def read_shared(self, folder: Path) -> None:
+        """Adds the processes that other agents of this host have shared."""
         with contextlib.suppress(OSError):
-            told = re.findall(r"^(\d{1,10}) (\d{1,19})$", (folder / ASKED_TO_END).read_text(), re.MULTILINE)
-            self._noted |= {int(pid): max(int(at), self._noted.get(int(pid), 0)) for pid, at in told}
+            lines = re.findall(r"^(\d{1,10}) (\d{1,19})$", (folder / ASKED_TO_END).read_text(), re.MULTILINE)
+            self._added |= {int(pid): max(int(at), self._added.get(int(pid), 0)) for pid, at in lines}
 
     def covers(self, sample: RankSample) -> bool:
         """Whether the end of the process that writes this box is explained."""
-        return self._noted.get(sample.pid, -1) >= sample.start_ns
+        return self._added.get(sample.pid, -1) >= sample.start_ns
 
 
 @dataclass(frozen=True)
@@ -212,7 +199,7 @@ class Examination:
 
     @property
     def verdict(self) -> Finding | None:
-        """Who and why; None when nothing is wrong, or nothing could be read."""
+        """None when nothing is wrong, or nothing could be read."""
         return self.diagnosis.verdict
 
     @property
@@ -221,20 +208,20 @@ class Examination:
 
 
 class Actor(Protocol):
-    """Carries out what the policy decided."""
+    """Carries out the actions of the policy."""
 
     def act(self, action: Action, incident: Incident) -> str:
-        """Does it, and reports in a sentence what was done."""
+        """Carries out the action, and returns the result as a sentence."""
         ...
 
 
-# what an actor carries out; other actions are words
+# the actions that an actor carries out; others are only reported
 ACTIONS = ("evict", "restart_rank", "restart_job", "command", "set_aside", "leave_node")
 
 
 @dataclass
 class IncidentPipeline:
-    """`peers` is None on a node that is alone."""
+    """`peers` is None in a job of one node."""
 
     options: WatchOptions
     actor: Actor | None = None
@@ -243,22 +230,23 @@ class IncidentPipeline:
     explained: Explained = field(default_factory=Explained)
     asked_to_end: Explained = field(default_factory=Explained)  # the ranks that the launcher is ending
     peers: PeerAgents | None = None
-    diverged: tuple[float, Finding] | None = None  # when ranks were seen to make calls that differ, and how
+    diverged: tuple[float, Finding] | None = None  # when calls of ranks were found to differ, and how
+    background: bool = False  # `run` starts threads
     _threads: list[threading.Thread] = field(default_factory=list)
     _starting: threading.Lock = field(default_factory=threading.Lock)
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
-        """Waits for what is under way, and writes the last state of open incidents."""
+        """Waits for running threads, and writes the last state of open incidents."""
         self._closing.set()
-        while self._threads:  # one that notes a death may add one that explains it
+        while self._threads:  # a thread may add another one
             self._threads.pop(0).join(timeout=JOIN_S)
         for opened in self.recoveries.open():
             self.publisher.write_page(opened)
         self.publisher.close()
 
     def note_divergence(self, found: Finding) -> None:
-        """Ranks make calls that differ: said at once, and kept for the incident that may come of it."""
+        """Logs that calls of ranks differ, and keeps the finding for an incident that follows."""
         s = "s" if len(found.waiting) == 1 else ""
         waits = f"; {ranks_text(found.waiting)} wait{s}" if found.waiting else ""
         log.warning("the calls of ranks differ: %s%s", found.sentence, waits)
@@ -277,7 +265,7 @@ class IncidentPipeline:
         node: str = "",
         boxes: bool = True,
     ) -> IncidentFolder:
-        """A new incident, with the black boxes of this node unless they are kept later."""
+        """Opens an incident, with the black boxes of this node unless they are copied later."""
         opened = open_incident(
             self.options.incidents,
             kind=kind,
@@ -297,17 +285,15 @@ class IncidentPipeline:
         return opened
 
     def keep_boxes(self, opened: IncidentFolder, samples: Sequence[RankSample]) -> None:
-        """Copies the black boxes as they are now; those that cannot be copied are missing."""
+        """Copies the black boxes in their present state."""
         missing = copy_boxes([Path(sample.path) for sample in samples], opened.path / "boxes")
         opened.update(missing=tuple(missing))
 
     def ask(
         self, opened: IncidentFolder, reason: str, *, stacks: bool = True, follow_s: float = FOLLOW_S
     ) -> Gathering | None:
-        """Asks the agents of other nodes for their part; None when there are none.
-
-        `follow_s`: what another one asked for within this time before is the same incident.
-        """
+        """Asks the agents of other nodes for their part; None without other nodes. A request of another agent within the last
+        `follow_s` is the same incident, and this one follows it."""
         if self.peers is None:
             return None
         found = self.peers.ask(opened.current.id, reason, opened.path, stacks=stacks, follow_s=follow_s)
@@ -318,7 +304,7 @@ class IncidentPipeline:
         return gathering is not None and self.peers is not None and gathering.lead != self.peers.name
 
     def collect_part(self, folder: Path, stacks: bool) -> list[str]:
-        """Our part of an incident that another node leads; returns what is missing."""
+        """Collects this node's part of an incident that another node leads; returns what is missing."""
         samples = read_samples(self.options.folder)
         missing = copy_boxes([Path(sample.path) for sample in samples], folder / "boxes")
         if stacks:
@@ -329,7 +315,7 @@ class IncidentPipeline:
     def _collect_stacks(
         self, folder: Path, samples: Sequence[RankSample], missing: list[str], look: int = 1
     ) -> None:
-        """The stacks of these ranks of this node; those that could not be read are added to `missing`."""
+        """Collects the stacks of these ranks; those that could not be read are added to `missing`."""
         pids = {s.rank: s.pid for s in samples if s.alive}
         if not pids or not self.options.collect_stacks:
             return
@@ -341,7 +327,7 @@ class IncidentPipeline:
             capture = collect(find_targets(chosen), options)
             folder.mkdir(parents=True, exist_ok=True)
             write_bundle(capture, folder)
-            missing.extend(capture.notes)  # no py-spy, say
+            missing.extend(capture.notes)  # such as a missing py-spy
             return {p.rank for p in capture.processes if any(shot.stacks for shot in p.snapshots)}
 
         seen = attempt("stacks", work, missing)
@@ -362,11 +348,11 @@ class IncidentPipeline:
         gathering: Gathering | None = None,
         taken_ns: int = 0,
     ) -> Examination:
-        """Stacks of some ranks and the parts of other nodes, judged together with the boxes; the incident knows it then.
+        """Collects stacks of `stacks_of` and the parts of other nodes, judges them with the boxes, and updates the incident.
 
-        `look`: the first one (0) settles nothing, and takes seconds on a busy node: stacks are read once, without native
-        frames. Native frames stop the process for a moment: they are read in the second one only.
-        `taken_ns`: when the boxes were copied, of ranks that may have moved since; 0: they are still as they were.
+        The first look (0) is never final and reads stacks once, without native frames, since collecting takes seconds on a
+        busy node. Native frames stop the process shortly and are read in the second look only. `taken_ns` is the time of the
+        copied boxes if ranks may have made progress since; 0: they have not.
         """
         missing: list[str] = []
         folder = opened.path / "stacks"
@@ -390,7 +376,7 @@ class IncidentPipeline:
         changes: Changes = {"missing": tuple(dict.fromkeys((*opened.current.missing, *missing)))}
         if evidence.report is not None:
             changes["stacks"] = report_json(evidence.report)
-        # an examination without a verdict does not take an earlier one back; that of a stall waits for its outcome
+        # an earlier verdict stays if there is no new one; a stall gets its verdict with its outcome
         if found.verdict is not None and opened.current.kind != "stall":
             changes["verdict"], changes["ranks"] = found.verdict, found.ranks
         opened.update(**changes)
@@ -404,23 +390,23 @@ class IncidentPipeline:
         noticed_s: float = 0.0,
         **changes: Unpack[Changes],
     ) -> None:
-        """What is known without a diagnosis."""
+        """Writes a finding that is known without a diagnosis."""
         reason = changes.get("reason", opened.current.reason)
         Observed(taken_ns=time.time_ns(), told=told, reason=reason).write(opened.path)
         changes |= {"verdict": told, "ranks": told.ranks, "durations_s": {"noticed": noticed_s}}
         opened.update(*moments, **changes)
 
     def announce(self, opened: IncidentFolder, samples: Sequence[RankSample], lost: Sequence[int]) -> None:
-        """Publishes it, and watches the others until they train again."""
+        """Publishes the incident, and waits until the other ranks train again."""
         self.publisher.publish(opened)
         self.recoveries.add(opened, samples, lost, new_only=self.options.whole_job)
 
     def acts(self, action: Action) -> bool:
-        """Whether somebody carries it out."""
+        """Whether the action is carried out, not only reported."""
         return action.kind in ACTIONS and self.actor is not None
 
     def act(self, opened: IncidentFolder, action: Action) -> None:
-        """Carries it out; the story has what was done, or why nothing was."""
+        """Carries out the action, and adds its result, or the reason for no action, to the story."""
         name = action.kind.replace("_", " ")
         if self.actor is None or not self.acts(action):
             opened.update(Moment("action", time.time(), f"none ({name}): {action.reason}"), action=action)
@@ -428,18 +414,18 @@ class IncidentPipeline:
             return
         try:
             result, done = self.actor.act(action, opened.current), True
-        except Exception as error:  # the launcher's: the story continues, and has the error
+        except Exception as error:  # of the launcher; the story records it
             log.exception("%s: %s failed", opened.current.id, name)
             result, done = f"failed: {error!r}", False
-        carried = replace(action, done=done, result=result)
-        opened.update(Moment("action", time.time(), f"{name}: {result}"), action=carried)
+        action = replace(action, done=done, result=result)
+        opened.update(Moment("action", time.time(), f"{name}: {result}"), action=action)
         log.warning("%s: %s: %s", opened.current.id, name, result)
 
     def settle(
         self, opened: IncidentFolder, outcome: str = "", ended: bool = False, looping: str = ""
     ) -> Diagnosis | None:
-        """Writes what a stall is or was, so that `allranks diagnose` on the folder says the same; "": a hang. `looping`: all
-        ranks run and none gets further."""
+        """Writes the outcome of a stall ("": a hang), so that `allranks diagnose` on the folder gives the same verdict.
+        `looping` is the reason when ranks complete calls but no step."""
         before = read_observed(opened.path) or Observed()
         observed = replace(before, outcome=outcome, ended=ended)
         if looping:
@@ -455,11 +441,10 @@ class IncidentPipeline:
         write_atomically(opened.path / "diagnosis.json", json.dumps(as_json.to_object(diagnosis)))
         write_atomically(opened.path / "diagnosis.txt", "\n".join(text.render(diagnosis)) + "\n")
 
-    # in the background
+    # threads
 
     def explain_later(self, explain: Callable[[], object]) -> None:
-        """The evidence is safe; judging, and waiting for the parts of others, comes when the launcher has started the
-        ranks again."""
+        """Examines an incident after the launcher has restarted the ranks. Its evidence is on disk."""
 
         def work() -> None:
             self._closing.wait(EXPLAIN_S)
@@ -467,17 +452,24 @@ class IncidentPipeline:
 
         self.start(work, "allranks-explain")
 
+    def run(self, work: Callable[[], object], name: str) -> threading.Thread | None:
+        """Starts the work on a thread while the watch runs, else runs it in this call."""
+        if self.background:
+            return self.start(work, name)
+        work()
+        return None
+
     def start(self, work: Callable[[], object], name: str) -> threading.Thread:
-        """Runs it on a thread of its own, from any thread; a failure, a full disk, say, is logged."""
-        told = (work, "%s failed; the incident is incomplete", name)
-        thread = threading.Thread(target=carefully, args=told, name=name, daemon=True)
+        """Starts the work on a thread, from any thread. A failure is logged."""
+        args = (work, "%s failed; the incident is incomplete", name)
+        thread = threading.Thread(target=carefully, args=args, name=name, daemon=True)
         thread.start()
         with self._starting:
             self._threads = [*(t for t in self._threads if t.is_alive()), thread]
         return thread
 
     def collect_now(self, reason: str) -> IncidentFolder:
-        """Evidence on request, without a suspicion."""
+        """Collects evidence on request, without a suspicion."""
         samples = read_samples(self.options.folder)
         opened = self.open("request", reason, samples)
         self.examine(opened, samples, Observed(), stacks_of=samples, taken_ns=time.time_ns())

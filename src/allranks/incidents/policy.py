@@ -1,9 +1,8 @@
-"""What to do about a hang. Pure: facts, budget and options in; an action and its reason out.
+"""Decides what to do about a hang. Pure: facts, budget and options in; an action and its reason out.
 
-`decide_action` is asked when evidence is already on disk. Acting costs a restart or a heal; waiting costs the time that is
-lost if it is a hang, and saves the action if it is not. A hang that follows from what was seen is acted on at once; one
-that only time tells when waiting has become dearer than acting. A fault that is nobody's (all entered, none finished) is
-treated as the network's or a device's and never blamed on a rank.
+`decide_action` is called when the evidence is on disk. Acting costs a restart or a heal; waiting costs training time if the
+stall is a hang, and saves the action if it is not. A certain hang is acted on at once, any other one when waiting costs more
+than acting. If all ranks entered a call and none finished, the network or a device is at fault, and no rank is blamed.
 """
 
 from __future__ import annotations
@@ -48,23 +47,23 @@ class PolicyOptions:
         return self.on_hang or ("evict" if mode == "replica" else "restart_job")
 
     def acts(self, mode: Mode) -> bool:
-        """Whether actions are carried out, or only said."""
+        """Whether actions are carried out, or only reported."""
         return self.enabled if self.enabled is not None else mode == "replica"
 
     def may_act(self, mode: Mode) -> bool:
-        """Whether a hang may ever be answered with more than evidence."""
+        """Whether a hang may lead to an action beyond collecting evidence."""
         return self.acts(mode) and self.wanted(mode) not in ("none", "collect")
 
 
 @dataclass(frozen=True)
 class PolicyState:
-    """When actions were taken, and against which replica."""
+    """The actions so far."""
 
     acted_s: tuple[float, ...] = ()
-    against: dict[int, int] = field(default_factory=dict)
+    against: dict[int, int] = field(default_factory=dict)  # replica -> number of actions
 
     def after(self, now_s: float, replica: int | None, window_s: float) -> PolicyState:
-        """The state once an action has been taken."""
+        """The state after an action."""
         against = dict(self.against)
         if replica is not None:
             against[replica] = against.get(replica, 0) + 1
@@ -73,7 +72,7 @@ class PolicyState:
 
 @dataclass(frozen=True)
 class HangFacts:
-    """What is known when the policy is asked."""
+    """The facts for a decision."""
 
     mode: Mode
     cause: str
@@ -81,17 +80,17 @@ class HangFacts:
     confidence: float
     ranks_per_replica: int = 1
     replicas: int = 1
-    members: tuple[int, ...] = ()  # replicas that run now
-    certain: bool = True  # that it is a hang follows from what was seen
+    members: tuple[int, ...] = ()  # running replicas
+    certain: bool = True  # the evidence proves a hang
     stalled_s: float = 0.0  # so far
-    usual_s: float = 10.0  # a shorter silence is not noticed
-    act_s: float = 60.0  # what the action costs: as long as it took this job before
-    leaving: bool = False  # the guilty ranks have left their training: they save, upload or end
+    usual_s: float = 10.0  # shortest silence that is noticed
+    act_s: float = 60.0  # cost of the action, as measured in this job
+    leaving: bool = False  # the guilty ranks have finished training: they save, upload or end
 
 
-NO_STEP = "no_step"  # collectives are completed, no step is: a loop, or a phase that nobody announced
-NOBODYS_FAULT = frozenset({"none_finished"})
-#: Calls that differ although all of them were made: no later call can mend it.
+NO_STEP = "no_step"  # collectives are completed, steps are not: a loop, or an unannounced phase
+NO_RANKS_FAULT = frozenset({"none_finished"})
+#: Calls that differ although all ranks made them: no later call can resolve this.
 CERTAIN_MISMATCH = frozenset(
     {"type_mismatch", "size_mismatch", "dtype_mismatch", "reduce_op_mismatch", "root_mismatch"}
     | {"order_inversion"}
@@ -103,7 +102,8 @@ _DOES = {
     "restart_job": "restart the job",
     "restart_rank": "restart the rank",
     "evict": "evict the replica",
-} | {"command": "run the command"}
+    "command": "run the command",
+}
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class Costs:
 
 
 def weigh(case: HangFacts) -> Costs:
-    """Waiting as long again as the stall has lasted, against acting now.
+    """The costs of waiting as long again as the stall has lasted, and of acting now.
 
-    How long pauses last has a long tail: of those that were noticed about usual_s / stalled_s last so long.
+    Durations of pauses have a long tail: a share of about usual_s / stalled_s of the noticed ones lasts this long.
     """
     right = share_right(case.confidence)
     hung = right if case.certain else right / (1 + case.usual_s / max(case.stalled_s, case.usual_s))
@@ -129,14 +129,14 @@ def weigh(case: HangFacts) -> Costs:
 
 
 def back_off_left_s(now_s: float, state: PolicyState, options: PolicyOptions) -> float:
-    """Seconds until the next action is allowed; a confirmed hang waits for them instead of being given up."""
+    """Seconds until the next action is allowed; a confirmed hang waits for it."""
     return max(0.0, state.acted_s[-1] + options.back_off_s - now_s) if state.acted_s else 0.0
 
 
 def decide_leaving(
     now_s: float, failures_s: Sequence[float], options: PolicyOptions
 ) -> tuple[ActionKind | None, str]:
-    """Whole-job mode that can do with fewer nodes: whether this one, the cause each time, should leave; None: stay."""
+    """Whole-job mode with optional nodes: whether this node, the cause of each failure, should leave; None: it stays."""
     recent = [t for t in failures_s if now_s - t < options.window_s]
     if len(recent) < options.node_failures:
         return None, f"{len(recent)} failures of this node within {options.window_s:g} s"
@@ -147,7 +147,7 @@ def decide_leaving(
 
 
 def decide_action(now_s: float, case: HangFacts, state: PolicyState, options: PolicyOptions) -> Action:
-    """The action for a confirmed hang, with the reason that goes to the log and the page."""
+    """The action for a confirmed hang, with its reason for the log and the page."""
     wanted = options.wanted(case.mode)
     replica = case.ranks[0] // case.ranks_per_replica if case.ranks else None
     kind: ActionKind = wanted
@@ -166,7 +166,7 @@ def decide_action(now_s: float, case: HangFacts, state: PolicyState, options: Po
 def decide_slow(
     now_s: float, case: HangFacts, state: PolicyState, options: PolicyOptions, may_leave: bool
 ) -> Action:
-    """The action for a rank that became slow and stays slow."""
+    """The action for a rank that stays slow."""
     wanted, replica = options.on_slow, case.ranks[0] // case.ranks_per_replica
     if wanted in ("report", "profile"):
         return Action("none", f"the policy for slow ranks is: {wanted}", case.ranks, replica)
@@ -179,7 +179,7 @@ def decide_slow(
     elif kind == "set_aside" and len(case.members) < 2:
         why_not = "it is the only replica"
     elif state.against.get(replica, 0) and not why_not:
-        why_not = f"replica {replica} was answered before and is slow again: a person must look"
+        why_not = f"replica {replica} is slow again after an earlier action: inspect it by hand"
     if why_not:
         return Action("none", why_not, case.ranks, replica)
     reason = f"rank {case.ranks[0]} became slow, and the policy for slow ranks is: {wanted}"
@@ -189,34 +189,32 @@ def decide_slow(
 
 
 def _why(case: HangFacts, wanted: ActionKind) -> str:
-    if case.cause in NOBODYS_FAULT:
+    if case.cause in NO_RANKS_FAULT:
         return "no rank is to blame (network or device)"
     if not case.ranks:
         return "no rank was named"
     why = f"{ranks_text(case.ranks)}: {case.cause.replace('_', ' ')} ({case.confidence:.0%} sure)"
     if case.cause in PROGRAM_FAULT and wanted == "evict":
-        why += "; the program itself disagrees between ranks, it may come back"
+        why += "; the program differs between ranks, so this may happen again"
     return why
 
 
 def _why_not(
     now_s: float, case: HangFacts, state: PolicyState, options: PolicyOptions, wanted: ActionKind
 ) -> str:
-    """Why nothing but evidence is taken; "" when the action may be taken."""
+    """The reason to collect evidence only; "" when the action may be taken."""
     if wanted in ("none", "collect"):
         return "the policy asks for evidence only"
     if spent := _budget_spent(now_s, state, options):
         return spent
     if case.cause == NO_STEP:
-        return "collectives are still completed: a person must look"
-    if case.cause in NOBODYS_FAULT or not case.ranks:
-        return f"{_why(case, wanted)}: nobody is evicted" if wanted == "evict" else ""
+        return "collectives are still completed: inspect the ranks by hand"
+    if case.cause in NO_RANKS_FAULT or not case.ranks:
+        return f"{_why(case, wanted)}: no replica is evicted" if wanted == "evict" else ""
     if case.confidence < options.min_confidence:
         return f"the verdict's confidence {case.confidence:.2f} is below {options.min_confidence:.2f}"
     if case.leaving and not case.certain:
-        return (
-            f"{ranks_text(case.ranks)} finished the training and may still save: nothing is won by ending it"
-        )
+        return f"{ranks_text(case.ranks)} finished training and may still save: ending it would gain nothing"
     guilty = {rank // case.ranks_per_replica for rank in case.ranks}
     if wanted == "evict" and len(guilty) > 1 and len(guilty) * 2 > max(1, len(case.members) or case.replicas):
         return f"{len(guilty)} of {case.replicas} replicas are named: too many to evict"
@@ -226,7 +224,9 @@ def _why_not(
 def _budget_spent(now_s: float, state: PolicyState, options: PolicyOptions) -> str:
     recent = [t for t in state.acted_s if now_s - t < options.window_s]
     if len(recent) >= options.max_actions:
-        return f"{len(recent)} actions within {options.window_s:g} s use up the budget; a person must look"
+        return (
+            f"{len(recent)} actions within {options.window_s:g} s use up the budget; inspect the job by hand"
+        )
     if recent and now_s - recent[-1] < options.back_off_s:
         return f"the last action was {now_s - recent[-1]:.1f} s ago; waiting {options.back_off_s:g} s"
     return ""

@@ -1,9 +1,8 @@
 """Publishes an incident: its page, the lighthouse, webhooks, a copy in an object store. Runs in the agent.
 
-A webhook gets one JSON POST: `slack:URL` (or a hooks.slack.com address) in Slack's shape, anything else the whole
-incident. `tensorboard:FOLDER`, `wandb:PROJECT` and `otlp:http://HOST:4318` (OpenTelemetry) go to those tools; each needs its
-package: allranks[tensorboard], allranks[wandb], allranks[otel]. The folder on disk stays the original: what fails here is
-logged.
+A webhook gets a JSON POST: in Slack's format for `slack:URL` and hooks.slack.com, else with the whole incident.
+`tensorboard:FOLDER`, `wandb:PROJECT` and `otlp:http://HOST:4318` (OpenTelemetry) write to those tools and need
+allranks[tensorboard], allranks[wandb] or allranks[otel]. The original is the folder on disk, so failures are only logged.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from allranks.watch.samples import read_samples
 
 
 def write_tensorboard(folder: str, incident: Incident, sentence: str) -> None:
-    """A text at the step of the incident, and how long the recovery took."""
+    """Writes a text at the step of the incident, and the duration of the recovery."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -62,7 +61,7 @@ def write_tensorboard(folder: str, incident: Incident, sentence: str) -> None:
 
 
 def write_wandb(project: str, incident: Incident, sentence: str) -> None:
-    """An alert and a row in a run of its own, `incidents of JOB`; offline as WANDB_MODE says."""
+    """Writes an alert and a row to the run `incidents of JOB`."""
     import wandb
 
     run = wandb.init(
@@ -86,12 +85,12 @@ def write_wandb(project: str, incident: Incident, sentence: str) -> None:
         run.alert(title=f"{incident.kind} in {incident.job}", text=sentence)
     finally:
         run.finish()
-        wandb.teardown()  # else its service process would stay with the agent
+        wandb.teardown()  # ends wandb's service process
 
 
 def write_otlp(url: str, incident: Incident, sentence: str) -> None:
-    """A span from the first sign to the recovery, with the moments of the story as its events. All spans of an
-    incident are of one trace."""
+    """Sends a span from the first sign to the recovery, with the moments of the story as events. All spans of an incident belong to
+    one trace."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -130,7 +129,7 @@ def write_otlp(url: str, incident: Incident, sentence: str) -> None:
     provider.shutdown()
 
 
-#: scheme of an address -> (what writes, the package that it needs, the extra that brings it)
+#: scheme of an address -> (writer, required package, extra)
 SINKS: dict[str, tuple[Callable[[str, Incident, str], None], str, str]] = {
     "tensorboard": (write_tensorboard, "tensorboard", "tensorboard"),
     "wandb": (write_wandb, "wandb", "wandb"),
@@ -139,7 +138,7 @@ SINKS: dict[str, tuple[Callable[[str, Incident, str], None], str, str]] = {
 
 
 def check_address(address: str) -> None:
-    """Raises at the start of a job, not at its first incident; the error does not show the address, which may be a secret."""
+    """Raises ConfigurationError for an address that cannot be used. The error does not show it, since it may hold a secret."""
     scheme, _, rest = address.partition(":")
     if scheme in SINKS and rest:
         _, package, extra = SINKS[scheme]
@@ -147,18 +146,18 @@ def check_address(address: str) -> None:
     is_url = scheme not in ("tensorboard", "wandb")
     if not rest or (is_url and not _is_url(rest if scheme in ("slack", "otlp") else address)):
         raise ConfigurationError(
-            "a webhook is not an address that incidents can be sent to (not shown: it may hold a secret)",
+            "a webhook is not a valid address (not shown, since it may hold a secret)",
             hint="--webhook, recovery.webhooks and ALLRANKS_WEBHOOK take http://…, https://…, slack:https://…, "
             "otlp:http://…, tensorboard:DIR and wandb:PROJECT.",
         )
 
 
 def _is_url(text: str) -> bool:
-    """Whether urllib can send something there."""
+    """Whether urllib can send to this URL."""
     try:
         parts = urlsplit(text)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets or a port that is none
+    except ValueError:  # wrong brackets or port
         return False
     return known and text.isascii() and text.isprintable() and " " not in text
 
@@ -166,22 +165,22 @@ def _is_url(text: str) -> bool:
 log = logging.getLogger("allranks.agent")
 
 MAX_FILE_BYTES = 256 << 20
-MAX_COPIED = 10_000  # files whose version is remembered
-CLOSE_S, WEBHOOKS_CLOSE_S = 30.0, 10.0  # at the end of the job
+MAX_COPIED = 10_000  # remembered files
+CLOSE_S, WEBHOOKS_CLOSE_S = 30.0, 10.0  # limits at the end of the job
 EVIDENCE = "evidence.json"  # stacks and last calls of the ranks, for the page of the job
 
 
 @dataclass
 class IncidentPublisher:
-    """A receiver that fails stops neither the others nor the loop; a slow one holds up webhooks only."""
+    """Sends incidents to all receivers. A failure of one does not affect the others; a slow one delays webhooks only."""
 
     webhooks: tuple[str, ...] = ()
     folder: Path | None = None  # of the job on this node, for the last lines of its ranks
     on_incident: Callable[[Incident], None] = lambda incident: None
     upload: Callable[[Path], None] = lambda folder: None  # `IncidentUploader.keep`
-    book: Callable[[Incident], None] = lambda incident: None  # of the ledger
-    last: str = ""  # the newest verdict, as it was logged
-    timeout_s: float = 5.0  # of one attempt to reach a webhook
+    book: Callable[[Incident], None] = lambda incident: None  # `LedgerKeeper.note`
+    last: str = ""  # the newest verdict, as logged
+    timeout_s: float = 5.0  # per attempt to reach a webhook
     _sender: Worker = field(default_factory=lambda: Worker("allranks-webhook"))
 
     def publish(self, opened: IncidentFolder) -> None:
@@ -195,31 +194,27 @@ class IncidentPublisher:
             carefully(notify, "%s could not be published everywhere", opened.current.id)
 
     def send(self, incident: Incident) -> None:
-        """To every webhook, soon; of an incident that changed meanwhile the newest state. A stall needs nobody."""
+        """Queues the incident for every webhook, in place of an older state in the queue. Stalls are not sent."""
         for address in self.webhooks if incident.kind != "stall" else ():
             work = partial(deliver, address, incident, headline(incident), timeout_s=self.timeout_s)
             self._sender.put(work, (address, incident.id))
 
     def close(self, timeout_s: float = WEBHOOKS_CLOSE_S) -> bool:
-        """Whether all webhooks were reached or given up within the time."""
+        """Waits for queued webhooks; False after the timeout."""
         return self._sender.close(timeout_s)
 
     def log(self, opened: IncidentFolder) -> None:
-        """The verdict in the log: one whole line, with the page that has the rest."""
+        """Logs the verdict in one line, with the path of its page."""
         story = opened.path.absolute() / "story.html"
         self.last = f"{headline(opened.current).rstrip('.')}; story: {story}"
         log.error("%s: %s", opened.current.id, self.last)
 
     def write_page(self, opened: IncidentFolder) -> None:
-        """Only the page in the incident's folder, and the ledger."""
+        """Writes the page in the incident's folder, and the ledger."""
         self.book(opened.current)
         report = opened.path / "diagnosis.txt"
-        lines = (
-            tuple(report.read_text(encoding="utf-8", errors="replace").splitlines())
-            if report.exists()
-            else ()
-        )
-        traces = _traces(opened)
+        text = report.read_text(encoding="utf-8", errors="replace") if report.exists() else ""
+        lines, traces = tuple(text.splitlines()), _traces(opened)
         logs = {} if self.folder is None else self._logs(self.folder, chosen_ranks(opened.current))
         evidence = rank_evidence(opened.current, traces, logs)
         ranks = [one.to_dict() for one in evidence]
@@ -246,7 +241,7 @@ def payload(address: str, incident: Incident, sentence: str) -> tuple[str, dict[
 def deliver(
     address: str, incident: Incident, sentence: str, *, timeout_s: float = 5.0, attempts: int = 3
 ) -> bool:
-    """Whether the address took it; failures are logged."""
+    """Sends an incident to one address. A failure is logged and returns False."""
     scheme, _, target = address.partition(":")
     if scheme in SINKS:
         shown = only_host(target) if scheme == "otlp" else target
@@ -260,56 +255,51 @@ def _post(url: str, body: dict[str, object], *, timeout_s: float, attempts: int)
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     scheme, _, rest = url.partition("://")
     user, at, _ = rest.partition("/")[0].rpartition("@")
-    if at:  # urllib would take it for a part of the host's name
+    if at:  # urllib does not support credentials in a URL
         headers["Authorization"] = f"Basic {base64.b64encode(unquote_to_bytes(user)).decode()}"
         url = f"{scheme}://{rest[len(user) + 1 :]}"
     for attempt in range(1, attempts + 1):
         try:
             request = urllib.request.Request(url, data, headers)
-            with urllib.request.build_opener(_NotFollowed).open(request, timeout=timeout_s):
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s):
                 return True
         except (OSError, ValueError, http.client.HTTPException) as error:
-            log.warning(
-                "webhook %s failed (%d of %d): %s",
-                only_host(url),
-                attempt,
-                attempts,
-                printable(str(error), 200),
-            )
+            why = printable(str(error), 200)
+            log.warning("webhook %s failed (%d of %d): %s", only_host(url), attempt, attempts, why)
             if isinstance(error, ValueError):
                 return False
             time.sleep(min(2.0, 0.2 * attempt))
     return False
 
 
-class _NotFollowed(urllib.request.HTTPRedirectHandler):
-    """urllib would carry the password to the other host, as a GET without the incident."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: urllib would send the password to the other host, as a GET without the incident."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]
-        text = f"it redirects to {only_host(newurl)}, which is not followed: give that address"
+        text = f"redirect to {only_host(newurl)} not followed: configure that address instead"
         raise urllib.error.HTTPError(req.full_url, code, text, headers, fp)
 
 
 class UploadTarget(Protocol):
-    """Where the bytes go (checkpoint/stores/object_store.py); `put` raises OSError."""
+    """The target of an upload (checkpoint/stores/object_store.py); `put` raises OSError."""
 
     def put(self, key: str, pieces: Iterable[memoryview], length: int) -> None: ...
 
 
 @dataclass
 class IncidentUploader:
-    """`keep` may be called again for the same folder: only what has changed is copied."""
+    """Copies incident folders. A second `keep` of a folder copies only changed files."""
 
     blobs: UploadTarget
     _copied: dict[Path, tuple[int, int]] = field(default_factory=dict)  # file -> (size, mtime)
     _worker: Worker = field(default_factory=lambda: Worker("allranks-upload"))
 
     def keep(self, folder: Path) -> None:
-        """Soon; returns at once."""
+        """Queues a folder."""
         self._worker.put(lambda: self._upload(folder), folder)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Copies what was asked for, within the time."""
+        """Waits for queued folders."""
         if not self._worker.close(timeout_s):
             log.warning("not all incidents reached the object store within %g s", timeout_s)
 
@@ -317,7 +307,7 @@ class IncidentUploader:
         begin = time.monotonic()
         try:
             copied = self._copy(folder)
-        except OSError as error:  # the original is on disk
+        except OSError as error:
             log.warning("%s could not be copied to the object store: %s", folder.name, error)
             return
         if copied:
@@ -331,10 +321,8 @@ class IncidentUploader:
             version = (stat.st_size, stat.st_mtime_ns)
             if self._copied.get(path) == version or stat.st_size > MAX_FILE_BYTES:
                 continue
-            data = path.read_bytes()
-            self.blobs.put(
-                f"{folder.name}/{path.relative_to(folder).as_posix()}", [memoryview(data)], len(data)
-            )
+            data, key = path.read_bytes(), f"{folder.name}/{path.relative_to(folder).as_posix()}"
+            self.blobs.put(key, [memoryview(data)], len(data))
             self._copied[path] = version
             keep_newest(self._copied, MAX_COPIED)
             copied += 1
@@ -342,7 +330,7 @@ class IncidentUploader:
 
 
 def _traces(opened: IncidentFolder) -> list[RankTrace]:
-    """The black boxes of the ranks whose last calls are shown; few, for this is written before a rank is restarted."""
+    """The black boxes of the ranks whose last calls the page shows; few, since the page is written before a restart."""
     boxes, ranks = opened.path / "boxes", chosen_ranks(opened.current)
     if not ranks or not boxes.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""The output files of ranks, as `allranks run` leaves them: where they are, and their last lines without secrets."""
+"""Finds the output files of ranks that `allranks run` writes, and reads their last lines without secrets."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ LINES, MAX_BYTES, MAX_LINE = 20, 64 << 10, 400
 
 
 def find_logs(folder: Path, rank: int, box: str | Path = "") -> list[Path]:
-    """The newest output files of a rank; `box` is its black box, which knows its number on the node."""
+    """The newest output files of a rank; its black box `box` has its local rank."""
     logs = Path(str(read_job(folder).get("logs") or folder / "logs"))
     if (own := logs / f"rank{rank}.log").is_file():
         return [own]
     header = find_header(box) if box else None
     local = header.local_rank if header is not None and header.local_rank >= 0 else rank
-    attempts = sorted(logs.glob(f"*/attempt_*/{local}"), key=lambda path: path.stat().st_mtime)
-    return (
-        [path for path in (attempts[-1] / "stdout.log", attempts[-1] / "stderr.log") if path.is_file()]
-        if attempts
-        else []
-    )
+    newest = max(logs.glob(f"*/attempt_*/{local}"), key=lambda path: path.stat().st_mtime, default=None)
+    both = (newest / "stdout.log", newest / "stderr.log") if newest is not None else ()
+    return [path for path in both if path.is_file()]
 
 
 def tail(paths: Iterable[Path], lines: int = LINES) -> tuple[str, ...]:
-    """The last lines of these files, the newest last; what cannot be read is left out."""
+    """The last lines of these files, the newest last."""
     ends = [line for path in paths for line in read_end(path, MAX_BYTES).splitlines()[-lines:]]
     return tuple(printable(without_secrets(line), MAX_LINE) for line in ends[-2 * lines :])
 

@@ -1,7 +1,7 @@
-"""A rank that became slow: what shows why, and what the policy does about it. In the agent, on a thread of its own.
+"""Opens an incident for a rank that became slow, with evidence and an action of the policy. Runs in the agent, on a thread.
 
-The ledger notices it (ledger/slow.py). Evidence: the lines that the rank was at, clocks of its GPU, pauses by garbage
-collection. Taking them costs the rank a few short looks from outside.
+The ledger notices slow ranks (ledger/slow.py). Evidence: stack samples of the rank, clocks of its GPU, pauses by garbage
+collection.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from allranks.watch.samples import RankSample, read_samples
 
 log = logging.getLogger("allranks.agent")
 
-SAMPLES, PROFILE = 5, 40  # looks at the stack: for a report, for a profile
-PAUSE_S = 0.2  # between two of them
+SAMPLES, PROFILE = 5, 40  # stack samples for a report, and for a profile
+PAUSE_S = 0.2  # between two samples
 LATELY_S = 300.0
 
 
@@ -42,7 +42,7 @@ class SlowRanks:
     policy: PolicyState = field(default_factory=PolicyState)
 
     def note(self, rank: int, began: float, sentence: str) -> None:
-        """From the watch's thread: quick."""
+        """Starts the examination of a slow rank. On the watch's thread: quick."""
         noticed = time.time()
         self.pipeline.start(lambda: self._examine(rank, began, noticed, sentence), "allranks-slow")
 
@@ -54,8 +54,8 @@ class SlowRanks:
             return
         opened = self.pipeline.open("slow", sentence, samples, ranks=(rank,))
         opened.update(Moment("became slow", began), Moment("noticed", noticed, sentence))
-        looks = PROFILE if options.policy.on_slow == "profile" else SAMPLES
-        lines = [*self._sample_stacks(own, opened, looks), *query_clocks(own.pid)]
+        rounds = PROFILE if options.policy.on_slow == "profile" else SAMPLES
+        lines = [*self._sample_stacks(own, opened, rounds), *query_clocks(own.pid)]
         lines += describe_pauses(own.phases, time.time())
         opened.update(Moment("evidence", time.time(), "; ".join(lines) or "nothing could be read"))
         members = tuple(sorted({options.replica_of(s.rank) for s in samples if s.alive}))
@@ -72,11 +72,11 @@ class SlowRanks:
         opened.update(closed=time.time())
         self.pipeline.publisher.publish(opened)
 
-    def _sample_stacks(self, own: RankSample, opened: IncidentFolder, looks: int) -> list[str]:
-        """Where the rank was, most often first; all stacks go into the incident's folder."""
+    def _sample_stacks(self, own: RankSample, opened: IncidentFolder, rounds: int) -> list[str]:
+        """The most frequent lines of the rank; writes all stacks into the incident's folder."""
         chosen = Selection(pids=(own.pid,), box_folders=(self.pipeline.options.folder,))
         try:
-            found = collect(find_targets(chosen), CollectOptions(looks, PAUSE_S, native="never")).processes
+            found = collect(find_targets(chosen), CollectOptions(rounds, PAUSE_S, native="never")).processes
         except (OSError, ValueError, AllranksError) as error:
             log.info("%s: stacks could not be read: %s", opened.current.id, error)
             found = ()
@@ -87,19 +87,19 @@ class SlowRanks:
 
 
 def write_stacks(path: Path, stacks: Sequence[Sequence[StackFrame]]) -> None:
-    """One line for each stack with how often it was seen, outermost first: what flame graph tools read."""
+    """Writes one line per stack, outermost frame first, with its count: the format of flame graph tools."""
     lines = Counter(";".join(place(frame) for frame in reversed(frames)) for frames in stacks)
     write_atomically(path, "".join(f"{line} {number}\n" for line, number in lines.most_common()))
 
 
 def describe_places(stacks: Sequence[Sequence[StackFrame]]) -> list[str]:
-    """ "in 4 of 5 looks at data.py:31 in load_batch"."""
+    """ "in 4 of 5 samples at data.py:31 in load_batch"."""
     places = Counter(line for frames in stacks if (line := where(frames)))
-    return [f"in {number} of {len(stacks)} looks at {line}" for line, number in places.most_common(2)]
+    return [f"in {number} of {len(stacks)} samples at {line}" for line, number in places.most_common(2)]
 
 
 def describe_pauses(phases: Sequence[PhaseMark], now: float) -> list[str]:
-    """Garbage collection of the last minutes."""
+    """Pauses by garbage collection in the last minutes."""
     recent = [m for m in phases if m.name == GC and m.end_ns and m.end_ns / 1e9 > now - LATELY_S]
     took = sum(mark.end_ns - mark.begin_ns for mark in recent) / 1e9
     return [f"garbage collection: {count(len(recent), 'long pause')}, {duration(took)}"] if recent else []

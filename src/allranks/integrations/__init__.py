@@ -1,6 +1,6 @@
-"""Other people's training loops: transformers, lightning, accelerate, torchtitan, ray.
+"""Integrations with transformers, lightning, accelerate, torchtitan and ray.
 
-One module per library, of the same name; importing this package imports none of them.
+One module per library, with the same name. Importing this package imports none of them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from allranks import recording as record
 
 
 class Silences:
-    """Announced pauses (evaluation, saving) that are no hang. Opened when a pause begins, closed when training continues; for loops with hooks, which have no block to wrap."""
+    """Announced pauses (evaluation, saving) that are not hangs, for training loops with hooks instead of blocks."""
 
     def __init__(self, up_to_s: float) -> None:
         self.up_to_s = up_to_s
         self._open = contextlib.ExitStack()
 
     def begin(self, phase: str) -> None:
-        """From now on the rank may be silent for `up_to_s` seconds."""
+        """Announces that the rank may be silent for `up_to_s` seconds from now on."""
         self.end()
         self._open.enter_context(record.expect(phase, up_to_s=self.up_to_s))
 
     def end(self) -> None:
-        """Any number of times."""
+        """Ends the pause, if there is one."""
         self._open.close()

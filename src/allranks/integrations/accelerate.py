@@ -1,4 +1,4 @@
-"""Accelerate: step marks for the black box, and pauses while a state is saved or loaded.
+"""Accelerate: step marks for the black box, and announced pauses while a state is saved or loaded.
 
     from allranks.integrations.accelerate import Accelerator    # instead of accelerate's
 
@@ -16,7 +16,7 @@ from allranks import recording as record
 
 
 class Accelerator(accelerate.Accelerator):
-    """Counts optimizer steps by the backwards that synchronise; `pause_s` is how long saving may take."""
+    """Counts steps by the backward passes that synchronise. `pause_s` is how long saving may take."""
 
     def __init__(self, *args: object, pause_s: float = 1800.0, **named: object) -> None:
         super().__init__(*args, **named)
@@ -24,7 +24,7 @@ class Accelerator(accelerate.Accelerator):
         self.steps = 0  # begun; set it after a restore
 
     def backward(self, loss: torch.Tensor, **named: object) -> None:
-        """Marks the step when this backward is the last of it."""
+        """Marks the step if this backward pass is its last."""
         super().backward(loss, **named)
         if self.sync_gradients:
             self.steps += 1

@@ -1,11 +1,11 @@
-"""Lightning: step marks for the black box, and a strategy whose replicas survive each other.
+"""Lightning: step marks for the black box, and a strategy with replicas that survive each other's failures.
 
     from allranks.integrations.lightning import AllranksCallback             # Trainer(callbacks=[AllranksCallback()])
     from allranks.integrations.lightning import FaultTolerantStrategy        # Trainer(strategy=FaultTolerantStrategy())
 
-Runs in a rank. With the strategy a Trainer is one replica of one rank under `allranks run --replicas N`. A step that is
-not committed is made again with the same batch; a replica that comes back takes parameters, optimizers, schedulers and
-its position in the training from another one. Automatic optimization with one optimizer, as Lightning's default.
+Runs in a rank. With the strategy, a Trainer is a replica of one rank under `allranks run --replicas N`. A step that is not
+committed is retried with the same batch. A replica that heals takes parameters, optimizers, schedulers and its position from
+another replica. Needs automatic optimization with one optimizer, Lightning's default.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from allranks.manager.manager import Manager
 
 
 class _ReplicaState(TypedDict):
-    """What a replica that comes back takes from another one."""
+    """The state that a healing replica takes from another one."""
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, object]
     schedulers: list[dict[str, object]]
-    callbacks: dict[str, dict[str, object]]  # EarlyStopping's patience, ModelCheckpoint's best
+    callbacks: dict[str, dict[str, object]]  # such as EarlyStopping's patience
 
 
 class AllranksCallback(pl.Callback):
-    """Marks every step, and announces validation as a pause of up to `pause_s` seconds. Batches with `input_ids` give tokens."""
+    """Marks every step, with the tokens of batches with `input_ids`, and announces validation as a pause of up to `pause_s`
+    seconds."""
 
     def __init__(self, pause_s: float = 1800.0) -> None:
         self._silences = Silences(pause_s)
@@ -63,7 +64,7 @@ class AllranksCallback(pl.Callback):
 
 
 class _StepApplied(pl.Callback):
-    """Tells the manager that the state is final once the schedulers have stepped too."""
+    """Notifies the manager that the state is final, after the schedulers have stepped."""
 
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self.strategy = strategy
@@ -76,9 +77,9 @@ class _StepApplied(pl.Callback):
 
 
 class FaultTolerantStrategy(SingleDeviceStrategy):
-    """One replica on one device. `min_replica_size` replicas must take part for a step to count.
+    """One replica on one device. At least `min_replica_size` replicas must take part in a step.
 
-    A shuffled DataLoader gives every replica its own part of the data; other loaders are left as they are.
+    A shuffled DataLoader gives every replica its own part of the data; other loaders are unchanged.
     """
 
     strategy_name = "allranks"
@@ -98,7 +99,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self._sampler: ReplicaSampler | None = None
         self._batch_size = 1
         self._healed = False
-        self._accumulated: list[tuple[object, ...]] = []  # arguments of this step's batches but the last
+        self._accumulated: list[tuple[object, ...]] = []  # arguments of this step's batches except the last
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
@@ -108,8 +109,8 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             raise ConfigurationError("FaultTolerantStrategy needs automatic optimization with one optimizer")
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
-                "FaultTolerantStrategy refuses precision='16-mixed': the scaler unscales gradients before the replicas "
-                "vote, so one that joins in that step would apply them with its old scale",
+                "FaultTolerantStrategy does not support precision='16-mixed': the scaler unscales gradients before the "
+                "replicas vote, so a replica that joins in that step would apply them with its old scale",
                 hint="use precision='bf16-mixed', which needs no loss scaling",
             )
         self._trainer = trainer
@@ -117,7 +118,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         trainer.callbacks.insert(0, _StepApplied(self))
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Steps end a training, also where the user counts epochs: all replicas make the same last step."""
+        """Converts epochs into steps, so that all replicas end at the same step."""
         loop = trainer.fit_loop
         if loop.epoch_loop.max_steps < 0 and loop.max_epochs >= 0:
             loop.epoch_loop.max_steps = loop.max_epochs * self._steps_per_epoch()
@@ -132,7 +133,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         model: pl.LightningModule | None = None,
         **named: object,
     ) -> torch.Tensor | None:
-        """The closure computes the gradients; they are applied when all commit, else computed again."""
+        """Computes the gradients with the closure until all replicas commit, then applies them."""
         while True:
             self.manager.start_quorum()
             result = self.precision_plugin._wrap_closure(self.lightning_module, optimizer, closure)
@@ -152,7 +153,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         return super().training_step(*args)
 
     def _accumulate_again(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of the batches before the last one: the step that was not committed had mixed them with others."""
+        """Recomputes the gradients of all batches before the last one, which the uncommitted step has reduced."""
         optimizer.zero_grad()
         for args in self._accumulated:
             result = self._trainer.fit_loop.epoch_loop.automatic_optimization._training_step(
@@ -162,7 +163,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
                 self.backward(result.closure_loss, optimizer)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """A shuffled loader is given a sampler over the replicas."""
+        """Gives a shuffled loader a sampler over the replicas."""
         if not isinstance(dataloader, DataLoader) or not isinstance(dataloader.sampler, RandomSampler):
             return dataloader
         self._batch_size = dataloader.batch_size or 1
@@ -173,14 +174,14 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this replica is the one that saves and logs."""
+        """Whether this replica saves and logs."""
         return not self.manager.quorum_id() or self.manager.participating_rank() == 0
 
     def teardown(self) -> None:
         self.manager.shutdown()
         super().teardown()
 
-    # ---- what a replica that comes back is given ----
+    # ---- state for healing ----
 
     def _replica_state(self) -> _ReplicaState:
         schedulers = [config.scheduler.state_dict() for config in self.lr_scheduler_configs]
@@ -205,7 +206,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         )
 
     def _align(self, step: int) -> None:
-        """Lightning's counters as if this process had made the `step` steps: Lightning counts the last one itself."""
+        """Sets Lightning's counters as if this process had made `step` steps. Lightning counts the last one itself."""
         loop, accumulate = self._trainer.fit_loop, self._trainer.accumulate_grad_batches
         epoch, within = divmod(step - 1, self._steps_per_epoch())
         batches = min((within + 1) * accumulate, int(self._trainer.num_training_batches))

@@ -1,11 +1,10 @@
-"""Ray Train: its workers are recorded, watched and diagnosed, and a worker that hangs is replaced.
+"""Ray Train: records, watches and diagnoses its workers, and replaces a worker that hangs.
 
     from allranks.integrations.ray import TorchTrainer      # instead of ray.train.torch's
 
-The driver starts one watching actor per node (no CPU, no torch). It sees the black boxes of the training workers and
-nothing else of Ray. When they hang it keeps the evidence, names the rank and the line, and ends that worker:
-`FailureConfig(max_failures=...)` then starts the worker group again, and the training continues from its last
-checkpoint.
+The driver starts a watching actor on each node (no CPU, no torch), which reads only the black boxes of the training workers. On
+a hang it keeps the evidence, reports the rank and the line, and ends that worker. Then `FailureConfig(max_failures=...)`
+restarts the worker group, and training continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ NEW_NODES_S = 5.0  # how often the driver looks for nodes that joined the cluste
 
 @dataclass(frozen=True)
 class RayWatch:
-    """How the workers of one training are watched."""
+    """Options of the watch over one training."""
 
-    incidents: Path = field(default_factory=lambda: Path("allranks-incidents"))  # seen by all nodes
+    incidents: Path = field(default_factory=lambda: Path("allranks-incidents"))  # shared by all nodes
     recovery: bool = True  # end a worker that hangs; False: only report it
-    notice_s: float = 10.0  # least silence that is examined
+    notice_s: float = 10.0  # shortest silence that is examined
     pause_s: float = 1800.0  # how long a report with a checkpoint may take
     webhooks: tuple[str, ...] = ()
 
@@ -81,7 +80,7 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         super().__init__(recorded(train_loop_per_worker, self.job, pause_s), *args, **named)
 
     def fit(self) -> ray.train.Result:
-        """As Ray's; the workers are watched until it returns."""
+        """Trains as Ray does, and watches the workers."""
         with watching(self.job, self.watch) if self.watch is not None else contextlib.nullcontext():
             return super().fit()
 
@@ -90,11 +89,11 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
 
 
 def recorded(train_loop: Callable[P, R], job: str, pause_s: float = RayWatch.pause_s) -> Callable[P, R]:
-    """The training function with a black box around it; for a Ray trainer that is not a TorchTrainer."""
+    """Adds recording to a training function; for Ray trainers other than TorchTrainer."""
 
     @functools.wraps(train_loop)
     def recorded_loop(*args: P.args, **named: P.kwargs) -> R:
-        # a function of a script travels to the workers by value
+        # imported here because Ray sends functions of scripts to the workers by value
         from allranks.integrations.ray import run_recorded
 
         return run_recorded(train_loop, job, pause_s, args, named)
@@ -111,15 +110,15 @@ def run_recorded(
         with _announced_reports(pause_s):
             result = train_loop(*args, **named)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # the black box keeps the line; Ray sees the exception too
+        sys.excepthook(*sys.exc_info())  # stores the line in the black box
         raise
-    recorder.close("exit")  # Ray ends the process without its exit handlers
+    recorder.close("exit")  # Ray ends the process without running exit handlers
     return result
 
 
 @contextlib.contextmanager
 def _announced_reports(pause_s: float) -> Iterator[None]:
-    """`ray.train.report` with a checkpoint uploads it while the other workers wait: this is not a hang."""
+    """Announces `ray.train.report` as a pause, since it uploads a checkpoint while the other workers wait."""
     plain = ray.train.report
 
     @functools.wraps(plain)
@@ -135,7 +134,7 @@ def _announced_reports(pause_s: float) -> Iterator[None]:
 
 
 def node_folder(job: str) -> Path:
-    """Where the black boxes of this Ray node are; two Ray nodes on one machine have two folders."""
+    """The folder of the black boxes of this Ray node; two Ray nodes on one machine have two folders."""
     node = ray.get_runtime_context().get_node_id()
     return usable_folder(None, f"{job}-{node[:8]}")[0]
 
@@ -145,7 +144,7 @@ def node_folder(job: str) -> Path:
 
 @contextlib.contextmanager
 def watching(job: str, options: RayWatch | None = None) -> Iterator[None]:
-    """Every node of the Ray cluster, also one that joins later, watches the workers of this job."""
+    """Watches the workers of this job on every node of the Ray cluster, including nodes that join later."""
     if not ray.is_initialized():
         ray.init()
     token = job_token(os.environ)
@@ -200,7 +199,7 @@ class _Cluster:
 
 
 class NodeWatch:
-    """A Ray actor: the same agent that `allranks run` has on a node, over the black boxes of Ray's workers."""
+    """A Ray actor: the agent of `allranks run`, for the black boxes of Ray's workers."""
 
     def __init__(self, job: str, options: RayWatch, incidents: str, lighthouse: str, token: str) -> None:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="[allranks] %(message)s")
@@ -227,6 +226,5 @@ class NodeWatch:
         self._agent.start()
 
     def close(self) -> None:
-        """Writes what is open and stops watching."""
         self._agent.close()
         self._client.close()

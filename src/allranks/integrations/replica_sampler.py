@@ -1,4 +1,4 @@
-"""Which samples a replica takes: every replica its own part of each epoch, and a place to jump to after healing."""
+"""A sampler that gives every replica its own part of each epoch, and can jump to a position after healing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.utils.data import Sampler
 
 
 def replica_number() -> tuple[int, int]:
-    """(which replica this is, how many there are), as `allranks run --replicas` and torchft's launchers say."""
+    """(number of this replica, number of replicas), from the variables of `allranks run --replicas` or torchft's launchers."""
     number = os.environ.get("REPLICA_GROUP_ID") or os.environ.get("ALLRANKS_REPLICA", "0").rpartition("-")[2]
     return int(number) if number.isdigit() else 0, int(os.environ.get("NUM_REPLICA_GROUPS") or 1)
 
 
 class ReplicaSampler(Sampler[int]):
-    """An endless order of samples, the same for the same seed, epoch and replica; `seek` moves the next one.
+    """An endless order of samples, determined by seed, epoch and replica; `seek` sets the next one.
 
-    Parts are fixed: a replica that is away takes its part of the epoch with it until it is back. Every pass has the
-    same length in every replica. `on_pass` is called when a pass begins, before its first sample.
+    Parts are fixed: the part of an absent replica is not used until it is back. Every pass has the same length in every replica.
+    `on_pass` is called before the first sample of a pass.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ReplicaSampler(Sampler[int]):
         self.length, self.replica, self.replicas = length, replica % replicas, replicas
         self.seed, self.shuffle, self.on_pass = seed, shuffle, on_pass
         self.epoch = self.place = 0  # of the next sample
-        self.drawn = 0  # samples given out since the pass began
+        self.drawn = 0  # samples since the pass began
         self._order: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
@@ -47,11 +47,11 @@ class ReplicaSampler(Sampler[int]):
             yield self._next()
 
     def seek(self, epoch: int, place: int) -> None:
-        """The next sample is the `place`-th of our part of that epoch, also of a pass that has begun."""
+        """Continues with the `place`-th sample of this replica's part of an epoch, also within a pass."""
         self.epoch, self.place = epoch + place // len(self), place % len(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Loops count their own passes; ours is known already."""
+        """Ignored: the sampler counts epochs itself."""
 
     def _next(self) -> int:
         if self._order[0] != self.epoch:
@@ -68,6 +68,5 @@ class ReplicaSampler(Sampler[int]):
             else list(range(self.length))
         )
         whole = len(self) * self.replicas
-        # the last ones are filled up from the front
-        order = (order * -(-whole // max(1, len(order))))[:whole]
+        order = (order * -(-whole // max(1, len(order))))[:whole]  # repeats the first samples
         return order[self.replica :: self.replicas]

@@ -1,10 +1,10 @@
-"""torchtitan: its fault tolerance with our manager.
+"""torchtitan: its fault tolerance with allranks' manager.
 
     from allranks.integrations import torchtitan
     torchtitan.use()                  # before torchtitan is imported; then `fault_tolerance.enable` as documented there
 
-torchtitan imports `torchft`; `use()` makes that name mean `allranks.torchft` in this process. Or, without a changed
-line: `python -m allranks.integrations.torchtitan -m torchtitan.train ARGUMENTS`.
+torchtitan imports `torchft`; `use()` makes this name refer to `allranks.torchft` in this process. Or, without changing code:
+`python -m allranks.integrations.torchtitan -m torchtitan.train ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class _Names(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.import_module(f"allranks.{spec.name}")
 
     def exec_module(self, module: ModuleType) -> None:
-        """It ran when it was imported under its own name."""
+        """Nothing to do: the import under its own name has run it."""
 
 
 def use() -> None:
-    """`import torchft` means `allranks.torchft` from now on, in this process."""
+    """Makes `import torchft` import `allranks.torchft` in this process."""
     if any(isinstance(finder, _Names) for finder in sys.meta_path):
         return
     if "torchft" in sys.modules:
         raise ConfigurationError(
-            "torchft was imported already: call allranks.integrations.torchtitan.use() first"
+            "torchft is already imported: call allranks.integrations.torchtitan.use() first"
         )
     sys.meta_path.insert(0, _Names())
 
 
 def main(words: list[str]) -> None:
-    """Runs `-m MODULE ARGUMENTS` or `SCRIPT ARGUMENTS` with our manager under torchft's name."""
+    """Runs `-m MODULE ARGUMENTS` or `SCRIPT ARGUMENTS` with allranks' manager as torchft."""
     use()
     if not words or words == ["-m"]:
         raise SystemExit("usage: python -m allranks.integrations.torchtitan [-m MODULE | SCRIPT] ARGUMENTS")

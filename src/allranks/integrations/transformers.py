@@ -1,11 +1,11 @@
-"""Hugging Face's Trainer: step marks for the black box, and replicas that survive each other.
+"""Hugging Face's Trainer: step marks for the black box, and replicas that survive each other's failures.
 
     from allranks.integrations.transformers import AllranksCallback        # Trainer(callbacks=[AllranksCallback()])
     from allranks.integrations.transformers import FaultTolerantTrainer    # instead of Trainer
 
-Runs in a rank. A FaultTolerantTrainer is one replica of one rank under `allranks run --replicas N`: gradients are
-averaged over the replicas that are there, steps count when all commit them, and a replica that comes back takes model,
-optimizer, scheduler, trainer state and its position in the data from another one.
+Runs in a rank. A FaultTolerantTrainer is a replica of one rank under `allranks run --replicas N`. Gradients are averaged over the
+present replicas, and a step counts when all of them commit it. A replica that heals takes model, optimizer, scheduler, trainer
+state and its position in the data from another replica.
 """
 
 from __future__ import annotations
@@ -39,26 +39,27 @@ from allranks.manager.optimizer import OptimizerWrapper
 _OWN = frozenset(
     {"is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "trial_name", "trial_params"}
 )
-# of one step, and their number of items
-Batches = tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None]
+Batches = tuple[
+    list[dict[str, torch.Tensor]], torch.Tensor | int | None
+]  # of a step, and their number of items
 _PAUSE_S = 1800.0  # for an evaluation or a save
-_NEVER_ENDING = 1 << 20  # passes over the data: the number of steps ends a training, not the loops around it
+_NEVER_ENDING = 1 << 20  # epochs: training ends by its number of steps
 
 
 class _ReplicaState(TypedDict):
-    """What a replica that comes back takes from another one."""
+    """The state that a healing replica takes from another one."""
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, object]
     scheduler: dict[str, object]
     trainer: str  # the TrainerState as JSON
-    callbacks: list[dict[str, object]]  # of each stateful one, in order: EarlyStoppingCallback's patience
+    callbacks: list[dict[str, object]]  # of each stateful callback, in order
 
 
 class AllranksCallback(TrainerCallback):
     """Marks every step, and announces evaluation and saving as pauses of up to `pause_s` seconds.
 
-    With `include_num_input_tokens_seen` in the training arguments marks have tokens: those of the step before.
+    With `include_num_input_tokens_seen` in the training arguments, a mark has the tokens of the previous step.
     """
 
     def __init__(self, pause_s: float = _PAUSE_S) -> None:
@@ -66,7 +67,7 @@ class AllranksCallback(TrainerCallback):
         self._seen = 0  # tokens of all ranks
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
-        self._seen = state.num_input_tokens_seen  # of a checkpoint
+        self._seen = state.num_input_tokens_seen  # from a checkpoint
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: object, **_: object
@@ -87,7 +88,7 @@ class AllranksCallback(TrainerCallback):
 
 
 class CommittedOptimizer(OptimizerWrapper):
-    """Steps when all commit. The state is final only after the scheduler's step, which the Trainer makes later."""
+    """Steps when all replicas commit. The state is final after the scheduler's step, which the Trainer makes later."""
 
     committed = True
 
@@ -102,7 +103,7 @@ class CommittedOptimizer(OptimizerWrapper):
 
 
 class _Steps(TrainerCallback):
-    """Opens and closes the manager's steps; must be the first callback, so that the others see true counts."""
+    """Begins and ends the manager's steps. Must be the first callback, so that the others see correct counts."""
 
     def __init__(self, trainer: FaultTolerantTrainer) -> None:
         self.trainer = trainer
@@ -116,7 +117,7 @@ class _Steps(TrainerCallback):
         self.trainer.manager.start_quorum()
 
     def on_optimizer_step(self, *_: object, **__: object) -> None:
-        # then the scheduler stays too
+        # makes the Trainer skip the scheduler too
         self.trainer.optimizer._is_overflow = not self.trainer.committing.committed
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
@@ -126,13 +127,13 @@ class _Steps(TrainerCallback):
 
 
 class FaultTolerantTrainer(Trainer):
-    """A Trainer that is one replica. `min_replica_size` replicas must take part for a step to count.
+    """A Trainer that is one replica. At least `min_replica_size` replicas must take part in a step.
 
-    Only the first of the replicas that take part saves. Data with a length is shared among the replicas; a dataset
-    without one must do that itself (REPLICA_GROUP_ID, NUM_REPLICA_GROUPS).
+    Only the first participating replica saves. Data with a length is divided among the replicas; a dataset without a length must
+    divide itself (REPLICA_GROUP_ID, NUM_REPLICA_GROUPS).
     """
 
-    _first = True  # among those who take part: it saves
+    _first = True  # this is the first participating replica, which saves
 
     def __init__(
         self, *args: object, manager: Manager | None = None, min_replica_size: int = 1, **named: object
@@ -140,8 +141,8 @@ class FaultTolerantTrainer(Trainer):
         super().__init__(*args, **named)
         if self.accelerator.scaler is not None:
             raise ConfigurationError(
-                "FaultTolerantTrainer refuses fp16=True: the scaler unscales gradients before the replicas vote, so one that "
-                "joins in that step would apply them with its old scale",
+                "FaultTolerantTrainer does not support fp16=True: the scaler unscales gradients before the replicas vote, so "
+                "a replica that joins in that step would apply them with its old scale",
                 hint="use bf16=True, which needs no loss scaling",
             )
         if self.args.world_size > 1 or self.args.n_gpu > 1:
@@ -152,20 +153,20 @@ class FaultTolerantTrainer(Trainer):
         self.manager = manager or Manager(pg=self._group(), min_replica_size=min_replica_size)
         self.manager.register_state_dict_fn("trainer", self._load_replica_state, self._replica_state)
         self.steps_per_epoch = self.epochs = 1
-        self._received = self._stale = 0  # batches of this pass that were used; that were read before a jump
-        self._batches: Batches | None = None  # of the last step: it is made again when it was not committed
+        self._received = self._stale = 0  # batches of this pass: used; read before a jump
+        self._batches: Batches | None = None  # of the last step, which is retried if it was not committed
         self._sampler: ReplicaSampler | None = None
         self.callback_handler.callbacks.insert(0, _Steps(self))
 
     def train(self, *args: object, **named: object) -> TrainOutput:
-        """As the Trainer's; leaves the other replicas at its end."""
+        """Trains as the Trainer does, then leaves the other replicas."""
         try:
             return super().train(*args, **named)
         finally:
             self._first = self.is_world_process_zero()
             self.manager.shutdown()
 
-    # ---- where the Trainer asks ----
+    # ---- overridden methods of the Trainer ----
 
     def create_optimizer(self, *args: object, **named: object) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **named)
@@ -178,8 +179,7 @@ class FaultTolerantTrainer(Trainer):
     ) -> nn.Module:
         if not training or isinstance(model, DistributedDataParallel):
             return super()._wrap_model(model, training, dataloader) if not training else model
-        # autocast; no second reduction
-        prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
+        prepared = self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, without DDP
         return DistributedDataParallel(self.manager, prepared)
 
     def training_step(self, model: nn.Module, *args: object, **named: object) -> torch.Tensor:
@@ -200,7 +200,7 @@ class FaultTolerantTrainer(Trainer):
             return None
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         shuffle = not isinstance(usual, SequentialSampler)
-        self.args.ignore_data_skip = True  # a resumed training finds its place by the step
+        self.args.ignore_data_skip = True  # a resumed training finds its position by the step
         place = replica_number()
         self._sampler = ReplicaSampler(len(dataset), *place, seed=seed, shuffle=shuffle, on_pass=self._pass)
         return self._sampler
@@ -218,8 +218,8 @@ class FaultTolerantTrainer(Trainer):
         return self._batches
 
     def is_world_process_zero(self) -> bool:
-        """Whether this replica is the one that saves and reports."""
-        manager = getattr(self, "manager", None)  # the Trainer asks while it is made
+        """Whether this replica saves and reports."""
+        manager = getattr(self, "manager", None)  # called in the constructor, too
         if manager is not None and manager.quorum_id():
             self._first = manager.participating_rank() == 0
         return bool(super().is_world_process_zero()) and self._first
@@ -232,13 +232,13 @@ class FaultTolerantTrainer(Trainer):
         if self.is_world_process_zero():
             with record.expect("save", up_to_s=_PAUSE_S):
                 super()._save_checkpoint(model, trial)
-        elif step := self.state.best_global_step:  # another replica saves; we know where the best one is
+        elif step := self.state.best_global_step:  # another replica saves
             best = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
             if step == self.state.global_step or os.path.exists(best):
                 self.state.best_model_checkpoint = best
 
     def _finalize_training(self, *args: object, **named: object) -> TrainOutput:
-        """The replica that saves also deletes; the others wait until it has written the best model that they load."""
+        """Lets only the replica that saves delete checkpoints; the others wait for the best model before they load it."""
         if not self.is_world_process_zero():
             self.args.save_total_limit = None
             if self.args.load_best_model_at_end and (best := self.state.best_model_checkpoint):
@@ -256,7 +256,7 @@ class FaultTolerantTrainer(Trainer):
             measured: dict[str, float] = super()._evaluate(*args, **named)
         return measured
 
-    # ---- what a replica that comes back is given ----
+    # ---- state for healing ----
 
     def _replica_state(self) -> _ReplicaState:
         state = {key: value for key, value in dataclasses.asdict(self.state).items() if key not in _OWN}
@@ -284,11 +284,10 @@ class FaultTolerantTrainer(Trainer):
             for name, value in attributes.items():
                 setattr(callback, name, value)
         self._globalstep_last_logged = self.state.global_step
-        # the step that is being made is not ours: we contribute nothing to it
-        self._seek(self.state.global_step + 1)
+        self._seek(self.state.global_step + 1)  # this replica contributes nothing to the present step
 
     def _seek(self, step: int) -> None:
-        """The data continues where it would be had we never been away."""
+        """Moves the sampler to the data of a step."""
         if self._sampler is None:
             return
         batch, accumulation = self._train_batch_size, self.args.gradient_accumulation_steps
@@ -297,7 +296,7 @@ class FaultTolerantTrainer(Trainer):
         self._sampler.seek(epoch, within * accumulation * batch)
 
     def _pass(self) -> None:
-        """A pass over the loader begins: what the one before had read ahead is read again."""
+        """Called at the begin of a pass over the loader: data that the last pass has read ahead is read again."""
         self._received = self._stale = 0
         kept = self._batches is not None and not self.committing.committed
         self._seek(self.state.global_step + (1 if kept else 0))

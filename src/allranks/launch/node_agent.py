@@ -16,7 +16,7 @@ from pathlib import Path
 from allranks.blackbox.header import process_state
 from allranks.channel.worker import Worker
 from allranks.errors import AllranksError
-from allranks.incidents.deaths import ECHO_S
+from allranks.incidents.deaths import PATIENCE_S
 from allranks.incidents.folder import keep_newest
 from allranks.incidents.loop import Watch
 from allranks.incidents.node_report import NodeReporter
@@ -155,7 +155,7 @@ class NodeAgent:
         nodes = NodeMonitor(client, lambda: watch.ranks, options.node, self.holds_lighthouse)
         nodes.on_lost, nodes.on_left = watch.deaths.note_node, watch.deaths.note_stopped
         # while the lighthouse is away, what broke the connections between ranks may be the end of its node
-        watch.deaths.echo_patience_s = lambda: ECHO_S + (AWAY_S if nodes.host_is_away else 0.0)
+        watch.deaths.patience_s = lambda: PATIENCE_S + (AWAY_S if nodes.host_is_away else 0.0)
         client.subscribe(nodes.noticed)
         nodes.start()
         self._nodes = nodes

@@ -1,4 +1,4 @@
-"""Where the time of a job went: the ledger of each rank's seconds, what slow ranks cost, nodes across jobs, advice.
+"""Where the time of a job went: the ledger of each rank's seconds, the cost of slow ranks, nodes across jobs, advice.
 
-Agents feed the ledger with what they sample anyway (`agent.py`); everything that decides is pure.
+The agent writes the ledger from its samples (`agent.py`). Every decision is a pure function.
 """

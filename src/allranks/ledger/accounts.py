@@ -1,8 +1,8 @@
-"""One node's open account: samples and incidents come in, ledger records go out. No clock, no files, no threads.
+"""One node's open account: samples and incidents in, ledger records out. No clock, no files, no threads.
 
-Stretches stay pending for `SETTLE_S`, since an incident is published a few seconds after what it explains. Then they
-are summed up by rank, and every `window_s` the sums become rows. A row stands for ranks that did about the same. The
-longer a job runs, the longer its windows, so that a month of a large job stays small.
+Stretches stay pending for `SETTLE_S`, because an incident is published a few seconds after the time that it explains. Then they
+are summed by rank, and once per window the sums become rows, one for all ranks that did about the same. Windows grow with the
+age of the job, so that the ledger of a month stays small.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from allranks.watch.samples import RankSample
 
 SETTLE_S = 8.0
 SHORTEST_S, LONGEST_S, WINDOWS = 10.0, 1800.0, 50  # a window is a fiftieth of the job's age, between these
-LONG_S = 5.0  # a stretch without training that is longer gets rows of its own
-ALIKE = 0.05  # of a window: ranks that differ by less share a row
+LONG_S = 5.0  # a longer stretch without training gets its own rows
+ALIKE = 0.05  # ranks that differ by less than this share of a window have one row
 KEPT_OUTAGES = 200
 SILENT = (STARTING, STALLED, IDLE)  # states in which a rank makes no calls
 COUNTED = (SAVING, "restoring", "healing", "regrouping")
 
-#: Who waited for whom between two times, less what belongs to these incidents.
+#: (begin, end, incidents) -> which rank waited for which, without the time of the incidents
 Waits = Callable[[float, float, Sequence[Outage]], Waited]
 
 
 @dataclass
 class _Sum:
-    """What one rank did since the last row: seconds by state, and how often it began some of them."""
+    """One rank since the last row: seconds by state, and how often it entered the states in COUNTED."""
 
     begin: float
     end: float
@@ -54,7 +54,7 @@ class _Sum:
 @dataclass
 class Accounts:
     began: float  # epoch
-    reached: int = -1  # the highest step of earlier runs of this job, or of this one
+    reached: int = -1  # the highest step of this and all earlier runs of the job
     waits: Waits = lambda begin, end, outages: Waited()
     number: int = 0  # of the last row
     _books: dict[int, RankBook] = field(default_factory=dict)
@@ -62,18 +62,17 @@ class Accounts:
     _pending: list[Stretch] = field(default_factory=list)
     _outages: dict[str, Outage] = field(default_factory=dict)
     _sums: dict[int, _Sum] = field(default_factory=dict)
-    # processes whose place a rank of another number has
-    _past: set[tuple[int, int]] = field(default_factory=set)
+    _past: set[tuple[int, int]] = field(default_factory=set)  # processes whose book a new rank continues
     _folded: float = 0.0
     _tokens: float = 0.0  # since the last row
 
     def observe(self, now: float, samples: Sequence[RankSample]) -> list[Booked]:
-        """One sample of this node's ranks; returns the rows that are finished by now."""
+        """Takes one sample of each of this node's ranks; returns the finished rows."""
         for sample in sorted(samples, key=lambda one: one.start_ns):
-            if (sample.pid, sample.start_ns) in self._past:
+            if sample.process in self._past:
                 continue
-            book = self._books.get(sample.rank) or self._place_of(sample)
-            if book.process == (sample.pid, sample.start_ns) and book.step >= 0:
+            book = self._books.get(sample.rank) or self._new_book(sample)
+            if book.process == sample.process and book.step >= 0:
                 self._tokens += sample.tokens * max(0, sample.step - max(book.step, book.redo_until))
             book, done = advance(book, sample, now, self.reached)
             self._books[sample.rank], self._phases[sample.rank] = book, sample.phases
@@ -81,8 +80,8 @@ class Accounts:
         self.reached = max([self.reached, *(sample.step for sample in samples)])
         return self._settle(now - SETTLE_S, now)
 
-    def _place_of(self, sample: RankSample) -> RankBook:
-        """The book of a rank that is new here: in a job that was resized it continues that of a rank that is gone."""
+    def _new_book(self, sample: RankSample) -> RankBook:
+        """The book of a new rank. In a job that was resized it continues the book of a rank that is gone."""
         for rank, book in self._books.items():
             if book.process is not None and not book.alive and sample.start_ns / 1e9 >= book.booked:
                 self._past.add(book.process)
@@ -91,7 +90,7 @@ class Accounts:
         return RankBook(sample.rank, self.began)
 
     def note(self, outage: Outage) -> Outage | None:
-        """An incident, once more when it changes; the record to write, None when nothing is new."""
+        """Takes a new or changed incident; returns the record to write, None when nothing changed."""
         if self._outages.get(outage.id) == outage:
             return None
         self._outages.pop(outage.id, None)
@@ -101,7 +100,7 @@ class Accounts:
         return outage
 
     def open_rows(self, now: float) -> list[Booked]:
-        """What would be booked if the job ended now; changes nothing."""
+        """The rows if the job ended now. Changes nothing."""
         sums = {
             rank: replace(one, seconds=one.seconds.copy(), counts=one.counts.copy())
             for rank, one in self._sums.items()
@@ -116,8 +115,6 @@ class Accounts:
         for rank, book in self._books.items():
             self._pending += finish(book, self._phases[rank], now)
         return [*self._settle(float("inf"), now), *self._fold(now)]
-
-    # inside
 
     def _settle(self, until: float, now: float) -> list[Booked]:
         ready = [one for one in self._pending if one.end <= until]
@@ -182,7 +179,7 @@ class Accounts:
 
 
 def _book_waits(one: _Sum, rank: int, waits: Waited) -> None:
-    """Of the time of steps, what was spent waiting for others."""
+    """Moves time of steps that the rank spent waiting for other ranks."""
     states = one.seconds
     calling = sum(seconds for state, seconds in states.items() if kind_of(state) not in SILENT)
     steps = {state: states.get(state, 0.0) for state in (USEFUL, REPEATED)}

@@ -1,9 +1,9 @@
-"""Waits between nodes: each agent notes how long its node waited in collectives with ranks of other nodes; the reader of the
-ledgers of all nodes compares them. Pure.
+"""Waits between nodes: each agent records how long its ranks were inside collectives with other nodes, and the reader of all
+ledgers compares them. Pure.
 
-Of each collective the agent notes the shortest time that one of its ranks was inside: that rank came last of its node. The
-node whose rank was inside for the shortest time is the one that the others waited for; no clocks are compared. Of many
-collectives some are noted, the same ones on every node.
+For each collective the agent records the shortest time inside, which is that of its node's last rank. The node with the
+shortest time of all is the one that the others waited for; no clocks are compared. Agents record a sample of the collectives,
+the same on every node.
 """
 
 from __future__ import annotations
@@ -21,27 +21,23 @@ from allranks.ledger.arrivals import find_lanes, overlaps
 from allranks.ledger.records import USEFUL, WAITING, Booked, Passed
 from allranks.model.trace import RankTrace
 
-MANY, FEW = 64, 4  # collectives that are noted of a window of ten seconds, and of a long one
-SHORT_S, FOR_S = 600.0, 5000.0  # of long windows one is noted, and then none for so long
+MANY, FEW = 64, 4  # collectives recorded per window of ten seconds, and per long window
+SHORT_S, FOR_S = 600.0, 5000.0  # a window longer than SHORT_S is recorded at most once per FOR_S
 MIN_SHARE = 0.002  # of a window
-RECENT_S = 30.0  # what nodes are compared by while the job runs
-LOOKS, SLOW_LOOKS, SLOW_SHARE = (
-    60,
-    3,
-    0.05,
-)  # that are remembered; that must all be slow, by so much of the time
+RECENT_S = 30.0  # of the running job, for comparing nodes
+# comparisons kept per node; that many in a row must be slow, by this share of the time
+KEPT, SLOW_IN_A_ROW, SLOW_SHARE = 60, 3, 0.05
 Key = TypeVar("Key")
 
 
 def note_passed(traces: Sequence[RankTrace], begin: float, end: float) -> Passed | None:
-    """What this node's ranks did in collectives with other nodes; None when there were none."""
+    """The times of this node's ranks in collectives with other nodes; None when there were none."""
     since, until = int(begin * 1e9), int(end * 1e9)
-    inside: dict[
-        int, tuple[float, int, int]
-    ] = {}  # collective -> seconds, rank that came last, ranks of this node
+    # collective -> seconds, last rank, ranks of this node
+    inside: dict[int, tuple[float, int, int]] = {}
     for (name, ranks), lane in find_lanes(traces, since, until).items():
         if set(ranks) <= lane.keys():
-            continue  # all of it is on this node
+            continue  # the whole group is on this node
         group = (zlib.crc32(f"{name} {ranks}".encode()) & 0x1FFFFF) << 32
         for rank, (trace, rows) in lane.items():
             rows = rows[~overlaps(trace)[rows] & (trace.calls["completed_ns"][rows] > 0)]
@@ -61,7 +57,7 @@ def note_passed(traces: Sequence[RankTrace], begin: float, end: float) -> Passed
 
 
 def choose(keys: Collection[int], most: int) -> list[int]:
-    """At most so many of them, by their own number: another node with the same keys chooses the same."""
+    """At most `most` keys, chosen by their hash so that every node with the same keys chooses the same."""
     marked = sorted((key * 2654435761 & 0xFFFFFFFF, key) for key in keys)
     limit = 1 << 32
     while sum(mark < limit for mark, _ in marked) > most:
@@ -72,7 +68,7 @@ def choose(keys: Collection[int], most: int) -> list[int]:
 def join_nodes(
     passed: Sequence[Sequence[Passed]], rows: Sequence[Mapping[Key, Booked]]
 ) -> Iterator[tuple[int, Key, dict[str, float]]]:
-    """(node, row, its seconds with the waits for other nodes) of rows that waited; both arguments are by node."""
+    """(node, row, its seconds with the waits for other nodes) for rows that waited. Both arguments are by node."""
     first: dict[int, tuple[int, int]] = {}  # collective -> shortest time, rank
     seen: dict[int, int] = defaultdict(int)
     for notes in passed:
@@ -83,10 +79,10 @@ def join_nodes(
     for node, notes in enumerate(passed):
         shares = [_lost(one, first, seen) for one in notes]
         begins = [one.begin - 1e-3 for one in notes]
-        for place, row in rows[node].items() if any(shares) else ():
+        for at, row in rows[node].items() if any(shares) else ():
             number = bisect_right(begins, row.begin) - 1
             if number >= 0 and shares[number] and row.begin < notes[number].end + FOR_S:
-                yield node, place, _book(row, shares[number])
+                yield node, at, _book(row, shares[number])
 
 
 def _lost(one: Passed, first: Mapping[int, tuple[int, int]], seen: Mapping[int, int]) -> dict[int, float]:
@@ -104,7 +100,7 @@ def _lost(one: Passed, first: Mapping[int, tuple[int, int]], seen: Mapping[int, 
 
 
 def _book(row: Booked, lost: Mapping[int, float]) -> dict[str, float]:
-    """A row's useful time, less what was spent waiting for other nodes."""
+    """The row's seconds, with waits for other nodes taken from its useful time."""
     seconds = dict(row.seconds)
     useful, total = seconds.get(USEFUL, 0.0), sum(seconds.values())
     waited = {rank: share * total for rank, share in lost.items()}
@@ -118,17 +114,17 @@ def _book(row: Booked, lost: Mapping[int, float]) -> dict[str, float]:
 
 @dataclass
 class NodeLateness:
-    """How much later each node comes than the others, look by look. In the agent that has the first rank of the job."""
+    """How much later each node comes than the others, over time. In the agent of rank 0."""
 
     _shares: dict[str, list[float]] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
 
     def add(self, notes: Mapping[str, Passed]) -> list[tuple[str, int, float]]:
-        """With the newest notes of all nodes: (node, its rank that came last, share of the time) of nodes that became slow
-        and stayed slow, each once."""
-        common = (
-            sorted(set.intersection(*(set(one.keys) for one in notes.values()))) if len(notes) > 1 else []
-        )
+        """Takes the newest notes of all nodes; returns (node, its last rank, share of the time) of nodes that became slow and
+        stayed slow, each once."""
+        if len(notes) < 2:
+            return []
+        common = sorted(set.intersection(*(set(one.keys) for one in notes.values())))
         if len(common) < FEW:
             return []
         inside = {name: dict(zip(one.keys, one.inside_us, strict=True)) for name, one in notes.items()}
@@ -137,11 +133,11 @@ class NodeLateness:
         for number, (name, one) in enumerate(notes.items()):
             late = np.median(np.delete(table, number, axis=0), axis=0) - table[number]
             share = float(np.median(late)) / 1e6 * one.calls / max(one.end - one.begin, 1e-9)
-            shares = self._shares[name] = [*self._shares.get(name, ()), share][-LOOKS:]
-            before, lately = shares[:-SLOW_LOOKS], shares[-SLOW_LOOKS:]
-            if name not in self._told and len(before) >= 2 * SLOW_LOOKS:
+            shares = self._shares[name] = [*self._shares.get(name, ()), share][-KEPT:]
+            before, lately = shares[:-SLOW_IN_A_ROW], shares[-SLOW_IN_A_ROW:]
+            if name not in self._reported and len(before) >= 2 * SLOW_IN_A_ROW:
                 gain = min(lately) - float(np.median(before))
                 if gain >= SLOW_SHARE:
-                    self._told.add(name)
+                    self._reported.add(name)
                     found.append((name, max(set(one.last), key=one.last.count), gain))
         return found

@@ -1,7 +1,7 @@
-"""What would raise a job's goodput, from its own account: each with the expected gain. Pure.
+"""Advice that would raise a job's goodput, each with its expected gain, from the job's account. Pure.
 
-The interval of checkpoints follows Young and Daly: with a save of C seconds and M seconds between failures, saving every
-sqrt(2 C M) seconds loses least. It is checked by replay: the failures of the ledger, at their own times, with other intervals.
+The interval of checkpoints follows Young and Daly: with saves of C seconds and M seconds between failures, saving every
+sqrt(2 C M) seconds loses least. A replay checks it: the failures of the ledger at their own times, with other intervals.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from allranks.ledger.records import COMPILING, EVALUATION, STARTING, USEFUL, WAI
 from allranks.ledger.summary import JobAccount
 from allranks.model.formatting import duration
 
-WORTH = 0.002  # of the time: a smaller gain is not worth a change
-NO_FAILURE = 3.0  # without a failure so far: one is expected after so many times the time it has run
+WORTH = 0.002  # of the time; advice with a smaller gain is dropped
+NO_FAILURE = 3.0  # without a failure so far, one is expected after this many times the running time
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Interval:
-    """The best time between two saves of a tier."""
+    """The best time between saves to a tier."""
 
     tier: str
     cost_s: float  # of one save
-    now_s: float  # between two saves, as the job does it
+    now_s: float  # the job's own interval
     best_s: float
     mtbf_s: float
     loss_now: float  # expected share of the time: saving, and work done again
@@ -51,13 +51,13 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def expected_loss(interval_s: float, cost_s: float, mtbf_s: float) -> float:
-    """Share of the time that saves cost, and that work since the last save is lost by failures."""
+    """Share of the time spent on saves and on repeating work since the last save."""
     lost = cost_s / interval_s + interval_s / 2 / mtbf_s  # per second of training
     return lost / (1 + lost)
 
 
 def replay(failures_at: Sequence[float], trained_s: float, interval_s: float, cost_s: float) -> float:
-    """Share of the time lost if this job had saved every `interval_s` of training: its own failures at their own times."""
+    """Share of the time lost with a save every `interval_s` of training and the job's own failures at their own times."""
     lost = trained_s / interval_s * cost_s
     before = 0.0
     for at in sorted(failures_at):
@@ -67,7 +67,7 @@ def replay(failures_at: Sequence[float], trained_s: float, interval_s: float, co
 
 
 def find_intervals(found: JobAccount) -> list[Interval]:
-    """For every tier that the job saves to."""
+    """The best interval for every tier that the job saves to."""
     useful_s = found.seconds.get(USEFUL, 0.0) / max(found.ranks, 1)
     share = useful_s / max(found.running_s, 1e-9)
     failures = [(one.begin - found.begin) * share for one in found.failures]

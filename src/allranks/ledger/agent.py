@@ -1,7 +1,6 @@
-"""The agent's part of the ledger: takes the samples and incidents that the watch has anyway, and writes rows.
+"""Writes this node's ledger from the samples and incidents of the watch. Runs on the watch's thread.
 
-Called on the watch's thread. It never raises and never waits for anything but its own small file: a ledger that cannot be
-written is one warning.
+It never raises, and waits for nothing but its own small file. A ledger that cannot be written is logged once.
 """
 
 from __future__ import annotations
@@ -28,24 +27,16 @@ from allranks.ledger.slow import Lateness
 from allranks.ledger.summary import JobAccount, account
 from allranks.model.diagnosis import Incident
 from allranks.model.trace import RankTrace
-from allranks.watch.samples import RankSample
+from allranks.watch.samples import ProcessId, RankSample
 
 log = logging.getLogger("allranks.agent")
 
 OPEN_S = 5.0  # how often the open rows are written
-SLOW_S, SLOW_MIN_S, SLOW_STEPS = (
-    30.0,
-    5.0,
-    15,
-)  # how often ranks are compared: after so many steps, between these
-LOOK_SHARE = 0.0003  # of a core for each rank: comparing costs no more
-COMPARE_S = 0.5  # longest time for reading what other nodes noted
+SLOW_STEPS, SLOW_MIN_S, SLOW_S = 15, 5.0, 30.0  # ranks are compared after so many steps, within these limits
+COMPARE_SHARE = 0.0003  # of a core per rank, at most, for comparing
+READ_S = 0.5  # limit for reading the notes of other nodes
 MAX_ENDED, MAX_AGENTS = 64, 64
-FAULTS = (
-    "died",
-    "fault",
-    "last good step",
-)  # the moment at which the time of an incident begins, the best known first
+FAULTS = ("died", "fault", "last good step")  # moments at which an incident begins, the best one first
 
 
 @dataclass
@@ -58,24 +49,24 @@ class LedgerKeeper:
     mode: str
     history: HistoryWriter | None = None  # nodes across jobs
     on_slow: Callable[[ChangePoint], None] = lambda change: None  # a rank became slow
-    rows: list[Booked] = field(default_factory=list)  # of this run, for the line at its end
+    rows: list[Booked] = field(default_factory=list)  # of this run
     outages: dict[str, Outage] = field(default_factory=dict)
     _accounts: Accounts | None = None
     _file: LedgerFile | None = None
     _start: RunStart | None = None
-    _ours: set[tuple[int, int]] = field(default_factory=set)
+    _ours: set[ProcessId] = field(default_factory=set)
     _paths: dict[int, str] = field(default_factory=dict)
     _ended: list[str] = field(default_factory=list)  # boxes of processes that ended since the last row
-    _opened_s: float = 0.0
     _open: list[Booked] = field(default_factory=list)
+    _open_written_s: float = 0.0
     _slow: Lateness = field(default_factory=Lateness)
     _nodes: NodeLateness = field(default_factory=NodeLateness)
     _recent: Passed | None = None
-    _looked_s: float = 0.0
-    _looked_step: int = 0
-    _look_cpu_s: list[float] = field(default_factory=list)  # of the last comparisons
-    _noted_s: float = 0.0
-    _passed: list[Passed] = field(default_factory=list)  # of the rows that are being written
+    _compared_s: float = 0.0
+    _compared_step: int = 0
+    _compare_cpu_s: list[float] = field(default_factory=list)  # of the last three comparisons
+    _recorded_s: float = 0.0  # begin of the last long window with a `Passed` record
+    _passed: list[Passed] = field(default_factory=list)  # to be written with the next rows
     _failed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -106,12 +97,12 @@ class LedgerKeeper:
     def observe(
         self, samples: Sequence[RankSample], running: Sequence[int], now: float | None = None
     ) -> None:
-        """One look of the watch; `running` are the ranks of this agent that run, samples may be of others too."""
+        """Takes one sample of all ranks; `running` are the running ranks of this agent."""
         at = time.time() if now is None else now
         self._carefully(lambda: self._observe(samples, set(running), at))
 
     def note(self, incident: Incident) -> None:
-        """An incident was opened or changed. From any thread."""
+        """Takes a new or changed incident. From any thread."""
         self._carefully(lambda: self._note(incident))
 
     def close(self, now: float | None = None) -> JobAccount | None:
@@ -125,7 +116,10 @@ class LedgerKeeper:
         )
         self._carefully(lambda: self._append(last))
         self._carefully(self._file.close)
-        self._remember()
+        if self.history is not None:  # the whole job, from the ledgers of all nodes
+            folder, job = self.folder, self.job
+            self.history.put_job(lambda: account([read_ledger(path) for path in find_ledgers(folder, job)]))
+            self.history.close()
         return account([NodeLedger(self._file.path, [self._start, *self.rows, *self.outages.values()])])
 
     def spent(self) -> dict[str, float]:
@@ -136,46 +130,34 @@ class LedgerKeeper:
                 sums[kind_of(state)] = sums.get(kind_of(state), 0.0) + seconds
         return {state: sums[state] for state in STATES if state in sums}
 
-    def _remember(self) -> None:
-        """The whole job as its ledgers have it now, those of other nodes included."""
-        if self.history is not None:
-            folder, job = self.folder, self.job
-            self.history.put_job(lambda: account([read_ledger(path) for path in find_ledgers(folder, job)]))
-            self.history.close()
-
-    # inside
-
     def _observe(self, samples: Sequence[RankSample], running: set[int], now: float) -> None:
-        assert self._accounts is not None
-        self._ours |= {(s.pid, s.start_ns) for s in samples if s.rank in running}
-        ours = [s for s in samples if (s.pid, s.start_ns) in self._ours]
+        assert self._accounts is not None and self._file is not None and self._start is not None
+        self._ours |= {s.process for s in samples if s.rank in running}
+        ours = [s for s in samples if s.process in self._ours]
         for sample in ours:
             known = self._paths.get(sample.rank, sample.path)
-            if known != sample.path and Path(known).exists():  # a box is renamed when its rank becomes known
+            if known != sample.path and Path(known).exists():  # else the box of this process was renamed
                 self._ended = [*self._ended, known][-MAX_ENDED:]
             self._paths[sample.rank] = sample.path
         if rows := self._accounts.observe(now, ours):
             self._append(rows)
-            self._opened_s = 0.0
-        step = max((sample.step for sample in ours), default=-1)
-        if ours and now - self._looked_s >= look_due_s(step - self._looked_step, self._look_cpu_s, len(ours)):
-            self._looked_step, self._looked_s, begin = step, now, time.thread_time()
-            self._look_for_slow(now)
-            self._look_cpu_s = [*self._look_cpu_s, time.thread_time() - begin][-3:]
-        there = running <= {s.rank for s in ours} or now - self._accounts.began >= OPEN_S
-        if (
-            ours
-            and there
-            and now - self._opened_s >= OPEN_S
-            and self._file is not None
-            and self._start is not None
-        ):
-            self._opened_s = now
+            self._open_written_s = 0.0
+        if not ours:
+            return
+        step = max(sample.step for sample in ours)
+        interval_s = compare_interval_s(step - self._compared_step, self._compare_cpu_s, len(ours))
+        if now - self._compared_s >= interval_s:
+            self._compared_step, self._compared_s, begin = step, now, time.thread_time()
+            self._find_slow(now)
+            self._compare_cpu_s = [*self._compare_cpu_s, time.thread_time() - begin][-3:]
+        complete = running <= {s.rank for s in ours} or now - self._accounts.began >= OPEN_S
+        if complete and now - self._open_written_s >= OPEN_S:
+            self._open_written_s = now
             self._open = self._accounts.open_rows(now)
             recent = [self._recent] if self._recent is not None else []
             self._file.write_open(self._start, [*self._open, *recent])
 
-    def _look_for_slow(self, now: float) -> None:
+    def _find_slow(self, now: float) -> None:
         """Reports ranks and nodes that became slow and stayed slow, each once."""
         traces = _read_boxes(self._paths.values())
         for change in self._slow.add(traces):
@@ -183,14 +165,14 @@ class LedgerKeeper:
             self.on_slow(change)
         self._recent = note_passed(traces, now - RECENT_S, now)
         if self._recent is not None and 0 in self._paths:
-            for node, rank, share in self._nodes.add(self._notes_of_all(now)):
+            for node, rank, share in self._nodes.add(self._read_notes(now)):
                 text = f"node {node} became slow by {share:.0%} (rank {rank} comes last)"
                 self._report_slow(rank, node, now - RECENT_S, now, text)
 
-    def _notes_of_all(self, now: float) -> dict[str, Passed]:
-        """What the agents of the job noted of the last seconds, by node."""
+    def _read_notes(self, now: float) -> dict[str, Passed]:
+        """The newest `Passed` record of every node of the job."""
         assert self._recent is not None and self._file is not None
-        found, limit = {self.node: self._recent}, time.monotonic() + COMPARE_S
+        found, limit = {self.node: self._recent}, time.monotonic() + READ_S
         for path in find_ledgers(self.folder, self.job):
             if path != self._file.path and time.monotonic() < limit:
                 start, note = read_recent(path)
@@ -199,7 +181,7 @@ class LedgerKeeper:
         return found
 
     def _report_slow(self, rank: int, node: str, at: float, now: float, text: str) -> None:
-        log.warning("%s: the others wait for it (allranks slow %s)", text, self.job)
+        log.warning("%s: the other ranks wait for it (allranks slow %s)", text, self.job)
         id = f"slow-rank{rank}-{int(at)}"
         outage = Outage(id, "slow", "became_slow", node, (rank,), at, now, text=text)
         self.outages[id] = outage
@@ -229,36 +211,35 @@ class LedgerKeeper:
         late = {
             trace.path for trace in ended if len(trace.calls) and trace.calls["created_ns"].max() >= end * 1e9
         }
-        self._ended = [path for path in self._ended if path in late]  # of which more is to be booked
+        self._ended = [path for path in self._ended if path in late]
         gone = {trace.header.rank for trace in ended}
         batches = [newest]
         if ended:
             batches.append([*ended, *(trace for trace in newest if trace.header.rank not in gone)])
-        if end - begin < SHORT_S or begin - self._noted_s >= FOR_S:
-            self._noted_s = begin
+        if end - begin < SHORT_S or begin - self._recorded_s >= FOR_S:
+            self._recorded_s = begin
             if (passed := note_passed(newest, begin, end)) is not None:
                 self._passed.append(passed)
         without = [(one.begin, one.closed or one.recovered or end) for one in outages]
-        return find_waits(batches, begin, end, without, self._slow.unwaited)
+        return find_waits(batches, begin, end, without, self._slow.non_blocking)
 
     def _carefully(self, work: Callable[[], None]) -> None:
-        """The watch continues whatever happens here."""
+        """Runs the work under the lock. A failure is logged once and never reaches the watch."""
         try:
             with self._lock:
                 work()
         except Exception as error:
             if not self._failed:
-                log.warning(
-                    "the goodput ledger is not up to date: %s", error, exc_info=not isinstance(error, OSError)
-                )
+                traceback = not isinstance(error, OSError)
+                log.warning("the goodput ledger is not up to date: %s", error, exc_info=traceback)
             self._failed = True
 
 
-def look_due_s(steps: int, cpu_s: Sequence[float], ranks: int) -> float:
-    """How long after a comparison of ranks the next one is due, when so many steps passed since and the last ones took `cpu_s`.
-    The first one does not count: it imports."""
+def compare_interval_s(steps: int, cpu_s: Sequence[float], ranks: int) -> float:
+    """Time between two comparisons of ranks, `steps` after the last one. `cpu_s` is the cost of the last ones; a first one
+    alone does not count, since it includes imports."""
     cost = min(cpu_s) if len(cpu_s) > 1 else 0.0
-    return max(SLOW_MIN_S if steps >= SLOW_STEPS else SLOW_S, min(SLOW_S, cost / (LOOK_SHARE * ranks)))
+    return max(SLOW_MIN_S if steps >= SLOW_STEPS else SLOW_S, min(SLOW_S, cost / (COMPARE_SHARE * ranks)))
 
 
 def _read_boxes(paths: Iterable[str]) -> list[RankTrace]:
@@ -267,12 +248,12 @@ def _read_boxes(paths: Iterable[str]) -> list[RankTrace]:
         try:
             traces.append(read_trace(path, tables))
         except InputError:
-            continue  # removed meanwhile
+            continue  # removed in the meantime
     return traces
 
 
 def outage_of(incident: Incident) -> Outage:
-    """What the ledger keeps of an incident."""
+    """The ledger's record of an incident."""
     at = {moment.name: moment.at for moment in reversed(incident.timeline)}
     begin = next((at[name] for name in FAULTS if name in at), incident.opened)
     verdict = incident.verdict

@@ -1,8 +1,8 @@
-"""When ranks came to their collectives, from black boxes: who waited for whom, and for how long. Pure.
+"""Which rank waited for which, and for how long, from the arrival times in black boxes. Pure.
 
-A call counts as waiting from the rank's own arrival until the last rank came. Of the buckets of one backward pass, which overlap
-with computing, only the last one waits. Other calls that ranks do not wait in are recognised by what they do next (`waits_in`). On one host arrivals are compared by the clock; between hosts by how
-long each rank was inside the call, since their clocks differ: the rank that waits least came last.
+A rank waits from its own arrival until the last rank arrives. The buckets of a backward pass overlap with computation, so only
+the last one counts as a wait. `is_blocking` finds other calls that do not block. On one host arrivals are compared by the clock.
+Clocks of hosts differ, so between hosts the time inside the call is compared: the rank that waits least came last.
 """
 
 from __future__ import annotations
@@ -15,72 +15,64 @@ import numpy as np
 
 from allranks.model.trace import Flag, RankTrace
 
-#: Operations that nobody leaves before everybody has entered.
+#: Operations that no rank leaves before every rank has entered.
 SYNCHRONISING = (
     "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall", "barrier",
 )  # fmt: skip
 _UNUSED = Flag.P2P | Flag.COALESCED_PART | Flag.CAPTURED
 MIN_CALLS, NEWEST = 3, 16
-#: For telling whether ranks wait in a call: samples, those of a place in the step, the share without a pause, standard errors, and what lateness must tell.
-MIN_SAMPLES, MIN_OF_PLACE, USUAL, SURE, TOLD, SHORTEST_S = 48, 12, 0.95, 4.0, 0.01, 1e-5
-MIN_SHARE = 0.002  # of the time: shorter waits are not told
+# Thresholds of `is_blocking`
+MIN_SAMPLES, MIN_OF_POSITION = 48, 12  # collectives in all, and at one position of the step
+USUAL = 0.95  # quantile above which a value is an outlier
+SURE = 4.0  # standard errors
+EXPLAINED, SHORTEST_S = 0.01, 1e-5  # least share of the variance of lateness, and its least deviation
+MIN_SHARE = 0.002  # of the time; shorter waits are dropped
 SKEW_S = 1.0  # between clocks of hosts
-LONGEST_S = 60.0  # a wait that began longer before a stretch of time is not looked for
-Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # begins, ends, ranks that were waited for
+LONGEST_S = 60.0  # how long before a window a wait in it may have begun
+Spans = tuple[np.ndarray, np.ndarray, np.ndarray]  # begins, ends, ranks waited for
 
 
 @dataclass(frozen=True)
-class Meetings:
-    """The collectives of one group that all of its ranks here have finished; matrices are ranks x collectives."""
+class Collectives:
+    """The collectives of one group that all of its ranks here have finished. Matrices are ranks x collectives."""
 
     group: str
     ranks: tuple[int, ...]
     arrived: np.ndarray  # epoch seconds by each rank's own clock
-    late: np.ndarray  # seconds before the last rank came that this rank came: 0 for the last
+    late: np.ndarray  # seconds until the last rank came; 0 for the last rank
     step: np.ndarray
-    blocks: np.ndarray  # whether the rank waits in this call (and does not compute meanwhile)
-    elements: np.ndarray  # of the input, ranks x collectives
+    blocks: np.ndarray  # whether the rank waits in this call instead of computing
+    elements: np.ndarray  # of the input
     rows: np.ndarray  # of these calls in the box of each rank
 
-    @property
-    def waits_s(self) -> np.ndarray:
-        """Late, where it blocks."""
-        return np.where(self.blocks, self.late, 0.0)
 
-    @property
-    def last(self) -> np.ndarray:
-        """Which rank came last, as an index."""
-        found: np.ndarray = np.argmin(self.late, axis=0)
-        return found
-
-
-def find_meetings(
+def find_collectives(
     traces: Sequence[RankTrace],
     since_ns: int = 0,
     until_ns: int = 1 << 62,
-    unwaited: Collection[Line] | None = None,
+    non_blocking: Collection[Line] | None = None,
     ended_ns: int = 0,
-) -> list[Meetings]:
-    """One for each group with at least two of these ranks in it: of the collectives that began in this time and did not end before
-    `ended_ns`. `unwaited`: as `find_unwaited` found it before, which needs all calls; None: it is found anew."""
-    if unwaited is None:
+) -> list[Collectives]:
+    """One entry per group with at least two of these ranks: collectives that began in this window and did not end before
+    `ended_ns`. `non_blocking` is an earlier result of `find_non_blocking`; None computes it from all calls."""
+    if non_blocking is None:
         whole = _match_all(traces)
-        unwaited = find_unwaited(whole, traces)
+        non_blocking = find_non_blocking(whole, traces)
     else:
         whole = _match_all(traces, since_ns, until_ns, ended_ns)
-    marked = [_without(one, traces, unwaited) for one in whole]
+    marked = [_without(one, traces, non_blocking) for one in whole]
     return [part for one in marked if (part := _between(one, since_ns / 1e9, until_ns / 1e9)).arrived.size]
 
 
 def _match_all(
     traces: Sequence[RankTrace], since_ns: int = 0, until_ns: int = 1 << 62, ended_ns: int = 0
-) -> list[Meetings]:
+) -> list[Collectives]:
     lanes = find_lanes(traces, since_ns, until_ns, ended_ns, least=NEWEST)
     found = [_match(name, lane) for (name, _), lane in lanes.items() if len(lane) > 1]
     return [one for one in found if one is not None]
 
 
-#: Where a program makes a call: the stack, or its number where boxes have none.
+#: Where a program makes a call: its stack, or a number where the box has no stack.
 Line = object
 Lane = dict[int, tuple[RankTrace, np.ndarray]]  # rank -> its box, and rows of its calls
 
@@ -92,8 +84,8 @@ def find_lanes(
     ended_ns: int = 0,
     least: int = 0,
 ) -> dict[tuple[str, tuple[int, ...]], Lane]:
-    """Group -> the calls of each rank that nobody leaves before everybody has entered: those that began in this time and did
-    not end before `ended_ns`, or, where they are fewer than `least`, the newest ones before `until_ns`."""
+    """Group -> the synchronising calls of each rank that began in this window and did not end before `ended_ns`; with fewer
+    than `least` of them, the newest `least` calls before `until_ns`."""
     lanes: dict[tuple[str, tuple[int, ...]], Lane] = defaultdict(dict)
     for trace in traces:
         rank, calls = trace.header.rank, trace.calls
@@ -113,7 +105,7 @@ def find_lanes(
     return lanes
 
 
-def _match(name: str, lane: Lane) -> Meetings | None:
+def _match(name: str, lane: Lane) -> Collectives | None:
     ranks = tuple(sorted(lane))
     seqs: np.ndarray | None = None
     for trace, rows in lane.values():
@@ -138,112 +130,112 @@ def _match(name: str, lane: Lane) -> Meetings | None:
     if len(hosts) > 1:  # by the clock of the first rank
         parts = (arrived[0] + late[0] - late, late, blocks, elements, step, places)
         arrived, late, blocks, elements, step, places = (part[..., done] for part in parts)
-    return Meetings(name, ranks, arrived, late, step, blocks, elements, places)
+    return Collectives(name, ranks, arrived, late, step, blocks, elements, places)
 
 
-def _between(one: Meetings, since: float, until: float) -> Meetings:
+def _between(one: Collectives, since: float, until: float) -> Collectives:
     """The collectives that all ranks began between these times."""
     at = (one.arrived >= since).all(axis=0) & (one.arrived < until).all(axis=0)
     names = ("arrived", "late", "step", "blocks", "elements", "rows")
     return replace(one, **{name: getattr(one, name)[..., at] for name in names})
 
 
-def find_unwaited(meetings: Sequence[Meetings], traces: Sequence[RankTrace]) -> frozenset[Line]:
-    """The lines with calls that ranks do not wait in. Groups that make the same call are judged together."""
+def find_non_blocking(collectives: Sequence[Collectives], traces: Sequence[RankTrace]) -> frozenset[Line]:
+    """The lines whose calls do not block. Groups that make the same call are judged together."""
     calls = {trace.header.rank: trace.calls for trace in traces}
     late = {rank: np.zeros(len(rows) + 1) for rank, rows in calls.items()}
-    for one in meetings:
+    for one in collectives:
         for i, rank in enumerate(one.ranks):
             late[rank][one.rows[i]] = one.late[i]
-    around = {rank: _around(rows, late[rank]) for rank, rows in calls.items()}
+    features = {rank: _features(rows, late[rank]) for rank, rows in calls.items()}
     parts: dict[Line, dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
-    for one in meetings:
+    for one in collectives:
         numbers, lines = _lines(one, traces)
         for line in np.unique(numbers).tolist():
             of_line = np.flatnonzero(numbers == line)
-            places = _places(one.step[of_line])
-            for place in np.flatnonzero(np.bincount(places) >= MIN_OF_PLACE).tolist():
-                rows = one.rows[:, of_line[places == place]]
-                found = [_less_usual(around[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
-                parts[lines[line]][place] += found
+            positions = _positions(one.step[of_line])
+            for position in np.flatnonzero(np.bincount(positions) >= MIN_OF_POSITION).tolist():
+                rows = one.rows[:, of_line[positions == position]]
+                found = [_centered(features[rank][:, rows[i]]) for i, rank in enumerate(one.ranks)]
+                parts[lines[line]][position] += found
     return frozenset(
         line
         for line, found in parts.items()
-        if not waits_in([np.concatenate(one, axis=1) for one in found.values()])
+        if not is_blocking([np.concatenate(one, axis=1) for one in found.values()])
     )
 
 
-def _lines(one: Meetings, traces: Sequence[RankTrace]) -> tuple[np.ndarray, Sequence[Line]]:
-    """Of each collective the number of its line in the first rank's box, and all lines of that box."""
+def _lines(one: Collectives, traces: Sequence[RankTrace]) -> tuple[np.ndarray, Sequence[Line]]:
+    """The line of each collective as an index into the lines of the first rank's box, and these lines."""
     first = next(trace for trace in traces if trace.header.rank == one.ranks[0])
     return first.calls["stack"][one.rows[0]], [stack or n for n, stack in enumerate(first.stacks)]
 
 
-def _without(one: Meetings, traces: Sequence[RankTrace], unwaited: Collection[Line]) -> Meetings:
-    """The same where nobody waits in the calls from these lines."""
-    if not unwaited:
+def _without(one: Collectives, traces: Sequence[RankTrace], non_blocking: Collection[Line]) -> Collectives:
+    """The same collectives, with calls from these lines marked as non-blocking."""
+    if not non_blocking:
         return one
     numbers, lines = _lines(one, traces)
     return replace(
-        one, blocks=one.blocks & ~np.isin(numbers, [n for n, line in enumerate(lines) if line in unwaited])
+        one,
+        blocks=one.blocks & ~np.isin(numbers, [n for n, line in enumerate(lines) if line in non_blocking]),
     )
 
 
-def _places(steps: np.ndarray) -> np.ndarray:
-    """Of calls of one line, in order: how many it made in the same step before. 0 where steps have no marks."""
+def _positions(steps: np.ndarray) -> np.ndarray:
+    """For the calls of one line, in order: the number of earlier calls in the same step; 0 without step marks."""
     begins = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))
-    places = np.arange(len(steps)) - np.repeat(begins, np.diff(begins, append=len(steps)))
-    found: np.ndarray = np.where(steps < 0, 0, places)
+    positions = np.arange(len(steps)) - np.repeat(begins, np.diff(begins, append=len(steps)))
+    found: np.ndarray = np.where(steps < 0, 0, positions)
     return found
 
 
-def _around(calls: np.ndarray, late: np.ndarray) -> np.ndarray:
-    """For each call of one rank: how late others came, the time from then until its next call, the time since its call before,
-    and how late others were there. Not a number where nobody else makes a call."""
+def _features(calls: np.ndarray, late: np.ndarray) -> np.ndarray:
+    """For each call of one rank: lateness of the others, time from then until the rank's next call, time since its previous
+    call, lateness of the others at the previous call. NaN at the ends."""
     passed = np.diff((calls["created_ns"] - calls["created_ns"][:1]) / 1e9, prepend=np.nan, append=np.nan)
     return np.stack([late[:-1], passed[1:] - late[:-1], passed[:-1], np.roll(late[:-1], 1)])
 
 
-def _less_usual(around: np.ndarray) -> np.ndarray:
-    """Of calls in which others came later, less what is usual."""
-    around = around[:, (around[0] > 0) & ~np.isnan(around).any(axis=0)]
-    found: np.ndarray = around - np.median(around, axis=1, keepdims=True) if around.size else around
+def _centered(features: np.ndarray) -> np.ndarray:
+    """Features of the calls in which other ranks came later, less their medians."""
+    features = features[:, (features[0] > 0) & ~np.isnan(features).any(axis=0)]
+    found: np.ndarray = features - np.median(features, axis=1, keepdims=True) if features.size else features
     return found
 
 
-def waits_in(places: Sequence[np.ndarray]) -> bool:
-    """Whether ranks wait in a call for those that come late. One that waits takes its usual time from then on; one that does
-    not has that much less left to do. How fast a rank is in a step shows before the call too, so that is taken out. Places of a
-    step are compared each with itself: another layer is followed by other work."""
-    usual = [_usual(one) for one in places if one.shape[1] >= MIN_OF_PLACE]  # fewer are explained by anything
+def is_blocking(positions: Sequence[np.ndarray]) -> bool:
+    """Whether ranks wait in a call for late ranks. A rank that waits takes its usual time after the last rank has come; a rank
+    that computes meanwhile has that much less left to do. A rank's speed in the step also shows before the call and is regressed
+    out. Each position of the step is compared with itself only, since different work follows each layer."""
+    usual = [_without_outliers(one) for one in positions if one.shape[1] >= MIN_OF_POSITION]
     samples = sum(one.shape[1] for one in usual)
     if samples < MIN_SAMPLES:
         return True
-    # what the time and the lateness before do not explain
-    rest = np.concatenate([_unexplained(one[:2], one[2:]) for one in usual], axis=1)
+    rest = np.concatenate([_residuals(one[:2], one[2:]) for one in usual], axis=1)
     own = float(rest[0] @ rest[0])
-    if own <= max(TOLD * sum(float(one[0] @ one[0]) for one in usual), samples * SHORTEST_S**2):
-        return True  # it says nothing
+    if own <= max(EXPLAINED * sum(float(one[0] @ one[0]) for one in usual), samples * SHORTEST_S**2):
+        return True  # lateness varies too little to decide
     slope = float(rest[0] @ rest[1]) / own
     left = rest[1] - slope * rest[0]
     error = np.sqrt(float(left @ left) / max(samples - 4, 1) / own)
     return bool(slope > -0.5 or slope + SURE * error > 0)
 
 
-def _usual(around: np.ndarray) -> np.ndarray:
-    """Without pauses, and without others that came so late that nothing was left to do: these say nothing."""
-    late, after = around[:2]
-    return around[:, (after <= np.quantile(after, USUAL)) & (late <= np.quantile(late, USUAL))]
+def _without_outliers(features: np.ndarray) -> np.ndarray:
+    """Drops pauses, and calls in which a rank came so late that the others had nothing left to do."""
+    late, after = features[:2]
+    return features[:, (after <= np.quantile(after, USUAL)) & (late <= np.quantile(late, USUAL))]
 
 
-def _unexplained(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+def _residuals(values: np.ndarray, known: np.ndarray) -> np.ndarray:
     by = np.stack([*known, np.ones(known.shape[1])], axis=1)
     found: np.ndarray = values - (by @ np.linalg.lstsq(by, values.T, rcond=None)[0]).T
     return found
 
 
 def overlaps(trace: RankTrace) -> np.ndarray:
-    """Calls that a backward pass makes beside its computing: another one from the same line follows in the same step."""
+    """Calls that overlap with a backward pass: another call from the same line follows in the same step."""
     calls = trace.calls
     backward = np.array([any("backward" in frame.name for frame in stack) for stack in trace.stacks])
     follows = np.zeros(len(calls), bool)
@@ -255,7 +247,7 @@ def overlaps(trace: RankTrace) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Messages:
-    """What one rank sent to another in one group, as far as both boxes have it: arrays of equal length, in order."""
+    """Messages from one rank to another in one group that both boxes hold: arrays of equal length, in order."""
 
     sender: int
     receiver: int
@@ -265,7 +257,7 @@ class Messages:
 
 
 def find_messages(traces: Sequence[RankTrace], since_ns: int = 0) -> list[Messages]:
-    """Sends and receives of pipelines, matched by their order within a step. Between hosts clocks differ: none."""
+    """Sends and receives of pipelines, matched by their order within a step. Only within a host, since clocks differ."""
     sides: dict[tuple[str, int, int], dict[str, np.ndarray]] = defaultdict(dict)
     hosts = {trace.header.rank: trace.header.host for trace in traces}
     for trace in traces:
@@ -290,7 +282,7 @@ def find_messages(traces: Sequence[RankTrace], since_ns: int = 0) -> list[Messag
 
 
 def _pair(sender: int, receiver: int, sends: np.ndarray, recvs: np.ndarray) -> Messages:
-    """Of steps in which both have as many: the ring of one may begin in the middle of a step."""
+    """Pairs the messages of steps in which both ranks have the same number; a ring may begin in the middle of a step."""
     numbers = [np.unique(side["step"], return_counts=True) for side in (sends, recvs)]
     same, first, second = np.intersect1d(
         numbers[0][0], numbers[1][0], assume_unique=True, return_indices=True
@@ -302,29 +294,29 @@ def _pair(sender: int, receiver: int, sends: np.ndarray, recvs: np.ndarray) -> M
 
 @dataclass(frozen=True)
 class Blocking:
-    """The calls of all groups that ranks wait in, in the order in which they were released."""
+    """The blocking calls of all groups, in the order of their release."""
 
     ranks: tuple[int, ...]
-    # of each call
+    # one entry per call
     kind: np.ndarray  # 0 send, 1 receive, 2 collective
-    source: np.ndarray  # of which messages or meetings
-    number: np.ndarray  # its place there
+    source: np.ndarray  # index into the messages or the collectives
+    number: np.ndarray  # index in that source
     step: np.ndarray
     at: np.ndarray
-    # of each rank in each call
+    # one entry per rank of each call
     call: np.ndarray
-    rank: np.ndarray  # index
-    own: np.ndarray  # seconds before it
+    rank: np.ndarray  # index into `ranks`
+    own: np.ndarray  # seconds of own work before the call
     elements: np.ndarray
 
 
-def find_blocking(meetings: Sequence[Meetings], messages: Sequence[Messages] = ()) -> Blocking:
-    """With own times: from the moment at which a rank was released from its call before."""
+def find_blocking(collectives: Sequence[Collectives], messages: Sequence[Messages] = ()) -> Blocking:
+    """The blocking calls, with own times counted from the release of the rank's previous call."""
     pairs = {rank for one in messages for rank in (one.sender, one.receiver)}
-    ranks = tuple(sorted({rank for one in meetings for rank in one.ranks} | pairs))
+    ranks = tuple(sorted({rank for one in collectives for rank in one.ranks} | pairs))
     index = {rank: i for i, rank in enumerate(ranks)}
     calls, rows, count = [np.zeros((5, 0))], [np.zeros((4, 0))], 0
-    for kind, source, members, released, arrived, elements, step, number in _sides(meetings, messages):
+    for kind, source, members, released, arrived, elements, step, number in _sides(collectives, messages):
         calls.append(np.stack(np.broadcast_arrays(released, kind, source, number, step)))
         numbers, who = count + np.arange(len(released)), [index[rank] for rank in members]
         of_rows = (
@@ -346,7 +338,7 @@ def find_blocking(meetings: Sequence[Meetings], messages: Sequence[Messages] = (
     again = who[sorting][1:] == who[sorting][:-1]
     before[sorting[1:][again]] = released[call[sorting[:-1][again]]]
     own = arrived - before
-    # without a rank's first call here, and calls that another group overlaps
+    # drops a rank's first call, and calls that overlap with those of another group
     kept = np.setdiff1d(np.arange(count), call[~(own >= 0)])
     left = np.flatnonzero(np.isin(call, kept))
     left = left[np.lexsort((who[left], call[left]))]
@@ -361,9 +353,9 @@ def find_blocking(meetings: Sequence[Meetings], messages: Sequence[Messages] = (
 _Side = tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def _sides(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> Iterator[_Side]:
-    """Kind, source, ranks, when the calls were released, when each rank came, sizes of inputs, steps, numbers."""
-    for source, one in enumerate(meetings):
+def _sides(collectives: Sequence[Collectives], messages: Sequence[Messages]) -> Iterator[_Side]:
+    """(kind, source, ranks, release times, arrival times, input sizes, steps, numbers)"""
+    for source, one in enumerate(collectives):
         at = np.flatnonzero(one.blocks.any(axis=0))
         arrived = one.arrived[:, at]
         yield 2, source, one.ranks, arrived.max(axis=0), arrived, one.elements[:, at], one.step[at], at
@@ -374,11 +366,11 @@ def _sides(meetings: Sequence[Meetings], messages: Sequence[Messages]) -> Iterat
         yield 1, source, (way.receiver,), released, way.asked, zeros, way.step, numbers
 
 
-def waits_by_rank(meetings: Sequence[Meetings]) -> dict[int, Spans]:
-    """For each rank the times in which it waited and for whom, in order and without overlaps."""
+def waits_by_rank(collectives: Sequence[Collectives]) -> dict[int, Spans]:
+    """For each rank, when it waited and for which rank, in order and without overlaps."""
     found: dict[int, list[np.ndarray]] = defaultdict(list)
-    for one in meetings:
-        whom, waits = np.array(one.ranks)[one.last], one.waits_s
+    for one in collectives:
+        whom, waits = np.array(one.ranks)[np.argmin(one.late, axis=0)], np.where(one.blocks, one.late, 0.0)
         for i, rank in enumerate(one.ranks):
             at = waits[i] > 0
             found[rank].append(np.stack([one.arrived[i, at], one.arrived[i, at] + waits[i, at], whom[at]]))
@@ -395,15 +387,15 @@ def _disjoint(begin: np.ndarray, end: np.ndarray, whom: np.ndarray) -> Spans:
 
 @dataclass(frozen=True)
 class Waited:
-    """Who waited for whom, as far as the boxes show it."""
+    """Which rank waited for which, as far as the boxes reach."""
 
     spans: Mapping[int, Spans] = field(default_factory=dict)  # by rank
-    covered_s: float = 0.0  # what the boxes show
-    whole: bool = True  # they show all of it
+    covered_s: float = 0.0  # time that the boxes cover
+    whole: bool = True  # the boxes cover the whole window
 
     def during(self, rank: int, begin: float, end: float, calling_s: float) -> dict[int, float]:
-        """Rank -> seconds that this one waited for it between two times, in which it made calls for so long. What the boxes do
-        not show any more was like the rest."""
+        """Rank -> seconds that `rank` waited for it in this window, `calling_s` of which it spent on steps. Time that the boxes
+        no longer cover is extrapolated."""
         if rank not in self.spans:
             return {}
         low, high, whom = self.spans[rank]
@@ -419,22 +411,24 @@ def find_waits(
     begin: float,
     end: float,
     without: Sequence[tuple[float, float]] = (),
-    unwaited: Collection[Line] | None = None,
+    non_blocking: Collection[Line] | None = None,
 ) -> Waited:
-    """All waits between `begin` and `end`; `unwaited` as for `find_meetings`.
+    """All waits between `begin` and `end`; `non_blocking` as for `find_collectives`.
 
-    A batch has one box of each rank: the newest, and those that ended meanwhile together with the ones that they trained
-    with. Waits that touch the times of `without` are left out: they are booked to something else.
+    A batch has one box per rank: one batch of the newest boxes, one of the boxes that ended with those of the ranks that they
+    trained with. Waits that overlap with `without` are left out, since that time is booked to an incident.
     """
     since, until, ended = int((begin - LONGEST_S) * 1e9), int(end * 1e9), int((begin - SKEW_S) * 1e9)
-    meetings = [one for traces in batches for one in find_meetings(traces, since, until, unwaited, ended)]
-    if not meetings:
+    collectives = [
+        one for traces in batches for one in find_collectives(traces, since, until, non_blocking, ended)
+    ]
+    if not collectives:
         return Waited()
-    first = max(begin, min(float(one.arrived.min()) for one in meetings))
-    last = max(float(one.arrived.max()) for one in meetings)
+    first = max(begin, min(float(one.arrived.min()) for one in collectives))
+    last = max(float(one.arrived.max()) for one in collectives)
     covered = last - first - sum(max(0.0, min(last, high) - max(first, low)) for low, high in without)
     spans = {}
-    for rank, (low, high, whom) in waits_by_rank(meetings).items():
+    for rank, (low, high, whom) in waits_by_rank(collectives).items():
         left = ~np.any(
             [(low < until_s) & (high > since_s) for since_s, until_s in without] or [low < low], axis=0
         )

@@ -1,7 +1,7 @@
-"""From samples of one rank to stretches of time, each with what the rank did. Pure.
+"""Turns the samples of one rank into stretches of time, each with the rank's state. Pure.
 
-A rank's time is booked up to its last progress mark, by the times that the rank itself noted; what follows the mark is
-booked with the next one, or when the process ends. So nothing is booked twice and nothing is left out.
+A rank's time is booked up to its last progress mark, by the rank's own timestamps. The time after the mark is booked with the
+next mark, or when the process ends, so all time is booked exactly once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from allranks.ledger.records import (
 )
 from allranks.watch.samples import RankSample
 
-#: States of stretches that incidents explain, see `resolve`.
-LOST, DOWN = "lost", "down"
+LOST, DOWN = "lost", "down"  # states before `resolve` has looked for an incident
 MEMORY = 64  # steps
-NEAR_S = 5.0  # an incident that begins so soon after a process ended belongs to its end
+NEAR_S = 5.0  # an incident that begins this soon after the end of a process explains that end
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some time of one rank. `usual_s`: how long the steps in it usually take."""
+    """A period of one rank. `usual_s` is how long the steps in it usually take."""
 
     rank: int
     begin: float
@@ -44,17 +43,17 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RankBook:
-    """Up to where a rank's time is booked, and what is known of its process."""
+    """How far a rank's time is booked, and the state of its process."""
 
     rank: int
-    booked: float  # epoch: everything before is booked
+    booked: float  # epoch; all time before it is booked
     process: tuple[int, int] | None = None  # pid and start
     alive: bool = False
     step: int = -1
     calls: int = 0
-    marked: bool = False  # it has made a step, or completed a call
-    redo_until: int = -1  # steps before this one had been done when the process began
-    steps_s: tuple[float, ...] = ()  # of the last steps
+    marked: bool = False  # has made a step or completed a call
+    redo_until: int = -1  # steps below this one had been done when the process began
+    steps_s: tuple[float, ...] = ()  # durations of the last steps
 
     @property
     def usual_s(self) -> float:
@@ -62,9 +61,9 @@ class RankBook:
 
 
 def advance(book: RankBook, sample: RankSample, now: float, reached: int) -> tuple[RankBook, list[Stretch]]:
-    """The book after one more sample, and what was booked. `reached`: the highest step that any rank has begun."""
+    """The book after one more sample, and the new stretches. `reached` is the highest step that any rank has begun."""
     done: list[Stretch] = []
-    if book.process != (sample.pid, sample.start_ns):
+    if book.process != sample.process:
         book, done = _new_process(book, sample, now, reached)
     if not book.alive:
         return book, done
@@ -81,7 +80,7 @@ def advance(book: RankBook, sample: RankSample, now: float, reached: int) -> tup
 
 
 def finish(book: RankBook, phases: Sequence[PhaseMark], now: float) -> list[Stretch]:
-    """What is left when the job ends, or would end now: an incident explains a silence that it did not survive."""
+    """The remaining stretches when the job ends at `now`. A silence at the end becomes DOWN, which an incident may explain."""
     if book.alive:
         last = _last(book, phases, now, clean=True)
         return [replace(one, state=DOWN) if one.state == IDLE else one for one in last]
@@ -89,7 +88,7 @@ def finish(book: RankBook, phases: Sequence[PhaseMark], now: float) -> list[Stre
 
 
 def _progress_at(book: RankBook, sample: RankSample) -> float:
-    """When the rank last made progress; 0 when it has not since the last sample."""
+    """Time of the rank's last progress; 0 without progress since the last sample."""
     if sample.step >= 0:
         return sample.step_ns / 1e9
     return sample.last_ns / 1e9 if sample.calls_completed > book.calls else 0.0
@@ -101,7 +100,7 @@ def _new_process(
     start = min(max(sample.start_ns / 1e9, book.booked), now)
     first = book.process is None
     done = [Stretch(book.rank, book.booked, start, STARTING if first else LOST if book.alive else DOWN)]
-    fresh = RankBook(book.rank, start, (sample.pid, sample.start_ns), alive=True, redo_until=reached)
+    fresh = RankBook(book.rank, start, sample.process, alive=True, redo_until=reached)
     return replace(fresh, steps_s=book.steps_s), [one for one in done if one.end > one.begin]
 
 
@@ -117,7 +116,7 @@ def _marked(book: RankBook, sample: RankSample, at: float) -> tuple[RankBook, li
     parts = [*_cut(book, sample.phases, at, USEFUL)]
     own = sum(part.end - part.begin for part in parts if part.state == USEFUL)
     healed = any(part.state == HEALING for part in parts)
-    if not book.marked and book.usual_s:  # how many steps the first look missed, by how long they took before
+    if not book.marked and book.usual_s:  # estimates the steps before the first sample
         missed = round(own / book.usual_s)
         again = _share_again(replace(book, step=sample.step - missed), sample.step, missed)
     else:
@@ -134,7 +133,7 @@ def _marked(book: RankBook, sample: RankSample, at: float) -> tuple[RankBook, li
 
 
 def _share_again(book: RankBook, step: int, steps: int) -> float:
-    """How much of these steps had been done before this process began."""
+    """The share of these steps that had been done before this process began."""
     if not steps:
         return 1.0 if step < book.redo_until else 0.0
     return min(1.0, max(0, book.redo_until - book.step) / steps)
@@ -149,7 +148,7 @@ def _split_again(part: Stretch, again: float) -> list[Stretch]:
 
 
 def _last(book: RankBook, phases: Sequence[PhaseMark], end: float, *, clean: bool) -> list[Stretch]:
-    """After the last mark: one more step, then the end of the program; the step of a process that died is lost."""
+    """The time after the last mark: one more step and the end of the program, or the lost step of a process that died."""
     if not book.marked:
         return _cut(book, phases, end, STARTING)
     if not clean:
@@ -160,7 +159,7 @@ def _last(book: RankBook, phases: Sequence[PhaseMark], end: float, *, clean: boo
 
 
 def _cut(book: RankBook, phases: Sequence[PhaseMark], end: float, base: str) -> list[Stretch]:
-    """From where the book ends until `end`: phases as what they are, the rest as `base`. Of nested ones the inner counts."""
+    """The time from the end of the book until `end`, split by phases; the rest is `base`. The inner one of nested phases counts."""
     begin = book.booked
     if end <= begin:
         return []
@@ -188,7 +187,7 @@ def _cut(book: RankBook, phases: Sequence[PhaseMark], end: float, base: str) -> 
 
 
 def resolve(stretch: Stretch, outages: Sequence[Outage], over: bool = False) -> list[Stretch]:
-    """The stretch with what incidents explain of it; `over`: no process of this rank came after it."""
+    """The stretch, split where an incident explains a part of it. `over`: it is the rank's last stretch."""
     ended = stretch.state in (LOST, DOWN)
     if not ended and stretch.state not in (USEFUL, REPEATED):
         return [stretch]

@@ -1,7 +1,7 @@
 """When a rank became slow: change points of its lateness against the other ranks. Pure.
 
-What slows all ranks alike (longer inputs, a larger batch, evaluation) is not in the lateness; what slows one rank once (a save,
-a pause) does not move a median. So an alarm means that one rank became slower and stayed slower.
+Longer inputs, a larger batch or an evaluation slow all ranks and do not show in the lateness. A single save or pause does not
+move a median. So a change point means that one rank became slower and stayed slower.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BEFORE, AFTER = 45, 36  # steps: what is compared
+BEFORE, AFTER = 45, 36  # steps that are compared
 MIN_SHARE = 0.05  # of the others' time
 SURE = 5.0  # standard errors
-PARTS = 3  # of the later steps: each of them is slow
-LATE = 0.3  # of the change: so late it is at least
+PARTS = 3  # parts of the later steps, all of which must be slow
+LATE = 0.3  # least lateness afterwards, as a share of the change
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ChangePoint:
     rank: int
     index: int  # of the first slow step
     at: float  # epoch seconds
-    share: float  # how much slower, of the others' own time
+    share: float  # slowdown as a share of the others' own time
 
     @property
     def sentence(self) -> str:
@@ -32,7 +32,7 @@ class ChangePoint:
 
 
 def find_change(late: np.ndarray, others: np.ndarray, at: np.ndarray, rank: int) -> ChangePoint | None:
-    """The first lasting change for the worse. `late`: own time less that of the others, for each step; `others`: theirs."""
+    """The first lasting slowdown. `late` is the rank's own time less `others`, that of the other ranks, per step."""
     if len(late) < BEFORE + AFTER:
         return None
     share = np.where(others > 0, late / np.maximum(others, 1e-9), 0.0)
@@ -40,7 +40,7 @@ def find_change(late: np.ndarray, others: np.ndarray, at: np.ndarray, rank: int)
     before, after = windows[:, :BEFORE], windows[:, BEFORE:]
     low, high = np.median(before, axis=1), np.median(after, axis=1)
     gain = high - low
-    # where the others became fast again, it is not late
+    # a rank is not late if only the others became faster
     found = np.flatnonzero((gain >= MIN_SHARE) & (high >= LATE * gain))
     error = _error(before[found] - low[found, None], after[found] - high[found, None])
     parts = [np.median(part, axis=1) for part in np.array_split(after[found], PARTS, axis=1)]
@@ -59,8 +59,7 @@ def find_change(late: np.ndarray, others: np.ndarray, at: np.ndarray, rank: int)
 
 
 def _error(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """The standard error of a difference of medians, from what each value differs from its median; windows x values. Where a
-    slow step is followed by slow ones, many steps say as much as few."""
+    """The standard error of the difference of medians, from deviations (windows x values). Correlated steps count as fewer."""
     noises = [np.median(np.abs(one), axis=1) * 1.4826 for one in (before, after)]
     cut = [
         one.clip(-3 * noise[:, None], 3 * noise[:, None])
@@ -79,7 +78,7 @@ def _error(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """The median of each value and its neighbours: one odd step does not begin a change."""
+    """Median over five steps, so that one odd step does not begin a change."""
     padded = np.pad(values, 2, mode="reflect")
     found: np.ndarray = np.median(np.lib.stride_tricks.sliding_window_view(padded, 5), axis=1)
     return found

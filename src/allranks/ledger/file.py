@@ -1,10 +1,10 @@
-"""The ledger's file: one line for each record, with a checksum. Appended by one agent, read by anybody at any time.
+"""The ledger's file: one line per record, with a checksum. One agent appends; any process may read at any time.
 
 INCIDENTS/JOB.NODE.ledger      finished rows, never rewritten
-INCIDENTS/JOB.NODE.ledger.now  rows that are still open, replaced as a whole every few seconds
+INCIDENTS/JOB.NODE.ledger.now  open rows, replaced as a whole every few seconds
 
-One file for each node, since several machines cannot append to one file of a network file system. A line that is cut or
-damaged is passed over and counted. After a crash the next agent of the node appends what the `.now` file holds.
+Each node has its own file, since several machines cannot append to one file of a network file system. Truncated or damaged
+lines are skipped and counted. After a crash the next agent of the node appends the rows of the `.now` file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def line_of(record: Record) -> bytes:
 
 
 def read_lines(data: bytes) -> tuple[list[Record], int]:
-    """The records in these bytes, and how many lines are damaged."""
+    """The records in these bytes, and the number of damaged lines."""
     records: list[Record] = []
     damaged = 0
     for line in data.split(b"\n"):
@@ -61,8 +61,7 @@ def read_lines(data: bytes) -> tuple[list[Record], int]:
         body = line[9:]
         try:
             if int(line[:8], 16) != crc32(body):
-                damaged += 1
-                continue
+                raise ValueError("wrong checksum")
             records.append(_decode(body))
         except (ValueError, msgspec.DecodeError):
             damaged += 1
@@ -78,11 +77,8 @@ def read_ledger(path: Path) -> NodeLedger:
 
 
 def _still_open(path: Path, records: Sequence[Record]) -> list[Record]:
-    """What the `.now` file holds and the ledger does not: it belongs to the last run, and its rows have later numbers."""
-    try:
-        found, _ = read_lines(path.with_name(path.name + NOW).read_bytes())
-    except OSError:
-        return []
+    """The rows of the `.now` file that the ledger does not have: those of the last run with later numbers."""
+    found = _read_now(path)
     start = next((one for one in reversed(records) if isinstance(one, RunStart)), None)
     run, rows = found[:1], found[1:]
     if start is None or run != [start]:
@@ -93,26 +89,30 @@ def _still_open(path: Path, records: Sequence[Record]) -> list[Record]:
 
 
 def read_recent(path: Path) -> tuple[RunStart | None, Passed | None]:
-    """What the agent of a node noted last of collectives with other nodes, and its run; None when there is nothing."""
-    try:
-        found, _ = read_lines(path.with_name(path.name + NOW).read_bytes())
-    except OSError:
-        return None, None
+    """The run of a node's agent and its newest `Passed` record; None for what is missing."""
+    found = _read_now(path)
     notes = [one for one in found if isinstance(one, Passed)]
     return next((one for one in found if isinstance(one, RunStart)), None), notes[-1] if notes else None
 
 
+def _read_now(path: Path) -> list[Record]:
+    try:
+        return read_lines(path.with_name(path.name + NOW).read_bytes())[0]
+    except OSError:
+        return []
+
+
 @dataclass
 class LedgerFile:
-    """Appends to one node's ledger. `open` and the others raise OSError; what could not be written is tried again later."""
+    """Appends to one node's ledger. Methods raise OSError; records that could not be written are tried again later."""
 
     path: Path
     _unwritten: list[Record] = field(default_factory=list)
     _held: int = -1  # a descriptor with the lock
-    _torn: bool = False  # the last write failed: it may have left a part of a line
+    _torn: bool = False  # the last write failed and may have left a part of a line
 
     def lock(self) -> bool:
-        """Whether no other process appends to it, from now until this one ends."""
+        """Locks the file until this process ends; False when another process holds the lock."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._held = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -125,7 +125,7 @@ class LedgerFile:
         return True
 
     def open(self) -> list[Record]:
-        """Makes the file, or continues it after an earlier run; returns the records of earlier runs."""
+        """Creates the file, or continues that of earlier runs; returns their records."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             return []
@@ -133,13 +133,13 @@ class LedgerFile:
         records, _ = read_lines(data)
         left = _still_open(self.path, records)
         if data and not data.endswith(b"\n"):
-            self._write(b"\n")  # the last line was cut by a crash
+            self._write(b"\n")  # a crash has truncated the last line
         self.append(left)
         self.path.with_name(self.path.name + NOW).unlink(missing_ok=True)
         return [*records, *left]
 
     def append(self, records: Iterable[Record]) -> None:
-        """In one write: a crash leaves whole lines and at most one that is cut."""
+        """Appends in one write: a crash leaves at most one truncated line."""
         self._unwritten += records
         if self._unwritten:
             lines = b"".join(line_of(one) for one in self._unwritten)
@@ -173,7 +173,7 @@ class LedgerFile:
 
 
 def find_ledgers(folder: Path, job: str = "") -> list[Path]:
-    """The ledgers in a folder of incidents, of one job or of all."""
+    """The ledgers of one job, or of all jobs, in a folder of incidents."""
     begins = f"{_safe(job)}." if job else ""
     return sorted(
         path for path in folder.glob(f"*{SUFFIX}") if path.name.startswith(begins) and path.is_file()
@@ -181,7 +181,7 @@ def find_ledgers(folder: Path, job: str = "") -> list[Path]:
 
 
 def read_jobs(paths: Iterable[Path]) -> dict[str, list[NodeLedger]]:
-    """Job -> the ledgers of its nodes. InputError when a file cannot be read, or there is none."""
+    """Job -> the ledgers of its nodes. InputError without any ledger, or when one cannot be read."""
     found: dict[str, list[NodeLedger]] = {}
     for path in dict.fromkeys(paths):
         try:
@@ -191,6 +191,8 @@ def read_jobs(paths: Iterable[Path]) -> dict[str, list[NodeLedger]]:
         job = next((one.job for one in ledger.records if isinstance(one, RunStart)), path.name)
         found.setdefault(job, []).append(ledger)
     if not found:
-        hint = "`allranks run` writes one beside the incidents of a job. Give the job's name, or that folder."
+        hint = (
+            "`allranks run` writes one next to the incidents of a job. Give the job's name, or that folder."
+        )
         raise InputError("no ledger was found", hint=hint)
     return found

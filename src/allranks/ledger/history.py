@@ -1,8 +1,7 @@
-"""Jobs and nodes remembered: an SQLite file, or PostgreSQL by URL. Written by agents, never by ranks.
-And which nodes fail or slow down again and again, over all jobs, with reasons and confidence.
+"""The history of nodes over all jobs, in an SQLite file or in PostgreSQL, and which nodes fail or slow down repeatedly.
 
-A training never waits for it and never fails because of it: agents write through `HistoryWriter`, on a thread, with limits.
-Whatever is lost that way is in the ledgers, which `allranks history --import` reads again: every write replaces what is there.
+Agents write it through `HistoryWriter`, on a thread and with limits, so that it never delays or fails a training. Lost writes
+can be repeated from the ledgers with `allranks history --import`: every write replaces an earlier one.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from allranks.model.formatting import count
 from allranks.model.parsing import only_host
 
 FORGIVE_S = 14 * 86400.0
-CONFIDENT, REPEATED = 0.9, 2  # so sure that it is not chance; at least so many events
-SLOW_SHARE = 0.05  # of a job's time that others waited for ranks of a node
-#: Causes that a program has on any node: they say nothing of the machine.
+CONFIDENT, REPEATED = 0.9, 2  # least confidence that it is not chance, least number of events
+SLOW_SHARE = 0.05  # of a job's time that other ranks waited for ranks of a node
+#: Causes that lie in the program and would appear on any node.
 PROGRAM = ("mismatch", "wrong_order", "not_called", "exception", "raised", "divergence", "program")
 
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """Something bad that a node did in a job."""
+    """A failure or slowdown of a node in a job."""
 
     node: str
     job: str
@@ -56,7 +55,7 @@ class BadNode:
 
 
 def events_of(found: JobAccount) -> list[NodeEvent]:
-    """What a job's account says of its nodes."""
+    """The events of a job's account."""
     events = [event for one in found.outages for event in outage_events(found.job, one, found.node_of)]
     waited: dict[str, float] = defaultdict(float)
     for rank, seconds in found.waiting_for.items():
@@ -64,16 +63,13 @@ def events_of(found: JobAccount) -> list[NodeEvent]:
     for node, seconds in waited.items():
         share = seconds / max(found.rank_seconds, 1e-9)
         if node and share >= SLOW_SHARE and len(found.nodes) > 1:
-            events.append(
-                NodeEvent(
-                    node, found.job, found.end, "slow", f"the others waited for it {share:.0%} of the time"
-                )
-            )
+            text = f"the others waited for it {share:.0%} of the time"
+            events.append(NodeEvent(node, found.job, found.end, "slow", text))
     return events
 
 
 def outage_events(job: str, outage: Outage, node_of: dict[int, str]) -> list[NodeEvent]:
-    """One for each node of a guilty rank; none for what a program does on any node."""
+    """One event per node of a guilty rank; none when the cause lies in the program."""
     if outage.kind not in (*FAILURES, "slow") or any(word in outage.cause for word in PROGRAM):
         return []
     if any(word in outage.text for word in (" raised ", "exited with code")):
@@ -88,14 +84,14 @@ def outage_events(job: str, outage: Outage, node_of: dict[int, str]) -> list[Nod
 def judge_nodes(
     events: Iterable[NodeEvent], nodes: Sequence[str], now: float, forgive_s: float = FORGIVE_S
 ) -> list[BadNode]:
-    """Nodes with more bad events than chance explains, the worst first. `nodes`: all that were seen in this time."""
+    """Nodes with more events than chance explains, the worst first. `nodes` are all nodes that ran jobs in this time."""
     by_node: dict[str, list[NodeEvent]] = defaultdict(list)
     for event in events:
         if event.at >= now - forgive_s:
             by_node[event.node].append(event)
     every = len({*nodes, *by_node})
     if every < 2:
-        return []  # nothing to compare it with
+        return []  # no other node to compare with
     total = sum(len(found) for found in by_node.values())
     bad = []
     for node, found in by_node.items():
@@ -115,7 +111,7 @@ def judge_nodes(
 
 
 def _at_least(number: int, mean: float) -> float:
-    """How likely so many or more are by chance (Poisson)."""
+    """The probability of `number` or more events (Poisson)."""
     return max(0.0, 1.0 - sum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(number)))
 
 
@@ -141,7 +137,7 @@ _NODE = (
 
 
 def default_place(environment: Mapping[str, str]) -> str:
-    """Where the history is: ALLRANKS_HISTORY, else a file in the user's state folder; "" when it is off."""
+    """ALLRANKS_HISTORY, else a file in the user's state folder; "" when the history is off."""
     if given := environment.get(VARIABLE):
         return "" if given == "off" else given
     state = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
@@ -150,7 +146,7 @@ def default_place(environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class NodeHistory:
-    """Opens a connection for each piece of work. Errors are OSError, whatever the database."""
+    """Opens a connection per operation. Errors are OSError for either database."""
 
     place: str  # a path, or postgresql://…
 
@@ -166,7 +162,7 @@ class NodeHistory:
     def record(
         self, events: Sequence[NodeEvent], runs: Sequence[tuple[str, str, float, float, float, float]] = ()
     ) -> None:
-        """In one transaction: all of it is there when this returns, or none of it."""
+        """Writes everything in one transaction."""
         with self._connected(make=True) as (connection, mark):
             cursor = connection.cursor()
             for event in events:
@@ -177,7 +173,7 @@ class NodeHistory:
             connection.commit()
 
     def record_job(self, found: JobAccount) -> None:
-        """Everything that a job's account says of its nodes."""
+        """Writes the events and node times of a job's account."""
         runs = [
             (node, found.job, found.begin, found.end, sum(states.values()), states.get("useful", 0.0))
             for node, states in found.by_node.items()
@@ -185,7 +181,7 @@ class NodeHistory:
         self.record(events_of(found), runs)
 
     def events(self, since: float = 0.0, node: str = "", cause: str = "", job: str = "") -> list[NodeEvent]:
-        """What was recorded, oldest first; "" for any."""
+        """Events, oldest first; "" matches any value."""
         wanted = {"node": node, "cause": cause, "job": job}
         with self._connected() as (connection, mark):
             cursor = connection.cursor()
@@ -200,7 +196,7 @@ class NodeHistory:
             ]
 
     def nodes(self, since: float = 0.0) -> list[str]:
-        """All nodes that ran a job since then."""
+        """All nodes that ran a job since `since`."""
         with self._connected() as (connection, mark):
             cursor = connection.cursor()
             cursor.execute(f"SELECT DISTINCT node FROM job_nodes WHERE ended >= {mark}", (since,))
@@ -212,7 +208,7 @@ class NodeHistory:
 
     @contextmanager
     def _connected(self, make: bool = False) -> Iterator[tuple[Any, str]]:
-        """A connection, and how its database writes a placeholder."""
+        """A connection, and the placeholder of its database."""
         if self.is_postgres:
             require("psycopg", feature="a history in PostgreSQL", extra="postgres")
             import psycopg
@@ -240,7 +236,7 @@ class NodeHistory:
         return connection
 
     def _make_tables(self, connection: Any) -> None:
-        if self.is_postgres:  # two sessions that make a table at once collide
+        if self.is_postgres:  # two sessions that create a table at the same time collide
             connection.execute("SELECT pg_advisory_xact_lock(4127)")
         for table in _TABLES:
             connection.execute(table)
@@ -250,7 +246,7 @@ class NodeHistory:
 
 @dataclass
 class HistoryWriter:
-    """Of an agent: puts work on a thread and forgets it; what fails is tried a few times, then logged once."""
+    """Writes on a thread of the agent. A failed write is tried a few times, then logged once."""
 
     history: NodeHistory
     _worker: Worker = field(default_factory=lambda: Worker("allranks-history"))
@@ -278,20 +274,18 @@ class HistoryWriter:
                     break
                 time.sleep(random.uniform(0.05, 0.2) * (attempt + 1))
         if not self._failed:
-            log.warning(
-                "nodes are not remembered: %s; training continues (%s=off turns it off)", problem, VARIABLE
-            )
+            log.warning("history not written: %s; training continues (%s=off disables it)", problem, VARIABLE)
         self._failed = True
 
 
 def start_history(environment: Mapping[str, str]) -> HistoryWriter | None:
-    """The writer of this agent; None when it is off."""
+    """The writer of this agent; None when the history is off."""
     place = default_place(environment)
     return HistoryWriter(NodeHistory(place)) if place else None
 
 
 def known_bad(node: str, environment: Mapping[str, str] = os.environ) -> BadNode | None:
-    """What the history says of a node; None when it knows nothing bad, or cannot be read."""
+    """The verdict on a node; None when the node is not known as bad, or the history cannot be read."""
     place = default_place(environment)
     with suppress(OSError, InputError, ValueError):
         if place:

@@ -1,7 +1,7 @@
-"""The records of a ledger and the names of what time is booked to. Pure data; times are epoch seconds.
+"""The records of a ledger, and the states that time is booked to. Pure data; times are epoch seconds.
 
-A job's ledger is a list of these. A `Booked` row holds the rank-seconds of some ranks between two times, by state;
-"waiting:5" waits for rank 5, "stalled:ID" belongs to an incident, "phase:NAME" was announced by the script.
+A `Booked` row holds the rank-seconds of some ranks between two times, by state. "waiting:5" is time spent waiting for rank 5,
+"stalled:ID" belongs to an incident, "phase:NAME" was announced by the script.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ STARTING, COMPILING, IDLE = "starting", "compiling", "idle"
 REGROUPING, HEALING, SAVING, RESTORING = "regrouping", "healing", "saving", "restoring"
 EVALUATION, PHASE = "evaluation", "phase"
 
-#: What is said of each state, in the order of reports.
+#: State -> its description, in the order of reports.
 STATES = {
     USEFUL: "training steps that count",
     WAITING: "waiting for a slow rank",
@@ -27,10 +27,10 @@ STATES = {
     REPEATED: "steps done again, and work lost with a process",
     EVALUATION: "evaluation",
     PHASE: "other announced phases",
-    IDLE: "nothing to do: other ranks still ran, or the end of the job",
+    IDLE: "finished while other ranks still ran, or the end of the job",
 }
 
-#: Names of phases that scripts and integrations use, by state; other names stay as they are.
+#: Phase name, as scripts and integrations use it -> state.
 PHASES = {
     "save": SAVING, "saving": SAVING, "checkpoint": SAVING, "another replica ": SAVING, "load": RESTORING,
     "restore": RESTORING, "restoring": RESTORING, "eval": EVALUATION, "evaluate": EVALUATION, "evaluation": EVALUATION,
@@ -51,13 +51,13 @@ class RunStart(msgspec.Struct, tag="start", array_like=True, frozen=True, gc=Fal
 
 
 class RunEnd(msgspec.Struct, tag="end", array_like=True, frozen=True, gc=False):
-    """An agent ended; without one it was killed."""
+    """An agent ended. The agent of a run without this record was killed."""
 
     at: float
 
 
 class Booked(msgspec.Struct, tag="row", array_like=True, frozen=True, gc=False):
-    """Where the time of some ranks went. The seconds of all states add up to the time of all ranks in it."""
+    """Where the time of some ranks went. The seconds of all states add up to the time of all these ranks."""
 
     number: int  # counts from 1 in each run
     begin: float
@@ -66,11 +66,11 @@ class Booked(msgspec.Struct, tag="row", array_like=True, frozen=True, gc=False):
     seconds: dict[str, float]  # rank-seconds by state
     step: int = -1  # the highest that was begun
     counts: dict[str, int] = {}  # how often a rank began to save, restore, heal, regroup
-    tokens: int = 0  # of steps that were done for the first time, of all ranks of this node until `end`
+    tokens: int = 0  # of this node's ranks until `end`, without repeated steps
 
 
 class Outage(msgspec.Struct, tag="incident", array_like=True, frozen=True, gc=False):
-    """An incident as the ledger remembers it; a later record of the same id replaces an earlier one. 0: not known."""
+    """An incident. A later record of the same id replaces an earlier one. 0: not known."""
 
     id: str
     kind: str
@@ -85,19 +85,19 @@ class Outage(msgspec.Struct, tag="incident", array_like=True, frozen=True, gc=Fa
     text: str = ""
 
     def overlap(self, begin: float, end: float) -> float:
-        """How much of this time lies inside the incident."""
+        """Seconds of this period inside the incident."""
         return min(end, self.closed or self.recovered or end) - max(begin, self.begin)
 
 
 class Passed(msgspec.Struct, tag="passed", array_like=True, frozen=True, gc=False):
-    """Collectives of a window with ranks of other nodes, see across.py. Lists of equal length, one entry for each noted one."""
+    """Collectives with other nodes in a window (across.py). The lists have one entry per sampled collective."""
 
     begin: float
     end: float
-    calls: int  # how many there were
+    calls: int  # collectives in all
     keys: list[int]
-    inside_us: list[int]  # microseconds that the rank of this node that came last was inside
-    last: list[int]  # that rank
+    inside_us: list[int]  # microseconds inside, of this node's last rank
+    last: list[int]  # this node's last rank
     ranks: list[int]  # ranks of this node that took part
 
 
@@ -105,18 +105,18 @@ Record = RunStart | RunEnd | Booked | Outage | Passed
 
 
 def state_of(phase: str) -> str:
-    """The state that a phase is booked to; saves with the tier that they go to: "saving:nvme"."""
+    """The state of a phase; saves include their tier: "saving:nvme"."""
     if phase.startswith("saving "):
         return f"{SAVING}:{phase.removeprefix('saving ')}"
     return PHASES.get(phase) or f"{PHASE}:{phase}"
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
-    """The ranks of a row: (0, 1, 2, 9) of "0-2,9"."""
+    """(0, 1, 2, 9) for "0-2,9"."""
     runs = (part.partition("-") for part in text.split(",") if part)
     return tuple(rank for low, _, high in runs for rank in range(int(low), int(high or low) + 1))
 
 
 def kind_of(state: str) -> str:
-    """The state without whom or what: "waiting" of "waiting:5"."""
+    """ "waiting" for "waiting:5"."""
     return state.partition(":")[0]

@@ -1,4 +1,4 @@
-"""A job's account as text, JSON and one page with a waterfall and a timeline. Pure; the answer comes first."""
+"""A job's account as text, JSON and an HTML page with a waterfall and a timeline. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from allranks import pages
-from allranks.ledger.records import IDLE, STATES, USEFUL
+from allranks.ledger.records import IDLE, STATES, USEFUL, Outage
 from allranks.ledger.summary import JobAccount, Seconds, by_window
 from allranks.model.formatting import count, duration, rank_list
 
@@ -19,15 +19,9 @@ SHOWN = 8  # ranks, nodes, causes in a list
 BINS = 120  # of the timeline
 
 
-@dataclass(frozen=True)
-class Price:
-    """What a GPU hour costs; 0: not known. Ranks are taken for GPUs."""
-
-    gpu_hour: float = 0.0
-
-    def of(self, rank_seconds: float) -> str:
-        """ " = 1,234 $", or "" without a price."""
-        return f" = {rank_seconds / 3600 * self.gpu_hour:,.2f} $" if self.gpu_hour else ""
+def cost_of(rank_seconds: float, gpu_hour: float) -> str:
+    """ "1,234.00 $" for these GPU seconds at `gpu_hour` dollars per hour."""
+    return f"{rank_seconds / 3600 * gpu_hour:,.2f} $"
 
 
 def headline(found: JobAccount) -> str:
@@ -38,39 +32,37 @@ def headline(found: JobAccount) -> str:
 
 
 def end_line(found: JobAccount) -> str:
-    """The line at the end of a run: the share, and the three largest losses."""
-    lost = [
-        (kind, s) for kind, s in sorted(found.seconds.items(), key=lambda item: -item[1]) if kind != USEFUL
-    ]
-    parts = ", ".join(
-        f"{kind} {s / found.rank_seconds:.1%}" for kind, s in lost[:3] if s / found.rank_seconds >= 0.001
-    )
+    """The line at the end of a run: the useful share and the three largest losses."""
+    lost = sorted((-s / found.rank_seconds, kind) for kind, s in found.seconds.items() if kind != USEFUL)
+    parts = ", ".join(f"{kind} {-share:.1%}" for share, kind in lost[:3] if -share >= 0.001)
     return f"goodput {found.goodput:.1%}{f'; {parts}' if parts else ''}"
 
 
-def render_text(found: JobAccount, price: Price, window_s: float = 0.0) -> Iterator[str]:
+def render_text(found: JobAccount, gpu_hour: float = 0.0, window_s: float = 0.0) -> Iterator[str]:
     yield f"{headline(found)}."
     yield ""
     total = max(found.rank_seconds, 1e-9)
-    for kind in STATES:
+
+    def line(kind: str, seconds: float) -> str:
+        cost = f" = {cost_of(seconds, gpu_hour)}" if gpu_hour else ""
+        per_rank = duration(seconds / max(found.ranks, 1))
+        return f"  {kind:<11} {seconds / total:>7.2%}  {per_rank:>12} per rank{cost}"
+
+    for kind, about in STATES.items():
         if lost := found.seconds.get(kind, 0.0):
-            yield f"  {kind:<11} {lost / total:>7.2%}  {duration(lost / max(found.ranks, 1)):>12} per rank{price.of(lost)}  ({STATES[kind]})"
-    yield f"  {'sum':<11} {1:>7.2%}  {duration(total / max(found.ranks, 1)):>12} per rank{price.of(total)}"
+            yield f"{line(kind, lost)}  ({about})"
+    yield line("sum", total)
     yield ""
     if found.tokens:
         yield f"{found.tokens:,.0f} tokens, {found.tokens / max(found.running_s, 1e-9):,.0f} per second."
     yield from _failures(found)
-    most = [(rank, seconds) for rank, seconds in found.waiting_for.items() if seconds >= 0.0005 * total][
-        :SHOWN
-    ]
-    if most:
-        yield "Waited for: " + ", ".join(f"rank {rank} {seconds / total:.2%}" for rank, seconds in most)
+    waited = [f"rank {rank} {s / total:.2%}" for rank, s in found.waiting_for.items() if s >= 0.0005 * total]
+    if waited:
+        yield "Waited for: " + ", ".join(waited[:SHOWN])
     if len(found.by_node) > 1:
-        shares = {node: _share(states) for node, states in found.by_node.items()}
-        worst = sorted(shares.items(), key=lambda item: item[1])[:SHOWN]
-        yield "Useful share by node, the lowest first: " + ", ".join(
-            f"{node} {share:.1%}" for node, share in worst
-        )
+        shares = sorted((_share(states), node) for node, states in found.by_node.items())
+        worst = ", ".join(f"{node} {share:.1%}" for share, node in shares[:SHOWN])
+        yield f"Useful share by node, the lowest first: {worst}"
     if window_s:
         yield f"Useful share for each {duration(window_s)}:"
         for begin, states in by_window(found, window_s):
@@ -98,7 +90,7 @@ def _notes(found: JobAccount) -> Iterator[str]:
     if found.runs > 1:
         yield f"{count(found.runs, 'run')} of the same name; the time between them is not counted."
     if found.crashed:
-        yield f"{count(found.crashed, 'agent')} ended without a last record (killed); its last seconds are not known."
+        yield f"{count(found.crashed, 'agent')} ended without a last record (killed); the last seconds are not known."
     if found.damaged:
         yield f"{count(found.damaged, 'line')} of the ledger could not be read."
 
@@ -107,8 +99,8 @@ def _share(states: Seconds) -> float:
     return states.get(USEFUL, 0.0) / max(sum(states.values()), 1e-9)
 
 
-def to_object(found: JobAccount, price: Price, window_s: float = 0.0) -> dict[str, object]:
-    """As `--json` prints it."""
+def to_object(found: JobAccount, gpu_hour: float = 0.0, window_s: float = 0.0) -> dict[str, object]:
+    """The account as `--json` prints it."""
     total = max(found.rank_seconds, 1e-9)
     return {
         "schema": 1,
@@ -139,10 +131,10 @@ def to_object(found: JobAccount, price: Price, window_s: float = 0.0) -> dict[st
         "windows": [
             {"begin": begin, "goodput": _share(states)} for begin, states in (by_window(found, window_s) if window_s else ())
         ],
-        "cost": None if not price.gpu_hour else {
-            "gpu_hour": price.gpu_hour,
-            "total": total / 3600 * price.gpu_hour,
-            "lost": (total - found.seconds.get(USEFUL, 0.0)) / 3600 * price.gpu_hour,
+        "cost": None if not gpu_hour else {
+            "gpu_hour": gpu_hour,
+            "total": total / 3600 * gpu_hour,
+            "lost": (total - found.seconds.get(USEFUL, 0.0)) / 3600 * gpu_hour,
         },
         "damaged_lines": found.damaged,
     }  # fmt: skip
@@ -150,7 +142,7 @@ def to_object(found: JobAccount, price: Price, window_s: float = 0.0) -> dict[st
 
 @dataclass(frozen=True)
 class Bar:
-    """A rectangle of a picture, in its own units, with what a pointer shows."""
+    """A rectangle of a picture; `title` is its tooltip."""
 
     x: float
     y: float
@@ -162,23 +154,24 @@ class Bar:
 
 
 def waterfall(found: JobAccount) -> list[Bar]:
-    """One bar for each state, each beginning where the one above ends; 1000 wide, 24 high each."""
+    """One bar per state, each beginning where the one above ends; 1000 wide, 24 high each."""
     total, x = max(found.rank_seconds, 1e-9), 0.0
     bars: list[Bar] = []
     for kind in STATES:
         lost = found.seconds.get(kind, 0.0)
         if lost / total >= 0.0005:
             width = 1000 * lost / total
-            title = f"{kind}: {lost / total:.2%}, {duration(lost / max(found.ranks, 1))} per rank"
-            bars.append(
-                Bar(round(x, 2), 24 * len(bars) + 2, round(max(width, 1), 2), 20, COLOURS[kind], title, kind)
+            title, y = (
+                f"{kind}: {lost / total:.2%}, {duration(lost / max(found.ranks, 1))} per rank",
+                24 * len(bars) + 2,
             )
+            bars.append(Bar(round(x, 2), y, round(max(width, 1), 2), 20, COLOURS[kind], title, kind))
             x += width
     return bars
 
 
 def timeline(found: JobAccount) -> list[Bar]:
-    """Columns of equal time, each with the shares of its states; 1000 x 160."""
+    """Columns of equal time with the shares of their states; 1000 x 160."""
     length = max(found.end - found.begin, 1e-9)
     wide = round(1000 / BINS + 0.3, 2)
     bars: list[Bar] = []
@@ -193,32 +186,17 @@ def timeline(found: JobAccount) -> list[Bar]:
     return bars
 
 
-def render_page(found: JobAccount, price: Price, made_s: float) -> str:
+def render_page(found: JobAccount, gpu_hour: float, made_s: float) -> str:
     total = max(found.rank_seconds, 1e-9)
     lost = {kind: found.seconds[kind] for kind in STATES if found.seconds.get(kind)}
-    incidents = [
-        (
-            one.id,
-            one.cause.replace("_", " "),
-            one.node,
-            rank_list(one.ranks),
-            _took(one.begin, one.recovered),
-            one.text,
-        )
-        for one in found.outages[-500:]
-    ]
     ranks = sorted((_share(states), rank) for rank, states in found.by_rank.items())[:200]
-    waited = found.waiting_for
+    waited, useful = found.waiting_for, found.seconds.get(USEFUL, 0.0)
     nodes = [(node, f"{_share(states):.2%}") for node, states in sorted(found.by_node.items())]
-    facts = [
-        ("Useful", f"{found.goodput:.1%}"),
-        ("Ranks", str(found.ranks)),
-        ("Running", duration(found.running_s)),
-    ]
+    facts = [("Useful", f"{found.goodput:.1%}"), ("Ranks", str(found.ranks))]
+    facts += [("Running", duration(found.running_s))]
     facts += [("Time between failures", duration(found.mtbf_s))] if found.mtbf_s is not None else []
-    if price.gpu_hour:
-        useful = found.seconds.get(USEFUL, 0.0)
-        facts += [("Cost", price.of(total).strip(" =")), ("Lost", price.of(total - useful).strip(" ="))]
+    if gpu_hour:
+        facts += [("Cost", cost_of(total, gpu_hour)), ("Lost", cost_of(total - useful, gpu_hour))]
     bars = waterfall(found)
     return pages.render(
         "goodput.html",
@@ -238,7 +216,7 @@ def render_page(found: JobAccount, price: Price, made_s: float) -> str:
             pages.Row((kind, f"{s / total:.2%}", duration(s / max(found.ranks, 1)), STATES[kind]))
             for kind, s in lost.items()
         ],
-        incidents=[pages.Row(cells) for cells in incidents],
+        incidents=[_incident_row(one) for one in found.outages[-500:]],
         ranks=[
             pages.Row((str(r), f"{share:.2%}", f"{waited.get(r, 0.0) / total:.2%}")) for share, r in ranks
         ],
@@ -247,5 +225,6 @@ def render_page(found: JobAccount, price: Price, made_s: float) -> str:
     )
 
 
-def _took(begin: float, end: float) -> str:
-    return duration(end - begin) if begin and end else "not known"
+def _incident_row(one: Outage) -> pages.Row:
+    took = duration(one.recovered - one.begin) if one.begin and one.recovered else "not known"
+    return pages.Row((one.id, one.cause.replace("_", " "), one.node, rank_list(one.ranks), took, one.text))

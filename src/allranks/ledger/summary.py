@@ -1,4 +1,4 @@
-"""Ledgers of a job's nodes → one account: share of useful time, where the rest went, failures. Pure."""
+"""Sums the ledgers of a job's nodes: share of useful time, where the rest went, failures. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Seconds = dict[str, float]
 
 @dataclass(frozen=True)
 class JobAccount:
-    """Where a job's time went. `seconds` are rank-seconds by state; they add up to `rank_seconds`."""
+    """Where a job's time went. `seconds` are rank-seconds by state and add up to `rank_seconds`."""
 
     job: str
     begin: float
@@ -41,17 +41,17 @@ class JobAccount:
     seconds: Seconds
     by_node: dict[str, Seconds]
     by_rank: dict[int, Seconds]
-    waiting_for: dict[int, float]  # rank-seconds that others waited for a rank
+    waiting_for: dict[int, float]  # rank -> rank-seconds that others waited for it
     stalled_by: dict[str, float]  # rank-seconds by incident
     outages: tuple[Outage, ...]
     rows: tuple[Booked, ...] = ()
     step: int = -1
-    tokens: float = 0.0  # of all ranks, without steps done again; 0: scripts do not give them
-    saves: dict[str, tuple[int, float]] = field(default_factory=dict)  # tier -> number, seconds of one
+    tokens: float = 0.0  # of all ranks, without repeated steps; 0: not reported by the script
+    saves: dict[str, tuple[int, float]] = field(default_factory=dict)  # tier -> saves, seconds per save
     damaged: int = 0
-    crashed: int = 0  # runs whose agent ended without its last record
+    crashed: int = 0  # runs whose agent wrote no last record
     nodes: tuple[str, ...] = ()
-    node_of: dict[int, str] = field(default_factory=dict)  # the node that booked a rank last
+    node_of: dict[int, str] = field(default_factory=dict)  # rank -> the node that booked it last
 
     @property
     def rank_seconds(self) -> float:
@@ -72,7 +72,7 @@ class JobAccount:
         return self.running_s / len(self.failures) if self.failures else None
 
     def mean_s(self, since: str, until: str) -> float | None:
-        """Mean time from one moment of an incident to another, over those that have both."""
+        """Mean time between two moments of a failure, over the failures that have both."""
         pairs = [(getattr(one, since), getattr(one, until)) for one in self.failures]
         known = [max(0.0, high - low) for low, high in pairs if low and high]
         return sum(known) / len(known) if known else None
@@ -91,8 +91,7 @@ class JobAccount:
 class _Node:
     name: str = ""
     spans: list[tuple[float, float]] = field(default_factory=list)
-    # (run, number): written twice counts once
-    rows: dict[tuple[int, int], Booked] = field(default_factory=dict)
+    rows: dict[tuple[int, int], Booked] = field(default_factory=dict)  # by (run, number)
     outages: dict[str, Outage] = field(default_factory=dict)
     passed: list[Passed] = field(default_factory=list)
     crashed: int = 0
@@ -122,9 +121,9 @@ def _read(ledger: NodeLedger) -> _Node:
 
 
 def account(ledgers: Sequence[NodeLedger], since: float = 0.0, until: float = float("inf")) -> JobAccount:
-    """Everything that the ledgers of one job say, of the time between `since` and `until`."""
+    """The account of one job between `since` and `until`, from the ledgers of its nodes."""
     nodes = [_read(ledger) for ledger in ledgers]
-    _wait_for_others(nodes)
+    _book_waits(nodes)
     rows: list[Booked] = []
     sums: list[tuple[str, str, Seconds]] = []  # node, ranks
     for node in nodes:
@@ -187,18 +186,17 @@ def _by_ranks(rows: Iterable[Booked]) -> dict[str, Seconds]:
     return found
 
 
-def _wait_for_others(nodes: Sequence[_Node]) -> None:
+def _book_waits(nodes: Sequence[_Node]) -> None:
     """Books the waits for ranks of other nodes."""
     if sum(bool(node.passed) for node in nodes) < 2:
         return
-    found = list(join_nodes([node.passed for node in nodes], [node.rows for node in nodes]))
-    for number, key, seconds in found:
+    for number, key, seconds in list(join_nodes([n.passed for n in nodes], [n.rows for n in nodes])):
         rows = nodes[number].rows
         rows[key] = msgspec.structs.replace(rows[key], seconds=seconds)
 
 
 def _saves(rows: Iterable[Booked]) -> dict[str, tuple[int, float]]:
-    """Tier -> (saves, mean seconds of one), of the ranks of a node that saved most often."""
+    """Tier -> (saves, mean seconds per save), of the ranks of a node that saved most often."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     took: dict[tuple[str, str], float] = defaultdict(float)
     for row in rows:
@@ -215,7 +213,7 @@ def _saves(rows: Iterable[Booked]) -> dict[str, tuple[int, float]]:
 
 
 def _within(rows: Iterable[Booked], since: float, until: float) -> Iterable[Booked]:
-    """The rows, those at the edges in proportion."""
+    """The rows in this period; rows at its edges count in proportion."""
     if since <= 0.0 and until == float("inf"):
         yield from rows
         return
@@ -247,7 +245,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def by_window(found: JobAccount, window_s: float) -> list[tuple[float, Seconds]]:
-    """(begin, rank-seconds by state) for every window from the job's begin to its end; empty ones are left out."""
+    """(begin, rank-seconds by state) of every window that has rows, counted from the job's begin."""
     bins: dict[int, Seconds] = defaultdict(lambda: defaultdict(float))
     for row in found.rows:
         first, last = int((row.begin - found.begin) // window_s), int((row.end - found.begin) // window_s)

@@ -1,7 +1,7 @@
 """Observes the ranks of one node: samples, progress, exits, other nodes. Runs in the agent; decides nothing about incidents.
 
-Here: the `debug:` section of a job file, stacks of every rank of this node `wait_seconds` after the start or as it says. The
-collecting is done by `allranks watch` as a child, which ends with the agent.
+This module handles the `debug:` section of a job file: stacks of every rank of this node at given times. `allranks watch`
+collects them, as a child that ends with the agent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 def start_timed_stacks(
     debug: Mapping[str, Any], folder: Path, log_dir: str
 ) -> subprocess.Popen[bytes] | None:
-    """The child that will collect; None when the section does not ask for it. `{log_dir}` is the job's."""
+    """Starts the child that collects; None when the section does not ask for stacks. `{log_dir}` is the job's."""
     section = collection(debug)
     if section is None:
         return None
@@ -30,7 +30,7 @@ def start_timed_stacks(
 
 
 def collection(debug: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The section as `allranks watch` shall read it: hangs are our own watch's business, unless it names triggers."""
+    """The section for `allranks watch`. The agent itself notices hangs, so only triggers of the section are passed on."""
     triggers = {key: value for key, value in (debug.get("triggers") or {}).items() if value not in (None, [])}
     if not debug.get("enabled") or not (debug.get("wait_seconds") or any(triggers.values())):
         return None
@@ -41,7 +41,7 @@ def collection(debug: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def stop_timed_stacks(child: subprocess.Popen[bytes]) -> None:
-    """Ends it, whatever it is doing: the ranks are gone."""
+    """Ends the child once the ranks are gone."""
     child.terminate()
     try:
         child.wait(5.0)

@@ -1,7 +1,7 @@
-"""Compares the calls of ranks while they run, from their black boxes: the ranks do nothing for it. Runs in the agent.
+"""Compares the calls of running ranks, from their black boxes and at no cost to the ranks. Runs in the agent.
 
-Those of one node are read together. Of nodes, each one tells the lighthouse hashes of windows of calls (`CallWindows`), which sees when
-two differ, or when every rank of the job waits; then the boxes themselves are compared (incidents/loop.py).
+Ranks of one node are compared directly. Between nodes, each agent reports hashes of windows of calls (`CallWindows`) to the
+lighthouse. When two differ, or all ranks of the job wait, the agents compare the boxes themselves (incidents/loop.py).
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ from allranks.watch.samples import ProcessId, RankSample
 
 PERIOD_S = 0.5
 SHARE = 0.02  # of one core at most
-NEWEST = 600  # calls of each rank that are compared, and fewer where there are many ranks
-ALL_CALLS = 40_000
-UNEVEN = ("scatter", "all_to_all", "alltoall")  # operations that each rank may give another size
-IDLE_S = 20.0  # ranks that have not moved for so long have been compared often enough
-MAX_NAMED = 3  # per set of processes: one difference leads to others
-WINDOW = 32  # calls of a group that have one hash
-TOLD = 8  # windows of a group that are sent, of those of the last seconds
+NEWEST, ALL_CALLS = 600, 40_000  # calls compared per rank, and of all ranks
+UNEVEN = ("scatter", "all_to_all", "alltoall")  # operations with sizes that may differ between ranks
+IDLE_S = 20.0  # ranks that have not moved for this long are not compared again
+MAX_REPORTED = 3  # per set of processes: one difference leads to others
+WINDOW = 32  # calls of a group per hash
+SENT = 8  # windows reported per group, from the last RECENT_S
 RECENT_S = 6.0
-REPLICAS = "replicas/"  # how the names of groups of replicas begin
+REPLICAS = "replicas/"  # prefix of the names of groups of replicas
 
 
 @dataclass
 class CallWindows:
-    """Hashes of the windows of calls in groups that reach beyond this node. Of its ranks the first one of a group tells: the
-    others are compared with it here. `told` may be read from any thread."""
+    """Hashes of windows of calls in groups that span several nodes. The first rank of a group represents the node, since the
+    others are compared with it here. `hashes` may be read from any thread."""
 
-    told: dict[str, dict[int, int]] = field(default_factory=dict)  # group -> window -> hash
-    # a difference between ranks of this node, until it was compared with other nodes
-    local: Finding | None = None
+    hashes: dict[str, dict[int, int]] = field(default_factory=dict)  # group -> window -> hash
+    local: Finding | None = None  # a difference on this node that is not yet compared with other nodes
     _seen: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)
 
     def note(self, now_s: float, traces: Sequence[RankTrace]) -> None:
@@ -50,7 +48,7 @@ class CallWindows:
         for trace in sorted(traces, key=lambda trace: trace.header.rank or 0):
             for index, group in enumerate(trace.groups):
                 if len(group.ranks) > 1 and not here.issuperset(group.ranks):
-                    # replicas start again one by one, and make their groups anew
+                    # replicas restart one by one and make new groups
                     attempt = 0 if group.name.startswith(REPLICAS) else trace.header.attempt
                     key = f"{attempt} {group.name} {zlib.crc32(repr(group.ranks).encode()):x}"
                     found.setdefault(key, hash_windows(trace, index))
@@ -61,17 +59,17 @@ class CallWindows:
                 w: (value, seen[w][1] if w in seen else now_s) for w, value in found[key].items()
             }
         self._seen = {key: self._seen[key] for key in found}
-        self.told = {key: choose_windows(windows) for key, windows in found.items() if windows}
+        self.hashes = {key: choose_windows(windows) for key, windows in found.items() if windows}
 
 
 def choose_windows(windows: dict[int, int]) -> dict[int, int]:
-    """A few of them, so that nodes which look at different times choose the same: the roundest numbers first."""
-    chosen = sorted(windows, key=lambda window: (window & -window, window), reverse=True)[:TOLD]
+    """The windows with the roundest numbers, so that nodes that sample at different times choose the same."""
+    chosen = sorted(windows, key=lambda window: (window & -window, window), reverse=True)[:SENT]
     return {window: windows[window] for window in chosen}
 
 
 def hash_windows(trace: RankTrace, group: int) -> dict[int, int]:
-    """Of the whole windows of collectives of a group. What may differ in a job that is right is left out: sizes of parts."""
+    """Window -> hash of the complete windows of a group's collectives. Sizes that may differ in a correct job are left out."""
     calls, apart = trace.calls, int(Flag.P2P | Flag.COALESCED_PART)
     rows = calls[(calls["group"] == group) & (calls["flags"] & apart == 0) & (calls["seq"] > 0)]
     window = (rows["seq"] - 1) // WINDOW
@@ -80,7 +78,7 @@ def hash_windows(trace: RankTrace, group: int) -> dict[int, int]:
     rows, window = rows[whole], window[whole]
     if not len(rows):
         return {}
-    replicas = trace.groups[group].name.startswith(REPLICAS)  # one that heals is at an earlier step
+    replicas = trace.groups[group].name.startswith(REPLICAS)  # a healing replica is at an earlier step
     sized = ~np.isin(rows["op"], [i for i, name in enumerate(trace.names) if name.startswith(UNEVEN)])
     columns = (
         _hashed(rows["op"], lambda number: trace.names[number]),
@@ -101,7 +99,7 @@ def hash_windows(trace: RankTrace, group: int) -> dict[int, int]:
 
 
 def _hashed(column: np.ndarray, value: Callable[[int], object]) -> np.ndarray:
-    """The hashes of what the numbers in a column stand for."""
+    """Hashes of the values that the numbers in a column refer to."""
     numbers, where = np.unique(column, return_inverse=True)
     hashes = np.array([zlib.crc32(repr(value(int(number))).encode()) for number in numbers], np.uint64)
     found: np.ndarray = hashes[where]
@@ -110,19 +108,19 @@ def _hashed(column: np.ndarray, value: Callable[[int], object]) -> np.ndarray:
 
 @dataclass
 class CallComparison:
-    """`look` names a difference once, when two samples in a row show it. Not for two threads."""
+    """Reports a difference once, when two samples in a row show it. Not thread-safe."""
 
-    windows: CallWindows | None = None  # of a node among others
-    of_replicas: bool = False  # compares replicas, not the ranks inside each
+    windows: CallWindows | None = None  # in a job of several nodes
+    of_replicas: bool = False  # compares replicas, not the ranks inside each replica
     _next_s: float = 0.0
     _moved_s: float = 0.0
     _marks: tuple[object, ...] = ()
     _processes: frozenset[ProcessId] = frozenset()
     _seen: tuple[object, ...] = ()
-    _named: set[tuple[object, ...]] = field(default_factory=set)
+    _reported: set[tuple[object, ...]] = field(default_factory=set)
 
     def look(self, now_s: float, samples: Sequence[RankSample]) -> Finding | None:
-        """The difference that these ranks show, the first time that it is sure."""
+        """Compares the ranks if it is time; a new difference, else None."""
         samples = [s for s in samples if s.alive] if self.of_replicas else _of_one_run(samples)
         if now_s < self._next_s or not self._due(now_s, samples):
             return None
@@ -135,20 +133,20 @@ class CallComparison:
         return found
 
     def judge(self, traces: Sequence[RankTrace]) -> Finding | None:
-        """The difference between these calls that those of the time before showed too, once."""
+        """A difference between these calls that the previous calls also showed, once."""
         processes = frozenset(ProcessId(t.header.pid, t.header.start_ns) for t in traces)
         if processes != self._processes:
-            self._processes, self._seen, self._named = processes, (), set()
+            self._processes, self._seen, self._reported = processes, (), set()
         found = find_divergence(traces, time.time_ns(), self.of_replicas) if len(traces) > 1 else None
         key = (found.kind, found.ranks, found.group, found.sequence) if found is not None else ()
         sure, self._seen = bool(key) and key == self._seen, key
-        if not sure or key[:3] in self._named or len(self._named) >= MAX_NAMED:
+        if not sure or key[:3] in self._reported or len(self._reported) >= MAX_REPORTED:
             return None
-        self._named.add(key[:3])
+        self._reported.add(key[:3])
         return found
 
     def _due(self, now_s: float, samples: Sequence[RankSample]) -> bool:
-        """Whether there is anything to compare that was not compared before."""
+        """Whether there are calls that were not compared before."""
         marks = tuple((s.process, s.mark) for s in samples)
         if marks != self._marks:
             self._marks, self._moved_s = marks, now_s
@@ -157,7 +155,7 @@ class CallComparison:
 
 
 def _of_one_run(samples: Sequence[RankSample]) -> list[RankSample]:
-    """The ranks of the newest attempt, without those that ended before another one started: their calls are of an earlier run."""
+    """The ranks of the newest attempt, without ranks of an earlier run: those that ended before another rank started."""
     newest = max((sample.attempt for sample in samples), default=0)
     started = max((sample.start_ns for sample in samples if sample.alive), default=0)
     return [s for s in samples if s.attempt == newest and (s.alive or s.last_ns > started)]

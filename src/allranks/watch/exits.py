@@ -1,8 +1,8 @@
-"""Notices the end of a rank at once, and decides which rank died first, and of what. Runs in the agent.
+"""Notices the end of a rank at once, and decides which rank died first, and why. Runs in the agent.
 
-Liveness comes from outside the rank: a pidfd becomes readable when the process is gone. A rank whose script raised
-spends seconds in its exit handlers: its recorder notes the exception in the black box and wakes the agent with a
-datagram. The datagram says nothing but "read the box": the box decides, and those of other users are not heard.
+A pidfd becomes readable when the process is gone. A rank whose script raised spends seconds in its exit handlers, so its
+recorder writes the exception into the black box and wakes the agent with a datagram. Datagrams have no content, and those of
+other users are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from allranks.model.diagnosis import Failure, describe_exit
 from allranks.watch.samples import RankSample
 
 VMSTAT = Path("/proc/vmstat")
-#: Ended because somebody asked: Ctrl-C, the launcher's own stop (a restart, a node that comes or goes).
+#: Exit codes of a requested end: Ctrl-C, or a stop by the launcher (a restart, a node that joins or leaves).
 _ASKED = frozenset(
     {0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 )
@@ -34,8 +34,8 @@ _EXCEPTION = re.compile(r"exception: (?P<kind>\w+)(?: \((?P<where>[^()]*:\d+)\))
 _EXIT = re.compile(
     r"exit code (?P<code>\d+)(?: \(sys\.exit at (?P<where>[^()]*:\d+)\))?(?:: ?(?P<text>.*))?", re.S
 )
-#: What a rank says whose peer went before it.
-_ECHO = re.compile(
+#: Errors of a rank that lost its peer.
+_SECONDARY = re.compile(
     r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset|refused)|Broken pipe|socket"
     r"|(Read|Write)v? error \[",
     re.I,
@@ -44,9 +44,9 @@ _ECHO = re.compile(
 _TORCH_ERRORS = frozenset(
     {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 )
-#: No peer's end makes a port taken: two ranks with the same RANK, or another program on MASTER_PORT.
+#: A taken port is a primary error: two ranks with the same RANK, or another program on MASTER_PORT.
 _OWN = re.compile(r"EADDRINUSE|address already in use", re.I)
-#: No broken connection raises these, whatever their text names.
+#: A broken connection never raises these, whatever their text.
 _PROGRAM_ERRORS = frozenset(
     {"ArithmeticError", "AssertionError", "AttributeError", "FileNotFoundError", "ImportError", "IndexError"}
     | {"KeyError", "ModuleNotFoundError", "NameError", "NotImplementedError", "OverflowError"}
@@ -56,7 +56,7 @@ _PROGRAM_ERRORS = frozenset(
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended. `code` is that of subprocess (negative: a signal); None when somebody else took it."""
+    """How a process ended. `code` as in subprocess (negative: a signal); None when another process has reaped it."""
 
     pid: int
     code: int | None
@@ -67,8 +67,8 @@ class Ending:
         return "exited without shutting down" if self.code is None else describe_exit(self.code)
 
 
-MAX_DATAGRAMS = 64  # taken at a time
-_TAKEN_S = 0.5  # more than a thread needs to note the code that it has taken
+MAX_DATAGRAMS = 64  # read at a time
+_REAPED_S = 0.5  # limit for another thread to store the exit code that it has reaped
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -76,10 +76,11 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 class ExitWatcher:
     """`wait` and `hold` belong to one thread; `wake` and `know` may be called from any."""
 
-    endings: dict[int, Ending] = field(default_factory=dict)  # pid -> how it ended
+    endings: dict[int, Ending] = field(default_factory=dict)  # by pid
     _held: dict[int, int] = field(default_factory=dict)  # pid -> pidfd
-    # that their launcher waits for
-    _children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _children: dict[int, subprocess.Popen[bytes]] = field(
+        default_factory=dict
+    )  # the launcher waits for these
     _selector: selectors.BaseSelector | None = None
     _datagrams: socket.socket | None = None
     _wake: int = -1  # an eventfd
@@ -88,9 +89,8 @@ class ExitWatcher:
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # anybody on this machine can send
-        self._datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        with contextlib.suppress(OSError):  # a second watch in this process: the first one hears
+        self._datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # any user can send
+        with contextlib.suppress(OSError):  # a first watch in this process receives the datagrams
             self._datagrams.bind(wakeup_address(os.getpid()))
         self._datagrams.setblocking(False)
         for end in (self._wake, self._datagrams):
@@ -109,69 +109,71 @@ class ExitWatcher:
         self._datagrams, self._wake = None, -1
 
     def wake(self) -> None:
-        """Ends the wait that is under way, or the next one."""
+        """Ends the current wait, or the next one."""
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
     def hold(self, pids: Iterable[int]) -> None:
-        """Learns at once when one of these ends. Those held already stay held."""
+        """Watches these running processes too."""
         if self._selector is None:
             return
         for pid in pids:
-            self.endings.pop(pid, None)  # of an earlier process with this pid: this one runs
+            self.endings.pop(pid, None)  # of an earlier process with this pid
             if pid not in self._held:
-                with contextlib.suppress(OSError):  # gone already: its box tells
+                with contextlib.suppress(OSError):  # already gone
                     fd = os.pidfd_open(pid)
                     self._held[pid] = fd
                     self._selector.register(fd, selectors.EVENT_READ, pid)
 
     def note_dead(self, pids: Iterable[int]) -> set[int]:
-        """These were found dead before `wait` could tell how they ended.
+        """Records processes that were found dead before `wait` returned their end.
 
-        Returns those that are still ending: the threads of a process end one by one, its first one is a zombie meanwhile,
-        and how it ended is known after the last.
+        Returns those that are still ending: the main thread of a process may be a zombie while other threads end, and the
+        exit code is known after the last one.
         """
         ending = set()
         for pid in pids:
             if pid not in self._held:
                 self._note_unheld(pid)
-            elif _is_over(self._held[pid]):
+            elif _has_ended(self._held[pid]):
                 self._note_end(pid)
             else:
                 ending.add(pid)
         return ending
 
     def know(self, child: subprocess.Popen[bytes]) -> None:
-        """Another thread waits for this child, and may take its exit code."""
+        """Registers a child that another thread waits for and may reap."""
         self._children[child.pid] = child
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something happened, or after the time."""
+        """Returns when a process ended, a rank sent a datagram or `wake` was called, or after the timeout."""
         assert self._selector is not None and self._datagrams is not None, "start() comes first"
         until = time.monotonic() + timeout_s
-        # only datagrams of other users: they are not heard until the next wait
-        if not self._happened(timeout_s):
+        if not self._select(
+            timeout_s
+        ):  # only other users sent datagrams: ignore further ones until the next wait
             self._selector.unregister(self._datagrams)
-            self._happened(max(0.0, until - time.monotonic()))
+            self._select(max(0.0, until - time.monotonic()))
             self._selector.register(self._datagrams, selectors.EVENT_READ, -1)
 
-    def _happened(self, timeout_s: float) -> bool:
+    def _select(self, timeout_s: float) -> bool:
+        """Handles events until the timeout; False if there were only datagrams of other users."""
         assert self._selector is not None
         found = self._selector.select(timeout_s)
-        heard = not found
+        done = not found
         for key, _ in found:
             if key.data != -1:
                 self._note_end(key.data)
             elif key.fileobj is self._datagrams:
-                heard |= self._is_of_a_rank()
+                done |= self._read_datagrams()
                 continue
             else:
                 os.eventfd_read(self._wake)
-            heard = True
-        return heard
+            done = True
+        return done
 
-    def _is_of_a_rank(self) -> bool:
-        """Takes the datagrams that wait; whether a process of this user sent one."""
+    def _read_datagrams(self) -> bool:
+        """Reads all waiting datagrams; True if a process of this user sent one."""
         assert self._datagrams is not None
         ours = False
         with contextlib.suppress(BlockingIOError):
@@ -188,27 +190,27 @@ class ExitWatcher:
         os.close(fd)
 
     def _note_unheld(self, pid: int) -> None:
-        """It was gone before it could be held."""
+        """Records a process that ended before `hold` saw it."""
         if pid not in self.endings and (code := self._code(os.P_PID, pid, pid)) is not None:
             self.endings[pid] = Ending(pid, code, time.time())
 
     def _code(self, kind: int, child: int, pid: int) -> int | None:
         code, known = _exit_code(kind, child), self._children.pop(pid, None)
         if code is None and known is not None:
-            deadline = time.monotonic() + _TAKEN_S
+            deadline = time.monotonic() + _REAPED_S
             while (code := known.returncode) is None and time.monotonic() < deadline:
                 time.sleep(0.002)
         return code
 
 
-def _is_over(pidfd: int) -> bool:
+def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def _exit_code(kind: int, child: int) -> int | None:
-    """Of a child of this process (a pid, or its pidfd), left for its parent's own wait(); None when that has been first."""
+    """The exit code of a child (by pid or pidfd), without reaping it; None when it has been reaped."""
     try:
         found = os.waitid(kind, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except OSError:
@@ -220,20 +222,20 @@ def _exit_code(kind: int, child: int) -> int | None:
 
 @dataclass(frozen=True)
 class Death:
-    """One rank that ended and should not have. `echo`: as it ends when another went first."""
+    """A rank that ended and should not have. `secondary`: it ended as ranks do that lose their peer."""
 
     rank: int
     pid: int
     at: float  # epoch seconds
     reason: str  # "died of SIGKILL", "raised RuntimeError"
     where: str = ""  # the line that raised, "" for a sudden death
-    text: str = ""  # of the exception, cut short
-    echo: bool = False
-    seen: float = 0.0  # epoch seconds: when the agent knew of it; 0 = now
+    text: str = ""  # of the exception, truncated
+    secondary: bool = False
+    seen: float = 0.0  # epoch seconds: when the agent noticed it; 0 = now
 
     @property
     def of_torch(self) -> bool:
-        """Raised by torch's connections between ranks. ConnectionRefusedError and the like are Python's: of the program's own."""
+        """Whether a connection of torch raised. Python's ConnectionRefusedError and the like belong to the program."""
         return self.reason.removeprefix("raised ") in _TORCH_ERRORS
 
     @property
@@ -241,9 +243,9 @@ class Death:
         return Failure(self.rank, self.reason, self.where, self.text).sentence
 
     def failure(self, samples: Sequence[RankSample]) -> Failure | None:
-        """As the program's own failure, which may come again; None for an echo and for a kill."""
+        """The failure of the program, which may repeat; None for a secondary failure and for a kill."""
         own = next((s for s in samples if s.pid == self.pid), None)
-        if own is None or self.echo or not self.reason.startswith(("raised", "exited")):
+        if own is None or self.secondary or not self.reason.startswith(("raised", "exited")):
             return None
         return Failure(self.rank, self.reason, self.where, self.text, own.step, own.calls_completed)
 
@@ -251,7 +253,7 @@ class Death:
 def find_deaths(
     samples: Sequence[RankSample], endings: Mapping[int, Ending], *, since_ns: int, raised_only: bool = False
 ) -> list[Death]:
-    """The dead among ranks that started at or after `since_ns`; with `raised_only` those who say it themselves."""
+    """Deaths of ranks that started at or after `since_ns`; with `raised_only`, only those that the ranks recorded themselves."""
     found, left = [], []
     for sample in samples:
         if sample.start_ns < since_ns:
@@ -259,36 +261,36 @@ def find_deaths(
         ending = endings.get(sample.pid)
         if ending is not None and ending.at * 1e9 < sample.start_ns:
             ending = None  # of an earlier process with this pid
-        death = _raised(sample) or (None if raised_only else _ended(sample, ending))
+        death = _recorded(sample) or (None if raised_only else _ended(sample, ending))
         if death is not None:
             found.append(death)
         elif ending is not None and ending.code == 0 and not (raised_only or sample.closed):
             why = f"{ending.words} while the others needed it (os._exit)"
             left.append(Death(sample.rank, sample.pid, ending.at, why, seen=ending.at))
-    # an end in good order, unless somebody misses the rank
-    missed = found and all(death.echo and death.reason.startswith("raised") for death in found)
+    # a clean exit counts only if the other ranks lost their connections to this rank
+    missed = found and all(death.secondary and death.reason.startswith("raised") for death in found)
     return [*found, *left] if missed else found
 
 
 def find_first(deaths: Collection[Death]) -> Death | None:
-    """Whom the others followed: the first that does not only echo another's end; None when there are no deaths."""
-    return min(deaths, key=lambda death: (death.echo, death.at, death.rank), default=None)
+    """The first primary death, else the first secondary one; None without deaths."""
+    return min(deaths, key=lambda death: (death.secondary, death.at, death.rank), default=None)
 
 
-def _raised(sample: RankSample) -> Death | None:
-    """What the rank itself said of its end."""
-    if (said := _EXIT.match(sample.closed)) is not None:
-        if int(said["code"]) in _ASKED:
+def _recorded(sample: RankSample) -> Death | None:
+    """The death that the rank itself recorded."""
+    if (found := _EXIT.match(sample.closed)) is not None:
+        if int(found["code"]) in _ASKED:
             return None
-        kind, reason = "", f"exited with code {said['code']} (sys.exit)"
-    elif (said := _EXCEPTION.match(sample.closed)) is not None:
-        kind, reason = said["kind"], f"raised {said['kind']}"
-    if said is None or kind in ("KeyboardInterrupt", "SystemExit", "SignalException"):
+        kind, reason = "", f"exited with code {found['code']} (sys.exit)"
+    elif (found := _EXCEPTION.match(sample.closed)) is not None:
+        kind, reason = found["kind"], f"raised {found['kind']}"
+    if found is None or kind in ("KeyboardInterrupt", "SystemExit", "SignalException"):
         return None
-    text, where = (said["text"] or "").strip(), said["where"] or ""
+    text, where = (found["text"] or "").strip(), found["where"] or ""
     own = kind in _PROGRAM_ERRORS or _OWN.search(sample.closed) is not None
-    echo = not own and bool(_ECHO.search(sample.closed))
-    return Death(sample.rank, sample.pid, sample.closed_ns / 1e9, reason, where, text, echo)
+    secondary = not own and bool(_SECONDARY.search(sample.closed))
+    return Death(sample.rank, sample.pid, sample.closed_ns / 1e9, reason, where, text, secondary)
 
 
 def _ended(sample: RankSample, ending: Ending | None) -> Death | None:
@@ -301,12 +303,12 @@ def _ended(sample: RankSample, ending: Ending | None) -> Death | None:
         return Death(sample.rank, sample.pid, at, "exited without shutting down", seen=seen)
     if ending.code in _ASKED:
         return None
-    echo = ending.code == -signal.SIGABRT
-    return Death(sample.rank, sample.pid, ending.at, ending.words, echo=echo, seen=ending.at)
+    secondary = ending.code == -signal.SIGABRT
+    return Death(sample.rank, sample.pid, ending.at, ending.words, secondary=secondary, seen=ending.at)
 
 
 def count_memory_kills() -> int:
-    """Processes that the kernel has ended for lack of memory, since this machine started."""
+    """Processes that the kernel has killed for lack of memory since this machine started."""
     try:
         lines = VMSTAT.read_text().splitlines()
     except OSError:

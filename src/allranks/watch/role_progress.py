@@ -1,7 +1,7 @@
 """Progress of processes that make no collectives: rollout engines, reward servers, routers. Pure.
 
-Certain signs are calls and steps of a black box, and requests and tokens of an engine's metrics. CPU time, context switches and
-log output are uncertain: a process that polls shows them too. They count only where a job has no certain ones.
+Calls and steps of a black box, and requests and tokens in an engine's metrics, are certain signs. CPU time, context switches and
+log output are uncertain, since a polling process shows them too. They count only in a job without certain signs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from allranks.model.formatting import duration
 
 SAMPLE_S = 2.0
-#: Counters of engines (vLLM, sglang) that grow while they serve, and gauges of what they have to do.
+#: Counters of engines (vLLM, sglang) that grow while they serve, and gauges of their open requests.
 _SERVED = re.compile(
     r"^(?:vllm|sglang):(?:prompt_tokens|generation_tokens|request_success|num_requests|num_aborted_requests)(?:_total)?"
     r"(?:\{[^}]*\})? +([\d.eE+]+)",
@@ -23,26 +23,26 @@ _WAITING = re.compile(
     r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)(?:\{[^}]*\})? +([\d.eE+]+)",
     re.M,
 )
-PHASES_KEPT = 32  # durations of each role and phase
-PHASES_KNOWN = 3  # earlier ones that make a usual length
-LONG = 4.0  # times the usual length
+PHASES_KEPT = 32  # durations per role and phase
+PHASES_KNOWN = 3  # durations that make a usual one
+LONG = 4.0  # times the usual duration
 
 
 def has_worked(passed_s: float, ticks: int, switches: int) -> bool:
-    """Whether a thread burns or switches as one that works; one that waits wakes up now and then (polls with a timeout)."""
+    """Whether a thread has used CPU or switched more often than a waiting thread that polls with a timeout."""
     return switches >= 5.0 * passed_s or ticks >= 3.0 * passed_s
 
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """What an engine's metrics endpoint says: all that it has served so far, and the requests that it holds."""
+    """Counts of an engine's metrics endpoint."""
 
-    served: float
-    open: float
+    served: float  # requests and tokens so far
+    open: float  # requests
 
 
 def parse_metrics(text: str) -> EngineMetrics | None:
-    """From Prometheus text; None where it is not of an engine that we know."""
+    """Reads Prometheus text; None if it is not of a known engine."""
     served = [float(value) for value in _SERVED.findall(text)]
     if not served:
         return None
@@ -51,7 +51,7 @@ def parse_metrics(text: str) -> EngineMetrics | None:
 
 @dataclass(frozen=True)
 class RoleWork:
-    """What one process has done so far. `moves` grows with every sign of work; `certain`: the signs are certain ones."""
+    """The work of one process so far. `moves` grows with every sign of work; `certain` tells whether the signs are certain."""
 
     moves: int = 0
     certain: bool = False
@@ -64,11 +64,10 @@ class RoleWork:
     def after(
         self, now_s: float, work: tuple[int, int], log_bytes: int, metrics: EngineMetrics | None
     ) -> RoleWork:
-        """After one more sample: clock ticks and context switches, bytes of its logs, its metrics."""
+        """The state after one more sample; `work` is (clock ticks, context switches)."""
         if metrics is not None:
             moved = self.served is not None and metrics.served != self.served
-            # an idle engine tells nothing of those who do not ask it
-            certain = metrics.open > 0 or moved
+            certain = metrics.open > 0 or moved  # an idle engine proves nothing about its clients
             return replace(self, certain=certain, served=metrics.served, moves=self.moves + moved)
         passed = now_s - self.at_s
         if self.at_s >= 0 and passed < SAMPLE_S:
@@ -83,19 +82,19 @@ class RoleWork:
 
 @dataclass(frozen=True)
 class PhaseHistory:
-    """How long each role has spent in each phase that it has named (`allranks.phase`)."""
+    """How long each role has spent in each of its phases (`allranks.phase`)."""
 
     now: dict[int, tuple[str, str, float]] = field(default_factory=dict)  # pid -> role, phase, since
     lasted_s: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     reported: frozenset[tuple[int, float]] = frozenset()  # pid, since
 
     def after(self, now_s: float, phases: dict[int, tuple[str, str]]) -> PhaseHistory:
-        """After one more sample: pid -> role and phase ("" for none)."""
+        """The state after one more sample: pid -> role and phase ("" for none)."""
         now, lasted = dict(self.now), dict(self.lasted_s)
         for pid, (role, phase) in phases.items():
             before = now.get(pid)
             if before is not None and before[1] == phase:
-                now[pid] = (role, phase, before[2])  # stacks may have told the role better
+                now[pid] = (role, phase, before[2])  # stacks may have corrected the role
                 continue
             if before is not None and before[1]:
                 key = (role, before[1])
@@ -105,7 +104,7 @@ class PhaseHistory:
         return replace(self, now=now, lasted_s=lasted)
 
     def unusual(self, now_s: float) -> tuple[PhaseHistory, tuple[str, ...]]:
-        """A sentence for each phase that lasts much longer than usual; each is said once."""
+        """A sentence for each phase that lasts much longer than usual, once per phase."""
         lines, reported = [], set(self.reported)
         for pid, (role, phase, since_s) in self.now.items():
             usual = self.lasted_s.get((role, phase), ())

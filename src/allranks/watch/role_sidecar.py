@@ -1,8 +1,8 @@
-"""Watches a job of several roles: `allranks watch --tree`. Runs in `allranks watch`, as sidecar.py does.
+"""Watches a job of several roles: `allranks watch --tree`. Runs in `allranks watch`, like sidecar.py.
 
-Every process below the watched ones is sampled. When none of them moves for longer than the job's history allows, all are
-looked at for some seconds (stacktraces/tree.py), and only a finding that the job is stuck is reported. A stuck role may be
-restarted by its own command from the job file, and by nothing else:
+Samples every process below the watched ones. When none makes progress for longer than the job's history allows, it inspects all
+processes for some seconds (stacktraces/tree.py), and reports only a job that is stuck. A stuck role is restarted only by its
+command in the job file:
 
     debug:
       restart: ["reward=systemctl --user restart reward"]
@@ -42,7 +42,7 @@ MAX_RESTARTS, WITHIN_S = 3, 3600.0
 
 
 def restart_commands(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """ROLE=COMMAND of the options, by role."""
+    """Role -> command, from ROLE=COMMAND."""
     pairs = (one.partition("=")[::2] for one in given)
     return {role.strip(): tuple(shlex.split(command)) for role, command in pairs}
 
@@ -53,12 +53,12 @@ def choose_restart(
     earlier_s: Sequence[tuple[str, float]],
     now_s: float,
 ) -> tuple[str, str]:
-    """The role to restart ("" for none) and the reason. `earlier_s`: roles that were restarted, and when."""
+    """The role to restart ("" for none) and the reason. `earlier_s` are earlier restarts: role and time."""
     if finding.state != "stuck":
         return "", "the job is not stuck"
     roles = {re.sub(r" \d+$", "", one.role) for one in finding.guilty}
     if len(roles) != 1:
-        return "", f"{len(roles)} roles are guilty: one must be, for a restart"
+        return "", f"{len(roles)} roles are guilty; a restart needs exactly one"
     (role,) = roles
     if role not in commands:
         return "", f"the job file has no restart command for {role}"
@@ -71,14 +71,14 @@ def choose_restart(
 RESCAN_S, RESCAN_LATER_S, YOUNG_S = 5.0, 20.0, 120.0
 ENGINE = re.compile(r"(?i)vllm|sglang")
 MAX_PORTS, METRICS_LIMIT_S, RESTART_LIMIT_S = 8, 1.0, 600.0
-#: Between two looks for a silence that settled nothing.
-LOOK_AGAIN_S, LOOK_SELDOM_S = 30.0, 600.0
-#: Processes that are sampled every two seconds; more of them less often, and half as often while none moves.
+#: Pause after an inspection of a silence without a result: at first, and at most.
+INSPECT_AGAIN_S, MAX_INSPECT_AGAIN_S = 30.0, 600.0
+#: Processes that are sampled every two seconds; more are sampled less often, and half as often while none moves.
 PER_SAMPLE = 50
 POLL_S = 1.0
-#: So long after a process began: it may have changed its title since, opened a port or a black box.
+#: A new process is read again after these times: its title may have changed, it may have opened a port or a black box.
 AGAIN_S = (10.0, 40.0, 120.0)
-#: A process that polls never looks silent: looks at these times, then every ten minutes. Two must agree.
+#: Polling processes never seem silent. They are inspected at these times, then every CHECK_EVERY_S; two inspections must agree.
 CHECKS_S, CHECK_EVERY_S, AGREE_S = (30.0, 60.0, 120.0, 240.0, 480.0), 600.0, 20.0
 
 
@@ -92,7 +92,7 @@ class RoleReport:
 
 
 class RoleSidecar(Sidecar):
-    """One watched job of several roles. `on_report` gets every finding that the job is stuck."""
+    """A watched job of several roles. `on_report` gets every finding that the job is stuck."""
 
     def __init__(
         self,
@@ -108,24 +108,26 @@ class RoleSidecar(Sidecar):
         self._restarts: list[tuple[str, float]] = []  # role, when
         self._processes: list[Process] = []
         self._entries: dict[int, ProcessEntry] = {}
-        self._words: dict[int, str] = {}  # their command lines when they were read
-        self._all: set[int] = set()  # processes of the machine at the last look
-        self._again: tuple[float, ...] = ()  # when their titles, ports and boxes are looked for again
+        self._words: dict[int, str] = {}  # pid -> command line at the last scan
+        self._all: set[int] = set()  # pids of the machine at the last scan
+        self._again: tuple[float, ...] = ()  # times at which titles, ports and boxes are read again
         self._boxes: dict[int, LiveBox] = {}
-        self._ports: dict[int, str] = {}  # pid -> address whose metrics are of an engine
-        self._silent_ports: set[str] = set()  # addresses that answered nothing that we know
+        self._ports: dict[int, str] = {}  # pid -> address of an engine's metrics
+        self._other_ports: set[str] = set()  # addresses without metrics of an engine
         self._work_of: dict[int, RoleWork] = {}
         self._numbers: dict[int, int] = {}
         self._phases = PhaseHistory()
         self._phase_names: dict[tuple[str, int], str] = {}
         self._samples: list[RankSample] = []
-        self._fresh, self._moves = False, True  # they were read since the last decision, and differed
+        self._fresh, self._moves = False, True  # new samples since the last decision; samples differ
         self._sampled_s = -SAMPLE_S
-        # of the last look: pid -> its start and the turns of its threads before, and what it did
-        self._looked: dict[int, tuple[tuple[int, dict[int, int]], Process]] = {}
+        # results of the last inspection: pid -> (start and turns of its threads before it, the process)
+        self._inspected: dict[int, tuple[tuple[int, dict[int, int]], Process]] = {}
         self._links = LinkReader(socket.gethostname())
-        self._look_from_s = 0.0  # after the start: no look for a silence before
-        self._suspect: frozenset[tuple[int, str, int]] = frozenset()  # of the last look: pid, file, line
+        self._inspect_from_s = 0.0  # no inspection of a silence before this time
+        self._suspect: frozenset[tuple[int, str, int]] = (
+            frozenset()
+        )  # of the last inspection: pid, file, line
         self._reported: frozenset[tuple[int, str, int]] = frozenset()
         self._points = tuple(sorted({*self._points, *CHECKS_S}))
         self._poll_s = min(self._poll_s, POLL_S) if options.slow_ms else POLL_S
@@ -146,7 +148,7 @@ class RoleSidecar(Sidecar):
         return self._samples
 
     def _rescan(self, now: float) -> None:
-        """Reads new processes, and for a while those that have changed. At rest this only lists /proc."""
+        """Reads new processes, and for some time those that may change. Later this only lists /proc."""
         new = self._has_new()
         if new or not self._processes:
             self._again = tuple(now + after for after in AGAIN_S)
@@ -162,7 +164,7 @@ class RoleSidecar(Sidecar):
         self._find_metrics([one for one in self._processes if ENGINE.search(one.title)])
 
     def _has_new(self) -> bool:
-        """Whether a process has begun since the last look that may belong to the job."""
+        """Whether a process that may belong to the job has started since the last scan."""
         pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         new, self._all = pids - self._all, pids
         mine = {*self._roots, *self._entries}
@@ -170,7 +172,7 @@ class RoleSidecar(Sidecar):
         return any(int(fields[1]) in mine or int(fields[3]) in mine for fields in stats)
 
     def _read_tree(self, same: dict[int, ProcessEntry]) -> None:
-        """The processes of the job with their roles; the `same` ones are not read again."""
+        """Reads the processes of the job and their roles, except the `same` ones."""
         known = {one.pid: one for one in self._processes if one.pid in same}
         self._entries = {one.pid: one for one in find_tree(self._roots, same)}
         self._words = {pid: read_proc(pid, "cmdline") for pid in self._entries}
@@ -180,8 +182,9 @@ class RoleSidecar(Sidecar):
         ]
         named = give_roles(bare, self._entries, self._rules)
         ours = [one for one in named if not (one.system or one.ours)]
-        # a look has seen stacks, which tell more than titles
-        self._processes = [known.get(one.pid, one) for one in ours]
+        self._processes = [
+            known.get(one.pid, one) for one in ours
+        ]  # an inspection knows roles better than titles do
 
     def _find_boxes(self) -> None:
         entries = self._entries.values()
@@ -192,18 +195,18 @@ class RoleSidecar(Sidecar):
         self._boxes = {starts[b.pid, b.start_ticks]: b for b in boxes if (b.pid, b.start_ticks) in starts}
 
     def _find_metrics(self, engines: Sequence[Process]) -> None:
-        """The endpoints of engines, among what they listen on; of nobody else is a port asked."""
+        """Finds the metrics of engines among the ports that they listen on. No other process is queried."""
         new = [one.pid for one in engines if one.pid not in self._ports]
         for pid, links in self._links.read_links(new, {}).items() if new else ():
             ports = [link.end.rsplit(" ", 1)[-1] for link in links if link.kind == "listen"]
             for address in (f"127.0.0.1:{port}" for port in ports[:MAX_PORTS]):
-                if address not in self._silent_ports and _read_metrics(address) is not None:
+                if address not in self._other_ports and _read_metrics(address) is not None:
                     self._ports[pid] = address
                     break
-                self._silent_ports.add(address)
+                self._other_ports.add(address)
 
     def _sample_role(self, now: float, process: Process) -> tuple[RankSample, bool]:
-        """One process as the history of silences takes it, and whether its signs are certain."""
+        """One process as a sample, and whether its signs of progress are certain."""
         pid, number = process.pid, self._numbers.setdefault(process.pid, len(self._numbers))
         done = work_done(pid)
         alive = done.state not in ("", "Z", "X")
@@ -213,7 +216,7 @@ class RoleSidecar(Sidecar):
             return replace(sample, rank=number, pid=pid, alive=alive), True
         address, work = self._ports.get(pid, ""), self._work_of.get(pid, RoleWork())
         metrics = _read_metrics(address) if address else None
-        if metrics is not None or not address:  # an engine that does not answer has not moved
+        if metrics is not None or not address:  # an engine that does not answer makes no progress
             work = work.after(now, (done.ticks, done.switches), _log_bytes(pid), metrics)
         self._work_of[pid] = work
         calls = work.moves + 1
@@ -221,7 +224,7 @@ class RoleSidecar(Sidecar):
         return RankSample(number, pid, "", alive, -1, calls, calls, 0, start, joined=True), work.certain
 
     def _follow_phases(self, now: float) -> None:
-        """Says once when a role's phase lasts much longer than usual."""
+        """Reports a phase of a role that lasts much longer than usual."""
         names = {one.pid: one.role for one in self._processes}
         phases = {pid: (names[pid], self._phase(box)) for pid, box in self._boxes.items() if pid in names}
         self._phases, lines = self._phases.after(now, phases).unusual(now)
@@ -244,22 +247,22 @@ class RoleSidecar(Sidecar):
         if not self._points:
             self._points = (now + CHECK_EVERY_S,)
         if not (self._fresh or self.options.slow_ms or now >= self._points[0]):
-            return ""  # as at the last sample
+            return ""
         self._fresh = False
         reason = super()._decide(now, samples)
-        if reason.startswith("no progress") and now < self._look_from_s:
+        if reason.startswith("no progress") and now < self._inspect_from_s:
             self._stalls = 0
             return ""
         return reason
 
     def _collect(self, reason: str) -> None:
-        """Looks at all processes; reports when they are stuck, or when a person asked."""
-        look = self._look()
+        """Inspects all processes; reports when they are stuck, or on request."""
+        look = self._inspect()
         self._processes = [one for one in look.processes if not (one.system or one.ours) and one.alive]
         finding = explain_processes(look)
         now, silent = time.monotonic() - self._began_s, reason.startswith("no progress")
-        pause = LOOK_AGAIN_S if now < YOUNG_S else min(LOOK_SELDOM_S, now / 4)
-        self._look_from_s, self._stalls = now + pause, 0
+        pause = INSPECT_AGAIN_S if now < YOUNG_S else min(MAX_INSPECT_AGAIN_S, now / 4)
+        self._inspect_from_s, self._stalls = now + pause, 0
         suspect = frozenset((one.pid, one.file, one.line) for one in finding.guilty)
         agree, self._suspect = suspect == self._suspect, suspect
         if reason == "asked for" and finding.state != "stuck":
@@ -272,29 +275,29 @@ class RoleSidecar(Sidecar):
         elif finding.state == "moving":
             self._reported = frozenset()
 
-    def _look(self) -> JobLook:
-        """What all processes do. One that has not run since before the last look is not read again."""
+    def _inspect(self) -> JobLook:
+        """Inspects all processes, except those that have not run since the last inspection."""
         entries = find_tree(self._roots, self._entries)
         turns = {one.pid: (one.start_ticks, turns_of_threads(one.pid)) for one in entries}
-        same = (pid for pid, (before, _) in self._looked.items() if before[1] and turns.get(pid) == before)
-        known = {pid: self._looked[pid][1] for pid in same}
+        same = (pid for pid, (before, _) in self._inspected.items() if before[1] and turns.get(pid) == before)
+        known = {pid: self._inspected[pid][1] for pid in same}
         options = LookOptions(self.options.interval_s, rules=self._rules, known=known, links=self._links)
         look = look_at_processes(entries, options)
-        self._looked = {
+        self._inspected = {
             one.pid: (turns[one.pid], one) for one in look.processes if one.pid in turns and is_settled(one)
         }
         return look
 
     def _report(self, reason: str, finding: ProcessFinding, look: JobLook) -> None:
         folder = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-roles"
-        write_look(look, folder)  # `allranks stacks FOLDER …` reads it, with those of other nodes
+        write_look(look, folder)  # for `allranks stacks FOLDER …`
         (folder / "finding.json").write_text(json.dumps({"reason": reason, **asdict(finding)}, indent=1))
         self._on_report(RoleReport(reason, folder, finding))
         if self._commands:
             self._restart(finding)
 
     def _restart(self, finding: ProcessFinding) -> None:
-        """By the role's own command; its exit code is reported, and nothing else is tried."""
+        """Runs the role's restart command, and reports its exit code."""
         now = time.monotonic()
         role, why = choose_restart(finding, self._commands, self._restarts, now)
         if not role:
@@ -319,7 +322,7 @@ def _read_metrics(address: str) -> EngineMetrics | None:
 
 
 def _log_bytes(pid: int) -> int:
-    """Bytes of the files that a process writes its output to; 0 where that is a terminal or a pipe."""
+    """Size of the files that hold the output of a process; 0 for a terminal or a pipe."""
     total = 0
     for fd in (1, 2):
         try:

@@ -1,4 +1,4 @@
-"""Reads what ranks record of themselves in their black boxes, with no help from the ranks. Runs in the agent."""
+"""Samples ranks by reading the headers of their black boxes, without their help. Runs in the agent."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from allranks.errors import InputError
 from allranks.load import LoadOptions, load_paths
 from allranks.model.trace import Flag, RankTrace, Rendezvous, State
 
-SILENT_S = 3.0  # a shorter wait is usual
-RENUMBER_S = 10.0  # how often it is asked anew which process is of which world
-PASSED = 2  # times that a place must have been passed before
+SILENT_S = 3.0  # shorter waits are usual
+RENUMBER_S = 10.0  # between two assignments of processes to worlds
+PASSED = 2  # earlier passes of a place that make a rhythm
 _UNCERTAIN = Flag.P2P | Flag.COALESCED_PART | Flag.COALESCED_END | Flag.CAPTURED | Flag.STATE_UNKNOWN
 _PLACE = ("op", "group", "stack", "peer")  # sizes may differ from step to step
 
 
 class ProcessId(NamedTuple):
-    """Which process: a pid is used again, with a later start."""
+    """Identifies a process, since pids are reused."""
 
     pid: int
     start_ns: int  # epoch, of its black box
@@ -35,7 +35,7 @@ class ProcessId(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSample:
-    """One look at one rank. Times in epoch nanoseconds; 0 = never."""
+    """One sample of one rank. Times in epoch nanoseconds; 0 = never."""
 
     rank: int
     pid: int
@@ -51,16 +51,16 @@ class RankSample:
     closed_ns: int = 0
     attempt: int = 0
     step_ns: int = 0  # of the last step mark
-    joined: bool = False  # it has begun to make a process group
-    phases: tuple[PhaseMark, ...] = ()  # what it did besides steps
-    loss: float = 0.0  # that the script gave with the last step mark; 0: none
-    tokens: float = 0.0  # of its last whole step, and floating-point operations; 0: none given
-    flops: float = 0.0
+    joined: bool = False  # has begun to make a process group
+    phases: tuple[PhaseMark, ...] = ()
+    loss: float = 0.0  # at the last step mark; 0: not reported
+    tokens: float = 0.0  # of the last complete step; 0: not reported
+    flops: float = 0.0  # of the last complete step; 0: not reported
     name: str = ""  # "rollout 1" in a job of several worlds
 
     @property
     def takes_part(self) -> bool:
-        """Whether it has anything that may stall: a group, a call or a step. A driver that only starts others has not."""
+        """Whether the rank can stall: it has a group, a call or a step, unlike a driver that only starts other processes."""
         return self.joined or self.step >= 0 or self.calls_started > 0
 
     @property
@@ -69,14 +69,14 @@ class RankSample:
 
     @property
     def mark(self) -> tuple[int, int, int]:
-        """What must change for the rank to have made progress."""
+        """Progress of the rank: any change counts."""
         return (self.step, self.calls_started, self.calls_completed)
 
 
 def read_samples(folder: Path) -> list[RankSample]:
-    """The newest box of every rank in a folder; files that are not boxes are passed over.
+    """Samples the newest box of every rank in a folder; other files are skipped.
 
-    One whose process lives is newer than any of a dead one, whatever their clocks said when they started.
+    The box of a live process is newer than any box of a dead one, whatever their start times.
     """
     newest: dict[int, RankSample] = {}
     clash = False
@@ -92,12 +92,12 @@ def read_samples(folder: Path) -> list[RankSample]:
         clash = clash or (known is not None and known.alive and sample.alive)
         if known is None or (sample.alive, sample.start_ns) > (known.alive, known.start_ns):
             newest[sample.rank] = sample
-    # two processes that live have one number: several worlds
+    # two live processes with the same number: several worlds
     return _of_worlds(folder, tuple(names)) if clash else [newest[rank] for rank in sorted(newest)]
 
 
 def _of_worlds(folder: Path, names: tuple[str, ...]) -> list[RankSample]:
-    """The samples of a job of several worlds, with the numbers and names that ranks have in the whole job."""
+    """Samples a job of several worlds; ranks get their numbers and names in the whole job."""
     found = []
     for path, (rank, name) in _numbers_in_job(folder, names, int(time.time() / RENUMBER_S)).items():
         sample = read_sample(folder / path)
@@ -107,13 +107,13 @@ def _of_worlds(folder: Path, names: tuple[str, ...]) -> list[RankSample]:
 
 @lru_cache(maxsize=4)
 def _numbers_in_job(folder: Path, names: tuple[str, ...], when: int) -> dict[str, tuple[int, str]]:
-    """File -> number and name. What a process is becomes known over time: `when` changes now and then."""
+    """File -> number and name. The result may change over time, so `when` invalidates the cache."""
     traces = load_paths([str(folder)], LoadOptions(allow_nothing=True)).traces
     return {t.path: (t.header.rank, t.header.name) for t in traces if t.header.rank is not None}
 
 
 def read_sample(path: str | Path) -> RankSample | None:
-    """Reads one header; None when the file is not a whole black box of a known version."""
+    """Samples one box from its header; None when the file is not a complete black box of a known version."""
     try:
         page = read_regular(path, HEADER_BYTES)
         head = parse_header(page)
@@ -143,17 +143,17 @@ def read_sample(path: str | Path) -> RankSample | None:
 
 
 def last_good(step: int, samples: Sequence[RankSample]) -> str:
-    """How far ranks came: "step 7"; without step marks "call 14"."""
+    """How far the ranks came: "step 7", or "call 14" without step marks."""
     return f"step {step}" if step >= 0 else f"call {max((s.calls_completed for s in samples), default=0)}"
 
 
 def is_stopped(pid: int) -> bool:
-    """By SIGSTOP: it does nothing until somebody continues it. A debugger's stop ends by itself."""
+    """Whether the process is stopped by SIGSTOP. A debugger's stop does not count, since it ends by itself."""
     return process_state(pid) == "T"
 
 
 def sleeps(pid: int) -> bool:
-    """None of its threads runs at this moment; False when that cannot be read."""
+    """Whether no thread of the process runs at this moment; False when that cannot be read."""
     try:
         states = [process_state(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -162,7 +162,7 @@ def sleeps(pid: int) -> bool:
 
 
 def letter_of(sample: RankSample, now: float, asleep: Callable[[int], bool] = sleeps) -> str:
-    """What a rank does, as a letter of model/cluster.py: DOING. One that sleeps does not compute."""
+    """The state of a rank, as a letter of `DOING` in model/cluster.py."""
     if sample.closed:
         return "e"
     if not sample.alive:
@@ -174,35 +174,35 @@ def letter_of(sample: RankSample, now: float, asleep: Callable[[int], bool] = sl
 
 
 class OpenCall(NamedTuple):
-    """A collective, equal in all ranks of its group unless they have taken different ways through the program."""
+    """A collective, equal in all ranks of its group unless their programs diverged."""
 
     group: tuple[str, tuple[int, ...]]  # name and members
-    number: int  # in this group
+    number: int  # in the group
     op: str
 
 
 @dataclass(frozen=True)
 class Rhythm:
-    """How long it took from earlier calls at the rank's place to the call after them, in seconds.
+    """How long the rank paused after earlier calls at its present place in the program.
 
-    A training loop passes the same places again and again, with or without step marks: a bucket of DDP, a layer of FSDP,
-    a message of a pipeline stage. A place that is new (the first step, the first evaluation) tells nothing.
+    A training loop passes the same places repeatedly, with or without step marks: a bucket of DDP, a layer of FSDP, a message
+    of a pipeline stage. A new place (the first step, the first evaluation) has no rhythm.
     """
 
     pauses_s: tuple[float, ...] = ()
-    waits: frozenset[OpenCall] = frozenset()  # collectives that the rank has begun and that have not ended
+    waits: frozenset[OpenCall] = frozenset()  # unfinished collectives of the rank
     rank: int | None = None
-    connects: bool = True  # whether the first call of its group makes connections: gloo has them by then
+    connects: bool = True  # the first call of its group makes connections; gloo has them by then
     meets: tuple[Rendezvous, Rendezvous] | None = None  # in init_process_group: as called, and as launched
 
     @property
     def known(self) -> bool:
-        """Whether the place was passed often enough to tell."""
+        """Whether the rank has passed this place often enough."""
         return len(self.pauses_s) >= PASSED
 
 
 def read_rhythm(path: str) -> Rhythm:
-    """Of the rank that writes this black box; an unreadable one knows nothing."""
+    """The rhythm of the rank that writes this black box; an empty one when the box is unreadable."""
     try:
         trace = read_trace(path)
     except InputError:
@@ -215,7 +215,7 @@ def read_rhythm(path: str) -> Rhythm:
 
 
 def unfinished(trace: RankTrace) -> frozenset[OpenCall]:
-    """The collectives under way; not those whose end cannot be seen, and no batches and messages, which have no number."""
+    """The unfinished collectives, without calls whose end is not recorded, and without batches and messages."""
     calls = trace.calls
     waiting = calls[(calls["state"] <= State.STARTED) & (calls["flags"] & _UNCERTAIN == 0)]
     found = [(trace.groups[row["group"]], int(row["seq"]), trace.names[row["op"]]) for row in waiting]
@@ -223,8 +223,8 @@ def unfinished(trace: RankTrace) -> frozenset[OpenCall]:
 
 
 def contradict(rhythms: Sequence[Rhythm]) -> bool:
-    """Whether ranks wait in different collectives at the same place of a group, or in init_process_group for others at
-    another port or in another number: none of these will ever end."""
+    """Whether the waits of the ranks can never end: different collectives with the same number in a group, or
+    init_process_group with different ports or world sizes."""
     meets = [rhythm.meets for rhythm in rhythms if rhythm.meets is not None]
     ports = {met.address.rpartition(":")[2] for met, _ in meets if met.address}
     sizes = {one.world_size for pair in meets for one in pair if one.world_size}
@@ -236,14 +236,14 @@ def contradict(rhythms: Sequence[Rhythm]) -> bool:
 
 
 def elsewhere(rhythms: Sequence[Rhythm]) -> bool:
-    """Whether a rank waits, but not in a collective of its group in which others wait."""
+    """Whether a rank is not in a collective in which other ranks of its group wait."""
     waits = {rhythm.rank: rhythm.waits for rhythm in rhythms}
     calls = frozenset().union(*waits.values())
     return any(rank in waits and call not in waits[rank] for call in calls for rank in call.group[1])
 
 
 def measure_rhythm(rows: np.ndarray) -> Rhythm:
-    """Of recorded calls in the order of their records."""
+    """The pauses after earlier calls at the place of the last one."""
     if len(rows) <= PASSED:
         return Rhythm()
     same = np.ones(len(rows) - 1, bool)

@@ -1,8 +1,8 @@
-"""Watches a job without launching it and with no change to its code, and collects stacks when it stalls.
+"""Watches a job without launching it or changing its code, and collects stacks when it stalls. Runs in `allranks watch`.
 
-A stall is noticed as under `allranks run` (silence.py). Ranks without a black box count as moving while the main threads of
-all of them work. Runs in `allranks watch`. `start_command()` begins a command, `take()` takes running processes; `run()` watches until
-they end; signals that arrive are passed on to the command at once.
+Stalls are noticed as under `allranks run` (silence.py). Ranks without a black box make progress while all their main threads
+work. `start_command()` starts a command, `take()` takes running processes, `run()` watches until they end. Signals are forwarded to
+the command at once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ RAS_LIMIT_S = 1.0
 _RAS_ANSWERS = ", and by the operation counts of NCCL, whose RAS service answers"
 _GPUS_ANSWER = ", and by whether data moves in the memory of their GPUs"
 _NO_ANSWER = (
-    ". Not seen: a hang in which all of them burn CPU (as waits of NCCL may: its RAS service does not answer here, and "
-    "nvidia-smi names no GPU that they use)"
+    ". A hang in which all of them use CPU is not noticed (waits of NCCL may: its RAS service does not answer here, and "
+    "nvidia-smi lists no GPU that they use)"
 )
 RESCAN_S = 5.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -54,7 +54,7 @@ ON_DEMAND = signal.SIGQUIT
 
 @dataclass(frozen=True)
 class MainThreadWork:
-    """Progress of ranks without a black box: `rounds` grows when every one of them has worked since the last round."""
+    """Progress of ranks without a black box: a round ends when each of them has worked since the last round."""
 
     rounds: int = 0
     # rank -> when, ticks, switches
@@ -63,7 +63,7 @@ class MainThreadWork:
     round_s: float = 0.0  # of the last round
 
     def after(self, now_s: float, work: Mapping[int, tuple[int, int]]) -> MainThreadWork:
-        """After one more sample of the main threads: rank -> (clock ticks, context switches)."""
+        """The state after one more sample of the main threads: rank -> (clock ticks, context switches)."""
         before, worked = dict(self.before), set(self.worked & work.keys())
         for rank, (ticks, switches) in work.items():
             since, old_ticks, old_switches = before.setdefault(rank, (now_s, ticks, switches))
@@ -86,7 +86,7 @@ class Collection:
 
 
 class Sidecar:
-    """One watched job. `say` gets a line for people, `on_collection` every finished collection."""
+    """A watched job. `say` gets each line for the terminal, `on_collection` each finished collection."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class Sidecar:
         self._say = say
         self._on_collection = on_collection
         self._child: subprocess.Popen[bytes] | None = None
-        self._early: list[int] | None = None  # signals that arrive while it is being started
+        self._early: list[int] | None = None  # signals that arrive while the child is being started
         self._roots: tuple[int, ...] = ()
         self._targets: list[Target] = []
-        self._beside: set[int] = set()  # processes that ran beside ranks: launchers
+        self._launchers: set[int] = set()  # processes that ran next to ranks
         self._scanned_s = -RESCAN_S
-        self._asked = False
+        self._requested = False
         self._work = MainThreadWork()
         limit_s = options.no_progress_s or math.inf
         self._history = ProgressHistory(
@@ -114,9 +114,9 @@ class Sidecar:
         )
         self._passes = SlowPasses(options.slow_ms)
         self._poll_s = min(POLL_S, max(0.02, options.slow_ms / 2e3)) if options.slow_ms else POLL_S
-        self._stalls = 0  # collections of the present standstill
-        self._points = options.fixed_points()  # seconds after the start that are still to come
-        self._seen: set[int] = set()  # ranks that ran and whose end was not reported
+        self._stalls = 0  # collections during the present stall
+        self._points = options.fixed_points()  # later times of collections, in seconds after the start
+        self._running: set[int] = set()  # ranks
         self._made_s = self._began_s = time.monotonic()
         self._said: set[str] = set()
         self._ras: tuple[RasReply, ...] = ()  # the last two answers
@@ -125,7 +125,7 @@ class Sidecar:
         self._old: dict[int, object] = {}
 
     def start_command(self, words: Sequence[str]) -> None:
-        """Starts the command; its standard streams are ours. A signal that arrives meanwhile is passed on, too."""
+        """Starts the command on our standard streams. Signals that arrive meanwhile are forwarded too."""
         self._early = []
         self._catch()
         try:
@@ -139,7 +139,7 @@ class Sidecar:
             self._forward(number, None)
 
     def take(self, pids: Sequence[int]) -> None:
-        """Watches processes that run already."""
+        """Watches running processes."""
         missing = [pid for pid in pids if process_state(pid) in ("", "Z", "X")]
         if missing:
             raise InputError(f"process {', '.join(map(str, missing))} does not run")
@@ -156,9 +156,9 @@ class Sidecar:
                     return code
                 try:
                     self._sample(time.monotonic() - self._began_s)
-                except Exception as error:  # the job must not suffer from its observer
-                    self._say(f"this sample failed: {type(error).__name__}: {error}")
-                    log.debug("a sample failed", exc_info=True)
+                except Exception as error:  # must not reach the job
+                    self._say(f"sample failed: {type(error).__name__}: {error}")
+                    log.debug("sample failed", exc_info=True)
                 self._pause()
         finally:
             self._release()
@@ -166,8 +166,8 @@ class Sidecar:
     def _sample(self, now: float) -> None:
         """One turn of the loop: observe, decide, collect."""
         reason = self._decide(now, self._observe(now))
-        if self._asked:
-            self._asked, reason = False, "asked for"
+        if self._requested:
+            self._requested, reason = False, "asked for"
         if reason and (self.options.enabled or reason == "asked for"):
             self._collect(reason)
 
@@ -178,7 +178,7 @@ class Sidecar:
             point, *rest = self._points
             self._points = tuple(rest)
             return f"{point:.0f} s after the start"
-        gone, self._seen = self._seen - alive, alive
+        gone, self._running = self._running - alive, alive
         if self.options.rank_lost and gone and alive:
             return f"rank {', '.join(map(str, sorted(gone)))} ended while {len(alive)} others run"
         clock_s = self._began_s + now
@@ -190,11 +190,11 @@ class Sidecar:
         if stall is None or self._stalls >= self.options.repeats:
             return ""
         self._stalls += 1
-        self._history.extend_deadline(3 if self._stalls == 1 else 2)  # the next collection: a limit later
+        self._history.extend_deadline(3 if self._stalls == 1 else 2)  # the next collection is one limit later
         return f"no progress for {stall.quiet_s:.0f} s"
 
     def _slow(self, samples: Sequence[RankSample]) -> str:
-        """The reason to collect for a pass that lasts too long; "" for none."""
+        """The reason to collect because a pass lasts too long; "" for none."""
         newest = [
             replace(now, rank=s.rank, pid=s.pid, alive=s.alive)
             for s in samples
@@ -213,7 +213,7 @@ class Sidecar:
         return None if any(process_state(pid) not in ("", "Z", "X") for pid in self._roots) else 0
 
     def _pause(self) -> None:
-        """Until the next sample, or the end of the command."""
+        """Waits for the next sample, or the end of the command."""
         if self._child is None:
             time.sleep(self._poll_s)
             return
@@ -234,50 +234,46 @@ class Sidecar:
         return [self._sample_of(t, boxes.get(t.rank), t.rank in alive) for t in ranks]
 
     def _sample_of(self, rank: Target, box: RankSample | None, alive: bool) -> RankSample:
-        """From its black box; without one the rounds of work stand for its calls."""
-        if box is not None:  # it names the rank and the process as they are in their container
+        """A sample from the black box; without one, rounds of work stand for calls."""
+        if box is not None:  # which has rank and pid as they are in their container
             return replace(box, rank=rank.rank, pid=rank.pid, alive=alive)
         calls, start = self._work.rounds + 1, rank.start_ticks
         return RankSample(rank.rank, rank.pid, "", alive, -1, calls, calls, 0, start, joined=True)
 
     def _sample_main_threads(self, now: float, plain: Sequence[Target]) -> None:
-        """Of ranks without a black box. Waits of NCCL burn CPU: its own counts and the GPUs know better."""
+        """Samples ranks without a black box. Waits of NCCL use CPU, so its own counts and the GPUs are checked too."""
         if plain and now - self._asked_ras_s >= RESCAN_S:
             self._asked_ras_s = now
-            self._ask_others([target.pid for target in plain])
+            pids = [target.pid for target in plain]
+            reply = ras.ask(of=pids, limit_s=RAS_LIMIT_S)
+            self._ras = (*self._ras[-1:], reply) if reply is not None else ()
+            used = gpus.ask(pids)
+            self._gpus = (*self._gpus[-1:], used) if used else ()
         if not self._stalled():
             self._work = self._work.after(now, {t.rank: self._work_done(t) for t in plain})
 
     def _work_done(self, rank: Target) -> tuple[int, int]:
-        """Of its main thread; a program in which no rank was recognised may leave the work to its children."""
+        """Work of a rank's main thread. In a program without recognised ranks, children may do the work and count too."""
         known = rank.pid not in self._roots or rank.reason == "RANK"
         pids = [rank.pid] if known else [rank.pid, *descendants(rank.pid)]
         done = [work_done(pid, main=True) for pid in pids]
         return sum(one.ticks for one in done), sum(one.switches for one in done)
 
-    def _ask_others(self, pids: Sequence[int]) -> None:
-        """NCCL's RAS service and the GPUs, where they answer."""
-        reply = ras.ask(of=pids, limit_s=RAS_LIMIT_S)
-        self._ras = (*self._ras[-1:], reply) if reply is not None else ()
-        used = gpus.ask(pids)
-        self._gpus = (*self._gpus[-1:], used) if used else ()
-
     def _stalled(self) -> bool:
-        """Whether NCCL shows ranks at different operations that do not move, or no GPU of the job moves data."""
-        return bool(ras.stood_still_s(self._ras)) or (
-            len(self._gpus) == 2 and gpus.all_wait(self._gpus[0], self._gpus[1])
-        )
+        """Whether NCCL's ranks are at different operations without progress, or no GPU of the job moves data."""
+        waiting = len(self._gpus) == 2 and gpus.all_wait(self._gpus[0], self._gpus[1])
+        return waiting or bool(ras.stood_still_s(self._ras))
 
     def _say_once(self, ranks: Sequence[Target], plain: Sequence[Target]) -> None:
-        """What can be seen of this job, and what cannot."""
+        """Reports how the progress of this job is judged, if its ranks have no black boxes."""
         if not ranks:
             text = "no rank is among the watched processes"
         elif plain and self.options.no_progress_s:
             seen = (_RAS_ANSWERS if self._ras else "") + (_GPUS_ANSWER if self._gpus else "")
             text = (
-                f"{len(plain)} of {len(ranks)} ranks have no black box: whether they move is judged by the CPU and the "
+                f"{len(plain)} of {len(ranks)} ranks have no black box: progress is judged by the CPU time and the "
                 f"context switches of their main threads{seen or _NO_ANSWER}. `allranks run` or "
-                "allranks.record() in the script shows every call"
+                "allranks.record() in the script records every call"
             )
         else:
             return
@@ -286,7 +282,7 @@ class Sidecar:
             self._say(text)
 
     def _find(self) -> list[Target]:
-        """The ranks among the descendants of what we watch; a plain Python command is rank 0 itself."""
+        """The ranks among the watched processes and their descendants; a plain Python command is rank 0 itself."""
         entries = scan()
         ours = [e for e in entries if e.pid in self._roots]
         ours += [e for e in family(self._roots, entries) if e.pid not in self._roots]
@@ -294,10 +290,13 @@ class Sidecar:
         boxes, own = find_boxes(folders), os.getpid()
         chosen = choose(ours, boxes, Selection(titles=(*RANK_TITLES, *self.options.patterns)), own_pid=own)
         if chosen:
-            self._beside |= {e.pid for e in ours}
-        python = [e.pid for e in ours if e.python and e.pid not in self._beside and not is_frontend(e.title)]
-        if chosen or not python:
+            self._launchers |= {e.pid for e in ours}
             return chosen
+        python = [
+            e.pid for e in ours if e.python and e.pid not in self._launchers and not is_frontend(e.title)
+        ]
+        if not python:
+            return []
         plain = [pid for pid in python if pid in self._roots] or python[:1]
         return choose(ours, boxes, Selection(pids=tuple(plain)), own_pid=own)
 
@@ -312,7 +311,7 @@ class Sidecar:
         folder = self.folder / f"{stamp}-{number}-{re.sub(r'[^a-z0-9]+', '_', reason.lower())[:40]}"
         self._say(f"{reason}: collecting stacks of {sum(t.child is None for t in self._targets)} ranks")
         o = self.options
-        rounds = 1 if reason.startswith("a pass of") else o.rounds  # it may be over in a moment
+        rounds = 1 if reason.startswith("a pass of") else o.rounds  # a pass may end soon
         how = CollectOptions(rounds, o.interval_s, o.native, cuda_gdb=o.cuda_gdb, raw_folder=folder)
         capture = self._with_main_threads(collect(self._targets, how))
         report = classify(capture, stillness=Stillness(still_s=self.options.no_progress_s or 10.0))
@@ -322,7 +321,7 @@ class Sidecar:
         self._on_collection(done)
 
     def _with_main_threads(self, capture: Capture) -> Capture:
-        """Ranks without a black box made progress when all main threads had last worked: that is their mark."""
+        """Adds marks for ranks without a black box: the end of the last round of work."""
         known = {one.rank for one in capture.marks}
         quiet = time.monotonic() - self._began_s - self._work.round_s
         now = time.time()
@@ -334,10 +333,10 @@ class Sidecar:
     # signals
 
     def _catch(self) -> None:
-        """Passes signals on. From a terminal Ctrl-C reaches the command by itself."""
+        """Installs the handlers. From a terminal, Ctrl-C reaches the command by itself."""
         for number in FORWARDED:
             self._old[number] = signal.signal(number, self._forward)
-        self._old[ON_DEMAND] = signal.signal(ON_DEMAND, self._ask)
+        self._old[ON_DEMAND] = signal.signal(ON_DEMAND, self._request)
 
     def _forward(self, number: int, frame: object) -> None:
         if self._early is not None:
@@ -350,8 +349,8 @@ class Sidecar:
         if self._child.poll() is None and not (number == signal.SIGINT and os.isatty(0)):
             self._child.send_signal(number)
 
-    def _ask(self, number: int, frame: object) -> None:
-        self._asked = True
+    def _request(self, number: int, frame: object) -> None:
+        self._requested = True
 
     def _release(self) -> None:
         for number, old in self._old.items():
@@ -359,7 +358,7 @@ class Sidecar:
 
 
 def write_report(folder: Path, report: StacksReport, capture: Capture) -> None:
-    """Bundle, page, text and JSON side by side."""
+    """Writes bundle, page, text and JSON."""
     roots = grow_tree(capture)
     write_bundle(capture, folder)
     texts = {
@@ -376,18 +375,18 @@ EVERY_S = 10.0  # between two collections
 
 @dataclass(frozen=True)
 class SlowPasses:
-    """The limit, and which pass of which rank was reported already."""
+    """Passes longer than the limit, each reported once."""
 
     limit_ms: float
-    told: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
-    work: Mapping[int, int] = field(default_factory=dict)  # rank -> clock ticks at the last look
+    reported: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)  # rank -> mark
+    work: Mapping[int, int] = field(default_factory=dict)  # rank -> clock ticks at the last sample
     last_s: float = -EVERY_S
 
     def after(
         self, now_s: float, samples: Iterable[RankSample], work: Mapping[int, int]
     ) -> tuple[SlowPasses, str]:
-        """After one more look, and the reason to collect stacks now: "" for none. A rank that waits for requests is in no call
-        and uses no processor: it is not slow."""
+        """The state after one more sample, and the reason to collect stacks now ("" for none). A rank that is in no call and uses
+        no CPU waits for requests and is not slow."""
         slow = [
             (one, silent_ms)
             for one in samples
@@ -397,12 +396,12 @@ class SlowPasses:
         new = [
             (one, silent_ms)
             for one, silent_ms in slow
-            if self.told.get(one.rank) != one.mark
+            if self.reported.get(one.rank) != one.mark
             and (one.calls_started > one.calls_completed or one.rank in works)
         ]
         if not new or now_s - self.last_s < EVERY_S:
             return replace(self, work=dict(work)), ""
         first, silent_ms = max(new, key=lambda pair: pair[1])
-        told = {**self.told, **{one.rank: one.mark for one, _ in slow}}
+        reported = {**self.reported, **{one.rank: one.mark for one, _ in slow}}
         reason = f"a pass of rank {first.rank} lasts {silent_ms:.0f} ms"
-        return SlowPasses(self.limit_ms, told, dict(work), now_s), reason
+        return SlowPasses(self.limit_ms, reported, dict(work), now_s), reason

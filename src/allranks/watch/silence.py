@@ -1,11 +1,10 @@
 """Notices that a job makes no progress for longer than its own history allows.
 
-Progress is a committed step where steps are tried again (replica mode), else a step mark or a completed call. How long
-it may take is known from earlier steps, or from earlier calls at the same place (watch/samples.py), so that programs
-without marks are noticed as early as those with marks. Collectives that go on for minutes inside one step are no
-progress of a rank that has marks. Pure, except for `ProgressHistory`: samples and the clock come in, a suspicion and its
-reason go out. A suspicion is not yet a hang: the agent inspects stacks and CPU next, since a slow rank (compiling,
-evaluating, saving) also stalls.
+Progress is a committed step in replica mode, where steps are retried, else a step mark or a completed call. Its usual duration
+is known from earlier steps, or from earlier calls at the same place (watch/samples.py), so hangs of programs without marks are
+noticed equally early. For a rank with marks, collectives that continue for minutes inside one step are not progress. Pure,
+except for `ProgressHistory`: samples and the clock in, a suspicion and its reason out. A suspicion is not yet a hang: the
+agent inspects stacks and CPU next, since a rank that compiles, evaluates or saves also stalls.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from allranks.watch.samples import (
 )
 
 MANAGER_TIMEOUT_S = 60.0  # `retry_s` of replica mode unless the job sets another
-FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both samples of a hang see the calls that wait for it
-TELLING = 3  # silences: of fewer, one pause would be the usual length
-TRAINED = 3  # changes: a replica that joined has loaded its state and then made a step
+FIRST_LOOK, SECOND_LOOK = 0.7, 0.85  # of `retry_s`: both inspections see the calls that wait for the hang
+MIN_SILENCES = 3  # with fewer, one pause would be the usual length
+TRAINED = 3  # changes after which a replica has loaded its state and made a step
 
 
 @dataclass(frozen=True)
@@ -54,51 +53,51 @@ class NoticeOptions:
     )
     warm_up_marks: int = 20  # steps or completed calls of a rank that make a history
     memory: int = 64  # silences remembered per rank
-    # floor_s is a person's wish: it holds from the first step or call on, also after a pause
-    asked: bool = False
-    # a collective is given up and its step tried again after this long; None: never
-    retry_s: float | None = None
+    asked: bool = (
+        False  # floor_s was set by the user: it holds from the first step or call, also after a pause
+    )
+    retry_s: float | None = None  # time after which a collective is aborted and its step retried; None: never
 
     def __post_init__(self) -> None:
         if not 0 < self.floor_s <= self.cap_s:
             raise ValueError(f"floor_s ({self.floor_s}) must be positive and not above cap_s ({self.cap_s})")
 
     def progress(self, sample: RankSample) -> tuple[int, int, int]:
-        """What must change for the rank to have made progress: calls of a step that is tried again are none."""
+        """Progress of the rank: any change counts. Calls of a step that is retried do not."""
         by_step = self.retry_s is not None and sample.step >= 0
         return (sample.step, 0, 0) if by_step else sample.mark
 
 
 @dataclass(frozen=True)
 class RankHistory:
-    """One rank as the agent has seen it. Seconds are of the agent's monotonic clock."""
+    """One rank's progress over time. Seconds are of the agent's monotonic clock."""
 
     process: ProcessId
     mark: tuple[int, int, int]
     changed_s: float
     changes: int = 0  # steps or completed calls seen
     silences_s: tuple[float, ...] = ()
-    marked_ns: int = 0  # epoch: of the rank's step mark; a later one of the same step is another attempt
-    stepped_s: float = 0.0  # when the step changed last
-    steps_s: tuple[float, ...] = ()  # between step marks
+    marked_ns: int = 0  # epoch: of the step mark; a later mark of the same step is another attempt
+    stepped_s: float = 0.0  # last change of the step
+    steps_s: tuple[float, ...] = ()  # durations between step marks
 
     @property
     def begun(self) -> bool:
-        """Whether it has come to its first step or its first call."""
+        """Whether the rank has reached its first step or call."""
         return self.mark[0] >= 0 or self.mark[1] > 0
 
     @property
     def connects(self) -> bool:
-        """Whether it is in its first call, which makes the connections of NCCL and may take long in a large job."""
+        """Whether the rank is in its first call, which makes NCCL's connections and may take long in a large job."""
         return self.mark[0] < 0 and self.mark[1] > 0 and self.mark[2] == 0
 
     def after(self, sample: RankSample, now_s: float, acted_s: float, options: NoticeOptions) -> RankHistory:
-        """With one more change of the mark."""
+        """The history after one more change of the mark."""
         mark, steps_s, stepped_s = options.progress(sample), self.steps_s, self.stepped_s
         if mark[0] != self.mark[0]:
             steps_s = (*steps_s, now_s - stepped_s)[-options.memory :] if self.mark[0] >= 0 else ()
             stepped_s = now_s
-        # start-up is slower than anything later: it would make the job look slow for ever
+        # start-up is slower than later steps and would raise the limit for good
         settled = self.changes >= options.warm_up_marks
         silences = self.silences_s if settled else ()
         if settled and self.changed_s >= acted_s:
@@ -109,7 +108,7 @@ class RankHistory:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """The job seems to stall."""
+    """A possible stall of the job."""
 
     since_s: float  # monotonic time of the last progress
     quiet_s: float
@@ -123,13 +122,12 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class NoticeState:
-    """All that `notice` remembers between two samples."""
+    """The state of the detector between two samples."""
 
     ranks: dict[int, RankHistory] = field(default_factory=dict)
-    extended: int = 0  # inspections in a row that did not settle it
-    # of the last action: a silence that began before it was ended by it and proves nothing
-    acted_s: float = 0.0
-    diverged: bool = False  # calls of these processes were seen to differ: a silence is not usual
+    extended: int = 0  # inspections in a row without a result
+    acted_s: float = 0.0  # last action; a silence that it ended does not count as usual
+    diverged: bool = False  # calls of these processes differ, so a silence is not usual
 
 
 def observe(
@@ -150,13 +148,13 @@ def observe(
 
 
 def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm] = ()) -> float:
-    """How long this job may be silent before we look closer; `rhythms` are of the places where its ranks are now."""
+    """How long this job may be silent before it is inspected. `rhythms` are of the places where its ranks are now."""
     histories = [h for h in state.ranks.values() if h.changes >= options.warm_up_marks]
     silences = [h.silences_s for h in histories if h.silences_s]
-    usual = max((statistics.median(s) for s in silences if len(s) >= TELLING), default=0.0)
+    usual = max((statistics.median(s) for s in silences if len(s) >= MIN_SILENCES), default=0.0)
     base = max((_allowed_s(s, options) for s in silences), default=options.floor_s)
-    # a rank that has just been restarted does not make the others slow
-    if not histories or not _tells(state, rhythms):
+    # a restarted rank does not raise the limit of the others
+    if not histories or not _history_applies(state, rhythms):
         base = _young_limit_s(base, state, options, rhythms)
     if state.diverged or contradict(rhythms):
         base = options.floor_s
@@ -167,12 +165,12 @@ def limit_s(state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm
 
 
 def _extension(times: int) -> float:
-    """How many limits more than one a silence has: the second look comes soon, later ones half a limit apart."""
+    """Extension of the limit, as a share: the second inspection comes soon, later ones half a limit apart."""
     return 0.25 if times == 1 else max(0, times - 1) / 2
 
 
-def _tells(state: NoticeState, rhythms: Sequence[Rhythm]) -> bool:
-    """Whether the history holds where the ranks are now: they have marks, or one of them has been there before."""
+def _history_applies(state: NoticeState, rhythms: Sequence[Rhythm]) -> bool:
+    """Whether the history applies at the present place: the ranks have marks, or one of them has been there before."""
     marked = any(h.mark[0] >= 0 for h in state.ranks.values())
     return marked or not rhythms or any(rhythm.known for rhythm in rhythms)
 
@@ -180,7 +178,7 @@ def _tells(state: NoticeState, rhythms: Sequence[Rhythm]) -> bool:
 def _young_limit_s(
     base_s: float, state: NoticeState, options: NoticeOptions, rhythms: Sequence[Rhythm]
 ) -> float:
-    """Without a history that tells: by earlier passes of the same place, else what a first step may take."""
+    """The limit without a history that applies: by earlier passes of the same place, else the limit of a first step."""
     known = [rhythm.pauses_s for rhythm in rhythms if rhythm.known]
     if known:
         return max(_allowed_s(pauses, options) for pauses in known)
@@ -191,16 +189,16 @@ def _young_limit_s(
 
 
 def _connecting(state: NoticeState, rhythms: Sequence[Rhythm]) -> bool:
-    """Whether all ranks may be making the connections of their first call: all members of its group have come to it."""
+    """Whether all ranks may be connecting in their first call: all members of its group have entered it."""
     if rhythms and (elsewhere(rhythms) or not any(rhythm.connects for rhythm in rhythms)):
         return False
     return all(h.connects for h in state.ranks.values())
 
 
 def _allowed_s(silences: Sequence[float], options: NoticeOptions) -> float:
-    """By what a job is used to, and, unless a person has set the limit, by the longest silence that it survived."""
+    """The limit by usual silences and, unless the user has set a limit, by the longest silence that ended."""
     ordered = sorted(silences) or [0.0]
-    if options.asked:  # one pause, as the only silence so far, is not what the job is used to
+    if options.asked:  # a single pause is not usual
         ordered = ordered[:-1] or [0.0]
     usual, longest = ordered[(len(ordered) - 1) * 9 // 10], ordered[-1]
     outlier = 0.0 if options.asked else options.outlier_factor * longest
@@ -208,7 +206,8 @@ def _allowed_s(silences: Sequence[float], options: NoticeOptions) -> float:
 
 
 def _before_retry_s(share: float, usual_s: float, options: NoticeOptions) -> float:
-    """The others reach the collective after a usual step, wait there for `retry_s`, and what they show is gone."""
+    """The latest time of an inspection in replica mode: the other ranks reach the collective after a usual step and abort it
+    `retry_s` later, and the evidence is gone."""
     if options.retry_s is None:
         return options.cap_s
     return max(options.floor_s * (1 if share == FIRST_LOOK else 1.5), usual_s + share * options.retry_s)
@@ -222,7 +221,7 @@ def notice(
     options: NoticeOptions,
     rhythm: Callable[[str], Rhythm] | None = None,
 ) -> tuple[Suspicion | None, str]:
-    """Whether the job stalls, and why we think so (or why not). `rhythm` reads a rank's black box."""
+    """A suspicion if the job stalls, and the reason for the decision. `rhythm` reads a rank's black box."""
     running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
     if not running:
         return None, "no rank runs"
@@ -232,17 +231,15 @@ def notice(
     if len(running) == 1 and not running[0].takes_part:
         return (
             None,
-            f"rank {running[0].rank} is alone and has neither a group nor a step: a program that only starts others",
+            f"rank {running[0].rank} is alone, without a group or a step: it only starts other processes",
         )
     present = {s.rank: state.ranks[s.rank] for s in running}  # finished ranks do not count
     silent, reason = _silent(now_s, replace(state, ranks=present), running, options, rhythm)
     if silent is not None:
-        silent = replace(
-            silent,
-            gone=tuple(s.rank for s in samples if not s.alive and not s.closed),
-            left=tuple(s.rank for s in samples if s.closed),
-        )
-        silent = replace(silent, reason=reason + (f"; gone: {list(silent.gone)}" if silent.gone else ""))
+        gone = tuple(s.rank for s in samples if not s.alive and not s.closed)
+        left = tuple(s.rank for s in samples if s.closed)
+        reason += f"; gone: {list(gone)}" if gone else ""
+        silent = replace(silent, gone=gone, left=left, reason=reason)
     found = silent or _looping(now_s, present, options)
     return found, reason if found is None else found.reason
 
@@ -254,14 +251,14 @@ def _silent(
     options: NoticeOptions,
     rhythm: Callable[[str], Rhythm] | None,
 ) -> tuple[Suspicion | None, str]:
-    """Neither steps nor calls for longer than this job may take."""
+    """A suspicion if there were neither steps nor calls for longer than the limit."""
     last = _last_progress_s(state, list(state.ranks.values()))
     quiet_s = now_s - last
     if quiet_s < options.floor_s:
         return None, f"last progress {quiet_s:.1f} s ago"
     limit = limit_s(state, options, [rhythm(s.path) for s in running] if rhythm is not None else ())
     if any(h.changes == 0 and h.changed_s > last for h in state.ranks.values()):
-        # one that starts may import and heal, but the others give it up after `retry_s`: look before
+        # a new process may import and heal, but the others continue without it after `retry_s`
         limit = max(limit, min(options.warm_up_s, _before_retry_s(FIRST_LOOK, 0.0, options)))
     if quiet_s < limit:
         return None, f"last progress {quiet_s:.1f} s ago, within the {limit:.1f} s that this job may take"
@@ -270,7 +267,7 @@ def _silent(
 
 
 def _looping(now_s: float, present: dict[int, RankHistory], options: NoticeOptions) -> Suspicion | None:
-    """Ranks that have made steps make none for minutes, whatever collectives they complete: a loop inside one step."""
+    """A suspicion if ranks with steps complete collectives but no step for minutes: a loop inside one step."""
     marked = {r: h for r, h in present.items() if h.mark[0] >= 0 and len(h.steps_s) >= TRAINED}
     if not marked or options.retry_s is not None:
         return None  # in replica mode calls never count
@@ -287,7 +284,7 @@ def _looping(now_s: float, present: dict[int, RankHistory], options: NoticeOptio
 
 
 def _last_progress_s(state: NoticeState, histories: list[RankHistory]) -> float:
-    """A process that has just started does not count as progress of those that wait for it; an action of ours begins a new wait."""
+    """Time of the last progress. The start of a process is not progress of the ranks that wait for it; an action counts."""
     moved = [h.changed_s for h in histories if h.changes]
     if not moved:
         return max(h.changed_s for h in histories)
@@ -303,11 +300,11 @@ def left_behind(
     stalled: Collection[ProcessId] = (),
     stopped: Callable[[int], bool] = lambda pid: False,
 ) -> tuple[Suspicion | None, str]:
-    """A rank that makes no progress while the others train on without it, in replica mode: frozen and given up.
+    """A suspicion if a rank makes no progress while the others continue without it, in replica mode.
 
-    It must have trained before (a replica that starts or heals is not behind but on its way), or the others have waited
-    for it without success (`stalled`), or its process is `stopped`, and be more than one step back (one that has finished
-    its last step waits for nobody).
+    A replica that starts or heals is not left behind: the rank must have trained before, or the others have waited for it
+    without success (`stalled`), or its process is `stopped`. It must be more than one step back, since a rank that has
+    finished its last step is done.
     """
     running = [s for s in samples if s.alive and not s.closed and s.rank in state.ranks]
     general = limit_s(replace(state, extended=0), options)
@@ -324,7 +321,7 @@ def left_behind(
         if now_s - known.changed_s >= patience:
             behind.append((sample, patience))
     if not behind:
-        return None, "nobody is left behind"
+        return None, "no rank is left behind"
     first, limit = behind[0]
     since = state.ranks[first.rank].changed_s
     reason = (
@@ -335,14 +332,14 @@ def left_behind(
 
 
 def not_retrying(state: NoticeState, samples: list[RankSample]) -> tuple[int, ...]:
-    """After a regroup without a committed step: ranks that have not begun another attempt, while others have."""
+    """Ranks that have not retried their step after a regroup, while others have."""
     running = [s for s in samples if s.alive and not s.closed and s.step >= 0 and s.rank in state.ranks]
     again = {s.rank for s in running if s.step_ns > state.ranks[s.rank].marked_ns}
     return tuple(s.rank for s in running if s.rank not in again) if again else ()
 
 
 def _own_limit_s(known: RankHistory, options: NoticeOptions) -> float:
-    """By the rank's own history: the others' was lengthened when they waited for it."""
+    """The limit by the rank's own history, since the others' includes their waits for it."""
     if known.changes < TRAINED:
         return options.cap_s
     if known.changes < options.warm_up_marks and not options.asked:
@@ -350,19 +347,9 @@ def _own_limit_s(known: RankHistory, options: NoticeOptions) -> float:
     return min(options.cap_s, _allowed_s(known.silences_s, options))
 
 
-def mark_resumed(state: NoticeState, now_s: float) -> NoticeState:
-    """After an action: the silence that it ends does not make the job look slow from now on."""
-    return replace(state, acted_s=now_s)
-
-
-def extend_deadline(state: NoticeState, times: int = 1) -> NoticeState:
-    """After a look that did not settle it: be patient for longer, each time."""
-    return replace(state, extended=state.extended + times)
-
-
 def longest_pause(silences_s: Sequence[float], rhythms: Sequence[Rhythm]) -> float:
-    """Of the silences that were watched, and of those between the calls of ranks, which their own clocks tell. A place must have
-    paused that long twice: a clock that is set forward makes one such pause."""
+    """The longest silence that was watched or recorded by ranks. A recorded one must have occurred twice at its place, since a
+    clock that is set forward also makes one."""
     return max(
         (*silences_s, *(sorted(rhythm.pauses_s)[-2] for rhythm in rhythms if rhythm.known)), default=0.0
     )
@@ -370,15 +357,14 @@ def longest_pause(silences_s: Sequence[float], rhythms: Sequence[Rhythm]) -> flo
 
 @dataclass
 class ProgressHistory:
-    """One `NoticeState` under a lock, for the watch's thread and the one that examines; `now_s` is monotonic."""
+    """A `NoticeState` under a lock, for the watch's and the examining thread; `now_s` is monotonic."""
 
     options: NoticeOptions
     _state: NoticeState = field(default_factory=NoticeState)
     _rhythms: dict[str, tuple[tuple[object, ...], Rhythm]] = field(default_factory=dict)  # path -> (mark, …)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _began_s: float | None = None
-    # until the ranks made their first progress: what a restart costs; 0 when not known
-    started_in_s: float = 0.0
+    started_in_s: float = 0.0  # until the first progress, which is the cost of a restart; 0: not known
 
     def observe(self, now_s: float, samples: list[RankSample]) -> None:
         with self._lock:
@@ -388,11 +374,11 @@ class ProgressHistory:
             self.started_in_s = now_s - self._began_s
 
     def standstill(self, now_s: float, samples: list[RankSample]) -> Suspicion | None:
-        """Nobody makes progress."""
+        """A suspicion if no rank makes progress."""
         marks = {sample.path: (*sample.mark, sample.joined) for sample in samples}
 
         def rhythm(path: str) -> Rhythm:
-            # a rank that makes no call keeps its rhythm: a hang may last for hours
+            """Read again only after progress: a hang may last for hours."""
             known = self._rhythms.get(path)
             if known is None or known[0] != marks[path]:
                 known = self._rhythms[path] = (marks[path], read_rhythm(path) if path else Rhythm())
@@ -403,27 +389,26 @@ class ProgressHistory:
     def left_behind(
         self, now_s: float, samples: list[RankSample], stalled: Collection[ProcessId] = ()
     ) -> Suspicion | None:
-        """Some do not make progress, the others do; `stalled` were waited for and did not come."""
+        """A suspicion if some ranks make no progress while others do."""
         return left_behind(now_s, time.time_ns(), self._state, samples, self.options, stalled, is_stopped)[0]
 
     def not_retrying(self, samples: list[RankSample]) -> tuple[int, ...]:
-        """Some have begun the step again, these have not."""
         return not_retrying(self._state, samples)
 
     def extend_deadline(self, times: int = 1) -> None:
-        """An inspection did not settle it: more patience, each time."""
+        """Raises the limit after an inspection without a result, each time further."""
         with self._lock:
-            self._state = extend_deadline(self._state, times)
+            self._state = replace(self._state, extended=self._state.extended + times)
 
     def note_divergence(self) -> None:
-        """Calls of the ranks differ: the next silence is looked at early."""
+        """Calls of the ranks differ: the next silence is inspected early."""
         with self._lock:
             self._state = replace(self._state, diverged=True)
 
     def mark_resumed(self) -> None:
-        """An action ends this silence: it does not make the job look slow from now on."""
+        """An action ends this silence, which does not count as usual."""
         with self._lock:
-            self._state = mark_resumed(self._state, time.monotonic())
+            self._state = replace(self._state, acted_s=time.monotonic())
 
     @property
     def longest_s(self) -> float:
@@ -433,12 +418,12 @@ class ProgressHistory:
 
     @property
     def trained(self) -> bool:
-        """Whether some rank has made steps, or many calls."""
+        """Whether a rank has made steps, or many calls."""
         many = 10 * self.options.warm_up_marks
         histories = self._state.ranks.values()
         return any(h.changes >= (TRAINED if h.mark[0] >= 0 else many) for h in histories)
 
     @property
     def moves(self) -> bool:
-        """Whether the job has moved since the deadline was extended."""
+        """Whether the job has made progress since the limit was extended."""
         return self._state.extended == 0
