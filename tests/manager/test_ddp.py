@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import weakref
@@ -165,6 +166,76 @@ def test_who_gives_nothing_has_the_gradients_that_the_others_have() -> None:
     mine.spread()
     assert used.grad is not None and used.grad.tolist() == [5.0] * 3
     assert unused.grad is None
+
+
+def _unfrozen(rank: int, world: int, address: str) -> list[float]:
+    manager = make_manager(address, f"r{rank}", init_sync=False)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    ddp = torchft.DistributedDataParallel(manager, model)
+    found = []
+    for step in range(3):
+        if step + rank > 1:  # a replica that has just joined may not have come to that yet
+            model[0].requires_grad_(True)
+        manager.start_quorum()
+        model.zero_grad()
+        ddp(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        found.append(float("nan") if model[0].weight.grad is None else float(model[0].weight.grad.sum()))
+        assert manager.should_commit()
+    manager.shutdown()
+    return found
+
+
+def test_parameters_that_are_unfrozen_later_are_reduced_too(lighthouse: LighthouseProcess) -> None:
+    """From the step at which the first replica has unfrozen them."""
+    with Ranks(_unfrozen, 2, args=(lighthouse.address,), backend=None) as ranks:
+        first, second = ranks.values(LIMIT_S)
+    assert str(first) == str(second)
+    assert math.isnan(first[0])
+    assert first[2] == pytest.approx(first[1] * 1.5)  # rank 1's alone, over 2; then the mean of both
+
+
+def test_a_model_of_which_everything_was_frozen_cannot_be_unfrozen_later(
+    lighthouse: LighthouseProcess,
+) -> None:
+    """No gradient would be averaged: the forward says so."""
+    model = nn.Linear(2, 1).requires_grad_(False)
+    ddp = torchft.DistributedDataParallel(make_manager(lighthouse.address, "r0"), model)
+    ddp(torch.ones(1, 2))
+    model.requires_grad_(True)
+    with pytest.raises(ConfigurationError, match="unfrozen"):
+        ddp(torch.ones(1, 2))
+
+
+def _sparse(rank: int, world: int, address: str) -> list[tuple[list[int], list[float]]]:
+    manager = make_manager(address, f"r{rank}", init_sync=False)
+    model = nn.Sequential(nn.Embedding(6, 1, sparse=True), nn.Linear(1, 1, bias=False))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    ddp = torchft.DistributedDataParallel(manager, model)
+    adam = torch.optim.SparseAdam(model[0].parameters())
+    found = []
+    for rows in ([[0, 1, 1], [1, 4, 5]], [[2], []]):
+        manager.start_quorum()
+        model.zero_grad()
+        if rows[rank]:
+            ddp(torch.tensor(rows[rank])).mul(torch.arange(len(rows[rank])).view(-1, 1)).sum().backward()
+        assert manager.should_commit()
+        gradient = model[0].weight.grad
+        assert gradient is not None
+        gradient = gradient.coalesce()
+        found.append((gradient.indices()[0].tolist(), gradient.values().view(-1).tolist()))
+        adam.step()
+    manager.shutdown()
+    return found
+
+
+def test_sparse_gradients_stay_sparse(lighthouse: LighthouseProcess) -> None:
+    """The rows that any replica has used, also those with a gradient of zero: SparseAdam changes these and no others."""
+    with Ranks(_sparse, 2, args=(lighthouse.address,), backend=None) as ranks:
+        results = ranks.values(LIMIT_S)
+    assert results == [[([0, 1, 4, 5], [0.0, 1.5, 0.5, 1.0]), ([2], [0.0])]] * 2
 
 
 def _no_sync(rank: int, world: int, address: str) -> float:

@@ -84,6 +84,40 @@ def test_the_box_survives_abort_and_hard_exit(folder: Path) -> None:
     _ended(folder, "exit", 7)
 
 
+def _cut_short(rank: int, world: int, faults: str, how: str) -> float:
+    total = torch.ones(2)
+    recorder = allranks.record()
+    if faults == "enabled later":
+        faulthandler.enable()
+    for step in range(20):
+        allranks.step(step)
+        dist.all_reduce(total)
+        total /= 2
+        if step == 5 and recorder.path is not None:
+            os.truncate(recorder.path, 0 if how == "empty" else 8192)
+        dist.all_gather([torch.empty(step + 1)] * world, torch.ones(step + 1))
+    recorder.close()
+    if faults == "then a real one":
+        os.kill(os.getpid(), signal.SIGBUS)
+    return float(total.sum())
+
+
+@pytest.mark.parametrize("how", ["empty", "shorter"])
+@pytest.mark.parametrize("faults", ["disabled", "enabled later"])
+def test_a_box_that_is_cut_short_does_not_end_its_rank(folder: Path, faults: str, how: str) -> None:
+    """By a script that empties shared memory, say. A store into the missing page would be a bus error."""
+    faulthandler.disable()
+    with Ranks(_cut_short, 2, (faults, how), timeout_s=30) as ranks:
+        assert ranks.values(40) == [2.0, 2.0]
+
+
+def test_a_bus_error_of_the_program_still_ends_it(folder: Path) -> None:
+    """Also after one that was ours."""
+    faulthandler.disable()
+    with Ranks(_cut_short, 1, ("then a real one", "empty"), timeout_s=30) as ranks:
+        assert ranks.join(timeout_s=40)[0].exit_code == -signal.SIGBUS
+
+
 def _mismatch(rank: int, world: int) -> None:
     faulthandler.disable()
     allranks.record()

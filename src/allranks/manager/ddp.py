@@ -46,7 +46,11 @@ _IGNORED = {
 
 @dataclass(eq=False)
 class Bucket:
-    """Some parameters and the flat buffer in which their gradients travel, and behind them a mark for each: who has one."""
+    """Some parameters and the flat buffer in which their gradients travel, and behind them a mark for each: who has one.
+
+    The first bucket also has a mark for each bucket of `frozen`: whether some replica needs it reduced in this step.
+    An embedding with sparse gradients has a mark for each row that it has used.
+    """
 
     parameters: list[nn.Parameter]
     buffer: torch.Tensor | None = None
@@ -57,10 +61,15 @@ class Bucket:
     spent: list[torch.Tensor | None] = field(default_factory=list)  # local gradients that were reduced
     missing: int = 0  # gradients not yet there in this backward
     work: ManagedWork | None = None
+    frozen: list[Bucket] = field(default_factory=list)
+    sparse: frozenset[nn.Parameter] = frozenset()
+    rows: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # place -> the marks of its rows, in the buffer
 
     def fill(self, divisor: int) -> torch.Tensor:
         """Copies the local gradients (zeros where there are none), divided, into the flat buffer."""
-        gradients = [None if (gradient := p.grad) is None else local_of(gradient) for p in self.parameters]
+        gradients = [None if (gradient := p.grad) is None else _dense(gradient) for p in self.parameters]
         if self._holds_any(gradients):
             self.forget()  # gradients that add up over steps or backwards: the reduction must not touch them
         buffer = self._allocate()
@@ -84,12 +93,24 @@ class Bucket:
             if divisor > 1:
                 buffer.div_(divisor)
         marks = self._marks(buffer).fill_(1)
-        for place in self.absent:
+        still = [not any(p.requires_grad for p in bucket.parameters) for bucket in self.frozen]
+        for place in (*self.absent, *(len(self.parameters) + i for i, frozen in enumerate(still) if frozen)):
             marks[place] = 0
+        for place, rows in self.rows.items():
+            rows.zero_()
+            if (gradient := self.parameters[place].grad) is not None:
+                rows[gradient.coalesce().indices()[0] if gradient.is_sparse else slice(None)] = 1
         return buffer
 
+    def unfrozen(self) -> list[Bucket]:
+        """After the reduction: the buckets of `frozen` that are to be reduced now."""
+        if not self.frozen or self.buffer is None:
+            return []
+        marks = self._marks(self.buffer)[len(self.parameters) :].tolist()
+        return [bucket for bucket, mark in zip(self.frozen, marks, strict=True) if mark]
+
     def _marks(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[buffer.numel() - len(self.parameters) :]
+        return buffer[buffer.numel() - len(self.parameters) - len(self.frozen) :]
 
     def _holds_any(self, gradients: list[torch.Tensor | None]) -> bool:
         return any(
@@ -118,6 +139,7 @@ class Bucket:
         self.clean = False
         self.slices.clear()
         self.places.clear()
+        self.rows.clear()
 
     def spread(self) -> None:
         """The reduced gradients become `param.grad`, where they lie: no copy. Where nobody has one there is none: an optimizer
@@ -128,8 +150,10 @@ class Bucket:
         """
         if self.parameters[0].device.type == "cpu":
             self.spent = [p.grad for p in self.parameters]
-        for p, part in zip(self.parameters, self.slices, strict=True):
-            p.grad = _wrapped_like(p, part)
+        for place, (p, part) in enumerate(zip(self.parameters, self.slices, strict=True)):
+            p.grad = (
+                _wrapped_like(p, part) if place not in self.rows else _sparse_rows(part, self.rows[place])
+            )
         if self.absent and self.buffer is not None:
             marks = self._marks(self.buffer).tolist()
             for place in self.absent:
@@ -139,12 +163,16 @@ class Bucket:
     def _allocate(self) -> torch.Tensor:
         if self.buffer is None:
             parts = [local_of(p) for p in self.parameters]
-            length = sum(part.numel() for part in parts) + len(parts)
+            tall = {i: len(p) for i, p in enumerate(self.parameters) if p in self.sparse}
+            length = sum(part.numel() for part in parts) + sum(tall.values()) + len(parts) + len(self.frozen)
             self.buffer = torch.empty(length, dtype=parts[0].dtype, device=parts[0].device)
             offset = 0
             for part in parts:
                 self.slices.append(_shaped_like(part, self.buffer[offset : offset + part.numel()]))
                 offset += part.numel()
+            for place, rows in tall.items():
+                self.rows[place] = self.buffer[offset : offset + rows]
+                offset += rows
             self.places = [part.data_ptr() if part.numel() else 0 for part in self.slices]
         return self.buffer
 
@@ -175,26 +203,45 @@ class DistributedDataParallel(nn.Module):
             raise ConfigurationError(f"DistributedDataParallel does not know {sorted(unknown)}")
         self.module = module
         self._manager = [manager]  # in a list: a manager is not a submodule
-        self._buckets = cut(
-            [p for p in module.parameters() if p.requires_grad], int(bucket_cap_mb * (1 << 20))
+        self._buckets, frozen = (
+            cut([p for p in module.parameters() if p.requires_grad is wanted], int(bucket_cap_mb * (1 << 20)))
+            for wanted in (True, False)
         )
+        for bucket in self._buckets[:1]:
+            bucket.frozen = frozen
+        embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        sparse = frozenset(m.weight for m in embeddings if m.sparse)
+        for bucket in (*self._buckets, *frozen):
+            bucket.sparse = sparse
         for bucket in self._buckets:
             bucket.prepare()
         self._synchronises = True
         self._backward = Backward()
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(self._ready, bucket))
-            for bucket in self._buckets
-            for p in bucket.parameters
-        ]
+        self._unhooked = [(bucket, p) for bucket in (*self._buckets, *frozen) for p in bucket.parameters]
+        self._hook()
         manager._before_vote.append(self._reduce_missing)
         manager._wrapped.append(module)
         manager.sums.modules.append(module)
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        if self._unhooked:
+            self._hook()
         output = self.module(*args, **kwargs)
         self._manager[0].training.times.mark_first("forward done")
         return output
+
+    def _hook(self) -> None:
+        """Follows the parameters that have gradients by now."""
+        due = [(bucket, p) for bucket, p in self._unhooked if p.requires_grad]
+        if due and not self._buckets:
+            raise ConfigurationError(
+                "a parameter was unfrozen, and all of them were frozen when DistributedDataParallel was made",
+                hint="make it while at least one parameter requires a gradient",
+            )
+        for bucket, p in due:
+            p.register_post_accumulate_grad_hook(functools.partial(self._ready, bucket))
+        if due:
+            self._unhooked = [pair for pair in self._unhooked if not pair[1].requires_grad]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -250,7 +297,9 @@ class DistributedDataParallel(nn.Module):
         manager.training.times.mark_first("backward done")
         while backward.next < len(self._buckets):
             self._reduce_next()
-        while not self._all_arrived():
+        while not (
+            self._all_arrived(self._buckets) and self._all_arrived(unfrozen := self._reduce_unfrozen())
+        ):
             for bucket in self._buckets:
                 bucket.forget()
             if any(issuer is not backward.issuer for issuer in attempt.issuers):
@@ -262,13 +311,22 @@ class DistributedDataParallel(nn.Module):
                 bucket.work = self._start(bucket, generation)
         manager.training.times.mark("gradients reduced")
         backward.reduced = attempt.reduced = True
-        for bucket in self._buckets:
+        for bucket in (*self._buckets, *unfrozen):
             bucket.spread()
 
-    def _all_arrived(self) -> bool:
+    def _reduce_unfrozen(self) -> list[Bucket]:
+        """Starts what was frozen at first and is needed by now: all members read that in the first bucket."""
+        unfrozen, manager = self._buckets[0].unfrozen() if self._buckets else [], self._manager[0]
+        for bucket in unfrozen:
+            bucket.forget()  # one that was given up in an earlier attempt may still be written to
+            generation = manager.training.bind(manager.training.attempt, manager._patience_s)
+            bucket.work = None if generation is None else self._start(bucket, generation)
+        return unfrozen
+
+    def _all_arrived(self, buckets: list[Bucket]) -> bool:
         self._manager[0]._bring_in_late_state()
         arrived = True
-        for bucket in self._buckets:
+        for bucket in buckets:
             arrived = bucket.work is not None and bucket.work.wait() and arrived
         return arrived and not self._manager[0].training.attempt.spoiled
 
@@ -290,6 +348,17 @@ def _place_like(p: nn.Parameter) -> None:
     if getattr(gradient, "placements", None) != getattr(p, "placements", None):
         with torch.no_grad():
             p.grad = gradient.redistribute(p.device_mesh, p.placements)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient."""
+    return gradient.to_dense() if gradient.is_sparse else local_of(gradient)
+
+
+def _sparse_rows(part: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """The rows of an embedding that some replica has used."""
+    rows = marks.nonzero().view(-1)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), part[rows], part.shape, is_coalesced=True)
 
 
 def _wrapped_like(p: nn.Parameter, part: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,12 @@
 #include <internal/pycore_frame.h>
 #undef Py_BUILD_CORE
 #endif
+#include <errno.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -55,6 +58,56 @@ static int64_t now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_REALTIME, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* The mapped files of the rings. Somebody may cut a file short, and its disk may fail: then the next store into it raises SIGBUS.
+ * The box becomes plain memory, in which nobody reads, and the rank continues. Any other SIGBUS is for the handler before ours. */
+enum { MAPPED = 8 };
+static struct {
+    char *_Atomic start;
+    size_t size;
+} mapped[MAPPED];
+static struct sigaction bus_before;
+
+static int is_lost(char *start, size_t size) { /* faulthandler raises the signal again, without the address */
+    char last;
+    struct { void *base; size_t len; } here = {&last, 1}, there = {start + size - 1, 1}; /* struct iovec */
+    return syscall(SYS_process_vm_readv, getpid(), &here, 1, &there, 1, 0) < 0 && errno == EFAULT;
+}
+
+static void on_bus_error(int number, siginfo_t *info, void *unused) {
+    int found = 0, known = errno;
+    for (int i = 0; i < MAPPED; i++) {
+        char *start = mapped[i].start, *at = info->si_addr;
+        int inside = start && info->si_code > 0 && at >= start && at < start + mapped[i].size;
+        if (start && (inside || is_lost(start, mapped[i].size)))
+            found |= mmap(start, mapped[i].size, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) ==
+                     start;
+    }
+    if (!found) {
+        sigaction(SIGBUS, &bus_before, NULL);
+        raise(number); /* it comes when we return */
+    }
+    errno = known;
+}
+
+static void keep_mapped(char *start, size_t size) {
+    static int installed;
+    struct sigaction ours = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+    for (int i = 0; i < MAPPED; i++)
+        if (!mapped[i].start) {
+            mapped[i].size = size;
+            mapped[i].start = start;
+            break;
+        }
+    if (!installed)
+        installed = !sigaction(SIGBUS, &ours, &bus_before);
+}
+
+static void forget_mapped(char *start) {
+    for (int i = 0; i < MAPPED; i++)
+        if (mapped[i].start == start)
+            mapped[i].start = NULL;
 }
 
 /* For distances: the other clock is only a label, and jumps when somebody sets it. */
@@ -240,6 +293,7 @@ static int Ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_ValueError, "the memory is too small for this ring");
         return -1;
     }
+    keep_mapped(self->view.buf, (size_t)self->view.len);
     rings++;
     self->capacity = capacity;
     self->next = self->done = 0;
@@ -249,11 +303,17 @@ static int Ring_init(Ring *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
+static void let_go(Ring *self) {
+    if (!self->view.obj)
+        return;
+    forget_mapped(self->view.buf);
+    PyBuffer_Release(&self->view);
+}
+
 static void Ring_dealloc(Ring *self) {
     drop_entry(self->last);
     Py_XDECREF(self->on_thread);
-    if (self->view.obj)
-        PyBuffer_Release(&self->view);
+    let_go(self);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -429,8 +489,7 @@ static PyObject *Ring_hand_over(Ring *self, PyObject *pending) {
 }
 
 static PyObject *Ring_release(Ring *self, PyObject *unused) {
-    if (self->view.obj)
-        PyBuffer_Release(&self->view);
+    let_go(self);
     Py_RETURN_NONE;
 }
 
