@@ -1,0 +1,98 @@
+"""The sentences of a verdict on several processes, and the chain of those that wait. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from allranks.diagnosis.process_roots import Root
+from allranks.diagnosis.processes import Unit
+from allranks.model.formatting import rank_runs
+from allranks.model.stacks import ChainLink, Guilty, Where
+
+
+def guilty_of(unit: Unit) -> Guilty:
+    frame = unit.thread.user or next((f for f in unit.thread.frames if not f.native), None)
+    where = (frame.file, frame.line, frame.name.rsplit(".", 1)[-1]) if frame is not None else ("", 0, "")
+    thread = "" if unit.thread.main or unit.thread.task else f" (thread {unit.thread.name})"
+    return Guilty(
+        unit.process.pid,
+        unit.process.name,
+        *where,
+        wait=unit.thread.wait.says + thread,
+        node=unit.process.node,
+    )
+
+
+def describe(unit: Unit) -> str:
+    thread = "" if unit.thread.main or unit.thread.task else f", thread {unit.thread.name}"
+    left = unit.thread.wait.left_s
+    rest = f" for {left:.0f} s more" if unit.thread.wait.kind != "poll" and left is not None else ""
+    at = f" at {unit.thread.at}" if unit.thread.at else ""
+    return f"{unit.process.name} (pid {unit.process.pid}{thread}) {unit.thread.wait.says}{rest}{at}"
+
+
+def sentence_of(root: Root) -> str:
+    """From the one who must move first outwards."""
+    units = list({(u.process.where, u.thread.user): u for u in root.units}.values())
+    first = "; ".join(describe(u) for u in units[:4])
+    if root.circle and len(units) > 1:
+        first = f"a circle of waits: {first}"
+    elif root.circle:
+        first = f"{first}, and waits for itself"
+    elif not units[0].active:
+        first = f"{first}, while others wait for it"
+    return ". ".join(
+        text for text in (first, describe_waiters(root, {u.process.where for u in root.units})) if text
+    )
+
+
+def describe_waiters(root: Root, without: set[Where]) -> str:
+    links = [link for link in chain_of(root) if link.waits_for]
+    return "; ".join(f"{link.role} {link.waits_for}" for link in links[:4])
+
+
+def listed(texts: Iterable[str]) -> str:
+    return "; ".join(texts)
+
+
+def chain_of(root: Root) -> tuple[ChainLink, ...]:
+    """Who waits for whom, from the root outwards: one link for each role and line."""
+    waits, done = root.waits, {u.process.where for u in root.units}
+    links: list[ChainLink] = []
+    seen, level = set(root.nodes), list(root.nodes)
+    while level and len(links) < 20:
+        next_level: list[int] = []
+        groups: dict[tuple[object, ...], list[tuple[Unit, Unit]]] = {}
+        for node in level:
+            for n in waits.graph.waits_for_me.get(node, ()):
+                if n in seen or n not in root.behind:
+                    continue
+                seen.add(n)
+                next_level.append(n)
+                unit, target = waits.units[n], waits.units[node]
+                if unit.process.where not in done:
+                    done.add(unit.process.where)
+                    user = unit.thread.user
+                    line = user and (user.file, user.line)
+                    key = (unit.process.role, unit.thread.wait.says, line, target.process.role)
+                    groups.setdefault(key, []).append((unit, target))
+        links += [_link(pairs) for pairs in groups.values()]
+        level = next_level
+    return tuple(links)
+
+
+def _link(pairs: Sequence[tuple[Unit, Unit]]) -> ChainLink:
+    unit, target = pairs[0]
+    processes = [one.process for one, _ in pairs]
+    numbers = [p.number for p in processes if p.number is not None]
+    name = (
+        processes[0].name
+        if len(processes) == 1
+        else f"{processes[0].role} {','.join(rank_runs(numbers))}".strip()
+    )
+    says, needs = unit.thread.wait.says, "needs"
+    if len(processes) > 1:
+        first, _, rest = says.partition(" ")
+        says, needs = f"{first.removesuffix('s')} {rest}", "need"
+    to = f", {needs} {target.process.name} (pid {target.process.pid})"
+    return ChainLink(name, tuple(p.pid for p in processes), f"{says}{to}", unit.thread.at)
