@@ -15,9 +15,12 @@ from tests.stacks.test_process_tree import look_at, running
 
 from allranks.cli import main
 from allranks.diagnosis.process_verdict import explain_processes
-from allranks.model.stacks import Process, StackFrame, ThreadLook, WaitFor
+from allranks.diagnosis.processes import find_waits
+from allranks.model.stacks import Process, ProcessCapture, StackFrame, ThreadLook, WaitFor
 from allranks.stacktraces.procfs import ProcessEntry
 from allranks.stacktraces.roles import give_roles, load_roles
+from allranks.stacktraces.views import view_process
+from allranks.stacktraces.waits import Surroundings, look_at_threads
 
 
 def _forked(pid: int, title: str, *names: str) -> Process:
@@ -97,7 +100,7 @@ def test_a_process_that_left_the_tree_is_found_by_its_output_or_its_connection(
         assert server in {one.pid for one in look.processes}
         if text is DETACHED:
             assert found.state == "stuck" and found.guilty[0].pid == job.pid, found
-            assert f"(pid {server}) to close the output of an ended process at job.py:" in found.sentence
+            assert f"(pid {server}) to close the output of an ended process" in found.sentence
         else:
             assert (found.state, [one.pid for one in found.guilty]) == ("stuck", [server]), found
     finally:
@@ -407,7 +410,7 @@ def test_clients_that_wait_for_each_other_through_a_broker_are_named(tmp_path: P
         found = explain_processes(look_at(job.pid))
     assert found.state == "stuck" and {"broker", "rollout"} < {one.role for one in found.guilty}, found
     assert job.pid in {one.pid for one in found.guilty}, found
-    assert "waits for itself" not in found.sentence, found.sentence
+    assert "only this process can" not in found.sentence, found.sentence
 
 
 IDLE_JOB = """
@@ -436,7 +439,7 @@ def test_processes_that_take_their_work_from_each_other_are_not_called_idle(tmp_
         look = look_at(job.pid)
     found = explain_processes(look)
     assert {one.role for one in look.processes} == {"driver", "rollout", "manager of shared objects"}
-    assert found.state == "unclear" and "wait for each other's work" in found.sentence, found
+    assert found.state == "unclear" and "wait for work from each other" in found.sentence, found
     assert "rollout (pid" in found.sentence, found.sentence
 
 
@@ -518,3 +521,80 @@ def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:
     }
     named = {one.pid: one.role for one in give_roles([driver, engine, server], entries, load_roles())}
     assert (named[7], named[9]) == ("driver", "subprocess of driver") and named[4] != "driver", named
+
+
+AWAITS = "async def generate(slot):\n    return await slot\n"
+
+
+@pytest.mark.parametrize(("inner", "says"), [((), "awaits slot"), (("_request",), "waits for the answer")])
+def test_a_handler_of_aiohttp_that_awaits_its_own_future_asks_no_server(
+    inner: tuple[str, ...], says: str
+) -> None:
+    """The library is the handler's server there; only below its line it is a client."""
+    library = "/venv/lib/python3.12/site-packages/aiohttp/"
+    asks = [StackFrame(name, f"{library}client.py", 700) for name in inner]
+    serves = StackFrame("RequestHandler.start", f"{library}web_protocol.py", 600)
+    frames = (*asks, StackFrame("generate", "/job/engine.py", 2), serves)
+    capture = ProcessCapture(0, None, 7, "a", "python engine.py")
+    around = Surroundings(view_process(capture), (), {}, lambda file: AWAITS)
+    (task,) = (one for one in look_at_threads(around, [(frames, None)]) if one.task)
+    assert says in task.wait.says, task.wait
+
+
+THREADS = """
+    import socket, subprocess, sys, time
+    from concurrent.futures import ThreadPoolExecutor
+    from multiprocessing.pool import ThreadPool
+
+    def score(connection):
+        connection.recv(1)
+
+    def main():
+        here, there = socket.socketpair()
+        sleeps = [sys.executable, "-c", "import signal; signal.pause()"]
+        child = subprocess.Popen(sleeps, pass_fds=[there.fileno()])
+        pool = POOL
+        print("ready")
+        list(pool.map(score, [here]))
+
+    main()
+    """
+
+
+@pytest.mark.parametrize("pool", ["ThreadPoolExecutor(2)", "ThreadPool(2)"])
+def test_a_pool_of_threads_beside_a_process_is_not_called_a_pool_of_processes(
+    tmp_path: Path, pool: str
+) -> None:
+    """The result comes from its thread, whatever processes it has started."""
+    with running(tmp_path, THREADS.replace("POOL", pool)) as job:
+        look = look_at(job.pid)
+        main = next(t for p in look.processes for t in p.threads if p.pid == job.pid and t.main)
+    assert main.wait.says == "waits for the result of a task that it started"
+    thread = next(t for p in look.processes for t in p.threads if p.pid == job.pid and t.user and not t.main)
+    assert thread.user is not None and thread.user.name == "score"
+    units = find_waits(look).units
+    edges = find_waits(look).edges
+    (number,) = (n for n, one in enumerate(units) if one.thread is main)
+    assert [units[n].thread.tid for n in edges[number]] == [thread.tid]
+
+
+OWN_FIFO = """
+    import os, sys
+
+    def ingest(path):
+        rows = open(os.open(path, os.O_RDWR), "r")
+        print("ready")
+        while line := rows.readline():
+            print(line)
+
+    os.mkfifo(sys.path[0] + "/rows")
+    ingest(sys.path[0] + "/rows")
+    """
+
+
+def test_a_reader_that_has_its_fifo_open_for_writing_never_sees_the_end(tmp_path: Path) -> None:
+    """That was "idle": no other process can write."""
+    with running(tmp_path, OWN_FIFO) as job:
+        found = explain_processes(look_at(job.pid))
+    assert (found.state, [one.function for one in found.guilty]) == ("stuck", ["ingest"]), found
+    assert "reads from a pipe that no other process has open for writing" in found.sentence

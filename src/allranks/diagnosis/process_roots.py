@@ -116,6 +116,11 @@ class Root:
         ends = all(self.waits.units[n].thread.wait.kind in LIFE for n in self.behind)
         return first and ends and any(link.kind == "listen" for link in unit.process.links)
 
+    @cached_property
+    def blamed(self) -> tuple[Unit, ...]:
+        """Those of its units that must move first."""
+        return tuple(to_blame(hub(self) or self.units))
+
     def _is_whole_job(self, unit: Unit) -> bool:
         """Nobody waits for it: trouble only in a main thread, in a process that serves nobody."""
         beside = [
@@ -191,17 +196,24 @@ def hub(root: Root) -> list[Unit]:
 
 
 def to_blame(units: Sequence[Unit]) -> Sequence[Unit]:
-    """Of a circle all, but of calls of a group and waits for keys those that wait for one partner, else the minority."""
+    """Of a circle all units. Where most of them meet, in calls of a group, at a barrier or for keys, those that are elsewhere;
+    where all of them do, those that wait for one partner, else the minority."""
     if late := join_late(units):
         return late
-    if len(units) == 1 or any(u.thread.wait.kind not in ("collective", "store") for u in units):
-        return units
+    elsewhere = [u for u in units if not _meets(u)]
+    if len(units) == 1 or elsewhere:
+        return elsewhere if 0 < len(elsewhere) * 2 < len(units) else units
     partners = [u for u in units if u.thread.wait.operation in _P2P]
     sites = Counter(_site(u) for u in units)
     (common, count), *rest = sites.most_common()
     if partners or not rest or count * 2 <= len(units):
         return partners or (units if rest else ())
     return [u for u in units if _site(u) != common]
+
+
+def _meets(unit: Unit) -> bool:
+    wait = unit.thread.wait
+    return wait.kind in ("collective", "store") or wait.operation == "barrier"
 
 
 def _site(unit: Unit) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from allranks.diagnosis.process_roots import Root, hub, join_late, share_object, smallest_circle, to_blame
+from allranks.diagnosis.process_roots import Root, join_late, share_object, smallest_circle
 from allranks.diagnosis.process_words import (
     chain_of,
     describe,
@@ -55,7 +55,7 @@ def _lost_task(look: JobLook, waits: Waits) -> ProcessFinding | None:
                 "the one with this task has ended" if takes else "the thread that takes its results has ended"
             )
             says = f"{describe(unit)}, and every worker of its pool waits for a task: {why}"
-            return ProcessFinding("stuck", says, (guilty_of(unit),), reason="nobody works on the result")
+            return ProcessFinding("stuck", says, (guilty_of(unit),), reason="no process works on the result")
     return None
 
 
@@ -81,7 +81,7 @@ def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:
         "stuck",
         sentence,
         guilty,
-        reason=f"the same loop for {look.seconds:.0f} s, and nobody works on an answer",
+        reason=f"the same loop for {look.seconds:.0f} s, and no process works on an answer",
     )
 
 
@@ -90,9 +90,9 @@ def _retries(look: JobLook, waits: Waits) -> ProcessFinding | None:
 
 def _dead(look: JobLook, dead: Sequence[Process], root: Root) -> ProcessFinding:
     guilty = tuple(Guilty(p.pid, p.name, wait=p.ended, node=p.node) for p in dead[:MAX_NAMED])
-    guilty += () if root.circle else tuple(guilty_of(unit) for unit in root.units)
+    guilty += () if root.circle or root.polls else tuple(guilty_of(unit) for unit in root.units)
     names = listed(f"{p.name} (pid {p.pid}) has ended: {p.ended}" for p in dead[:3])
-    tail = describe_waiters(root, {u.process.where for u in root.units})
+    tail = describe_waiters(root)
     blocked = "; ".join(dict.fromkeys(describe(u) for u in root.units[:2] if u.active))
     sentence = ". ".join(text for text in (names, blocked, tail) if text)
     return ProcessFinding(
@@ -116,7 +116,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
     chosen = [best]
     guilty: dict[tuple[int, int], Guilty] = {}
     for root in chosen:
-        for unit in (*to_blame(hub(root) or root.units), *share_object(root)):
+        for unit in (*root.blamed, *share_object(root)):
             one = guilty_of(unit)
             guilty.setdefault((one.pid, one.line), one)
     for unit in best.units if len(best.units) == 1 else ():
@@ -128,7 +128,7 @@ def _stuck(look: JobLook, roots: Sequence[Root]) -> ProcessFinding:
         tuple(guilty.values())[: 2 * MAX_NAMED],
         chain_of(best),
         best.edges,
-        "; ".join([f"nothing of this moved for {look.seconds:.0f} s", *_clues(look, best)]),
+        "; ".join([f"nothing in this chain moved for {look.seconds:.0f} s", *_clues(look, best)]),
     )
 
 
@@ -152,7 +152,7 @@ def _computes(look: JobLook, waits: Waits) -> ProcessFinding:
     busy = [n for n, u in enumerate(waits.units) if u.thread.busy and not u.process.system]
     roots = (Root(waits, (n,)) for n in busy)
     root = max(roots, key=lambda one: (one.units[0].active, len(one.waiting)))
-    unit, behind = root.units[0], describe_waiters(root, set())
+    unit, behind = root.units[0], describe_waiters(root)
     text = f"{describe(unit)} for the whole {look.seconds:.0f} s"
     at = unit.thread.at or "this line"
     advice = f"a long computation or a loop without end: --for 60 tells whether it leaves {at}"
@@ -207,9 +207,14 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     if ticks:
         return ProcessFinding(
             "unclear",
-            f"{ticks[0].name} (pid {ticks[0].pid}) used the processor for {ticks[0].ticks / 100:.1f} of {look.seconds:.0f} s",
-            reason="look longer: --for 60",
+            f"{ticks[0].name} (pid {ticks[0].pid}) used {ticks[0].ticks / 100:.1f} s of CPU time in {look.seconds:.0f} s",
+            reason="sample longer: --for 60",
         )
+    if not any(p.alive for p in look.processes):
+        ends = (
+            f"{p.name} (pid {p.pid}) has ended{': ' * bool(p.ended)}{p.ended}" for p in look.processes[:3]
+        )
+        return ProcessFinding("unclear", listed(ends))
     if not any(p.read for p in look.processes):
         return ProcessFinding("unclear", "no stack of this job could be read", reason="see the notes")
     rests = {root.nodes[0] for root in roots if root.stays_alive}
@@ -218,10 +223,10 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
         if closed := _takes_inside(look, waits):
             said = "; ".join(describe(u) for u in closed[:4])
             advice = (
-                "idle, if their work comes from elsewhere; else who should bring it has ended or forgotten it"
+                "idle if work comes from elsewhere; otherwise the process that sends it has ended or lost it"
             )
             return ProcessFinding(
-                "unclear", f"nobody works, and these wait for each other's work: {said}", reason=advice
+                "unclear", f"no process works, and these wait for work from each other: {said}", reason=advice
             )
         return ProcessFinding("moving", "idle: every process waits for its next work", reason="idle")
     still = [root for root in roots if root.still and root.units[0].active]
@@ -229,12 +234,10 @@ def _not_stuck(look: JobLook, waits: Waits, roots: Sequence[Root]) -> ProcessFin
     blocked = [u for u in waits.units if u.active and u.still and u.thread.wait.kind not in LIFE]
     text = describe(blocked[0]) if blocked else "no process could be judged"
     text = sentence_of((timed or still)[0]) if still else text
-    advice = "nobody waits for it; look again in a minute: a line that is still the same then is stuck"
+    advice = "no process waits for it; run the command again in a minute: if the line is still the same, it is stuck"
     if timed and timed[0].timed_s is not None:
-        advice = f"this wait has a time limit: look again in {timed[0].timed_s:.0f} s"
+        advice = f"this wait ends by itself: run the command again in {timed[0].timed_s:.0f} s"
     elif timed and (link := timed[0].asked) is not None:
         there = link.peer.split(">")[0].rsplit(" ", 1)[-1]
-        advice = (
-            f"no process of this job is at {there}, and {link.quiet_s:.0f} s ago data moved: look at that one"
-        )
+        advice = f"no process of this job is at {there}, and data moved {link.quiet_s:.0f} s ago: inspect that process"
     return ProcessFinding("unclear", text, reason=advice)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from allranks.diagnosis.process_roots import Root
 from allranks.diagnosis.processes import Unit
 from allranks.model.formatting import rank_runs
-from allranks.model.stacks import ChainLink, Guilty, Where
+from allranks.model.stacks import ChainLink, Guilty
 
 
 def guilty_of(unit: Unit) -> Guilty:
@@ -24,29 +24,41 @@ def guilty_of(unit: Unit) -> Guilty:
 
 
 def describe(unit: Unit) -> str:
+    """ "reward (pid 7) is at reward.py:41 in judge and waits for the answer to its request"."""
     thread = "" if unit.thread.main or unit.thread.task else f", thread {unit.thread.name}"
     left = unit.thread.wait.left_s
     rest = f" for {left:.0f} s more" if unit.thread.wait.kind != "poll" and left is not None else ""
-    at = f" at {unit.thread.at}" if unit.thread.at else ""
-    return f"{unit.process.name} (pid {unit.process.pid}{thread}) {unit.thread.wait.says}{rest}{at}"
+    at = f" is at {unit.thread.at} and" if unit.thread.at else ""
+    return f"{unit.process.name} (pid {unit.process.pid}{thread}){at} {unit.thread.wait.says}{rest}"
 
 
 def sentence_of(root: Root) -> str:
-    """From the one who must move first outwards."""
+    """The process that must move first, then those that wait for it."""
+    first, waiters = _first_words(root), describe_waiters(root)
+    return f"{first}. {waiters}" if waiters else first
+
+
+def _first_words(root: Root) -> str:
     units = list({(u.process.where, u.thread.user): u for u in root.units}.values())
-    first = "; ".join(describe(u) for u in units[:4])
+    blamed = [u for u in units if u in root.blamed]
+    first = "; ".join(describe(u) for u in (blamed or units)[:4])
+    if 0 < len(blamed) < len(units):
+        others = [u for u in units if u not in blamed]
+        return f"{first}. {_names(others)} wait for {'it' if len(blamed) == 1 else 'them'}: {others[0].thread.wait.says}"
     if root.circle and len(units) > 1:
-        first = f"a circle of waits: {first}"
-    elif root.circle:
-        first = f"{first}, and waits for itself"
-    elif not units[0].active:
-        first = f"{first}, while others wait for it"
-    return ". ".join(
-        text for text in (first, describe_waiters(root, {u.process.where for u in root.units})) if text
-    )
+        return f"these wait for each other: {first}"
+    if root.circle:
+        return f"{first}, and only this process can end that wait"
+    return first if units[0].active else f"{first}, while others wait for it"
 
 
-def describe_waiters(root: Root, without: set[Where]) -> str:
+def _names(units: Sequence[Unit]) -> str:
+    names = [f"{u.process.name} (pid {u.process.pid})" for u in units]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
+def describe_waiters(root: Root) -> str:
     links = [link for link in chain_of(root) if link.waits_for]
     return "; ".join(f"{link.role} {link.waits_for}" for link in links[:4])
 
@@ -90,9 +102,10 @@ def _link(pairs: Sequence[tuple[Unit, Unit]]) -> ChainLink:
         if len(processes) == 1
         else f"{processes[0].role} {','.join(rank_runs(numbers))}".strip()
     )
-    says, needs = unit.thread.wait.says, "needs"
+    says, waits = unit.thread.wait.says, "waits"
     if len(processes) > 1:
         first, _, rest = says.partition(" ")
-        says, needs = f"{first.removesuffix('s')} {rest}", "need"
-    to = f", {needs} {target.process.name} (pid {target.process.pid})"
-    return ChainLink(name, tuple(p.pid for p in processes), f"{says}{to}", unit.thread.at)
+        says, waits = f"{first.removesuffix('s')} {rest}", "wait"
+    to, what = f"{waits} for {target.process.name} (pid {target.process.pid})", f"{waits} for "
+    text = f"{to}: {says.removeprefix(what)}" if says.startswith(what) else f"{says} and {to}"
+    return ChainLink(name, tuple(p.pid for p in processes), text, unit.thread.at)

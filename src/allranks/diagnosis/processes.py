@@ -110,7 +110,21 @@ class _Finder:
             says = says if names else "waits for more output of an ended process"
             if links and not any(p.ppid == own.pid for p in writers):
                 thread = replace(thread, wait=replace(wait, kind="output", says=says))
+        if wait.kind == "pipe" and unit.still and self._only_reads(unit):
+            says = "reads from a pipe that no other process has open for writing"
+            thread = replace(thread, wait=replace(wait, says=says, strong=True))
         return replace(unit, thread=thread)
+
+    def _only_reads(self, unit: Unit) -> bool:
+        """Whether those that have the other ends of its pipes open only read from the same pipes, and do nothing else."""
+        links = [one for one in unit.process.links if one.end in unit.thread.wait.ends]
+        near = [p for one in links for p in self.ends.get(one.peer, ()) if one.side == "read"]
+        others = (t for p in near for t in p.threads if not set(unit.thread.wait.ends) & set(t.wait.ends))
+        return (
+            bool(near)
+            and all(any(self._on_same_side(p, one, unit) for one in links) for p in near)
+            and all(t.wait.kind == "idle" and not t.moved for t in others)
+        )
 
     def _targets(self, number: int) -> Iterable[int]:
         unit = self.units[number]
@@ -475,8 +489,9 @@ def _same(held: str, lock: str) -> bool:
 
 def _is_task(thread: ThreadLook) -> bool:
     """Whether it runs a task of a pool."""
+    places = (("run", "concurrent/futures/thread.py"), ("worker", "multiprocessing/pool.py"))
     return thread.task or any(
-        f.name.endswith("run") and f.file.endswith("concurrent/futures/thread.py") for f in thread.frames
+        f.name.endswith(name) and f.file.endswith(file) for f in thread.frames for name, file in places
     )
 
 

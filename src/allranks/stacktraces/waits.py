@@ -119,6 +119,11 @@ class _Asked:
     def user(self) -> StackFrame | None:
         return user_frame(self.frames)
 
+    @cached_property
+    def called(self) -> tuple[StackFrame, ...]:
+        """The frames of libraries that its line called; those below its line have called it."""
+        return self.frames if self.user is None else self.frames[: self.frames.index(self.user)]
+
     def ask(self, question: Callable[[str, int], T], otherwise: T) -> T:
         """What the source around the user's line says."""
         user = self.user
@@ -177,7 +182,7 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         wait = WaitFor("idle", "waits for its next work")
     elif delay is not None:
         wait = WaitFor("sleep", f"sleeps {delay:g} s", left_s=delay)
-    elif _any(frames[:12], "http"):
+    elif _any(asked.called, "http"):
         wait = WaitFor("answer", "waits for the answer to its request")
     elif _calls(frames[:4], "drain@asyncio/streams.py"):
         wait = WaitFor("answer", "sends on a full connection")
@@ -219,7 +224,7 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
     elif wait.kind in _TAKES and asked.ask(source.takes_work, False):
         wait = replace(wait, strong=False)
     if (again := asks_again(thread, around.text)) is not None:
-        wait = WaitFor("poll", "asks again and again, and gets the same answer", operation="retry")
+        wait = WaitFor("poll", "repeats its request and gets the same answer", operation="retry")
     new = thread.tid is not None and thread.tid not in around.first
     files = wait.says == _WORK["checkpoint_io"] and has_run(thread)  # a slow disk, not a stuck one
     return ThreadLook(
@@ -269,7 +274,7 @@ def _find_wait(a: _Asked, serving: int | None, handles: bool) -> WaitFor:
     a = replace(a, cause=cause, operation=operation)
     rules = (_by_torch, _by_ray, _by_child, _by_shared, _by_lock, _by_thread, _by_links, _by_sleep)
     found = next((wait for rule in rules if (wait := rule(a)) is not None), None)
-    return found or WaitFor("work", _WORK.get(cause, "is in code that waits for nobody"))
+    return found or WaitFor("work", _WORK.get(cause, "is in code that waits for no other process"))
 
 
 def _is_idle(a: _Asked, serving: int | None, handles: bool) -> bool:
@@ -320,10 +325,10 @@ def _by_child(a: _Asked) -> WaitFor | None:
         child = a.now.args[place]
         return WaitFor("child", says, pids=(child,) if 0 < child < 1 << 22 else children)
     commands = a.cause in ("subprocess_wait", "child_process_wait")
-    if commands and children and not _any(a.frames, "shared"):
+    pool = _any(a.frames[:6], "future")
+    if commands and children and not _any(a.frames, "shared") and not (pool and _is_of_threads(a)):
         reads = a.ends and not _calls(a.frames[:3], "wait@multiprocessing/connection.py")
         says = "reads the output of a process that it started" if reads else says
-        pool = _any(a.frames[:6], "future") or _calls(a.frames[:6], "*@multiprocessing/pool.py")
         says = "waits for a result of its process pool" if pool else says
         return WaitFor("child", says, ends=a.ends, pids=() if a.ends else children)
     polled = a.extra.polled if a.cause == "native_call" else ()
@@ -337,6 +342,14 @@ def _by_child(a: _Asked) -> WaitFor | None:
         )
         return WaitFor("file_lock", says)
     return None
+
+
+def _is_of_threads(a: _Asked) -> bool:
+    """Whether the pool whose result it waits for runs in threads of this process."""
+    others = [frame for one in a.around.view.threads if one is not a.thread for frame in one.python]
+    if _calls(a.frames[:6], "*@multiprocessing/pool.py"):
+        return _calls(others, "worker@multiprocessing/pool.py")
+    return not _calls(others, "run@concurrent/futures/process.py")
 
 
 def _by_shared(a: _Asked) -> WaitFor | None:
@@ -353,10 +366,12 @@ def _by_shared(a: _Asked) -> WaitFor | None:
     if _calls(near, "put@multiprocessing/queues.py"):
         return WaitFor("queue", "puts into a full queue between processes", lock=a.lock, ends=ends)
     if a.lock:
-        return WaitFor("lock", f"waits for {a.lock} between processes", lock=a.lock, ends=ends)
+        return WaitFor("lock", f"waits to acquire {a.lock}, which processes share", lock=a.lock, ends=ends)
     made = (word for word in _SHARED if any(f.name.startswith(f"{word}.") for f in a.frames[:6]))
     name = f" ({a.waited[0]})" if a.waited[0] else ""
-    return WaitFor("event", f"waits for {_SHARED[next(made, '')]}{name} between processes", ends=ends)
+    word = next(made, "")
+    says = f"waits for {_SHARED[word]}{name} between processes"
+    return WaitFor("event", says, ends=ends, operation=word.lower())
 
 
 #: The outermost object that a thread waits on, of those that are made of each other.
@@ -368,7 +383,7 @@ def _by_lock(a: _Asked) -> WaitFor | None:
         return WaitFor("lock", "waits for a native mutex", key=a.futex, tids=(a.now.mutex_owner,))
     if a.cause not in ("lock_wait", "lock_deadlock") or a.user is None:
         return None
-    says = f"waits for the lock {a.lock}" if a.lock else "waits for a lock"
+    says = f"waits to acquire {a.lock}" if a.lock else "waits for a lock"
     return WaitFor("lock", says, key=a.futex, lock=a.lock)
 
 
@@ -390,7 +405,7 @@ def _by_thread(a: _Asked) -> WaitFor | None:
     else:
         return None
     if a.waited[1] == "acquire" or _any(near, "acquire"):
-        says = f"waits for {a.lock}" if a.lock else "waits for a lock"
+        says = f"waits to acquire {a.lock}" if a.lock else "waits for a lock"
         return WaitFor("lock", says, key=a.futex, lock=a.lock)
     return _wait_for_object(a, kind)
 
@@ -405,7 +420,7 @@ def _wait_for_object(a: _Asked, kind: str) -> WaitFor:
     says = "puts into a full queue" if full else says
     return WaitFor(
         kind,
-        f"{says} ({name})" if name else says,
+        f"awaits {name}" if method == "await" else f"{says} ({name})" if name else says,
         key=_self_of(a, 5, "queue", "event") or a.futex,
         lock=name,
         setters=setters,
@@ -431,7 +446,7 @@ def _by_links(a: _Asked) -> WaitFor | None:
         return WaitFor("open", says, path=path)
     if address := a.extra.connects:
         return WaitFor("connect", f"connects to {address.split(' ', 1)[1]}", path=address)
-    client = _any(a.frames, "http")
+    client = _any(a.called, "http")
     what = "the answer to its request" if client else "data"
     if links and all(one.kind == "listen" for one in links):
         return WaitFor("idle", "waits for a connection")
@@ -461,7 +476,7 @@ def _by_sleep(a: _Asked) -> WaitFor | None:
             return WaitFor("idle", "sleeps until the program is ended")
         if a.ask(source.is_poll, False) and (left_s is None or left_s <= SHORT_S):
             memory = a.ask(source.polls_memory, False)
-            says = "looks again and again for something that does not come"
+            says = "polls for a change that does not come"
             return WaitFor("poll", says, left_s=left_s, operation="memory" if memory else "")
         return WaitFor("sleep", "sleeps", left_s=left_s)
     if a.cause == "stdin_wait":
