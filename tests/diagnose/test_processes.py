@@ -240,6 +240,11 @@ def test_the_member_that_a_group_lacks_is_missed_even_if_it_is_idle() -> None:
     assert answer(TRAINER, knows, reward) == ("stuck", {(2, 22)})
     assert answer(TRAINER, would, reward) == ("stuck", {(3, 24)})
     assert answer(TRAINER, reward) == ("stuck", {(1, 36)})
+    three = replace(JOINS.wait, ends=("tcp h:53>h:80",), members=3)
+    come = replace(process(5, replace(JOINS, wait=three), links=(tcp(3, 53, 80, "client"),)), role="engine")
+    trainer = replace(TRAINER, threads=(replace(TRAINER.threads[0], wait=replace(JOINS.wait, members=3)),))
+    idle = replace(process(6, thread(9, "idle", 28)), role="engine")  # of the role of one that has come
+    assert answer(trainer, come, idle, reward) == ("stuck", {(6, 28)})
 
 
 def test_a_rank_of_the_same_world_is_missed_even_if_it_is_idle() -> None:
@@ -539,3 +544,18 @@ def test_a_job_whose_processes_have_ended_is_said_to_have_ended() -> None:
     ended = Process(2, 1, node="a", role="driver", alive=False, ended="exit code 2")
     found = explain_processes(JobLook((ended,), 5.0))
     assert (found.state, found.sentence) == ("unclear", "driver (pid 2) has ended: exit code 2"), found
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_broker_that_is_not_python_is_not_guilty_of_what_its_clients_do_not_put_there(asks: bool) -> None:
+    """Redis is idle: the learner waits for a result, the worker for work under another name. Idle clients are no hang."""
+
+    def client(pid: int, port: int, strong: bool) -> Process:
+        wait = thread(1, "socket", pid, wait_ends=(f"tcp h:{port}>h:80",), wait_strong=strong)
+        return process(pid, wait, links=(tcp(3, port, 80, "client", turn="awaits"),))
+
+    listens = ProcessLink(5, "listen", "tcp h listen 80", "")
+    links = (listens, tcp(6, 80, 50, "server"), tcp(7, 80, 51, "server"))
+    redis = process(2, replace(IDLE, frames=()), links=links, read=False)
+    found = answer(client(10, 50, asks), client(11, 51, False), redis)
+    assert found == (("stuck", {(10, 10), (11, 11)}) if asks else ("moving", set()))

@@ -17,10 +17,11 @@ from allranks.cli import main
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.diagnosis.processes import find_waits
 from allranks.model.stacks import Process, ProcessCapture, StackFrame, ThreadLook, WaitFor
+from allranks.stacktraces.asked import Surroundings
 from allranks.stacktraces.procfs import ProcessEntry
 from allranks.stacktraces.roles import give_roles, load_roles
 from allranks.stacktraces.views import view_process
-from allranks.stacktraces.waits import Surroundings, look_at_threads
+from allranks.stacktraces.waits import look_at_threads
 
 
 def _forked(pid: int, title: str, *names: str) -> Process:
@@ -598,3 +599,34 @@ def test_a_reader_that_has_its_fifo_open_for_writing_never_sees_the_end(tmp_path
         found = explain_processes(look_at(job.pid))
     assert (found.state, [one.function for one in found.guilty]) == ("stuck", ["ingest"]), found
     assert "reads from a pipe that no other process has open for writing" in found.sentence
+
+
+PREFORK = """
+    import os, sys
+    import uvicorn
+
+    async def app(scope, receive, send):
+        await receive()
+        open(f"{sys.path[0]}/{os.getpid()}.up", "w").close()
+        if len([one for one in os.listdir(sys.path[0]) if one.endswith(".up")]) == 2:
+            print("ready", flush=True)
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+
+    if __name__ == "__main__":
+        uvicorn.run("job:app", port=0, workers=2, lifespan="on", log_level="warning")
+    """
+
+
+def test_an_idle_server_with_several_workers_is_no_hang(tmp_path: Path) -> None:
+    """The library's parent process wakes up twice a second to see whether its workers live; they wait for its next question."""
+    pytest.importorskip("uvicorn")
+    with running(tmp_path, PREFORK) as job:
+        look = look_at(job.pid)
+    found = explain_processes(look)
+    assert (found.state, found.guilty) == ("moving", ()), found
+    assert sorted(p.name for p in look.processes if not p.system) == [
+        "driver",
+        "server worker 0",
+        "server worker 1",
+    ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from allranks.diagnosis.processes import LIFE, SOON_S, Unit, Waits
+from allranks.diagnosis.process_units import LIFE, SOON_S, Unit, Waits
 from allranks.model.stacks import ProcessLink, ThreadLook, Where
 
 #: What ends sooner than this does not hang by itself: a pause between requests, a retry, an answer from outside the job.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from allranks.diagnosis.process_roots import Root, join_late, share_object, smallest_circle
+from allranks.diagnosis.process_units import LIFE, Unit, Waits
 from allranks.diagnosis.process_words import (
     chain_of,
     describe,
@@ -13,7 +14,7 @@ from allranks.diagnosis.process_words import (
     listed,
     sentence_of,
 )
-from allranks.diagnosis.processes import LIFE, Unit, Waits, find_waits
+from allranks.diagnosis.processes import find_waits
 from allranks.model.stacks import Guilty, JobLook, Process, ProcessFinding
 
 MAX_NAMED = 6

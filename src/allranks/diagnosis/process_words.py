@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from allranks.diagnosis.process_roots import Root
-from allranks.diagnosis.processes import Unit
+from allranks.diagnosis.process_units import Unit
 from allranks.model.formatting import rank_runs
 from allranks.model.stacks import ChainLink, Guilty
 

@@ -34,6 +34,7 @@ from allranks.model.stacks import (
     is_user_file,
 )
 from allranks.stacktraces import debuggers, ray_state, source
+from allranks.stacktraces.asked import Surroundings, Task
 from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines
 from allranks.stacktraces.extras import FileLocks, file_locks, read_extras
@@ -55,7 +56,7 @@ from allranks.stacktraces.procfs import (
 from allranks.stacktraces.roles import RoleRule, give_roles, load_roles
 from allranks.stacktraces.tasks import read_tasks
 from allranks.stacktraces.views import Children, view_process
-from allranks.stacktraces.waits import Surroundings, Task, look_at_threads
+from allranks.stacktraces.waits import look_at_threads
 
 LOOK = "processes.json"
 MANY = 48  # processes; of more, those that look alike from outside are sampled
