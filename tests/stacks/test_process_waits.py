@@ -630,3 +630,29 @@ def test_an_idle_server_with_several_workers_is_no_hang(tmp_path: Path) -> None:
         "server worker 0",
         "server worker 1",
     ]
+
+
+UVLOOP = """
+    import asyncio, threading
+    import uvloop
+
+    async def enter(opened):
+        print("ready")
+        await opened.wait()
+
+    def main():
+        loop = uvloop.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(enter(asyncio.Event()), loop).result()
+
+    main()
+    """
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="coroutines of Python 3.10 are not read")
+def test_tasks_of_a_loop_that_has_no_python_frame_are_read(tmp_path: Path) -> None:
+    """uvloop's run_forever in a thread, as Ray's actors have it."""
+    pytest.importorskip("uvloop")
+    with running(tmp_path, UVLOOP) as job:
+        found = explain_processes(look_at(job.pid))
+    assert (found.state, [one.function for one in found.guilty]) == ("stuck", ["enter"]), found

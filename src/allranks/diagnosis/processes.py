@@ -130,7 +130,7 @@ class _Finder:
             others = [n for n in found if not wait.key or self.units[n].thread.wait.key != wait.key]
             clients = [] if others or (inside and not found) else self._clients(unit)
             found = [] if clients else found
-        if not found:
+        if not found and (unit.thread.main or unit.thread.user is not None):
             self.fed.add(number)
         return found or clients
 

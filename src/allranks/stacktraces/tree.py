@@ -63,7 +63,7 @@ MANY = 48  # processes; of more, those that look alike from outside are sampled
 ALIKE = 4  # of each kind
 WORKERS = 4  # runs of py-spy at a time
 JOINS = ("init_process_group",)
-LOOPS = ("asyncio/base_events.py", "asyncio/runners.py", "uvicorn/server.py")  # that of uvloop has no frame
+LOOPS = ("asyncio/base_events.py", "asyncio/runners.py", "uvicorn/server.py")
 
 
 @dataclass(frozen=True)
@@ -412,7 +412,9 @@ class TreeLook:
             seconds=time.time() - (shots[0].at_s or time.time()),
         )
         frames = (frame for one in shots[-1].stacks for frame in one.frames)
-        loops = any(frame.file.endswith(LOOPS) for frame in frames)
+        loops = any(frame.file.endswith(LOOPS) for frame in frames) or "/uvloop/" in read_proc(
+            entry.pid, "maps"
+        )
         return look_at_threads(around, read_tasks(entry.pid) if loops else ())
 
     def _notes(self) -> tuple[str, ...]:
