@@ -656,3 +656,27 @@ def test_tasks_of_a_loop_that_has_no_python_frame_are_read(tmp_path: Path) -> No
     with running(tmp_path, UVLOOP) as job:
         found = explain_processes(look_at(job.pid))
     assert (found.state, [one.function for one in found.guilty]) == ("stuck", ["enter"]), found
+
+
+SELF_PIPE = """
+    import os, signal
+
+    def supervise():
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        signal.set_wakeup_fd(writes)
+        print("ready")
+        os.read(reads, 1)
+
+    supervise()
+    """
+
+
+def test_a_pipe_into_which_a_signal_writes_is_not_without_a_writer(tmp_path: Path) -> None:
+    """Its write end does not block; the interpreter writes there when a signal comes."""
+    with running(tmp_path, SELF_PIPE) as job:
+        look = look_at(job.pid)
+    main = next(t for p in look.processes for t in p.threads if t.main)
+    assert main.wait.kind == "pipe"
+    (unit,) = (one for one in find_waits(look).units if one.thread.main)
+    assert unit.thread.wait.says == "reads from a pipe"

@@ -75,15 +75,15 @@ class _Finder:
         return replace(unit, thread=thread)
 
     def _only_reads(self, unit: Unit) -> bool:
-        """Whether those that have the other ends of its pipes open only read from the same pipes, and do nothing else."""
-        links = [one for one in unit.process.links if one.end in unit.thread.wait.ends]
-        near = [p for one in links for p in self.ends.get(one.peer, ()) if one.side == "read"]
+        """Whether those that have the other ends of its pipes open only read from the same pipes, and do nothing else. What
+        never blocks is written by signal handlers."""
+        links = [one for one in unit.process.links if one.end in unit.thread.wait.ends and one.side == "read"]
+        near = [p for one in links for p in self.ends.get(one.peer, ())]
         others = (t for p in near for t in p.threads if not set(unit.thread.wait.ends) & set(t.wait.ends))
-        return (
-            bool(near)
-            and all(any(self._on_same_side(p, one, unit) for one in links) for p in near)
-            and all(t.wait.kind == "idle" and not t.moved for t in others)
-        )
+        peers = {one.peer for one in links}
+        signals = any(x.owner == "signals" for p in near for x in p.links if x.end in peers)
+        reads = bool(near) and all(any(self._on_same_side(p, one, unit) for one in links) for p in near)
+        return reads and not signals and all(t.wait.kind == "idle" and not t.moved for t in others)
 
     def _targets(self, number: int) -> Iterable[int]:
         unit = self.units[number]
