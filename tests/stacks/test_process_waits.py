@@ -16,11 +16,11 @@ from tests.stacks.test_process_tree import look_at, running
 from allranks.cli import main
 from allranks.diagnosis.process_verdict import explain_processes
 from allranks.diagnosis.processes import find_waits
-from allranks.model.stacks import Process, ProcessCapture, StackFrame, ThreadLook, WaitFor
+from allranks.model.stacks import Process, ProcessCapture, StackFrame, ThreadFacts, ThreadLook, WaitFor
 from allranks.stacktraces.asked import Surroundings
 from allranks.stacktraces.procfs import ProcessEntry
 from allranks.stacktraces.roles import give_roles, load_roles
-from allranks.stacktraces.views import view_process
+from allranks.stacktraces.views import ThreadView, is_busy, view_process
 from allranks.stacktraces.waits import look_at_threads
 
 
@@ -680,3 +680,37 @@ def test_a_pipe_into_which_a_signal_writes_is_not_without_a_writer(tmp_path: Pat
     assert main.wait.kind == "pipe"
     (unit,) = (one for one in find_waits(look).units if one.thread.main)
     assert unit.thread.wait.says == "reads from a pipe"
+
+
+LONG_POLL = """
+    import asyncio, socket, subprocess, sys
+
+    async def poll(reader, writer):
+        print("ready")
+        await asyncio.wait_for(asyncio.Queue().get(), LIMIT)
+
+    async def serve():
+        server = await asyncio.start_server(poll, "127.0.0.1", 0)
+        ask = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1]))).recv(1)"
+        subprocess.Popen([sys.executable, "-c", ask, str(server.sockets[0].getsockname()[1])])
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+    """
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="coroutines of Python 3.10 are not read")
+@pytest.mark.parametrize("limit", ["30", "None"])
+def test_a_task_that_waits_with_a_limit_is_no_hang(tmp_path: Path, limit: str) -> None:
+    """A coordinator answers a long poll after 30 s at the latest; without a limit it may never."""
+    with running(tmp_path, LONG_POLL.replace("LIMIT", limit)) as job:
+        found = explain_processes(look_at(job.pid))
+    guilty = [one.function for one in found.guilty]
+    assert (found.state, guilty) == (("unclear", []) if limit == "30" else ("stuck", ["poll"])), found
+
+
+@pytest.mark.parametrize(("ticks", "busy"), [(0, False), (40, True)])
+def test_a_thread_that_was_once_about_to_run_is_not_busy(ticks: int, busy: bool) -> None:
+    """On a full machine a thread that wakes up now and then is runnable for a while; it uses no CPU time."""
+    facts = (ThreadFacts(7, state="R"), ThreadFacts(7, state="S", ticks=ticks))
+    assert is_busy(ThreadView(7, "", True, (), None, facts), False, 5.0) is busy

@@ -82,7 +82,9 @@ class Root:
         asleep = self.units[0].thread.wait
         if asleep.kind == "sleep" and asleep.left_s is not None and asleep.left_s <= PATIENCE_S:
             return asleep.left_s
-        left = [u.thread.wait.left_s for u in self.units if u.thread.wait.kind in ("event", "queue")]
+        left = [
+            u.thread.wait.left_s for u in self.units if u.thread.wait.kind in ("event", "queue", "answer")
+        ]
         known = min((one for one in left if one is not None), default=None)
         needed = any(self.waits.units[n].active for n in self.behind)
         return known if known is not None and (known <= SOON_S or not needed) else None

@@ -26,8 +26,8 @@ def guilty_of(unit: Unit) -> Guilty:
 def describe(unit: Unit) -> str:
     """ "reward (pid 7) is at reward.py:41 in judge and waits for the answer to its request"."""
     thread = "" if unit.thread.main or unit.thread.task else f", thread {unit.thread.name}"
-    left = unit.thread.wait.left_s
-    rest = f" for {left:.0f} s more" if unit.thread.wait.kind != "poll" and left is not None else ""
+    left = None if unit.thread.task or unit.thread.wait.kind == "poll" else unit.thread.wait.left_s
+    rest = f" for {left:.0f} s more" if left is not None else ""
     at = f" is at {unit.thread.at} and" if unit.thread.at else ""
     return f"{unit.process.name} (pid {unit.process.pid}{thread}){at} {unit.thread.wait.says}{rest}"
 
@@ -44,7 +44,8 @@ def _first_words(root: Root) -> str:
     first = "; ".join(describe(u) for u in (blamed or units)[:4])
     if 0 < len(blamed) < len(units):
         others = [u for u in units if u not in blamed]
-        return f"{first}. {_names(others)} wait for {'it' if len(blamed) == 1 else 'them'}: {others[0].thread.wait.says}"
+        where = others[0].thread.wait.says.removeprefix("waits ").removeprefix("for ")
+        return f"{first}. {_names(others)} wait for {'it' if len(blamed) == 1 else 'them'} ({where})"
     if root.circle and len(units) > 1:
         return f"these wait for each other: {first}"
     if root.circle:

@@ -68,7 +68,7 @@ class Surroundings:
     seconds: float = 0.0  # from the first look to the last
 
 
-#: Frames of a suspended task, innermost first, and how long it sleeps.
+#: Frames of a suspended task, innermost first, and how long it waits at most.
 Task = tuple[tuple[StackFrame, ...], float | None]
 
 

@@ -55,7 +55,7 @@ def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[T
 
 def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     """A suspended task with what it awaits."""
-    frames, delay = task
+    frames, limit = task
     stack = ThreadStack(tid, "task", frames, False, False)
     asked = Asked(ThreadView(tid, "task", False, (stack,), None, ()), ThreadExtra(), around, "thread_wait")
     awaits = any(link.side == "client" and link.turn == "awaits" for link in around.links.values())
@@ -68,8 +68,8 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         wait = WaitFor("child", "waits for a process that it started", pids=around.children)
     elif asked.user is None or any_in_row(frames[:2], "task_idle"):
         wait = WaitFor("idle", "waits for its next work")
-    elif delay is not None:
-        wait = WaitFor("sleep", f"sleeps {delay:g} s", left_s=delay)
+    elif limit is not None and any_matches(frames[:1], "sleep@asyncio/tasks.py"):
+        wait = WaitFor("sleep", f"sleeps {limit:g} s")
     elif any_in_row(asked.called, "http"):
         wait = WaitFor("answer", "waits for the answer to its request")
     elif any_matches(frames[:4], "drain@asyncio/streams.py"):
@@ -83,10 +83,18 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         wait = WaitFor("answer", "waits for data", operation="zmq", strong=not takes)
     else:
         wait = _by_thread(asked) or WaitFor("work")
-    holds = _held(frames, around.text)
+    wait = replace(wait, left_s=limit)
+    holds, handles = _held(frames, around.text), not _is_program(frames, around)
     return ThreadLook(
-        tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=True, user=asked.user
+        tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=handles, user=asked.user
     )
+
+
+def _is_program(frames: Sequence[StackFrame], around: Surroundings) -> bool:
+    """Whether a task is what the program runs, as `asyncio.run(main())` does, and not one that handles a request."""
+    own = [f.name.rsplit(".", 1)[-1] for f in frames if is_user_file(f.file)]
+    starts = (frame.source for one in around.view.threads if (frame := user_frame(one.python)) is not None)
+    return any(re.search(rf"\b{re.escape(own[-1])}\(", line) for line in starts) if own else False
 
 
 def _awaits_child(a: Asked) -> bool:
@@ -304,7 +312,7 @@ def _wait_for_object(a: Asked, kind: str) -> WaitFor:
     text = a.around.text(a.user.file) if a.user is not None else ""
     setters = source.find_setters(text, name, method)
     full = method == "put"
-    says = "waits for an event" if kind == "event" else "waits for an item of a queue"
+    says = "waits for an event" if kind == "event" and method != "get" else "waits for an item of a queue"
     says = "puts into a full queue" if full else says
     return WaitFor(
         kind,
@@ -359,9 +367,8 @@ def _by_links(a: Asked) -> WaitFor | None:
         return WaitFor("pipe", "reads from a pipe" if reads else "writes to a full pipe", ends=pipes)
     if links:
         ends = tuple(one.end for one in links if one.kind != "listen")
-        says = (
-            "sends on a full connection" if a.now.syscall in _SENDS else f"waits for {what} on a connection"
-        )
+        says = f"waits for {what}" if client else f"waits for {what} on a connection"
+        says = "sends on a full connection" if a.now.syscall in _SENDS else says
         return WaitFor("socket", says, ends=ends)
     if client or a.cause == "request_wait" or any_in_row(a.frames[:6], "zmq"):
         return WaitFor("answer", f"waits for {what}", operation="" if client else "zmq")
