@@ -110,7 +110,7 @@ def test_a_wait_is_followed_through_a_socket_to_the_holder_of_a_lock(tmp_path: P
 
 
 def test_a_lock_file_that_was_left_is_a_wait_for_a_lock_that_nobody_holds(tmp_path: Path) -> None:
-    """The file itself is the lock, and asked for again and again: that was "in code that waits for nobody"."""
+    """The file itself is the lock, and asked for again and again: that was "in code that waits for no other process"."""
     text = """
         from filelock import SoftFileLock
 
@@ -142,7 +142,7 @@ def test_a_launcher_whose_ranks_are_unclear_is_inspected_with_all_below_it(
     text, progress = capsys.readouterr()
     assert (answer["state"], answer["hung"], answer["schema"]) == ("stuck", True, 1)
     assert "sample 1 of 1" in progress and "inspecting all" not in progress, progress
-    assert int(text.split("nothing of this moved for ")[1].split()[0]) >= 2, text
+    assert int(text.split("nothing in this chain moved for ")[1].split()[0]) >= 2, text
     assert [one["function"] for one in answer["guilty"]] == ["refresh"]
     assert "ranks" in answer and answer["chain"][0]["role"] == "trainer"
     assert text.startswith("STUCK: reward") and "refresh" in text
@@ -202,7 +202,7 @@ def test_a_task_that_awaits_a_process_is_followed_into_it(tmp_path: Path, awaite
     assert found.state == "stuck", found.sentence
     assert [one.wait for one in found.guilty] == ["sleeps"], found
     (link,) = found.chain
-    assert link.waits_for.startswith("waits for a process that it started") and link.at == "job.py:10 in main"
+    assert link.waits_for.endswith(": a process that it started") and link.at == "job.py:10 in main"
 
 
 def test_the_size_of_a_group_that_forms_is_read_from_the_variables_of_torch() -> None:

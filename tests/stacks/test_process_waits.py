@@ -15,9 +15,13 @@ from tests.stacks.test_process_tree import look_at, running
 
 from allranks.cli import main
 from allranks.diagnosis.process_verdict import explain_processes
-from allranks.model.stacks import Process, StackFrame, ThreadLook, WaitFor
+from allranks.diagnosis.processes import find_waits
+from allranks.model.stacks import Process, ProcessCapture, StackFrame, ThreadFacts, ThreadLook, WaitFor
+from allranks.stacktraces.asked import Surroundings
 from allranks.stacktraces.procfs import ProcessEntry
 from allranks.stacktraces.roles import give_roles, load_roles
+from allranks.stacktraces.views import ThreadView, is_busy, view_process
+from allranks.stacktraces.waits import look_at_threads
 
 
 def _forked(pid: int, title: str, *names: str) -> Process:
@@ -97,7 +101,7 @@ def test_a_process_that_left_the_tree_is_found_by_its_output_or_its_connection(
         assert server in {one.pid for one in look.processes}
         if text is DETACHED:
             assert found.state == "stuck" and found.guilty[0].pid == job.pid, found
-            assert f"(pid {server}) to close the output of an ended process at job.py:" in found.sentence
+            assert f"(pid {server}) to close the output of an ended process" in found.sentence
         else:
             assert (found.state, [one.pid for one in found.guilty]) == ("stuck", [server]), found
     finally:
@@ -407,7 +411,7 @@ def test_clients_that_wait_for_each_other_through_a_broker_are_named(tmp_path: P
         found = explain_processes(look_at(job.pid))
     assert found.state == "stuck" and {"broker", "rollout"} < {one.role for one in found.guilty}, found
     assert job.pid in {one.pid for one in found.guilty}, found
-    assert "waits for itself" not in found.sentence, found.sentence
+    assert "only this process can" not in found.sentence, found.sentence
 
 
 IDLE_JOB = """
@@ -436,7 +440,7 @@ def test_processes_that_take_their_work_from_each_other_are_not_called_idle(tmp_
         look = look_at(job.pid)
     found = explain_processes(look)
     assert {one.role for one in look.processes} == {"driver", "rollout", "manager of shared objects"}
-    assert found.state == "unclear" and "wait for each other's work" in found.sentence, found
+    assert found.state == "unclear" and "wait for work from each other" in found.sentence, found
     assert "rollout (pid" in found.sentence, found.sentence
 
 
@@ -518,3 +522,195 @@ def test_a_server_outside_the_tree_takes_no_name_from_it() -> None:
     }
     named = {one.pid: one.role for one in give_roles([driver, engine, server], entries, load_roles())}
     assert (named[7], named[9]) == ("driver", "subprocess of driver") and named[4] != "driver", named
+
+
+AWAITS = "async def generate(slot):\n    return await slot\n"
+
+
+@pytest.mark.parametrize(("inner", "says"), [((), "awaits slot"), (("_request",), "waits for the answer")])
+def test_a_handler_of_aiohttp_that_awaits_its_own_future_asks_no_server(
+    inner: tuple[str, ...], says: str
+) -> None:
+    """The library is the handler's server there; only below its line it is a client."""
+    library = "/venv/lib/python3.12/site-packages/aiohttp/"
+    asks = [StackFrame(name, f"{library}client.py", 700) for name in inner]
+    serves = StackFrame("RequestHandler.start", f"{library}web_protocol.py", 600)
+    frames = (*asks, StackFrame("generate", "/job/engine.py", 2), serves)
+    capture = ProcessCapture(0, None, 7, "a", "python engine.py")
+    around = Surroundings(view_process(capture), (), {}, lambda file: AWAITS)
+    (task,) = (one for one in look_at_threads(around, [(frames, None)]) if one.task)
+    assert says in task.wait.says, task.wait
+
+
+THREADS = """
+    import socket, subprocess, sys, time
+    from concurrent.futures import ThreadPoolExecutor
+    from multiprocessing.pool import ThreadPool
+
+    def score(connection):
+        connection.recv(1)
+
+    def main():
+        here, there = socket.socketpair()
+        sleeps = [sys.executable, "-c", "import signal; signal.pause()"]
+        child = subprocess.Popen(sleeps, pass_fds=[there.fileno()])
+        pool = POOL
+        print("ready")
+        list(pool.map(score, [here]))
+
+    main()
+    """
+
+
+@pytest.mark.parametrize("pool", ["ThreadPoolExecutor(2)", "ThreadPool(2)"])
+def test_a_pool_of_threads_beside_a_process_is_not_called_a_pool_of_processes(
+    tmp_path: Path, pool: str
+) -> None:
+    """The result comes from its thread, whatever processes it has started."""
+    with running(tmp_path, THREADS.replace("POOL", pool)) as job:
+        look = look_at(job.pid)
+        main = next(t for p in look.processes for t in p.threads if p.pid == job.pid and t.main)
+    assert main.wait.says == "waits for the result of a task that it started"
+    thread = next(t for p in look.processes for t in p.threads if p.pid == job.pid and t.user and not t.main)
+    assert thread.user is not None and thread.user.name == "score"
+    units = find_waits(look).units
+    edges = find_waits(look).edges
+    (number,) = (n for n, one in enumerate(units) if one.thread is main)
+    assert [units[n].thread.tid for n in edges[number]] == [thread.tid]
+
+
+OWN_FIFO = """
+    import os, sys
+
+    def ingest(path):
+        rows = open(os.open(path, os.O_RDWR), "r")
+        print("ready")
+        while line := rows.readline():
+            print(line)
+
+    os.mkfifo(sys.path[0] + "/rows")
+    ingest(sys.path[0] + "/rows")
+    """
+
+
+def test_a_reader_that_has_its_fifo_open_for_writing_never_sees_the_end(tmp_path: Path) -> None:
+    """That was "idle": no other process can write."""
+    with running(tmp_path, OWN_FIFO) as job:
+        found = explain_processes(look_at(job.pid))
+    assert (found.state, [one.function for one in found.guilty]) == ("stuck", ["ingest"]), found
+    assert "reads from a pipe that no other process has open for writing" in found.sentence
+
+
+PREFORK = """
+    import os, sys
+    import uvicorn
+
+    async def app(scope, receive, send):
+        await receive()
+        open(f"{sys.path[0]}/{os.getpid()}.up", "w").close()
+        if len([one for one in os.listdir(sys.path[0]) if one.endswith(".up")]) == 2:
+            print("ready", flush=True)
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+
+    if __name__ == "__main__":
+        uvicorn.run("job:app", port=0, workers=2, lifespan="on", log_level="warning")
+    """
+
+
+def test_an_idle_server_with_several_workers_is_no_hang(tmp_path: Path) -> None:
+    """The library's parent process wakes up twice a second to see whether its workers live; they wait for its next question."""
+    pytest.importorskip("uvicorn")
+    with running(tmp_path, PREFORK) as job:
+        look = look_at(job.pid)
+    found = explain_processes(look)
+    assert (found.state, found.guilty) == ("moving", ()), found
+    assert sorted(p.name for p in look.processes if not p.system) == [
+        "driver",
+        "server worker 0",
+        "server worker 1",
+    ]
+
+
+UVLOOP = """
+    import asyncio, threading
+    import uvloop
+
+    async def enter(opened):
+        print("ready")
+        await opened.wait()
+
+    def main():
+        loop = uvloop.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(enter(asyncio.Event()), loop).result()
+
+    main()
+    """
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="coroutines of Python 3.10 are not read")
+def test_tasks_of_a_loop_that_has_no_python_frame_are_read(tmp_path: Path) -> None:
+    """uvloop's run_forever in a thread, as Ray's actors have it."""
+    pytest.importorskip("uvloop")
+    with running(tmp_path, UVLOOP) as job:
+        found = explain_processes(look_at(job.pid))
+    assert (found.state, [one.function for one in found.guilty]) == ("stuck", ["enter"]), found
+
+
+SELF_PIPE = """
+    import os, signal
+
+    def supervise():
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        signal.set_wakeup_fd(writes)
+        print("ready")
+        os.read(reads, 1)
+
+    supervise()
+    """
+
+
+def test_a_pipe_into_which_a_signal_writes_is_not_without_a_writer(tmp_path: Path) -> None:
+    """Its write end does not block; the interpreter writes there when a signal comes."""
+    with running(tmp_path, SELF_PIPE) as job:
+        look = look_at(job.pid)
+    main = next(t for p in look.processes for t in p.threads if t.main)
+    assert main.wait.kind == "pipe"
+    (unit,) = (one for one in find_waits(look).units if one.thread.main)
+    assert unit.thread.wait.says == "reads from a pipe"
+
+
+LONG_POLL = """
+    import asyncio, socket, subprocess, sys
+
+    async def poll(reader, writer):
+        print("ready")
+        await asyncio.wait_for(asyncio.Queue().get(), LIMIT)
+
+    async def serve():
+        server = await asyncio.start_server(poll, "127.0.0.1", 0)
+        ask = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1]))).recv(1)"
+        subprocess.Popen([sys.executable, "-c", ask, str(server.sockets[0].getsockname()[1])])
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+    """
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="coroutines of Python 3.10 are not read")
+@pytest.mark.parametrize("limit", ["30", "None"])
+def test_a_task_that_waits_with_a_limit_is_no_hang(tmp_path: Path, limit: str) -> None:
+    """A coordinator answers a long poll after 30 s at the latest; without a limit it may never."""
+    with running(tmp_path, LONG_POLL.replace("LIMIT", limit)) as job:
+        found = explain_processes(look_at(job.pid))
+    guilty = [one.function for one in found.guilty]
+    assert (found.state, guilty) == (("unclear", []) if limit == "30" else ("stuck", ["poll"])), found
+
+
+@pytest.mark.parametrize(("ticks", "busy"), [(0, False), (40, True)])
+def test_a_thread_that_was_once_about_to_run_is_not_busy(ticks: int, busy: bool) -> None:
+    """On a full machine a thread that wakes up now and then is runnable for a while; it uses no CPU time."""
+    facts = (ThreadFacts(7, state="R"), ThreadFacts(7, state="S", ticks=ticks))
+    assert is_busy(ThreadView(7, "", True, (), None, facts), False, 5.0) is busy

@@ -9,55 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
+from allranks.diagnosis.process_units import LIFE, Unit, Waits
 from allranks.diagnosis.waits import Graph
 from allranks.model.stacks import JobLook, Process, ProcessLink, StackFrame, ThreadLook, Where, is_user_file
 
-#: Waits that end by themselves sooner than this are no hang.
-SOON_S = 30.0
-#: Waits for the end of a process or thread: that others run is normal.
-LIFE = frozenset({"child", "thread", "stdin"})
-#: A thread whose process has nobody to serve: it needs a request to go on.
-_SOFT = frozenset({"idle"})
 #: A wait inside a process that nothing is known to end: one such wait does not end another one.
 _BESIDE = frozenset({"event", "queue", "lock"})
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A thread or task with its process."""
-
-    process: Process
-    thread: ThreadLook
-
-    @property
-    def active(self) -> bool:
-        """Whether it does or needs something, other than its next work."""
-        return self.thread.wait.kind not in _SOFT and self.thread.wait.strong
-
-    @property
-    def still(self) -> bool:
-        """Whether nothing shows that it moved."""
-        return not self.thread.moved and not self.thread.busy
-
-
-@dataclass(frozen=True)
-class Waits:
-    """The units of a job, and for each the units that it waits for."""
-
-    look: JobLook
-    units: tuple[Unit, ...]
-    edges: dict[int, tuple[int, ...]]
-    moved: frozenset[int]  # units whose wait is answered now and then: bytes moved on their link
-    outside: dict[
-        int, ProcessLink
-    ]  # of units that wait on a link whose other end is in no process of the job
-
-    @cached_property
-    def graph(self) -> Graph:
-        return Graph(self.edges, ())
 
 
 class _Finder:
@@ -110,7 +69,21 @@ class _Finder:
             says = says if names else "waits for more output of an ended process"
             if links and not any(p.ppid == own.pid for p in writers):
                 thread = replace(thread, wait=replace(wait, kind="output", says=says))
+        if wait.kind == "pipe" and unit.still and self._only_reads(unit):
+            says = "reads from a pipe that no other process has open for writing"
+            thread = replace(thread, wait=replace(wait, says=says, strong=True))
         return replace(unit, thread=thread)
+
+    def _only_reads(self, unit: Unit) -> bool:
+        """Whether those that have the other ends of its pipes open only read from the same pipes, and do nothing else. What
+        never blocks is written by signal handlers."""
+        links = [one for one in unit.process.links if one.end in unit.thread.wait.ends and one.side == "read"]
+        near = [p for one in links for p in self.ends.get(one.peer, ())]
+        others = (t for p in near for t in p.threads if not set(unit.thread.wait.ends) & set(t.wait.ends))
+        peers = {one.peer for one in links}
+        signals = any(x.owner == "signals" for p in near for x in p.links if x.end in peers)
+        reads = bool(near) and all(any(self._on_same_side(p, one, unit) for one in links) for p in near)
+        return reads and not signals and all(t.wait.kind == "idle" and not t.moved for t in others)
 
     def _targets(self, number: int) -> Iterable[int]:
         unit = self.units[number]
@@ -157,7 +130,7 @@ class _Finder:
             others = [n for n in found if not wait.key or self.units[n].thread.wait.key != wait.key]
             clients = [] if others or (inside and not found) else self._clients(unit)
             found = [] if clients else found
-        if not found:
+        if not found and (unit.thread.main or unit.thread.user is not None):
             self.fed.add(number)
         return found or clients
 
@@ -284,16 +257,22 @@ class _Finder:
         ):
             if chosen:
                 return chosen
-        return self._behind_manager(process, number) or [n for n in here if self.units[n].thread.main]
+        return self._behind_broker(process, number) or [n for n in here if self.units[n].thread.main]
 
-    def _behind_manager(self, process: Process, number: int) -> list[int]:
-        """Of the server of a multiprocessing manager, which only keeps objects: the other processes that use these."""
+    def _behind_broker(self, process: Process, number: int) -> list[int]:
+        """Of a process that only keeps what others put there, a multiprocessing manager or a server that is not Python: the
+        other processes that use it. Those that only take their work from it count for a wait that needs more than work."""
         frames = (f for n in self.of.get(process.where, ()) for f in self.units[n].thread.frames)
-        if not any(frame.file.endswith("multiprocessing/managers.py") for frame in frames):
+        native = not process.read and not process.notes and any(x.kind == "listen" for x in process.links)
+        if not native and not any(frame.file.endswith("multiprocessing/managers.py") for frame in frames):
             return []
         users = _unique(p for one in process.links for p in self.ends.get(one.peer, ()))
         others = [p for p in users if p is not process and p is not self.units[number].process]
-        return [n for p in others for n in self.of.get(p.where, ()) if self.units[n].active]
+        found = [n for p in others for n in self.of.get(p.where, ())]
+        mains = (
+            [n for n in found if self.units[n].thread.main] if native and self.units[number].active else []
+        )
+        return [n for n in found if self.units[n].active] or mains
 
     def _connect(self, number: int, unit: Unit) -> list[int]:
         """The process that listens at the address."""
@@ -421,7 +400,8 @@ class _Finder:
 
     def _absent(self, unit: Unit, met: Sequence[int]) -> list[Process]:
         """Idle processes that have not come to a store, if something shows that they belong to the group that forms there,
-        and the group lacks as many: their rank, a call ahead of them that joins, the store's port on their command line."""
+        and the group lacks as many: their rank, a call ahead of them that joins, the store's port on their command line, the
+        role of one that has come."""
         own, wait = unit.process, unit.thread.wait
         come = {own.where, *(self.units[n].process.where for n in met)}
         if not wait.ends:
@@ -433,6 +413,7 @@ class _Finder:
             lambda p: own.rank is not None and p.rank is not None and p.world == own.world == wait.members,
             lambda p: any("init_process_group" in t.later for t in p.threads),
             lambda p: p.pid != own.ppid and bool(ports & set(re.findall(r"\d+", p.title))),
+            lambda p: any(o.role == p.role for o in self.look.processes if o.where in come),
         )
         found = ([p for p in away if sign(p)] for sign in signs)
         return next((some for some in found if 0 < len(some) <= wait.members - len(come)), [])
@@ -475,8 +456,9 @@ def _same(held: str, lock: str) -> bool:
 
 def _is_task(thread: ThreadLook) -> bool:
     """Whether it runs a task of a pool."""
+    places = (("run", "concurrent/futures/thread.py"), ("worker", "multiprocessing/pool.py"))
     return thread.task or any(
-        f.name.endswith("run") and f.file.endswith("concurrent/futures/thread.py") for f in thread.frames
+        f.name.endswith(name) and f.file.endswith(file) for f in thread.frames for name, file in places
     )
 
 

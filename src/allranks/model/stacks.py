@@ -263,7 +263,8 @@ class ProcessLink:
     side: str = ""  # tcp: "client" or "server"; pipe: "read" or "write"
     turn: str = ""  # "awaits" (we sent last), "owes" (the other end sent last), "" unknown
     moved: bool = False  # bytes moved while we looked
-    owner: str = ""  # "gloo 23", "zmq 7": the library whose thread watches it, and in which set
+    # "gloo 23", "zmq 7": the library whose thread watches it, and in which set; "signals": writes to this pipe never block
+    owner: str = ""
     volume: int = 0  # bytes so far, both ways
     quiet_s: float | None = None  # since bytes went over it, either way
 

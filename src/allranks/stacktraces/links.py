@@ -206,11 +206,22 @@ def _read_files(pid: int, turns: dict[int, int], node: str) -> _OpenFiles:
         if target.startswith("socket:["):
             sockets.append((fd, int(target[8:-1]), owners.get(fd, "")))
         elif target.startswith("pipe:[") or _is_fifo(pid, fd, target):
-            side, other = ("read", "write") if mode & 0o400 else ("write", "read")
             pipe = f"pipe {node} {target}"
-            links.append(ProcessLink(fd, "pipe", f"{pipe} {side}", f"{pipe} {other}", side))
+            # a FIFO that is open for both is read, as far as one can tell
+            for side, other, bit in (("write", "read", 0o200), ("read", "write", 0o400)):
+                if mode & bit:
+                    owner = "signals" if side == "write" and _never_blocks(pid, fd) else ""
+                    links.append(
+                        ProcessLink(fd, "pipe", f"{pipe} {side}", f"{pipe} {other}", side, owner=owner)
+                    )
     links += [ProcessLink(-1, "shared", key, key, owner=owner) for key, owner in _shared(pid).items()]
     return _OpenFiles(turns, tuple(links), tuple(sockets))
+
+
+def _never_blocks(pid: int, fd: int) -> bool:
+    """Whether writes to a descriptor never block, as those of signal handlers must not."""
+    flags = read_proc(pid, f"fdinfo/{fd}").partition("flags:")[2].split()
+    return bool(flags) and bool(int(flags[0], 8) & os.O_NONBLOCK)
 
 
 def _shared(pid: int) -> dict[str, str]:

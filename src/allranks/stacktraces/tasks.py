@@ -51,15 +51,15 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class Coroutine:
-    """A suspended coroutine: where it is, the object that it awaits, and how long it was told to sleep."""
+    """A suspended coroutine: where it is, the object that it awaits, and how long it waits at most."""
 
     frame: StackFrame
     awaits: int
-    delay_s: float | None = None
+    limit_s: float | None = None
 
 
 def read_tasks(pid: int) -> list[tuple[tuple[StackFrame, ...], float | None]]:
-    """(frames, innermost first; seconds of its sleep) of every chain of suspended coroutines."""
+    """(frames, innermost first; seconds that it waits at most) of every chain of suspended coroutines."""
     with memory_of(pid) as peek:
         found = dict(_coroutines(pid, peek))
     awaited = {one.awaits for one in found.values()}
@@ -68,7 +68,8 @@ def read_tasks(pid: int) -> list[tuple[tuple[StackFrame, ...], float | None]]:
         chain = [found[address]]
         while chain[-1].awaits in found and len(chain) < 100:
             chain.append(found[chain[-1].awaits])
-        chains.append((tuple(one.frame for one in reversed(chain)), chain[-1].delay_s))
+        limits = [one.limit_s for one in chain if one.limit_s is not None]
+        chains.append((tuple(one.frame for one in reversed(chain)), min(limits, default=None)))
     return chains[:MAX_TASKS]
 
 
@@ -139,10 +140,15 @@ def _read(peek: Peek, data: bytes, at: int, layout: _Layout, symbols: dict[str, 
     line = line_at(table, first, (instruction - code - layout.adaptive) // 2)
     slot = frame + layout.locals + 8 * (top - 1)
     awaits = struct.unpack_from("<Q", data, slot)[0] if slot + 8 <= len(data) else 0
-    delay = None
-    if name == "sleep" and file.endswith("asyncio/tasks.py"):
-        delay = _number(peek, struct.unpack_from("<Q", data, frame + layout.locals)[0], symbols)
-    return Coroutine(StackFrame(name, file, line), awaits, delay)
+    limit, argument = None, _LIMITS.get(name) if file.endswith("asyncio/tasks.py") else None
+    if argument is not None:
+        where = frame + layout.locals + 8 * argument
+        limit = _number(peek, struct.unpack_from("<Q", data, where)[0], symbols)
+    return Coroutine(StackFrame(name, file, line), awaits, limit)
+
+
+#: Functions of asyncio that end by themselves, and which argument says when.
+_LIMITS = {"sleep": 0, "wait_for": 1}
 
 
 def _text(peek: Peek, address: int, layout: _Layout) -> str:

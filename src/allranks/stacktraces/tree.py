@@ -34,6 +34,7 @@ from allranks.model.stacks import (
     is_user_file,
 )
 from allranks.stacktraces import debuggers, ray_state, source
+from allranks.stacktraces.asked import Surroundings, Task
 from allranks.stacktraces.boxes import group_calls
 from allranks.stacktraces.collect import SourceLines
 from allranks.stacktraces.extras import FileLocks, file_locks, read_extras
@@ -55,14 +56,14 @@ from allranks.stacktraces.procfs import (
 from allranks.stacktraces.roles import RoleRule, give_roles, load_roles
 from allranks.stacktraces.tasks import read_tasks
 from allranks.stacktraces.views import Children, view_process
-from allranks.stacktraces.waits import Surroundings, Task, look_at_threads
+from allranks.stacktraces.waits import look_at_threads
 
 LOOK = "processes.json"
 MANY = 48  # processes; of more, those that look alike from outside are sampled
 ALIKE = 4  # of each kind
 WORKERS = 4  # runs of py-spy at a time
 JOINS = ("init_process_group",)
-LOOPS = ("asyncio/base_events.py", "asyncio/runners.py", "uvicorn/server.py")  # that of uvloop has no frame
+LOOPS = ("asyncio/base_events.py", "asyncio/runners.py", "uvicorn/server.py")
 
 
 @dataclass(frozen=True)
@@ -411,7 +412,9 @@ class TreeLook:
             seconds=time.time() - (shots[0].at_s or time.time()),
         )
         frames = (frame for one in shots[-1].stacks for frame in one.frames)
-        loops = any(frame.file.endswith(LOOPS) for frame in frames)
+        loops = any(frame.file.endswith(LOOPS) for frame in frames) or "/uvloop/" in read_proc(
+            entry.pid, "maps"
+        )
         return look_at_threads(around, read_tasks(entry.pid) if loops else ())
 
     def _notes(self) -> tuple[str, ...]:

@@ -308,7 +308,9 @@ def is_busy(thread: ThreadView, polls: bool, seconds: float) -> bool:
     """Whether the thread used the processor. One that polls every millisecond does so a little."""
     if polls and seconds:
         return _share(thread, seconds) > POLL_SHARE
-    return any(fact.state == "R" for fact in thread.facts) or (thread.ticks_moved or 0) > 5
+    ticks = thread.ticks_moved
+    runs = any(fact.state == "R" for fact in thread.facts) and (ticks is None or ticks > 1)
+    return runs or (ticks or 0) > 5
 
 
 def _share(thread: ThreadView, seconds: float) -> float:

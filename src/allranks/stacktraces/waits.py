@@ -7,26 +7,28 @@ into another thread or process.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from importlib import resources
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
 from allranks.model.stacks import (
-    ProcessLink,
     StackFrame,
-    ThreadFacts,
     ThreadLook,
     ThreadStack,
     WaitFor,
     is_user_file,
 )
-from allranks.model.yaml_tree import read_yaml
 from allranks.stacktraces import source
-from allranks.stacktraces.patterns import StackPattern, frame_matches, match_thread
+from allranks.stacktraces.asked import (
+    Asked,
+    Surroundings,
+    Task,
+    ThreadExtra,
+    any_in_row,
+    any_matches,
+    is_in_row,
+)
+from allranks.stacktraces.patterns import match_thread
 from allranks.stacktraces.views import (
-    ProcessView,
     ReadText,
     ThreadView,
     asks_again,
@@ -39,115 +41,6 @@ from allranks.stacktraces.views import (
 _SENDS = ("write", "writev", "sendto", "sendmsg")
 LONG_S = 3600.0
 SHORT_S = 30.0  # a sleep that ends sooner is not a hang by itself
-T = TypeVar("T")
-
-
-@lru_cache(maxsize=1)
-def _table() -> dict[str, tuple[str, ...]]:
-    """Frames by what they wait for (`waits.yaml`)."""
-    text = resources.files("allranks.stacktraces").joinpath("waits.yaml").read_text(encoding="utf-8")
-    rows = read_yaml(text)
-    assert isinstance(rows, dict)
-    return {name: tuple(patterns) for name, patterns in rows.items()}
-
-
-def _is(frame: StackFrame, row: str) -> bool:
-    """Whether a frame is in a row of the table."""
-    return any(frame_matches(one, frame) for one in _table()[row])
-
-
-def _any(frames: Sequence[StackFrame], row: str) -> bool:
-    return any(_is(frame, row) for frame in frames)
-
-
-def _calls(frames: Sequence[StackFrame], pattern: str) -> bool:
-    return any(frame_matches(pattern, frame) for frame in frames)
-
-
-@dataclass(frozen=True)
-class ThreadExtra:
-    """What /proc and py-spy say of one thread beyond its stack and `ThreadFacts`."""
-
-    fds: tuple[int, ...] = ()  # descriptors that its system call waits on
-    shared: str = ""  # the end of a semaphore that processes share
-    holders: tuple[int, ...] = ()  # processes that hold the file lock it waits for
-    polled: tuple[int, ...] = ()  # it sleeps: processes that hold a lock on a file that it has open
-    connects: str = ""  # the address that it connects to: "unix /path", "tcp port"
-    opens: str = ""  # the path that it opens
-    selves: tuple[str, ...] = ()  # address of `self` for each frame
-    members: int = 0  # of the process group that it forms
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the threads of one process share."""
-
-    view: ProcessView
-    patterns: Sequence[StackPattern]
-    links: Mapping[int, ProcessLink]
-    text: ReadText
-    children: tuple[int, ...] = ()
-    first: frozenset[int] = frozenset()  # threads that were there at the first look
-    extras: Mapping[int, ThreadExtra] = field(default_factory=dict)
-    lockers: tuple[int, ...] = ()  # other processes that hold locks on files
-    seconds: float = 0.0  # from the first look to the last
-
-
-#: Frames of a suspended task, innermost first, and how long it sleeps.
-Task = tuple[tuple[StackFrame, ...], float | None]
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What a rule looks at: one thread, and the cause that the patterns name."""
-
-    thread: ThreadView
-    extra: ThreadExtra
-    around: Surroundings
-    cause: str = ""
-    operation: str = ""
-
-    @cached_property
-    def frames(self) -> tuple[StackFrame, ...]:
-        return self.thread.python
-
-    @property
-    def now(self) -> ThreadFacts:
-        return self.thread.now or ThreadFacts(0)
-
-    @cached_property
-    def user(self) -> StackFrame | None:
-        return user_frame(self.frames)
-
-    def ask(self, question: Callable[[str, int], T], otherwise: T) -> T:
-        """What the source around the user's line says."""
-        user = self.user
-        return otherwise if user is None else question(self.around.text(user.file), user.line)
-
-    @cached_property
-    def waited(self) -> tuple[str, str]:
-        """The object that its line waits on, and by which method."""
-        return self.ask(source.waited_object, ("", ""))
-
-    @cached_property
-    def lock(self) -> str:
-        return self.ask(source.asked_lock, "")
-
-    @property
-    def futex(self) -> str:
-        """The address of the lock that its system call waits for."""
-        return f"{self.now.args[0]:x}" if self.now.syscall == "futex" and self.now.args else ""
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """Its own ends of the links that its system call waits on."""
-        links = self.around.links
-        return tuple(links[fd].end for fd in self.extra.fds if fd in links)
-
-    @property
-    def consumes(self) -> bool:
-        """Whether it takes its work from a queue, again and again: without work it is idle."""
-        return self.user is None or (not self.thread.main and self.ask(source.in_loop, False))
 
 
 def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[ThreadLook, ...]:
@@ -162,9 +55,9 @@ def look_at_threads(around: Surroundings, tasks: Sequence[Task] = ()) -> tuple[T
 
 def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
     """A suspended task with what it awaits."""
-    frames, delay = task
+    frames, limit = task
     stack = ThreadStack(tid, "task", frames, False, False)
-    asked = _Asked(ThreadView(tid, "task", False, (stack,), None, ()), ThreadExtra(), around, "thread_wait")
+    asked = Asked(ThreadView(tid, "task", False, (stack,), None, ()), ThreadExtra(), around, "thread_wait")
     awaits = any(link.side == "client" and link.turn == "awaits" for link in around.links.values())
     zmq = any(link.owner.startswith("zmq") for link in around.links.values())
     if any(f.file.endswith("ray/util/queue.py") for f in frames[:4]):
@@ -173,45 +66,53 @@ def _look_at_task(tid: int, task: Task, around: Surroundings) -> ThreadLook:
         wait = WaitFor("queue", says, setters=("clients",))
     elif around.children and _awaits_child(asked):
         wait = WaitFor("child", "waits for a process that it started", pids=around.children)
-    elif asked.user is None or _any(frames[:2], "task_idle"):
+    elif asked.user is None or any_in_row(frames[:2], "task_idle"):
         wait = WaitFor("idle", "waits for its next work")
-    elif delay is not None:
-        wait = WaitFor("sleep", f"sleeps {delay:g} s", left_s=delay)
-    elif _any(frames[:12], "http"):
+    elif limit is not None and any_matches(frames[:1], "sleep@asyncio/tasks.py"):
+        wait = WaitFor("sleep", f"sleeps {limit:g} s")
+    elif any_in_row(asked.called, "http"):
         wait = WaitFor("answer", "waits for the answer to its request")
-    elif _calls(frames[:4], "drain@asyncio/streams.py"):
+    elif any_matches(frames[:4], "drain@asyncio/streams.py"):
         wait = WaitFor("answer", "sends on a full connection")
-    elif _any(frames[:3], "stream") and awaits:
+    elif any_in_row(frames[:3], "stream") and awaits:
         wait = WaitFor("answer", "waits for data on a connection")
-    elif _any(frames[:3], "stream"):
+    elif any_in_row(frames[:3], "stream"):
         wait = WaitFor("idle", "waits for its next request")
     elif zmq and re.search(r"\.recv\w*\(", _line(asked)):
         takes = asked.ask(source.takes_work, False)
         wait = WaitFor("answer", "waits for data", operation="zmq", strong=not takes)
     else:
         wait = _by_thread(asked) or WaitFor("work")
-    holds = _held(frames, around.text)
+    wait = replace(wait, left_s=limit)
+    holds, handles = _held(frames, around.text), not _is_program(frames, around)
     return ThreadLook(
-        tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=True, user=asked.user
+        tid, frames[-1].name, wait, frames, task=True, holds=holds, handles=handles, user=asked.user
     )
 
 
-def _awaits_child(a: _Asked) -> bool:
+def _is_program(frames: Sequence[StackFrame], around: Surroundings) -> bool:
+    """Whether a task is what the program runs, as `asyncio.run(main())` does, and not one that handles a request."""
+    own = [f.name.rsplit(".", 1)[-1] for f in frames if is_user_file(f.file)]
+    starts = (frame.source for one in around.view.threads if (frame := user_frame(one.python)) is not None)
+    return any(re.search(rf"\b{re.escape(own[-1])}\(", line) for line in starts) if own else False
+
+
+def _awaits_child(a: Asked) -> bool:
     """Whether a task awaits the end or the output of a process: asyncio calls that `stdout` or `stderr` of the process."""
-    reads = _any(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", _line(a))
-    return bool(reads) or _any(a.frames[:4], "async_child")
+    reads = any_in_row(a.frames[:3], "stream") and re.search(r"\.std(out|err)\b", _line(a))
+    return bool(reads) or any_in_row(a.frames[:4], "async_child")
 
 
-def _line(a: _Asked) -> str:
+def _line(a: Asked) -> str:
     """The text of the user's line."""
     return a.ask(lambda text, number: "".join(text.splitlines()[number - 1 : number]), "")
 
 
 def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
     """One thread with what it waits for."""
-    asked = _Asked(thread, around.extras.get(thread.tid or 0, ThreadExtra()), around)
+    asked = Asked(thread, around.extras.get(thread.tid or 0, ThreadExtra()), around)
     frames, user = asked.frames, asked.user
-    serving = next((i for i, frame in enumerate(frames) if _is(frame, "serves")), None)
+    serving = next((i for i, frame in enumerate(frames) if is_in_row(frame, "serves")), None)
     handles = serving is not None and user_frame(frames[:serving]) is not None
     wait = _find_wait(asked, serving, handles)
     if not thread.main and user is None:
@@ -219,7 +120,7 @@ def look_at_thread(thread: ThreadView, around: Surroundings) -> ThreadLook:
     elif wait.kind in _TAKES and asked.ask(source.takes_work, False):
         wait = replace(wait, strong=False)
     if (again := asks_again(thread, around.text)) is not None:
-        wait = WaitFor("poll", "asks again and again, and gets the same answer", operation="retry")
+        wait = WaitFor("poll", "repeats its request and gets the same answer", operation="retry")
     new = thread.tid is not None and thread.tid not in around.first
     files = wait.says == _WORK["checkpoint_io"] and has_run(thread)  # a slow disk, not a stuck one
     return ThreadLook(
@@ -247,13 +148,13 @@ def _held(frames: Sequence[StackFrame], text: ReadText) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for f in own for n in source.held_locks(text(f.file), f.line)))
 
 
-def _self_of(a: _Asked, near: int, *rows: str) -> str:
+def _self_of(a: Asked, near: int, *rows: str) -> str:
     """The address of `self` of the outermost of the innermost frames that is in these rows of the table."""
     pairs = zip(a.frames[:near], a.extra.selves, strict=False)
-    return next((s for f, s in reversed(list(pairs)) if s and any(_is(f, row) for row in rows)), "")
+    return next((s for f, s in reversed(list(pairs)) if s and any(is_in_row(f, row) for row in rows)), "")
 
 
-def _find_wait(a: _Asked, serving: int | None, handles: bool) -> WaitFor:
+def _find_wait(a: Asked, serving: int | None, handles: bool) -> WaitFor:
     if a.now.state in ("T", "t"):
         return WaitFor("stopped", "is stopped by a signal or held by a debugger")
     if a.thread.main and a.now.syscall in ("rt_sigtimedwait", "rt_sigsuspend", "pause"):
@@ -269,10 +170,10 @@ def _find_wait(a: _Asked, serving: int | None, handles: bool) -> WaitFor:
     a = replace(a, cause=cause, operation=operation)
     rules = (_by_torch, _by_ray, _by_child, _by_shared, _by_lock, _by_thread, _by_links, _by_sleep)
     found = next((wait for rule in rules if (wait := rule(a)) is not None), None)
-    return found or WaitFor("work", _WORK.get(cause, "is in code that waits for nobody"))
+    return found or WaitFor("work", _WORK.get(cause, "is in code that waits for no other process"))
 
 
-def _is_idle(a: _Asked, serving: int | None, handles: bool) -> bool:
+def _is_idle(a: Asked, serving: int | None, handles: bool) -> bool:
     """Whether a thread only waits for its next request, task or event."""
     frames, call = a.frames, a.now.syscall
     if not frames:
@@ -281,13 +182,13 @@ def _is_idle(a: _Asked, serving: int | None, handles: bool) -> bool:
     if call in (*_SENDS, "connect"):
         return False
     if serving is not None and not handles and not a.thread.busy:
-        return not (a.thread.main and _calls(frames[: serving + 1], "handle_one_request@http/server.py"))
-    if _any(frames[:4], "idle"):
+        return not (a.thread.main and any_matches(frames[: serving + 1], "handle_one_request@http/server.py"))
+    if any_in_row(frames[:4], "idle"):
         return not a.thread.busy
     return call in ("accept", "accept4")
 
 
-def _by_torch(a: _Asked) -> WaitFor | None:
+def _by_torch(a: Asked) -> WaitFor | None:
     match a.cause:
         case "dataloader_wait":
             says = "waits for a batch of its data loader's workers"
@@ -307,27 +208,27 @@ def _by_torch(a: _Asked) -> WaitFor | None:
     return None
 
 
-def _by_ray(a: _Asked) -> WaitFor | None:
-    if _any(a.frames[:8], "ray") and not _calls(a.frames[:1], "main_loop@ray/_private/worker.py"):
+def _by_ray(a: Asked) -> WaitFor | None:
+    if any_in_row(a.frames[:8], "ray") and not any_matches(a.frames[:1], "main_loop@ray/_private/worker.py"):
         return WaitFor("ray", "waits for a task of Ray", operation=a.waited[1])
     return None
 
 
-def _by_child(a: _Asked) -> WaitFor | None:
+def _by_child(a: Asked) -> WaitFor | None:
     says, children = "waits for a process that it started", a.around.children
     place = {"wait4": 0, "waitid": 1}.get(a.now.syscall, 6)  # the argument that names a process
     if len(a.now.args) > place:
         child = a.now.args[place]
         return WaitFor("child", says, pids=(child,) if 0 < child < 1 << 22 else children)
     commands = a.cause in ("subprocess_wait", "child_process_wait")
-    if commands and children and not _any(a.frames, "shared"):
-        reads = a.ends and not _calls(a.frames[:3], "wait@multiprocessing/connection.py")
+    pool = any_in_row(a.frames[:6], "future")
+    if commands and children and not any_in_row(a.frames, "shared") and not (pool and _is_of_threads(a)):
+        reads = a.ends and not any_matches(a.frames[:3], "wait@multiprocessing/connection.py")
         says = "reads the output of a process that it started" if reads else says
-        pool = _any(a.frames[:6], "future") or _calls(a.frames[:6], "*@multiprocessing/pool.py")
         says = "waits for a result of its process pool" if pool else says
         return WaitFor("child", says, ends=a.ends, pids=() if a.ends else children)
     polled = a.extra.polled if a.cause == "native_call" else ()
-    if _any(a.frames[:3], "polls_lock"):
+    if any_in_row(a.frames[:3], "polls_lock"):
         polled = a.extra.polled or a.around.lockers
     if a.extra.holders or polled:
         return WaitFor("file_lock", "waits for a lock on a file", pids=a.extra.holders or polled)
@@ -339,99 +240,125 @@ def _by_child(a: _Asked) -> WaitFor | None:
     return None
 
 
-def _by_shared(a: _Asked) -> WaitFor | None:
+def _is_of_threads(a: Asked) -> bool:
+    """Whether the pool whose result it waits for runs in threads of this process."""
+    others = [frame for one in a.around.view.threads if one is not a.thread for frame in one.python]
+    if any_matches(a.frames[:6], "*@multiprocessing/pool.py"):
+        return any_matches(others, "worker@multiprocessing/pool.py")
+    return not any_matches(others, "run@concurrent/futures/process.py")
+
+
+def _by_shared(a: Asked) -> WaitFor | None:
     """Queues and locks of multiprocessing: a pipe, or a semaphore in shared memory."""
     near, ends = a.frames[:3], (a.extra.shared,) if a.extra.shared else ()
-    if not _any(a.frames[:4], "shared") and not ends:
+    if not any_in_row(a.frames[:4], "shared") and not ends:
         return None
     if a.ends:
         says = "waits for an item of a queue between processes"
         return WaitFor("pipe", says, ends=a.ends, strong=not a.consumes)
-    if _calls(near, "get@multiprocessing/queues.py"):
+    if any_matches(near, "get@multiprocessing/queues.py"):
         says = "waits for its turn at a queue between processes"
         return WaitFor("queue", says, ends=ends, lock="_rlock", strong=False)
-    if _calls(near, "put@multiprocessing/queues.py"):
+    if any_matches(near, "put@multiprocessing/queues.py"):
         return WaitFor("queue", "puts into a full queue between processes", lock=a.lock, ends=ends)
     if a.lock:
-        return WaitFor("lock", f"waits for {a.lock} between processes", lock=a.lock, ends=ends)
+        return WaitFor("lock", f"waits to acquire {a.lock}, which processes share", lock=a.lock, ends=ends)
     made = (word for word in _SHARED if any(f.name.startswith(f"{word}.") for f in a.frames[:6]))
     name = f" ({a.waited[0]})" if a.waited[0] else ""
-    return WaitFor("event", f"waits for {_SHARED[next(made, '')]}{name} between processes", ends=ends)
+    word = next(made, "")
+    says = f"waits for {_SHARED[word]}{name} between processes"
+    return WaitFor("event", says, ends=ends, operation=word.lower())
 
 
 #: The outermost object that a thread waits on, of those that are made of each other.
 _SHARED = {"Barrier": "a barrier", "Event": "an event", "Condition": "a condition", "": "something"}
 
 
-def _by_lock(a: _Asked) -> WaitFor | None:
+def _by_lock(a: Asked) -> WaitFor | None:
     if a.now.mutex_owner is not None:
         return WaitFor("lock", "waits for a native mutex", key=a.futex, tids=(a.now.mutex_owner,))
     if a.cause not in ("lock_wait", "lock_deadlock") or a.user is None:
         return None
-    says = f"waits for the lock {a.lock}" if a.lock else "waits for a lock"
+    says = f"waits to acquire {a.lock}" if a.lock else "waits for a lock"
     return WaitFor("lock", says, key=a.futex, lock=a.lock)
 
 
-def _by_thread(a: _Asked) -> WaitFor | None:
+def _by_thread(a: Asked) -> WaitFor | None:
     """Other threads of the process: join, events, conditions, futures, queues."""
     near = a.frames[:5]
-    if _any(near, "rpc"):
+    if any_in_row(near, "rpc"):
         return None
-    if _any(near, "requests"):
+    if any_in_row(near, "requests"):
         return WaitFor("event", "waits for the next message of its client", setters=("clients",))
-    if _any(near, "join"):
+    if any_in_row(near, "join"):
         return WaitFor("thread", "waits for a thread to end", key=_self_of(a, 5, "join"))
-    if _any(near, "future"):
+    if any_in_row(near, "future"):
         return WaitFor("event", "waits for the result of a task that it started", key="future")
-    if _any(near, "queue") or (a.cause == "queue_wait" and a.futex):
+    if any_in_row(near, "queue") or (a.cause == "queue_wait" and a.futex):
         kind = "queue"
-    elif _any(near, "event") or a.cause == "thread_wait":
+    elif any_in_row(near, "event") or a.cause == "thread_wait":
         kind = "event"
     else:
         return None
-    if a.waited[1] == "acquire" or _any(near, "acquire"):
-        says = f"waits for {a.lock}" if a.lock else "waits for a lock"
+    if a.waited[1] == "acquire" or any_in_row(near, "acquire"):
+        says = f"waits to acquire {a.lock}" if a.lock else "waits for a lock"
         return WaitFor("lock", says, key=a.futex, lock=a.lock)
     return _wait_for_object(a, kind)
 
 
-def _wait_for_object(a: _Asked, kind: str) -> WaitFor:
+def _wait_for_object(a: Asked, kind: str) -> WaitFor:
     """A queue, event or condition, with the functions of its file that would end the wait."""
     name, method = a.waited
     text = a.around.text(a.user.file) if a.user is not None else ""
     setters = source.find_setters(text, name, method)
     full = method == "put"
-    says = "waits for an event" if kind == "event" else "waits for an item of a queue"
+    says = "waits for an event" if kind == "event" and method != "get" else "waits for an item of a queue"
     says = "puts into a full queue" if full else says
     return WaitFor(
         kind,
-        f"{says} ({name})" if name else says,
+        f"awaits {name}" if method == "await" else f"{says} ({name})" if name else says,
         key=_self_of(a, 5, "queue", "event") or a.futex,
         lock=name,
         setters=setters,
         lost=next((one for one in setters if source.is_started(text, one)), ""),
-        strong=full
-        or not (a.consumes if kind == "queue" else method == "get" and a.ask(source.takes_work, False)),
+        strong=full or not _takes(a, kind, method),
         left_s=_left_s(a),
         operation=method,
     )
 
 
-def _left_s(a: _Asked) -> float | None:
+def _takes(a: Asked, kind: str, method: str) -> bool:
+    """Whether what it waits for is its next work."""
+    if kind == "queue":
+        return a.consumes
+    return _supervises(a) or (method == "get" and a.ask(source.takes_work, False))
+
+
+def _left_s(a: Asked) -> float | None:
     """Until its wait ends by itself; None also where that is only one try of many."""
+    return None if _renews(a) or a.ask(source.tries_again, False) else a.now.left_s
+
+
+def _renews(a: Asked) -> bool:
+    """Whether its wait has ended meanwhile, and begun anew."""
     last, first = a.now.left_s, a.thread.facts[0].left_s if a.thread.facts else None
-    again = last is not None and first is not None and last > first - a.around.seconds / 2
-    return None if again or a.ask(source.tries_again, False) else last
+    return last is not None and first is not None and last > first - a.around.seconds / 2
 
 
-def _by_links(a: _Asked) -> WaitFor | None:
+def _supervises(a: Asked) -> bool:
+    """Whether a library wakes up now and then to see whether its processes live."""
+    inside = any(not frame.file.endswith("threading.py") for frame in a.called)
+    return inside and bool(a.around.children) and _renews(a)
+
+
+def _by_links(a: Asked) -> WaitFor | None:
     links = [a.around.links[fd] for fd in a.extra.fds if fd in a.around.links]
     if path := a.extra.opens:
         says = f"opens {path.rsplit('/', 1)[-1]} and waits for the other side"
         return WaitFor("open", says, path=path)
     if address := a.extra.connects:
         return WaitFor("connect", f"connects to {address.split(' ', 1)[1]}", path=address)
-    client = _any(a.frames, "http")
+    client = any_in_row(a.called, "http")
     what = "the answer to its request" if client else "data"
     if links and all(one.kind == "listen" for one in links):
         return WaitFor("idle", "waits for a connection")
@@ -440,16 +367,15 @@ def _by_links(a: _Asked) -> WaitFor | None:
         return WaitFor("pipe", "reads from a pipe" if reads else "writes to a full pipe", ends=pipes)
     if links:
         ends = tuple(one.end for one in links if one.kind != "listen")
-        says = (
-            "sends on a full connection" if a.now.syscall in _SENDS else f"waits for {what} on a connection"
-        )
+        says = f"waits for {what}" if client else f"waits for {what} on a connection"
+        says = "sends on a full connection" if a.now.syscall in _SENDS else says
         return WaitFor("socket", says, ends=ends)
-    if client or a.cause == "request_wait" or _any(a.frames[:6], "zmq"):
+    if client or a.cause == "request_wait" or any_in_row(a.frames[:6], "zmq"):
         return WaitFor("answer", f"waits for {what}", operation="" if client else "zmq")
     return None
 
 
-def _by_sleep(a: _Asked) -> WaitFor | None:
+def _by_sleep(a: Asked) -> WaitFor | None:
     left_s = a.now.left_s
     whole_s = a.now.wait_s or 0.0
     if not a.frames and a.now.syscall.endswith("nanosleep") and a.around.seconds < whole_s < LONG_S:
@@ -461,7 +387,7 @@ def _by_sleep(a: _Asked) -> WaitFor | None:
             return WaitFor("idle", "sleeps until the program is ended")
         if a.ask(source.is_poll, False) and (left_s is None or left_s <= SHORT_S):
             memory = a.ask(source.polls_memory, False)
-            says = "looks again and again for something that does not come"
+            says = "polls for a change that does not come"
             return WaitFor("poll", says, left_s=left_s, operation="memory" if memory else "")
         return WaitFor("sleep", "sleeps", left_s=left_s)
     if a.cause == "stdin_wait":
