@@ -44,7 +44,7 @@ def test_a_rank_that_ended_with_an_exception_died() -> None:
     assert "ValueError: bad batch" in expect(diagnose(traces), "rank_died", 5).sentence
     ending = RankNow(5, "queue_wait", "train.py:5 in flush", "waits on a queue that nobody empties")
     verdict = expect(diagnose(traces, stacks=[ending]), "rank_died", 5)
-    assert "its process has not ended, it is at train.py:5 in flush (queue wait)" in verdict.sentence
+    assert "its process has not ended, it waits for an event at train.py:5 in flush" in verdict.sentence
     assert "rank 5 never entered" in verdict.sentence and ending.line in verdict.evidence
     assert verdict.advice[-1].startswith("end what runs at train.py:5 in flush when the program fails")
 
@@ -59,7 +59,7 @@ def test_ctrl_c_is_no_death_and_tells_where_a_rank_was() -> None:
         return [replace(t, progress=Progress(closed=end)) for t, end in zip(traces, ends, strict=True)]
 
     verdict = expect(diagnose(stopped(traces)), "missing_rank", 5)
-    assert "it is at train.py:7 (interrupted)" in verdict.sentence and verdict.where == "train.py:7"
+    assert "it was interrupted at train.py:7" in verdict.sentence and verdict.where == "train.py:7"
     for took_s, sure in ((90, 0.9), (0.1, 0.35)):  # their connections broke when rank 5 ended
         failed = [
             replace(t, calls=with_lost_call(t.calls, took_s)) if t.header.rank != 5 else t for t in traces

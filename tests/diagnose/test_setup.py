@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from allranks.diagnosis import DiagnoseOptions, diagnose
 from allranks.model.diagnosis import Diagnosis, RankNow
-from allranks.model.trace import Frame, Progress, Rendezvous
+from allranks.model.trace import Frame, Group, Progress, Rendezvous
 
 from .histories import START_NS, STUCK, Do, expect, run, verdict_of
 
@@ -66,6 +66,50 @@ def test_a_rank_that_waits_in_its_next_call_for_one_inside_new_group_is_told_to_
     assert (
         diagnose([], stacks=[replace(seen[0], cause="store_wait"), seen[1]]).verdict is None
     )  # a key of its own
+
+
+def _making(*progress: Progress, made: dict[int, tuple[int, ...]] | None = None) -> Diagnosis:
+    """Four ranks, some of them inside new_group; `made`: the members of group 1 as ranks know it."""
+    traces = run(
+        {"world": (0, 1, 2, 3)}, {r: [Do("all_reduce")] * 5 for r in range(4)}, backend="gloo"
+    ).traces()
+    now = max(int(t.calls["completed_ns"].max()) for t in traces)
+    boxes = []
+    for rank, (trace, mark) in enumerate(zip(traces, progress, strict=True)):
+        own = (Group("1", "", made[rank], "gloo"),) if made and rank in made else ()
+        mark = replace(mark, inside_ns=now)
+        boxes.append(replace(trace, kind="black box 2", progress=mark, groups=(*trace.groups, *own)))
+    return diagnose(boxes, options=DiagnoseOptions(now_ns=now + 60 * 10**9))
+
+
+def _inside(setups: int, *members: int, alone: bool = False) -> Progress:
+    return Progress(inside="new_group", setups=setups, members=members, alone=alone)
+
+
+def test_a_rank_that_lists_other_members_for_one_call_of_new_group_is_named() -> None:
+    """new_subgroups_by_enumeration with the hosts in another order: rank 2 takes rank 0's place and both get out."""
+    made = {1: (0, 1), 2: (2, 3)}
+    found = _making(_inside(1, 0, 1), Progress(setups=3), Progress(setups=3), _inside(2, 2, 3), made=made)
+    verdict = expect(found, "order_inversion", 2)
+    assert verdict.sentence.startswith(
+        "rank 2 passed ranks 2, 3 to a call of new_group, where ranks 0, 1 passed ranks 0, 1"
+    )
+
+
+def test_a_member_that_got_out_of_new_group_without_the_others_is_named() -> None:
+    """It made the group with another backend."""
+    members = _inside(1, 0, 1, 2)
+    found = _making(members, Progress(setups=2), members, Progress(setups=2))
+    assert expect(found, "missing_rank", 1).sentence.startswith("rank 1 left a call of new_group in which")
+
+
+def test_only_members_are_missing_where_the_members_alone_make_a_group() -> None:
+    """use_local_synchronization: rank 3 is not a member, and does not call new_group."""
+    members = _inside(1, 0, 1, 2, alone=True)
+    verdict = expect(_making(members, Progress(setups=1), members, Progress(setups=1)), "missing_rank", 1)
+    assert verdict.advice == (
+        "call new_group on ranks 0-2: with use_local_synchronization the members make the group",
+    )
 
 
 def test_the_lines_of_ranks_that_make_different_groups_come_from_their_stacks() -> None:

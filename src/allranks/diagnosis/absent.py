@@ -140,7 +140,7 @@ def _destroyed_ns(context: Context, blocked: Blocked, rank: int) -> int:
 
 def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...], now: RankNow) -> Finding:
     live: Stacks = (((now.rank,), now.stack),) if now.stack else ()
-    facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.line}
+    facts = {"now_at": now.where, "now_rank": now.rank, "now_evidence": now.line, **doing(now)}
     facts["there"] = "it" if len(ranks) == 1 else f"rank {now.rank}"
     exiting = now.evidence.startswith("the interpreter is exiting")  # threads of the program keep the process
     sure, cause = 0.75 if polls(now) else 0.0, ""
@@ -154,7 +154,6 @@ def _stuck_elsewhere(context: Context, blocked: Blocked, ranks: tuple[int, ...],
         ranks,
         sure,
         cause,
-        doing=doing(now),
         holder=str(now.held_by) if now.held_by in blocked.rows else "",
         exiting=exiting,
         polls=polls(now),
@@ -202,7 +201,7 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     facts = {"how": how, "line": line_in(how)}
     if now is None or now.cause in UNTELLING or not now.where:  # else it hangs in its end
         return lacking(context, "died", blocked, ranks, sure, **facts)
-    facts |= {"now_at": now.where, "doing": doing(now), "now_evidence": now.line}
+    facts |= {"now_at": now.where, "now_evidence": now.line, **doing(now)}
     return lacking(context, "died", blocked, ranks, sure, **facts)
 
 

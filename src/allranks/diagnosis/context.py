@@ -16,7 +16,7 @@ from allranks.diagnosis.p2p import P2PMismatch, P2PWait
 from allranks.diagnosis.waits import Blocked, Graph, Patience, waited_s
 from allranks.model.diagnosis import Diagnosis, Finding, RankNow
 from allranks.model.formatting import count, duration, ranks_text, rename
-from allranks.model.stacks import is_user_file
+from allranks.model.stacks import PLAIN_VERBS, is_user_file
 from allranks.model.trace import Frame, State, World
 
 #: A ring that has wrapped with fewer calls has lost the rounds that tell who left his.
@@ -31,17 +31,11 @@ _INTERNAL = re.compile(
     r"|(?:(?:site|dist)-packages|torchft|accelerate/src)/(?:torchft|accelerate)/|/allranks/recording/|/deepspeed/comm"
     r"|<frozen|/contextlib\.py|/threading\.py|/multiprocessing/|^<|\.so(?![a-z])|\.cpp$"
 )
+_VERBS = {**PLAIN_VERBS, "interrupted": "was interrupted"}
 #: Errors that a rank gets because another one has gone.
 _SECONDARY = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|[Tt]imed? ?out|aborted|remote (?:worker|process)|ncclRemoteError"
 )
-#: Causes of stacks whose names say little, or too much: a rank that waits for any file is in "checkpoint_io".
-_DOING = {
-    "checkpoint_io": "file I/O",
-    "gil_held_native": "C code that holds the GIL",
-    "d_state": "uninterruptible sleep",
-    "lock_deadlock": "lock wait",  # its holder may only be slow
-}
 
 
 def is_secondary(text: str) -> bool:
@@ -106,12 +100,15 @@ def polls(now: RankNow) -> bool:
     return now.evidence.startswith("looks again and again")
 
 
-def doing(now: RankNow) -> str:
-    """What a rank does by its stacks, in brackets behind its line; "" where they do not tell."""
-    holder = f", rank {now.held_by} holds the lock" if now.held_by is not None else ""
-    text = _DOING.get(now.cause, now.cause.replace("_", " "))
-    text = "looks again and again for a change" if polls(now) else text
-    return f" ({text}{holder})" if now.cause not in ("", "unknown") else ""
+def doing(now: RankNow) -> dict[str, object]:
+    """What a rank does by its stacks, and which rank holds the lock that it waits for."""
+    verb = "looks again and again for a change" if polls(now) else _VERBS.get(now.cause, "")
+    known = bool(verb) and now.cause != "unknown"
+    return {
+        "doing": verb if known else "is",
+        "busy": known,
+        "held_by": "" if now.held_by is None else now.held_by,
+    }
 
 
 def with_names(found: Diagnosis, worlds: Sequence[World]) -> Diagnosis:

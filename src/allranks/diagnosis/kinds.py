@@ -101,7 +101,11 @@ _INSIDE = "{entered_by} entered {call}{lines}\n{failure}"
 _BETWEEN = "look at what {ranks} {does} between {its} last call and [{at}|{call}]"
 _PASSES = "look for a condition, exception or early end of a loop that lets {ranks} pass [{at}|this call]"
 _SAME_GROUPS = "make the same groups, with the same members, in the same order on every rank"
-_ALL_CALL = "call {function} on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
+_ALL_CALL = (
+    "[members?call new_group on {members}: with use_local_synchronization the members make the group"
+    "|new?call new_group on every rank, in the same order: it is a call of all ranks, also of those outside the new group"
+    "|call {function} on every rank]"
+)
 _SECOND = "a second dump of all ranks: where nothing has moved, the job hangs"
 _NO_FILE = "the black box, dump or log of {ranks}: run `allranks diagnose` with it"
 _LAST_LINES = "look for the last log lines of {ranks} (killed, out of memory, node down)"
@@ -115,7 +119,8 @@ _SINCE = (
     "|; {failed_since}|; now {wait_since}]"
 )
 _STACKS = "where {ranks} is now: run `allranks stacks` on its node"
-_THERE = "; rank {now_rank} is at {now_at}[{doing}]"
+_HELD = "[ (rank {held_by} holds the lock)]"
+_THERE = "; rank {now_rank} {doing} at {now_at}" + _HELD
 
 # fmt: off
 KINDS = {
@@ -132,7 +137,7 @@ KINDS = {
         _ENTERED, "{where_now}",
         "compare RANK, WORLD_SIZE, MASTER_ADDR and the arguments of init_process_group on all ranks, and check the network between them"),
     "stuck_elsewhere": Kind("stuck_before_collective", 0.95,
-        "{who} never {entered}; {waiting}[; {there} is at {now_at}]{doing}",
+        "{who} never {entered}; {waiting}[; {there} {doing} at {now_at}|busy?; {there} {doing}]" + _HELD,
         _ENTERED + "\n{now_evidence}",
         "[polls?who should make that change: perhaps a rank that waits here and passed that line without it]",
         "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
@@ -142,7 +147,7 @@ KINDS = {
         "{who} called destroy_process_group on group {label} and never entered {call}; {waiting}[left?; it has left the program]",
         _ENTERED, "", "make [{at}|this call] before any rank destroys the group, or on no rank"),
     "died": Kind("rank_died", 0.93,
-        "{who} [now_at?never|died before it] {entered}: {how}[; its process has not ended, it is at {now_at}]{doing}; {waiting}",
+        "{who} [now_at?never|died before it] {entered}: {how}[; its process has not ended, it {doing} at {now_at}" + _HELD + "]; {waiting}",
         _ENTERED + "\n{now_evidence}", "",
         "[look at {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]\n"
         "[end what runs at {now_at} when the program fails: it keeps the process of rank {rank} alive]"),
@@ -297,6 +302,14 @@ KINDS = {
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", "",
         "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|look at {line}, where rank {worst} ended"
         "|read the log of {ranks}]"),
+    "other_members": Kind("order_inversion", 0.85,
+        "[tie?{who} passed different members to one call of new_group: {named} passed {mine}, {others} passed {theirs}"
+        "|{who} passed {mine} to a call of new_group, where {others} passed {theirs}]; {inside}[" + _THERE + "]",
+        "{waiters} entered new_group[ at {entered_at}] and did not leave it\n{now_evidence}", "", _SAME_GROUPS),
+    "left_new_group": Kind("missing_rank", 0.7,
+        "{who} left a call of new_group in which the other members of the group still wait; {inside}[" + _THERE + "]",
+        "{waiters} entered new_group[ at {entered_at}] and did not leave it\n{now_evidence}", "",
+        "compare what {ranks} and {waiters} pass to new_group: members, backend, and the order of the calls"),
     "different_groups": Kind("order_inversion", 0.6,
         "{who} wait in one call of new_group[ ({line})]{times}[, {ahead} in a later one], and no rank is missing: they make groups in different "
         "order or with different members",
