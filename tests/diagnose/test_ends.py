@@ -180,3 +180,21 @@ def test_completed_is_not_believed_once_a_rank_is_gone() -> None:
             calls["state"] = State.COMPLETED
         flipped.append(replace(trace, calls=calls))
     expect(diagnose(flipped), "rank_died", 3)
+
+
+@pytest.mark.parametrize(("lost", "ranks", "sure"), [(2, (3,), 0.6), (3, (1, 2), 0.6)])
+def test_a_rank_alone_in_a_group_of_unknown_members_waits_perhaps_for_one_without_a_file(
+    lost: int, ranks: tuple[int, ...], sure: float
+) -> None:
+    """Two pairs across two pairs, without a call of all ranks: who is in a pair is not recorded, nor how many ranks there are."""
+    groups = {"tp_0": (0, 1), "tp_1": (2, 3), "dp_0": (0, 2), "dp_1": (1, 3), "world": (0, 1, 2, 3)}
+    programs = {
+        rank: [Do("all_reduce", f"tp_{rank // 2}", line=20), Do("all_reduce", f"dp_{rank % 2}", line=30)] * 6
+        for rank in range(4)
+    }
+    programs = with_change(programs, 3, 10, Do("all_gather", "tp_1", line=20))
+    traces = run(groups, programs, backend="gloo", members=False).traces(lost=frozenset({lost}))
+    traces = [replace(trace, groups=trace.groups[:-1]) for trace in traces]
+    verdict = verdict_of(diagnose(traces))
+    assert verdict.ranks == ranks and verdict.confidence <= sure, verdict.sentence
+    assert any("may be lacking" in text or "file of" in text for text in verdict.missing_evidence)

@@ -14,7 +14,7 @@ from allranks.diagnosis.context import Context, p2p_text, place, ranks_wait
 from allranks.diagnosis.job import Family, RankCalls, is_p2p
 from allranks.diagnosis.kinds import say
 from allranks.diagnosis.mismatches import left_program
-from allranks.diagnosis.waits import Blocked
+from allranks.diagnosis.waits import Blocked, is_lonely
 from allranks.model.diagnosis import Finding
 from allranks.model.formatting import count, ranks_text
 from allranks.model.trace import Flag
@@ -410,7 +410,9 @@ def _inversion(context: Context, ranks: tuple[int, ...], calls: list[Blocked]) -
     groups = " and ".join(list(dict.fromkeys(context.group(call).label for call in calls))[:4])
     inside = [[(rank, row) for rank, row in call.rows.items() if rank in ranks] for call in calls[:6]]
     facts = {"groups": groups, "parts": "; ".join(steps[:3]), "parts_listed": "\n".join(steps)}
-    sure = 0.7 if context.forgetful(ranks) else 0.85
+    lonely = any(is_lonely(context.job, call) for call in calls)
+    sure = 0.6 if lonely else 0.7 if context.forgetful(ranks) else 0.85
+    facts["unknown"] = lonely
     found = context.root("inversion", ranks, calls[0], sure, **facts)
     return replace(found, stacks=tuple(entry for rows in inside for entry in context.stacks(rows)))
 

@@ -118,6 +118,7 @@ _SINCE = (
     "[; at #{met} it called {met_mine} where they called {met_theirs}|; at #{met} their calls no longer fit"
     "|; {failed_since}|; now {wait_since}]"
 )
+_MEMBERS = "[unknown?which ranks are members of the group: its recorder does not say, so a rank without a dump may be lacking]"
 _STACKS = "where {ranks} is now: run `allranks stacks` on its node"
 _HELD = "[ (rank {held_by} holds the lock)]"
 _THERE = "; rank {now_rank} {doing} at {now_at}" + _HELD
@@ -219,7 +220,7 @@ KINDS = {
         "[lost?the calls before: the rings of these ranks were too short to keep them]\n"
         "which link or device: `allranks doctor`, `dmesg -T | grep -iE 'xid|mlx5|link'`, and NCCL_DEBUG=INFO logs\n"
         "[started?|which rank's kernel started: run with TORCH_NCCL_ENABLE_TIMING=1]\n"
-        "[unknown?who belongs to the group: its recorder does not say, so a rank without a dump may be lacking]"),
+        + _MEMBERS),
     # ---- ranks that wait for each other
     "one_too_many": Kind("p2p_mismatch", 0.8,
         "{who} [sends?sends to|receives from] rank {peer} once more than in every round before[ ({line})]; rank {peer} posted as many "
@@ -243,7 +244,7 @@ KINDS = {
         "|in all earlier rounds rank {rank} came to that call at this point]", "",
         "make the call at [{line}|that line] on all ranks that it needs, or on none"),
     "inversion": Kind("order_inversion", 0.85,
-        "{who} enter the groups {groups} in different order and wait for each other: {parts}", "{parts_listed}", "",
+        "{who} enter the groups {groups} in different order and wait for each other: {parts}", "{parts_listed}", _MEMBERS,
         "let all ranks enter these groups in the same order, or in one batch"),
     # ---- a rank whose calls differ from those of the others
     "skipped": Kind("missing_rank", 0.9,
