@@ -207,3 +207,11 @@ def test_a_rank_that_has_left_its_loop_of_messages_is_asked_for_the_end_of_the_l
     assert verdict.advice[0].startswith(
         "look for a condition, exception or early end of a loop that lets rank 0"
     )
+
+
+def test_a_branch_of_one_function_that_names_another_root_is_not_one_more_call() -> None:
+    """`gather(group_dst=1)` in one branch and `gather(dst=1)` in the other."""
+    usual = [Do("all_reduce", line=10), Do("gather", root=1, line=20)] * 6
+    odd = [*usual[:9], Do("gather", root=2, line=21), *usual[10:]]
+    traces = run({"world": (0, 1, 2)}, {0: usual, 1: usual, 2: odd}, backend="gloo").traces()
+    expect(diagnose(traces), "root_mismatch", 2)

@@ -76,6 +76,7 @@ CAUSES = {
     "damaged_file": CauseInfo("a file could not be read to its end", "a whole file", "the file is whole"),
     "unsafe_pickle": CauseInfo("a file would run code when unpickled", "", "the file comes from torch"),
     "missing_dump": CauseInfo("there is no file of a rank", "the file", "the file is there"),
+    "unrecorded": CauseInfo("the recorder does not keep some calls of the job", "stacks of all ranks", "no rank waits in such a call"),
     "skew": CauseInfo("ranks are a few calls apart", "a second dump", "a second dump shows the same calls"),
     "pause": CauseInfo("ranks pause, or paused", "the mark of the pause, or later progress", "the ranks never move again"),
     "folded": CauseInfo("more of the same", "", ""),
@@ -344,6 +345,9 @@ KINDS = {
     "unsafe_pickle": Kind("unsafe_pickle", 0.0, "{path} is not safe to open: it {what} here", "", "",
         "do not open it with pickle, torch.load or torchfrtrace; find out who wrote it"),
     "missing_dump": Kind("missing_dump", 0.0, "no file of {ranks}"),
+    "unrecorded": Kind("unrecorded", 1.0,
+        "the recorded calls of all ranks fit together, and none is stuck; but gloo's recorder keeps no sends and receives, and this "
+        "job makes some: `allranks stacks` shows whether a rank waits in one"),
     "skew": Kind("skew", 0.0,
         "ranks are a few calls apart ({number} unfinished, oldest {oldest}), within this job's usual pauses: {reason}; run again in "
         "{again} to be sure"),

@@ -191,7 +191,17 @@ def find_warnings(
     young = [b for b in every if b.missing and not is_hung(context.job, b, context.patience)]
     skew = _skew(context, young) if young and not roots else None
     pause = _pause(context) if context.blocked else None
-    return found + [one for one in (slow, skew, pause) if one is not None]
+    unseen = context.warning("unrecorded") if not roots and _lost_messages(context.job) else None
+    return found + [one for one in (slow, skew, pause, unseen) if one is not None]
+
+
+def _lost_messages(job: Job) -> bool:
+    """Whether gloo's own recorder has numbered calls that it did not keep: sends, receives, monitored barriers."""
+    views = (v for v in job.ranks.values() if not v.trace.is_box and not v.trace.is_hook)
+    lanes = (
+        v.trace.calls["op_id"][v.group == g.index] for v in views for g in job.groups if g.backend == "gloo"
+    )
+    return any(bool((np.diff(numbers.astype(np.int64)) > 1).any()) for numbers in lanes)
 
 
 def _skew(context: Context, young: list[Blocked]) -> Finding:
