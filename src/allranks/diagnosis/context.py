@@ -70,6 +70,13 @@ def place(frames: Sequence[Frame]) -> str:
     return text if frame.name in ("", "<module>") else f"{text} in {frame.name}"
 
 
+def parted(frames: Sequence[Frame], others: Sequence[Frame]) -> Sequence[Frame]:
+    """The stack from the first frame of the user's code on that the other stack has not: a helper of both says nothing."""
+    mine, theirs = user_frames(frames, len(frames)), user_frames(others, len(others))
+    first = next((at for at, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), 0)
+    return mine[first:]
+
+
 def ranks_wait(ranks: Iterable[int]) -> str:
     """ "rank 5 waits", "ranks 0, 2 wait"."""
     ordered = set(ranks)
