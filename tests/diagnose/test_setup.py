@@ -92,7 +92,30 @@ def test_a_rank_that_lists_other_members_for_one_call_of_new_group_is_named() ->
     found = _making(_inside(1, 0, 1), Progress(setups=3), Progress(setups=3), _inside(2, 2, 3), made=made)
     verdict = expect(found, "order_inversion", 2)
     assert verdict.sentence.startswith(
-        "rank 2 passed ranks 2, 3 to a call of new_group, where ranks 0, 1 passed ranks 0, 1"
+        "rank 2 called new_group for ranks 2, 3, where ranks 0, 1 called it for ranks 0, 1; 2 ranks have"
+    )
+
+
+def test_ranks_that_wait_in_a_group_which_one_made_for_other_members_are_not_the_fault_of_the_network() -> (
+    None
+):
+    """Everybody got out of new_group: rank 3 took rank 2's place in the group of ranks 1 and 2."""
+    groups = {"world": (0, 1, 2, 3), "pair": (1, 2)}
+    programs = {
+        rank: [Do("all_reduce")] * 5 + [Do("all_reduce", "pair")] * (rank == 2) + [Do("all_reduce")]
+        for rank in range(4)
+    }
+    traces = run(groups, programs, backend="gloo").traces()
+    other = Group("1", "pair", (1, 3), "gloo")
+    traces[3] = replace(traces[3], groups=(*traces[3].groups, other))
+    boxes = [replace(trace, kind="black box 2") for trace in traces]
+    met = Rendezvous("vm:1", 4)
+    boxes = [replace(t, header=replace(t.header, rendezvous=met)) for t in boxes]
+    now = max(int(t.calls["created_ns"].max()) for t in traces) + 60 * 10**9
+    verdict = expect(diagnose(boxes, options=DiagnoseOptions(now_ns=now)), "order_inversion", 3)
+    assert (
+        verdict.sentence
+        == "rank 3 called new_group for ranks 1, 3, where ranks 1, 2 called it for ranks 1, 2"
     )
 
 
@@ -227,7 +250,9 @@ def test_a_wrong_argument_of_one_rank_is_its_own_error() -> None:
     )
     wrong = Progress(setups=0, closed="exception: ValueError (train.py:3): Unknown c10d backend type GLOO2")
     verdict = expect(_joining((here, IN_INIT), (here, wrong), (here, IN_INIT)), "rank_died", 1)
-    assert "Unknown c10d backend type GLOO2 in init_process_group; 2 ranks wait in it" in verdict.sentence
+    assert (
+        "Unknown c10d backend type GLOO2 in init_process_group; 2 ranks have waited in it" in verdict.sentence
+    )
 
 
 def test_a_world_larger_than_the_number_of_processes_is_told_with_both_numbers() -> None:

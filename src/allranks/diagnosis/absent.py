@@ -198,7 +198,7 @@ def _died(context: Context, blocked: Blocked, dead: dict[int, str]) -> Finding:
     how = dead[ranks[0]]
     sure = 0.8 if how == say("quick_failure") else 0.93
     now = context.seen.get(ranks[0])
-    facts = {"how": how, "line": line_in(how)}
+    facts: dict[str, object] = {"how": how, "line": line_in(how)}
     if now is None or now.cause in UNTELLING or not now.where:  # else it hangs in its end
         return lacking(context, "died", blocked, ranks, sure, **facts)
     facts |= {"now_at": now.where, "now_evidence": now.line, **doing(now)}

@@ -311,6 +311,11 @@ class Context:
             state=_ENDS.get(Now(int(view.now[row])), ""),
         )
 
+    def now_in(self, rank: int) -> str:
+        """The last call of a rank, as a sentence part, if it has not finished it; else ""."""
+        text, sign = self.last_call(rank), f" ({_ENDS[Now.OPEN]})"
+        return text.removesuffix(sign) if text.endswith(sign) else ""
+
     def last_calls(self, ranks: tuple[int, ...]) -> str:
         """A line for each of these ranks: what it did last."""
         last = {rank: self.last_call(rank) for rank in ranks[:4]}
@@ -443,6 +448,7 @@ _OF_RANKS: dict[str, Callable[[Context, tuple[int, ...]], object]] = {
     "its": lambda context, ranks: "its" if len(ranks) == 1 else "their",
     "does": lambda context, ranks: "does" if len(ranks) == 1 else "do",
     "last": lambda context, ranks: context.last_call(ranks[0]) if len(ranks) == 1 else "",
+    "now_in": lambda context, ranks: context.now_in(ranks[0]) if len(ranks) == 1 else "",
     "lasts": lambda context, ranks: context.last_calls(ranks),
     "where_now": lambda context, ranks: context.where_now(ranks),
 }

@@ -129,7 +129,7 @@ KINDS = {
     # ---- a rank that others wait for, with a file
     "never_entered": Kind("missing_rank", 0.9,
         "{who} never {entered}[ ({at})]; {waiting}"
-        "[; it has left the program ({closed})|; it is inside {inside}|; its last call was {last}]",
+        "[; it has left the program ({closed})|; it is inside {inside}|; it is in {now_in}|; its last call was {last}]",
         _ENTERED_ONCE, "{where_now}\n{unrecorded}", f"[in_new_group?{_SAME_GROUPS}|passed?{_PASSES}|{_BETWEEN}]"),
     "not_started": Kind("not_started", 0.85,
         "{who} never came to {its} first collective; {waiting} in {call}",
@@ -159,7 +159,7 @@ KINDS = {
         "look for a condition that lets {ranks} pass [{at}|this call]"),
     "lone_waiter": Kind("extra_collective", 0.6,
         "{who} made an extra {call}[ at {at}]: none of the other {number} ranks entered it, and all of them stopped after the same call",
-        _ENTERED, "where {others} are now: `allranks stacks` tells whether they are stuck instead",
+        _ENTERED, "where {others} are now: `allranks stacks` shows whether they are stuck instead",
         "look at what {others} do between their last call and [{at}|{call}]"),
     # ---- a rank that others wait for, without a file
     "no_file": Kind("rank_died", 0.6,
@@ -235,7 +235,7 @@ KINDS = {
         "{who} [sends?sends to|receives from] rank {peer}, but it is rank {other} that [sends?receives from|sends to] it (group {label})",
         _ENTERED, "", "look at the partner that rank {rank} names at [{at}|this call]"),
     "no_partner": Kind("p2p_mismatch", 0.85,
-        "{who} wait for each other, [posted?each posted what the next waits for behind its own wait|no partner posted]: {parts}",
+        "{who} wait for each other[posted?, and each comes to what the next one waits for only behind its own wait]: {parts}",
         "{parts_listed}", "",
         "give every send its receive, and post both in one batch_isend_irecv where two ranks exchange"),
     "extra_in_circle": Kind("extra_collective", 0.75,
@@ -254,7 +254,7 @@ KINDS = {
         "look for a condition, exception or early end of a loop that lets rank {rank} pass [{at}|that line]"),
     "extra": Kind("extra_collective", 0.9,
         "{who} made an extra {made}[ at {at}][ and {more} behind it], where [{called}|the others do not make it]"
-        "[either? (an extra call, or one of them has left its loop early)]" + _SINCE,
+        "[either? (an extra call, or one of these ranks skipped calls or left its loop early)]" + _SINCE,
         "{reason}\n{sides}", "",
         "make the call on all ranks of the group, or on none: look for a condition on the rank around [{at}|that line]"),
     "swapped": Kind("order_inversion", 0.9,
@@ -291,7 +291,7 @@ KINDS = {
         "{said}\n[the environment of rank {changed} said {before} when it started]", "", "give every rank the same {variables}"),
     "never_called": Kind("missing_rank", 0.9,
         "{who} [failed?left {function} with an error and did not call it again|never called {function}]; {inside}"
-        "[; the last call of {late} was {last}]"
+        "[; {late} is in {now_in}|; the last call of {late} was {last}]"
         "[; world_size is {expected}[ ({line})], and there are files of {started} processes][" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
         "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
@@ -305,9 +305,9 @@ KINDS = {
         "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|look at {line}, where rank {worst} ended"
         "|read the log of {ranks}]"),
     "other_members": Kind("order_inversion", 0.85,
-        "[tie?{who} passed different members to one call of new_group: {named} passed {mine}, {others} passed {theirs}"
-        "|{who} passed {mine} to a call of new_group, where {others} passed {theirs}]; {inside}[" + _THERE + "]",
-        "{waiters} entered new_group[ at {entered_at}] and did not leave it\n{now_evidence}", "", _SAME_GROUPS),
+        "[tie?{who} called new_group for different members: {named} for {mine}, {others} for {theirs}"
+        "|{who} called new_group for {mine}, where {others} called it for {theirs}][; {inside}" + _THERE + "|; {inside}]",
+        "[inside?{waiters} entered new_group[ at {entered_at}] and did not leave it]\n{now_evidence}", "", _SAME_GROUPS),
     "left_new_group": Kind("missing_rank", 0.7,
         "{who} left a call of new_group in which the other members of the group still wait; {inside}[" + _THERE + "]",
         "{waiters} entered new_group[ at {entered_at}] and did not leave it\n{now_evidence}", "",
@@ -371,7 +371,7 @@ PHRASES = {
     "waited": "{number} {has} waited [at_most?at most ]{wait}",
     "waits_for_it": "{number} {wait} for it",
     "waited_in_it": "{number} waited in it",
-    "wait_in_it": "{number} {wait} in it",
+    "wait_in_it": "{number} [times?[one?has|have] waited in it{times}|{wait} in it]",
     "ended_with": "it ended with {text}",
     "gone": "its process is gone",
     "unread_file": "the file of rank {rank} [damaged?is damaged, and nothing of it could be read|could not be opened] ({path}: {note})",
@@ -391,7 +391,8 @@ PHRASES = {
     "examined": "the newest {number} calls of every rank were examined",
     "by_chance": "their calls fitted by chance until #{seq}: {sides}",
     "called_from": "it called from {at}, the others from {elsewhere}: it may be a call that only it makes",
-    "also": "{number} later collectives of the group do not fit either: they follow from this one",
+    "also": "[one?1 later collective of the group does not fit either: it follows|{number} later collectives of the group do not fit "
+        "either: they follow] from this one",
     # why a rank is the odd one
     "tie": "there is no majority and no history to tell who is the odd one",
     "outvoted": "{agree} of {total} ranks agree[; {reason}: a call of one side only, or the end of a loop that came too early or too late]"

@@ -254,7 +254,9 @@ def _evidence(mismatch: Mismatch, culprit: CallDifference, at: str, elsewhere: s
     """What each side passed, and who is the odd one by which evidence; one line each."""
     found = [f"{ranks_text(ranks)}: {text}" for text, ranks in mismatch.classes[:6]] + [culprit.reason]
     found += [say("called_from", at=at, elsewhere=elsewhere)] if elsewhere else []
-    return "\n".join([*found, say("also", number=mismatch.also)] if mismatch.also else found)
+    return "\n".join(
+        [*found, say("also", number=mismatch.also, one=mismatch.also == 1)] if mismatch.also else found
+    )
 
 
 def _lines(context: Context, rows: dict[int, int], between: str = " with ") -> str:

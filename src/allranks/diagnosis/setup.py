@@ -33,6 +33,7 @@ def explain_setup(context: Context) -> Finding | None:
         _find_apart(context, _SIZE)
         or _find_apart(context, _PORT)
         or _from_boxes(context)
+        or _made_differently(context, {})
         or _from_stacks(context)
         or _find_apart(context, _HOST)
     )
@@ -208,7 +209,7 @@ def _left_it(
     left = tuple(rank for rank in _members_of(waiting) if rank in context.job.ranks and rank not in inside)
     if not left:
         return None
-    facts = {"inside": _waiting(waiting) + times}
+    facts = {"inside": _waiting(waiting, times)}
     return _at_the_wait(
         context, _finding(context, "left_new_group", left, tuple(sorted(waiting)), "new_group", 0.7, **facts)
     )
@@ -220,28 +221,40 @@ def _at_the_wait(context: Context, found: Finding) -> Finding:
     return replace(found, where=next(filter(None, waiting), ""))
 
 
-def _made_differently(context: Context, inside: dict[int, Progress], times: str) -> Finding | None:
-    """Ranks that passed other members to one call of new_group than the others. torch numbers groups by these calls."""
-    made: dict[int, dict[tuple[int, ...], set[int]]] = defaultdict(lambda: defaultdict(set))
+def _made_differently(context: Context, inside: dict[int, Progress], times: str = "") -> Finding | None:
+    """Ranks that passed other members to one call of new_group than the others, where ranks wait in it, or in a call of its
+    group. torch numbers the groups of a world by these calls."""
     if any(view.trace.destroyed for view in context.job.ranks.values()):
-        return None  # then the numbers of groups begin anew
-    for rank, view in context.job.ranks.items():
-        for group in view.trace.groups:
-            if group.name.isdecimal() and group.ranks and not group.store:
-                made[int(group.name)][tuple(sorted(group.ranks))].add(rank)
-        if (progress := inside.get(rank)) is not None and progress.members and not progress.alone:
-            made[progress.setups][progress.members].add(rank)
-    parties = next((made[number] for number in sorted(made) if number and len(made[number]) > 1), None)
+        return None  # then the numbers begin anew
+    parties = next((made for made in _group_members(context, inside) if len(made) > 1), None)
     if parties is None:
         return None
     (usual, most), *rest = sorted(parties.items(), key=lambda item: (-len(item[1]), min(item[1])))
     odd, tie = {rank for _, ranks in rest for rank in ranks}, len(rest[0][1]) == len(most)
     facts: dict[str, object] = {"tie": tie, "named": ranks_text(rest[0][1]), "mine": ranks_text(rest[0][0])}
-    facts |= {"others": ranks_text(most), "theirs": ranks_text(usual), "inside": _waiting(inside) + times}
+    facts |= {"others": ranks_text(most), "theirs": ranks_text(usual)}
+    facts["inside"] = _waiting(inside, times) if inside else ""
     named = tuple(sorted(odd | most if tie else odd))
-    waiting, sure = tuple(sorted(inside)), 0.6 if tie else 0.85
+    waiting, sure = tuple(sorted(inside)) or context.waiting_but(named), 0.6 if tie else 0.85
     found = _finding(context, "other_members", named, waiting, "new_group", sure, **facts)
     return replace(_at_the_wait(context, found), cause="order_inversion")
+
+
+def _group_members(context: Context, inside: dict[int, Progress]) -> list[dict[tuple[int, ...], set[int]]]:
+    """Of each group, in the order in which they were made: the members that ranks know, with these ranks."""
+    found: dict[tuple[int, ...], dict[tuple[int, ...], set[int]]] = defaultdict(lambda: defaultdict(set))
+    stuck = {context.group(blocked).name for blocked in context.blocked}
+    for rank, view in context.job.ranks.items():
+        named = {
+            g.name: tuple(sorted(g.ranks)) for g in view.trace.groups if g.name.isdecimal() and not g.store
+        }
+        world = named.pop("0", ())
+        for name, members in named.items():
+            if members and (inside or name in stuck):
+                found[(int(name), *world)][members].add(rank)
+        if (progress := inside.get(rank)) is not None and progress.members and not progress.alone:
+            found[(progress.setups, *world)][progress.members].add(rank)
+    return [found[key] for key in sorted(found)]
 
 
 def _longest_wait(context: Context, waiting: dict[int, Progress]) -> float:
@@ -268,9 +281,10 @@ def _never_called(
     facts: dict[str, object] = {
         "failed": failed,
         "members": ranks_text(alone) if alone else "",
-        "inside": _waiting(waiting) + times,
+        "inside": _waiting(waiting, times),
         "late": ranks_text(late),
         "last": last,
+        "now_in": context.now_in(late[0]) if len(late) == 1 else "",
     }
     if not late and function == "init_process_group":
         met = context.job.ranks[waiting[0]].trace.header.rendezvous
@@ -290,12 +304,12 @@ def _ended_before(
     how, clean = one_line(told[worst]), told[worst] == "exit"
     named = tuple(rank for rank in gone if (told[rank] == "exit") == clean)
     over = all(p.closed for p in waiting.values())
-    inside = say("waited_in_it", number=count(len(waiting), "rank")) if over else _waiting(waiting)
+    left = say("waited_in_it", number=count(len(waiting), "rank")) + times
     facts = {
         "clean": clean,
         "how": how,
         "called": function == "init_process_group" and traces[worst].header.rendezvous.world_size,
-        "inside": inside + times,
+        "inside": left if over else _waiting(waiting, times),
         "line": line_in(how),
         "worst": str(worst),
     }
@@ -359,8 +373,12 @@ def _fewer_groups(
     return replace(found, met_another=True)
 
 
-def _waiting(ranks: Collection[int]) -> str:
-    return say("wait_in_it", number=count(len(ranks), "rank"), wait="wait" if len(ranks) > 1 else "waits")
+def _waiting(ranks: Collection[int], times: str = "") -> str:
+    """ "2 ranks have waited in it for 15 s"."""
+    one = len(ranks) == 1
+    return say(
+        "wait_in_it", number=count(len(ranks), "rank"), wait="waits" if one else "wait", one=one, times=times
+    )
 
 
 def _is_elsewhere(now: RankNow) -> bool:
