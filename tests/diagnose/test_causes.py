@@ -228,7 +228,7 @@ def test_stacks_turn_missing_into_stuck_with_the_line() -> None:
     assert verdict.where == "data.py:88 in next_batch"
     assert "it waits for its DataLoader at data.py:88 in next_batch" in verdict.sentence
     assert "rank 5: waits for worker 3" in verdict.evidence  # whose evidence it is
-    assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
+    assert verdict.advice == ("check data.py:88 in next_batch: rank 5 is there now",)
     locked = verdict_of(diagnose(traces, stacks=[replace(now, cause="lock_deadlock")]))
     assert (
         "it waits for a lock at data.py:88 in next_batch" in locked.sentence
@@ -245,10 +245,7 @@ def test_who_looks_again_and_again_may_wait_for_what_another_rank_left_out() -> 
         and "; it looks again and again for a change at save.py:6" in verdict.sentence
     )
     (missing,) = verdict.missing_evidence
-    assert (
-        missing
-        == "who should make that change: perhaps a rank that waits here and passed that line without it"
-    )
+    assert missing == "which rank should make that change: perhaps a rank that waits here and skipped it"
 
 
 def test_of_several_ranks_that_have_not_come_the_one_that_was_seen_is_named() -> None:
@@ -393,7 +390,7 @@ def test_each_stack_says_what_it_is_and_the_live_one_comes_first() -> None:
     assert verdict.stacks[0] == ((5,), live)
     assert verdict.stack_labels[:3] == ("live", "last finished call", "in this call")
     assert len(verdict.stack_labels) == len(verdict.stacks)
-    assert verdict.advice == ("look at data.py:88 in next_batch: rank 5 is there now",)
+    assert verdict.advice == ("check data.py:88 in next_batch: rank 5 is there now",)
     without = expect(diagnose(traces), "missing_rank", 5)
     assert without.stack_labels[0] == "last finished call"
 

@@ -205,7 +205,7 @@ def test_a_rank_that_has_left_its_loop_of_messages_is_asked_for_the_end_of_the_l
     verdict = expect(found, "p2p_mismatch", 0)
     assert not verdict.missing_evidence
     assert verdict.advice[0].startswith(
-        "look for a condition, exception or early end of a loop that lets rank 0"
+        "look for a condition, an exception or an early end of a loop that makes rank 0"
     )
 
 

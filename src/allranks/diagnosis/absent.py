@@ -120,6 +120,7 @@ def _never_entered(context: Context, blocked: Blocked, ranks: tuple[int, ...]) -
         inside=marks[0].inside,
         in_new_group=marks[0].inside == "new_group",
         passed=message and context.first_open(ranks[0]) >= 0,
+        message="" if blocked.p2p is None else "receive" if blocked.p2p.sends else "send",
         unrecorded=_unrecorded(context, blocked, ranks),
     )
 

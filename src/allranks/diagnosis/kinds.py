@@ -71,7 +71,7 @@ CAUSES = {
         "ranks called init_process_group with another address or world size", "the arguments of all ranks",
         "both names mean the same host"),
     "no_step": CauseInfo("ranks finish calls, but no training step", "step marks", "the step is longer than all steps before"),
-    "no_progress": CauseInfo("nobody is in a call and nobody makes one", "the stacks of all ranks", "a rank makes its next call"),
+    "no_progress": CauseInfo("no rank is in a call, and none makes one", "the stacks of all ranks", "a rank makes its next call"),
     "straggler": CauseInfo("one rank is slow", "the times of the last calls", "another rank is as late"),
     "damaged_file": CauseInfo("a file could not be read to its end", "a whole file", "the file is whole"),
     "unsafe_pickle": CauseInfo("a file would run code when unpickled", "", "the file comes from torch"),
@@ -99,8 +99,8 @@ class Kind:
 _ENTERED = "{entered_by} entered {call}{lines}[ and {later} later had not left it]\n{failure}\n{lasts}"
 _ENTERED_ONCE = _ENTERED.replace("{lasts}", "[closed?{lasts}|inside?{lasts}|last?|{lasts}]")
 _INSIDE = "{entered_by} entered {call}{lines}\n{failure}"
-_BETWEEN = "look at what {ranks} {does} between {its} last call and [{at}|{call}]"
-_PASSES = "look for a condition, exception or early end of a loop that lets {ranks} pass [{at}|this call]"
+_BETWEEN = "check what {ranks} {does} between {its} last call and [{at}|{call}]"
+_PASSES = "look for a condition, an exception or an early end of a loop that makes {ranks} skip [the {message} for ][{at}|this call]"
 _SAME_GROUPS = "make the same groups, with the same members, in the same order on every rank"
 _ALL_CALL = (
     "[members?call new_group on {members}: with use_local_synchronization the members make the group"
@@ -111,9 +111,9 @@ _SECOND = "a second dump of all ranks: where nothing has moved, the job hangs"
 _NO_FILE = "the black box, dump or log of {ranks}: run `allranks diagnose` with it"
 _LAST_LINES = "look for the last log lines of {ranks} (killed, out of memory, node down)"
 _OTHER_ARGUMENTS = (
-    "[certain?look at [{at}|the line above]: what it passes must not depend on the rank"
+    "[certain?check [{at}|the line above]: what it passes must not depend on the rank"
     "|compare {lines_of_all}: all ranks of the group must make the same call here"
-    "|look at [{at}|the line above]: what it passes must not depend on the rank]"
+    "|check [{at}|the line above]: what it passes must not depend on the rank]"
 )
 _SINCE = (
     "[; at #{met} it called {met_mine} where they called {met_theirs}|; at #{met} their calls no longer fit"
@@ -141,29 +141,29 @@ KINDS = {
     "stuck_elsewhere": Kind("stuck_before_collective", 0.95,
         "{who} never {entered}; {waiting}[; {there} {doing} at {now_at}|busy?; {there} {doing}]" + _HELD,
         _ENTERED + "\n{now_evidence}",
-        "[polls?who should make that change: perhaps a rank that waits here and passed that line without it]",
+        "[polls?which rank should make that change: perhaps a rank that waits here and skipped it]",
         "[exiting?find why the program of {ranks} ended early: it returned, or called sys.exit(0)"
         "|let rank {holder} release the lock before it enters {call}"
-        f"|look at {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
+        f"|check {{now_at}}: rank {{now_rank}} is there now|{_BETWEEN}]"),
     "destroyed": Kind("missing_rank", 0.93,
         "{who} called destroy_process_group on group {label} and never entered {call}; {waiting}[left?; it has left the program]",
         _ENTERED, "", "make [{at}|this call] before any rank destroys the group, or on no rank"),
     "died": Kind("rank_died", 0.93,
         "{who} [now_at?never|died before it] {entered}: {how}[; its process has not ended, it {doing} at {now_at}" + _HELD + "]; {waiting}",
         _ENTERED + "\n{now_evidence}", "",
-        "[look at {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]\n"
+        "[check {line}, where rank {rank} ended|read the end of the log of {ranks}, and `dmesg -T {pipe} grep -i kill` on its node]\n"
         "[end what runs at {now_at} when the program fails: it keeps the process of rank {rank} alive]"),
     "went_on_without": Kind("missing_rank", 0.9,
-        "{who} never entered {call}[ ({at})] but went on without it[, to {last}]; {waiting}",
+        "{who} never entered {call}[ ({at})] but continued without it[, to {last}]; {waiting}",
         _ENTERED + "\nin all earlier rounds {ranks} made this call at this point", "",
-        "look for a condition that lets {ranks} pass [{at}|this call]"),
+        "look for a condition that makes {ranks} skip [{at}|this call]"),
     "lone_waiter": Kind("extra_collective", 0.6,
         "{who} made an extra {call}[ at {at}]: none of the other {number} ranks entered it, and all of them stopped after the same call",
         _ENTERED, "where {others} are now: `allranks stacks` shows whether they are stuck instead",
-        "look at what {others} do between their last call and [{at}|{call}]"),
+        "check what {others} do between their last call and [{at}|{call}]"),
     # ---- a rank that others wait for, without a file
     "no_file": Kind("rank_died", 0.6,
-        "there is no file of {ranks}[: {how}]; {waiting} in {call}, [which {missing} did not enter either|in which nobody else is missing]",
+        "there is no file of {ranks}[: {how}]; {waiting} in {call}, [which {missing} did not enter either|in which no other rank is missing]",
         _ENTERED, _NO_FILE, _LAST_LINES),
     "unread": Kind("missing_rank", 0.35,
         "{problem}: whether {ranks} entered {call} is not known; {waiting} in it",
@@ -174,14 +174,14 @@ KINDS = {
         "where {ranks} is: the end of its log, or `allranks stacks` on its node", _BETWEEN),
     "left_no_dump": Kind("rank_died", 0.35,
         "{ranks} left no dump, and the calls of all other ranks [put_away?were put away ({call} last), whether finished or failed "
-        "is not recorded|are over]: [{how}|it may have died]",
+        "is not recorded|have finished]: [{how}|it may have died]",
         _ENTERED, _NO_FILE, _LAST_LINES),
     "left_its_round": Kind("missing_rank", 0.6,
         "{who} is in {call}[ at {line}], {difference}; there is no file of {absent}",
         "{entered_by} entered {call}{lines}[ and {later} later had not left it]",
         "the file of {absent}\n{where_now}",
-        "[skipped?look for a condition, exception or early end of a loop that lets rank {rank} pass [{usual}|that call]"
-        "|look at [{line}|that call]: it must not depend on the rank]"),
+        "[skipped?look for a condition, an exception or an early end of a loop that makes rank {rank} skip [{usual}|that call]"
+        "|check [{line}|that call]: it must not depend on the rank]"),
     "aborted_its_partner": Kind("size_mismatch", 0.6,
         "{ranks} [extra?made an extra|called] {op} #{seq} of group {label}[ at {line}], unlike all its other calls; {other} is gone, "
         "as gloo aborts a rank that gets more than it expects",
@@ -190,16 +190,16 @@ KINDS = {
         "make the call at [{line}|that line] on all ranks of the group, and with the same sizes"),
     # ---- a call that everybody entered
     "alone": Kind("none_finished", 0.35,
-        "[{failed_call}|{who} waits in {call}[{lines}][ for {wait}]]; whether another rank never entered it, only the dumps of the "
-        "other ranks tell",
+        "[{failed_call}|{who} waits in {call}[{lines}][ for {wait}]]; only the dumps of the other ranks show whether one of them "
+        "never entered it",
         _INSIDE, "the dumps of the other ranks: run `allranks diagnose` with all of them"),
     "failed_on_some": Kind("call_error", 0.85, "{call} failed on {who}, while {others_wait} in it", _INSIDE),
     "failed_on_all": Kind("call_error", 0.6, "{call} failed[ on all {number} ranks, first] on {who}", _INSIDE),
     "survived": Kind("call_error", 0.85,
-        "{failed} raised {error} on {who}[ at {line}], and its program went on, to {last}; "
-        "[here?the others waited in it|since then its calls do not meet those of the others]",
+        "{failed} raised {error} on {who}[ at {line}], and its program continued, to {last}; "
+        "[here?the others waited in it|since then its calls do not match those of the others]",
         "no call had failed on another rank before, and rank {rank} made calls after it", "",
-        "look at [{line}|this call]: let the exception end the program instead of passing over it"),
+        "check [{line}|this call]: let the exception end the program instead of passing over it"),
     "died_inside": Kind("rank_died", 0.9, "{who} died with {call} unfinished: {how}", _INSIDE),
     "left_inside": Kind("missing_rank", 0.8, "{who} left the program with {call} unfinished; {others_wait}", _INSIDE),
     "unsure": Kind("missing_rank", 0.35,
@@ -225,15 +225,15 @@ KINDS = {
     # ---- ranks that wait for each other
     "one_too_many": Kind("p2p_mismatch", 0.8,
         "{who} [sends?sends to|receives from] rank {peer} once more than in every round before[ ({line})]; rank {peer} posted as many "
-        "messages for it as always and went on",
-        _ENTERED, "", "look at the loop around [{line}|this call]: both ends must make the same number of calls"),
+        "messages for it as always and continued",
+        _ENTERED, "", "check the loop around [{line}|this call]: both ends must make the same number of calls"),
     "short_round": Kind("p2p_mismatch", 0.75,
         "{who} [sends?sent {number} to|received {number} from] rank {peer} in an earlier round[ ({line})], and {usual} in every other "
         "round; rank {peer} posted as many as always, so later messages met earlier ones and {call} does not end",
-        _ENTERED, "", "look at the loop around [{line}|this call]: both ends must make the same number of calls"),
+        _ENTERED, "", "check the loop around [{line}|this call]: both ends must make the same number of calls"),
     "wrong_peer": Kind("p2p_mismatch", 0.85,
         "{who} [sends?sends to|receives from] rank {peer}, but it is rank {other} that [sends?receives from|sends to] it (group {label})",
-        _ENTERED, "", "look at the partner that rank {rank} names at [{at}|this call]"),
+        _ENTERED, "", "check the partner that rank {rank} names at [{at}|this call]"),
     "no_partner": Kind("p2p_mismatch", 0.85,
         "{who} wait for each other[posted?, and each comes to what the next one waits for only behind its own wait]: {parts}",
         "{parts_listed}", "",
@@ -249,9 +249,9 @@ KINDS = {
         "let all ranks enter these groups in the same order, or in one batch"),
     # ---- a rank whose calls differ from those of the others
     "skipped": Kind("missing_rank", 0.9,
-        "{who} skipped {made}[ at {at}][ and {more} behind it], which [{others}|the others] made, and went on" + _SINCE,
+        "{who} skipped {made}[ at {at}][ and {more} behind it], which [{others}|the others] made, and continued" + _SINCE,
         "{reason}\n{sides}", "[open?whether rank {rank} makes the call behind the one that it is in: then its calls are in another order]",
-        "look for a condition, exception or early end of a loop that lets rank {rank} pass [{at}|that line]"),
+        "look for a condition, an exception or an early end of a loop that makes rank {rank} skip [{at}|that line]"),
     "extra": Kind("extra_collective", 0.9,
         "{who} made an extra {made}[ at {at}][ and {more} behind it], where [{called}|the others do not make it]"
         "[either? (an extra call, or one of these ranks skipped calls or left its loop early)]" + _SINCE,
@@ -294,15 +294,15 @@ KINDS = {
         "[; {late} is in {now_in}|; the last call of {late} was {last}]"
         "[; world_size is {expected}[ ({line})], and there are files of {started} processes][" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        "[elsewhere?check {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "never_came_to_init": Kind("not_started", 0.85,
         "{who} never came to {function}[unseen? (no stack and no dump of it)]; {inside}[" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", f"[now_at?|alive?{_STACKS}]",
-        "[elsewhere?look at {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
+        "[elsewhere?check {now_at}: rank {now_rank} is there now|" + _ALL_CALL + "]"),
     "ended_before": Kind("missing_rank", 0.9,
         "{who} ended with [clean?exit code 0|{how}] [called?in {function}|before {it} called {function}]; {inside}[" + _THERE + "]",
         "{waiters} entered {function}[ at {entered_at}] and did not leave it\n{now_evidence}", "",
-        "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|look at {line}, where rank {worst} ended"
+        "[clean?find why the program of {ranks} ended early: it returned, or called sys.exit(0)|check {line}, where rank {worst} ended"
         "|read the log of {ranks}]"),
     "other_members": Kind("order_inversion", 0.85,
         "[tie?{who} called new_group for different members: {named} for {mine}, {others} for {theirs}"
@@ -343,7 +343,7 @@ KINDS = {
         "the file of {ranks} is damaged: what could be read was used, and its end is not held against it"),
     "nothing_read": Kind("damaged_file", 0.0, "nothing to judge: no call could be read from the dumps"),
     "unsafe_pickle": Kind("unsafe_pickle", 0.0, "{path} is not safe to open: it {what} here", "", "",
-        "do not open it with pickle, torch.load or torchfrtrace; find out who wrote it"),
+        "do not open it with pickle, torch.load or torchfrtrace; find out where it comes from"),
     "missing_dump": Kind("missing_dump", 0.0, "no file of {ranks}"),
     "unrecorded": Kind("unrecorded", 1.0,
         "the recorded calls of all ranks fit together, and none is stuck; but gloo's recorder keeps no sends and receives, and this "
@@ -376,9 +376,9 @@ PHRASES = {
     "gone": "its process is gone",
     "unread_file": "the file of rank {rank} [damaged?is damaged, and nothing of it could be read|could not be opened] ({path}: {note})",
     "quick_failure": "the others' calls failed long before their timeout, as they do when a peer is gone",
-    "others_failed": "everybody else's call failed, its own never ended",
+    "others_failed": "the calls of all other ranks failed, its own never ended",
     "unrecorded": "whether one of {ranks} waits for another: the first send or receive between two ranks blocks before NCCL records it, "
-        "and only their stacks tell which",
+        "and only their stacks show which",
     "usual_call": "where in all rounds before it called {op}[ at {at}]",
     "usual_arguments": "with {now}, where in all rounds before it passed {before}",
     "unusual_arguments": "with other arguments than in all rounds before",
@@ -394,7 +394,7 @@ PHRASES = {
     "also": "[one?1 later collective of the group does not fit either: it follows|{number} later collectives of the group do not fit "
         "either: they follow] from this one",
     # why a rank is the odd one
-    "tie": "there is no majority and no history to tell who is the odd one",
+    "tie": "no majority and no earlier calls show which rank is the odd one",
     "outvoted": "{agree} of {total} ranks agree[; {reason}: a call of one side only, or the end of a loop that came too early or too late]"
         "[; {absent} left no file and might turn the majority]",
     "changed_itself": "at the same line it did what the others did until then",
@@ -406,16 +406,16 @@ PHRASES = {
         "the group, rank {other} {other_made}",
     "swapped": "rank {rank} made the calls #{seq} and #{last} in the other order than rank {other}",
     "moved": "moved by {count}, its next {agreeing} calls are at the same lines as those of rank {other}",
-    "as_always": "rank {rank} went on as in all rounds before, rank {other} did not",
+    "as_always": "rank {rank} continued as in all rounds before, rank {other} did not",
     "here_before": "in [all?all ]rounds before, rank {rank} made here the call that the others make",
-    "made_too": "in [all?all ]rounds before, rank {rank} made the call too, and then the one that it went on to",
+    "made_too": "in [all?all ]rounds before, rank {rank} made the call too, and then the one that follows it here",
     "made_more": "in [all?all ]rounds before, rank {rank} made {count} more before the one it is in now",
     "one_line": "in all rounds before, rank {rank} made here {count} of one line and then the one it is in",
     "left_loop": "the others repeat the call, and rank {rank} has stopped: it is in one that [returned?comes behind that loop|it made before them]",
     "all_pairs": "it takes part in [one?the one pair|all {number} pairs] that disagree, and no other rank does",
     "covering": "together these ranks take part in all pairs that disagree",
     "other_totals": "{number} of {total} ranks give and take the same totals, it does not",
-    "two_disagree": "only these two disagree, and nothing tells which of them is wrong",
+    "two_disagree": "only these two disagree, and nothing shows which of them is wrong",
 }
 # fmt: on
 
